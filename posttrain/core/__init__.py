@@ -1,0 +1,1 @@
+"""The nouns that flow through the library: Sample, TokenBatch, TokenScores, LossOutput. Imports torch only."""

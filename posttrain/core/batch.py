@@ -1,0 +1,139 @@
+"""TokenBatch: samples laid out as tensors for one forward pass, and the questions a loss may ask about them.
+
+Everything at the level of a loss is one-dimensional and has no padding: `targets`, log-probs and per-token numbers have one
+entry for each *trained* token, in the order of the samples. `counts` says how many belong to each sample. How the tokens
+were laid out for the model (one ragged row, or padded rows) is the business of `models/token_scores` alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RAGGED, PADDED = "ragged", "padded"
+
+
+@dataclass
+class TokenBatch:
+    """One micro-batch. N trained tokens, S samples, U units (a unit is one pair, one text, one packed block)."""
+
+    layout: str  # RAGGED: one row, `segment_lengths` apart; PADDED: a row per sample, `attention_mask`
+    input_ids: Tensor  # (rows, width)
+    position_ids: Tensor  # (rows, width); restarts at 0 in each sample
+    positions: Tensor  # (N,) flat index, into rows*width, of the position that predicts each trained token
+    targets: Tensor  # (N,) the trained tokens
+    counts: Tensor  # (S,) trained tokens of each sample
+    lengths: Tensor  # (S,) tokens of each sample
+    ends: Tensor  # (S,) flat index of each sample's last token
+    num_units: int
+    roles: tuple[str, ...]  # names of the samples of a unit; one name where units hold any number of samples
+    rows: tuple[int, ...]  # dataset row of each sample, for reports
+    cu_segments: Tensor | None = None  # (S + 1,) int32 start of each sample in the one ragged row
+    longest: int = 0  # tokens of the longest sample
+    attention_mask: Tensor | None = None  # (rows, width), padded layout only
+    per_token: dict[str, Tensor] = field(default_factory=dict)  # name -> (N,)
+    scalars: dict[str, Tensor] = field(default_factory=dict)  # name -> (S,)
+    media: dict[str, Any] = field(default_factory=dict)
+    num_tokens: int = 0  # real tokens, padding excluded
+    num_trained: int = 0
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
+        """The same batch on another device. Nothing is cast: log-probs and advantages stay in their own dtype."""
+
+        def move(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.to(device, non_blocking=non_blocking)
+            if isinstance(value, dict):
+                return {name: move(item) for name, item in value.items()}
+            return value
+
+        return replace(self, **{f.name: move(getattr(self, f.name)) for f in fields(self)})
+
+    def pin_memory(self) -> TokenBatch:
+        """Called by torch's DataLoader: host tensors in page-locked memory, so that the copy to the device overlaps."""
+
+        def pin(value: Any) -> Any:
+            if isinstance(value, Tensor):
+                return value.pin_memory()
+            if isinstance(value, dict):
+                return {name: pin(item) for name, item in value.items()}
+            return value
+
+        return replace(self, **{f.name: pin(getattr(self, f.name)) for f in fields(self)})
+
+    @property
+    def device(self) -> torch.device:
+        return self.input_ids.device
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.rows) if self.num_units else 0  # the lone token of an empty batch is nobody's sample
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """(N,) numbers about trained tokens -> (S,) their sum in each sample; 0 for a sample without any."""
+        return segment_sum(values, self.counts)
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """(N,) -> (S,) mean over the trained tokens of each sample; 0 for a sample without any."""
+        return self.sequence_sum(values) / self.counts.clamp(min=1)
+
+    def expand(self, values: Tensor) -> Tensor:
+        """(S,) -> (N,): each trained token gets the number of its sample."""
+        return torch.repeat_interleave(values, self.counts, output_size=self.num_trained)
+
+    def role(self, values: Tensor, name: str) -> Tensor:
+        """(S, ...) numbers about samples -> (U, ...) those of the samples that play `name` in their unit."""
+        real = values[: self.num_units * len(self.roles)]
+        return real.view(self.num_units, len(self.roles), *values.shape[1:])[:, self.roles.index(name)]
+
+    def role_tokens(self, values: Tensor, name: str) -> Tensor:
+        """(N,) -> the numbers about the trained tokens of the samples that play `name`."""
+        plays = torch.arange(len(self.rows), device=values.device) % len(self.roles) == self.roles.index(name)
+        return values[self.expand(plays)]
+
+    def totals(self) -> StepTotals:
+        """What this micro-batch adds to the denominators of its optimizer step."""
+        counts = {"token": self.num_trained, "sequence": self.num_samples, "unit": self.num_units, "batch": 1}
+        if len(self.roles) > 1:
+            for name in self.roles:
+                counts[f"token:{name}"] = int(self.role(self.counts, name).sum())
+        return StepTotals(counts)
+
+
+def segment_sum(values: Tensor, counts: Tensor) -> Tensor:
+    """Sums of consecutive runs of `values`, `counts[i]` long. Same result order on every device, differentiable."""
+    if len(counts) == 0:
+        return values.new_zeros(0)
+    return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True, initial=0.0)
+
+
+@dataclass
+class StepTotals:
+    """Denominators of one optimizer step: how many tokens, sequences, units and micro-batches it holds, over all ranks.
+
+    `token:NAME` counts the trained tokens of one role only. Counted on the host, added up over the step's micro-batches
+    and (by the trainer) over the processes, so that the loss does not depend on how the rows were laid out.
+    """
+
+    counts: dict[str, float | Tensor]
+
+    def __add__(self, other: StepTotals) -> StepTotals:
+        names = dict.fromkeys([*self.counts, *other.counts])
+        return StepTotals({name: self.counts.get(name, 0) + other.counts.get(name, 0) for name in names})
+
+    def denominator(self, per: str) -> float | Tensor:
+        """The count a term is divided by, at least 1: a step without a trained token has loss 0, not 0 / 0."""
+        if per not in self.counts:
+            raise KeyError(f"A loss wants to be divided per {per!r}; this step counts {', '.join(self.counts)}.")
+        total = self.counts[per]
+        return total.clamp(min=1) if isinstance(total, Tensor) else max(total, 1)
+
+    @classmethod
+    def of(cls, batches: list[TokenBatch]) -> StepTotals:
+        total = batches[0].totals()
+        for batch in batches[1:]:
+            total = total + batch.totals()
+        return total

@@ -1,0 +1,81 @@
+"""PEFT: adapters of every kind, put on a model once, with their quirks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+REFERENCE_ADAPTER = "ref"
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def is_prompt_learning(model: nn.Module) -> bool:
+    """Prompt, prefix and p-tuning change the length of rows; LoRA and its kin do not."""
+    return is_peft_model(model) and model.active_peft_config.is_prompt_learning
+
+
+def is_quantized(model: nn.Module) -> bool:
+    return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
+
+
+def add_adapter(model: nn.Module, peft_config: Any, dtype: torch.dtype) -> nn.Module:
+    """Wrap `model` in a new adapter. Its weights take the compute dtype; float32 masters are the optimizer's business."""
+    from peft import PeftConfig, get_peft_model, prepare_model_for_kbit_training
+
+    if not isinstance(peft_config, PeftConfig):
+        raise TypeError(
+            f"`peft_config` is a {type(peft_config).__name__}; it must be a peft.PeftConfig such as LoraConfig."
+        )
+    if is_peft_model(model):
+        raise ValueError(
+            "This model has an adapter already. Train that one (leave `peft_config` out), or merge it first "
+            "with merge_and_unload()."
+        )
+    if is_quantized(model):
+        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    for name, parameter in model.named_parameters():
+        # DoRA's magnitude is a norm: PEFT computes with it in float32 whatever the rest is.
+        if parameter.requires_grad and parameter.is_floating_point() and "lora_magnitude_vector" not in name:
+            parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def freeze_copy_of_adapter(model: nn.Module, source: str = "default") -> str:
+    """Keep the adapter as it is now under the name `ref`, frozen: the reference of a run that continues an adapter."""
+    model.add_adapter(REFERENCE_ADAPTER, model.peft_config[source])
+    state = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in state.items():
+            if f".{REFERENCE_ADAPTER}." in name or name.endswith(f".{REFERENCE_ADAPTER}"):
+                parameter.copy_(state[name.replace(f".{REFERENCE_ADAPTER}", f".{source}")])
+                parameter.requires_grad_(False)
+    model.set_adapter(source)
+    return REFERENCE_ADAPTER
+
+
+@contextmanager
+def adapter_in_use(model: nn.Module, name: str | None) -> Iterator[None]:
+    """Run with another adapter, or with none at all (`name=None`); what was trainable stays trainable."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if name is None:
+        with model.disable_adapter():
+            yield
+    else:
+        active = model.active_adapter
+        model.set_adapter(name)
+        try:
+            yield
+        finally:
+            model.set_adapter(active)
+            for parameter in model.parameters():
+                parameter.requires_grad_(False)
+    for parameter in trainable:
+        parameter.requires_grad_(True)

@@ -1,0 +1,135 @@
+"""Attention over ragged batches: one row, many segments, no padding and no dense mask.
+
+`install_ragged_attention` registers a function with transformers' AttentionInterface. When a call carries segment bounds
+(`cu_seq_lens_q`, as transformers names them for varlen flash) each segment attends causally to itself only: with torch's own
+varlen flash kernel on CUDA, with one SDPA call per segment elsewhere. Without bounds the call is passed on to transformers'
+`sdpa` and its masks, so that `generate`, padded batches and freshly loaded models behave as ever.
+
+transformers would build a dense mask from position ids that restart. It returns a mask of four dimensions as it is, so a ragged
+batch carries a four-dimensional placeholder of one element, which this module's function ignores.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+RAGGED_ATTENTION = "posttrain_ragged"
+
+
+def segment_kwargs(cu_segments: Tensor, longest: int) -> dict[str, Any]:
+    """Forward keyword arguments that keep the segments of a ragged row apart.
+
+    They travel as arguments, never in a context variable: gradient checkpointing recomputes on autograd's own thread.
+    """
+    return {
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=cu_segments.device),
+        "cu_seq_lens_q": cu_segments,
+        "cu_seq_lens_k": cu_segments,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def install_ragged_attention() -> None:
+    """Make `attn_implementation="posttrain_ragged"` known to transformers. Safe to call more than once."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(RAGGED_ATTENTION, ragged_attention)
+    AttentionMaskInterface.register(RAGGED_ATTENTION, sdpa_mask)
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """(1, heads, tokens, dim) -> (1, tokens, heads, dim), segments apart where bounds are given."""
+    if cu_seq_lens_q is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if kwargs.get("softcap"):
+        raise NotImplementedError("Ragged attention has no soft-cap: this model must use the padded layout.")
+    if _flash_can_run(query):
+        output = _varlen_flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window)
+    else:
+        output = _segment_loop(query, key, value, cu_seq_lens_q, scaling, dropout, sliding_window)
+    return output, None
+
+
+def _flash_can_run(query: Tensor) -> bool:
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
+
+
+def _varlen_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """torch's own varlen flash op: differentiable, grouped-query heads, no flash-attn package."""
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    window = (sliding_window - 1) if sliding_window else -1
+    output = torch.ops.aten._flash_attention_forward(
+        q, k, v, bounds, bounds, longest, longest, dropout, True, False,
+        scale=scaling, window_size_left=window, window_size_right=0 if sliding_window else -1,
+    )[0]  # fmt: skip
+    return output.unsqueeze(0)
+
+
+def _segment_loop(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """One causal SDPA call per segment. Exact, and on a CPU faster than one call over a padded batch."""
+    grouped = query.shape[1] != key.shape[1]
+    parts = []
+    edges = bounds.tolist()
+    for start, stop in itertools.pairwise(edges):
+        q, k, v = (x[:, :, start:stop] for x in (query, key, value))
+        window = _window_mask(stop - start, sliding_window, q)
+        parts.append(
+            scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=window,
+                dropout_p=dropout,
+                is_causal=window is None,
+                scale=scaling,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def _window_mask(length: int, sliding_window: int | None, like: Tensor) -> Tensor | None:
+    if sliding_window is None or length <= sliding_window:
+        return None
+    distance = torch.arange(length, device=like.device)[:, None] - torch.arange(length, device=like.device)
+    return (distance >= 0) & (distance < sliding_window)

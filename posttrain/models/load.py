@@ -1,0 +1,205 @@
+"""Path, hub id, GGUF file or module -> a model that is ready to be asked about tokens.
+
+Every quirk of dtype, quantisation, PEFT and attention is handled here, once, so that no method ever hears of it.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+from posttrain.core.batch import PADDED, RAGGED
+from posttrain.models.adapters import add_adapter, is_prompt_learning
+from posttrain.models.attention import install_ragged_attention
+from posttrain.models.heads import install_sequence_scores
+from posttrain.models.probe import why_not_ragged
+from posttrain.models.token_scores import install_token_scores
+
+logger = logging.getLogger(__name__)
+
+CAUSAL_LM, SEQUENCE_REWARD = "causal_lm", "sequence_reward"
+AUTO_CLASSES = {CAUSAL_LM: AutoModelForCausalLM, SEQUENCE_REWARD: AutoModelForSequenceClassification}
+
+
+@dataclass
+class LoadOptions:
+    """What `load_model` needs to know; the trainer fills it from the config."""
+
+    dtype: torch.dtype = torch.float32
+    task: str = CAUSAL_LM
+    model_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    disable_dropout: bool = True
+    use_liger_kernel: bool = False
+    peft_config: Any = None
+    quantization_config: Any = None
+    layout: str | None = None  # None: ragged when the probe agrees
+    router_aux_loss_coef: float | None = None
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    sharded: bool = False  # FSDP or DeepSpeed will place the weights
+
+
+@dataclass
+class LoadedModel:
+    """A model, the layout its batches should have, and sentences about what was decided."""
+
+    model: nn.Module
+    layout: str
+    name: str
+    notes: list[str]
+    router_loss_weight: float = 0.0
+
+
+def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedModel:
+    """Load (or take) a model, adapt it, choose its layout, and teach it to answer about tokens."""
+    install_ragged_attention()
+    notes: list[str] = []
+    given = isinstance(model, nn.Module)
+    if given:
+        _refuse_arguments_for_a_module(options)
+        name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+    else:
+        name, model = str(model), load_pretrained(model, options)
+    innermost = innermost_model(model)
+    if options.task == SEQUENCE_REWARD and innermost.config.num_labels != 1:
+        raise ValueError(
+            f"A reward model has one output; {name} has num_labels={innermost.config.num_labels}. Load it with num_labels=1."
+        )
+    if options.disable_dropout:
+        disable_dropout(model)
+    if options.use_liger_kernel:
+        _use_liger_layers(innermost, notes)
+    if options.peft_config is not None:
+        model = add_adapter(model, options.peft_config, options.dtype)
+    _install(innermost, options.task)
+    layout = _choose_layout(model, innermost, options, notes)
+    return LoadedModel(model, layout, name, notes, _router_loss_weight(innermost, options.router_aux_loss_coef, name))
+
+
+def _refuse_arguments_for_a_module(options: LoadOptions) -> None:
+    for name, value in (
+        ("model_init_kwargs", options.model_init_kwargs),
+        ("quantization_config", options.quantization_config),
+    ):
+        if value:
+            raise ValueError(
+                f"`{name}` is for models given by name or path; this model is loaded already. Leave it out."
+            )
+
+
+def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
+    """`from_pretrained` with our dtype policy; the class is the one the checkpoint names where the task is plain language."""
+    path, kwargs = locate(model, options.model_init_kwargs)
+    kwargs.setdefault("trust_remote_code", options.trust_remote_code)
+    kwargs.setdefault("dtype", options.dtype)
+    if isinstance(kwargs["dtype"], str) and kwargs["dtype"] != "auto":
+        kwargs["dtype"] = getattr(torch, kwargs["dtype"])
+    if options.quantization_config is not None:
+        if "quantization_config" in kwargs:
+            raise ValueError(
+                "`quantization_config` is given twice: as an argument and in `model_init_kwargs`. Give it once."
+            )
+        kwargs["quantization_config"] = options.quantization_config
+    if kwargs.get("quantization_config") is not None and not options.sharded and options.device.type == "cuda":
+        kwargs.setdefault("device_map", {"": options.device.index or 0})
+    if options.task == SEQUENCE_REWARD:
+        kwargs.setdefault("num_labels", 1)
+    return AUTO_CLASSES[options.task].from_pretrained(path, **kwargs)
+
+
+def locate(model: str | Path, init_kwargs: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    """(what `from_pretrained` is called with, its keyword arguments); a .gguf file is named by its folder and its name."""
+    kwargs = dict(init_kwargs or {})
+    path = Path(model)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no GGUF file at {path}.")
+        kwargs["gguf_file"] = path.name
+        return str(path.parent), kwargs
+    return str(model), kwargs
+
+
+def load_tokenizer(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None, trust_remote_code: bool) -> Any:
+    """The tokenizer that belongs to a model."""
+    if isinstance(model, nn.Module):
+        source, kwargs = innermost_model(model).config._name_or_path, {}
+        if not source:
+            raise ValueError("This model does not know where it came from: pass its tokenizer as `processing_class`.")
+    else:
+        source, kwargs = locate(model, init_kwargs)
+    kept = {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
+    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kept)
+
+
+def vocabulary_size(
+    model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None, trust_remote_code: bool
+) -> int | None:
+    """Rows of the model's embedding, read from its config, before any weight is loaded."""
+    if isinstance(model, nn.Module):
+        return innermost_model(model).get_input_embeddings().num_embeddings
+    source, kwargs = locate(model, init_kwargs)
+    kept = {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **kept)
+    return getattr(config.get_text_config(), "vocab_size", None)
+
+
+def innermost_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside DDP, torch.compile and PEFT wrappers."""
+    model = getattr(model, "module", model) if not hasattr(model, "config") else model
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set p = 0 in every dropout of a model, attention dropout of its config included."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def _install(innermost: nn.Module, task: str) -> None:
+    {CAUSAL_LM: install_token_scores, SEQUENCE_REWARD: install_sequence_scores}[task](innermost)
+
+
+def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions, notes: list[str]) -> str:
+    """Ragged where a probe of two short segments gives the padded answer; padded, with a sentence, elsewhere."""
+    if options.layout == PADDED:
+        return PADDED
+    if is_prompt_learning(model):
+        reason = "its adapter puts virtual tokens in front of every row"
+    else:
+        reason = why_not_ragged(model, innermost, options.task)
+    if reason is None:
+        return RAGGED
+    if options.layout == RAGGED:
+        raise ValueError(f"`padding_free=True` cannot be honoured: {reason}. Set it to False or leave it out.")
+    notes.append(f"Batches are padded, not ragged: {reason}.")
+    return PADDED
+
+
+def _use_liger_layers(innermost: nn.Module, notes: list[str]) -> None:
+    """Liger's norm, rotary and SwiGLU; its fused losses stay off, our own head never keeps logits anyway."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    _apply_liger_kernel_to_instance(innermost, fused_linear_cross_entropy=False, cross_entropy=False)
+    notes.append("Norm, rotary and SwiGLU layers are Liger's.")
+
+
+def _router_loss_weight(innermost: nn.Module, wanted: float | None, name: str) -> float:
+    config = innermost.config.get_text_config()
+    own = getattr(config, "router_aux_loss_coef", None)
+    if own is None:
+        if wanted:
+            raise ValueError(f"`router_aux_loss_coef` is {wanted}, but {name} is not a mixture of experts.")
+        return 0.0
+    if wanted is not None:
+        return wanted
+    return own if getattr(config, "output_router_logits", False) else 0.0

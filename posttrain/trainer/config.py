@@ -1,0 +1,189 @@
+"""Options that every method shares, each declared and documented once.
+
+`option(default, help)` is `dataclasses.field` with the help in its metadata; docs tables and `--help` are generated from it.
+Checks that need only options live in `__post_init__`, beside the option.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from posttrain.core.batch import PADDED, RAGGED
+
+TRUNCATION_MODES = ("keep_start", "keep_end", "error", "drop")
+
+
+def option(default: Any, help: str, **metadata: Any) -> Any:
+    """A config field with its documentation; a mutable default is copied for each config."""
+    metadata = {"help": help, "posttrain": True, **metadata}
+    if isinstance(default, (list, dict)):
+        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass
+class BaseConfig(TrainingArguments):
+    """Options shared by all methods, on top of transformers.TrainingArguments."""
+
+    _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "chat_template_kwargs"]
+
+    # ---- how the run is shown and computed
+    logging_steps: float = option(10, "Log every so many optimizer steps; below 1, a fraction of all steps.")
+    gradient_checkpointing: bool | None = option(
+        None, "Recompute activations in the backward. None: only when the estimated activations do not fit the device."
+    )
+    bf16: bool | None = option(
+        None,
+        "Compute in bfloat16 with float32 master weights. None: yes where the machine is fast at it, float32 elsewhere.",
+    )
+    use_liger_kernel: bool | None = option(
+        None, "Replace norm, rotary and SwiGLU layers by Liger's. None: on CUDA when liger-kernel is installed."
+    )
+    activation_offloading: bool = option(False, "Keep saved activations in host memory until the backward needs them.")
+    chunk_tokens: int | None = option(None, "Tokens whose logits exist at once. None: as many as fit the chunk budget.")
+
+    # ---- the model
+    model_init_kwargs: dict[str, Any] | str | None = option(
+        None, "Arguments of `from_pretrained` when the model is given by name or path; JSON text is accepted."
+    )
+    trust_remote_code: bool = option(False, "Allow Python code from the model's repository to run.")
+    disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
+    router_aux_loss_coef: float | None = option(
+        None, "Weight of a mixture-of-experts' load-balancing loss. None: the model's own; 0: off."
+    )
+
+    # ---- the data
+    chat_template_path: str | None = option(
+        None, "A .jinja file, a built-in format's name, or a tokenizer whose template (and tokens) are cloned."
+    )
+    chat_template_kwargs: dict[str, Any] | str | None = option(None, "Arguments for the chat template, for all rows.")
+    eos_token: str | None = option(None, "Token that ends a text; must be in the vocabulary. None: the tokenizer's.")
+    pad_token: str | None = option(None, "Deprecated: set `pad_token` on the tokenizer. Still honoured.")
+    max_length: int | None = option(1024, "Longest sequence in tokens, prompt and completion together. None: no limit.")
+    truncation_mode: str = option(
+        "keep_start", "What happens to a longer one: keep_start, keep_end, error or drop. Always counted and reported."
+    )
+    on_bad_rows: str = option(
+        "error", "Rows that fail the check: 'error' stops before training, 'drop' leaves them out."
+    )
+    dataset_num_proc: int | None = option(None, "Processes that render and tokenise. None: one.")
+    dataset_cache_dir: str | None = option(None, "Where tokenised data is kept. None: the Hugging Face datasets cache.")
+    shuffle_dataset: bool = option(False, "Shuffle the dataset once, with `seed`, before it is packed or batched.")
+    padding_free: bool | None = option(
+        None, "True: ragged batches, no padding. False: padded batches. None: ragged wherever the model can run it."
+    )
+    pad_to_multiple_of: int | str | None = option(
+        "auto", "Fill batches up to a multiple of this many tokens; 'auto' and None: no filling."
+    )
+
+    # ---- trust
+    max_skipped_steps: int = option(3, "Stop after this many optimizer steps in a row whose gradient was not finite.")
+    resume_allow_changes: list[str] = option(
+        [], "Options (or 'dataset', 'tokenizer', 'model') that may differ from those of the checkpoint on resume."
+    )
+    alerts: bool = option(True, "Say in words when loss, gradient norm, entropy or rewards drift.")
+
+    def __post_init__(self) -> None:
+        self._set_by_user = {f.name for f in fields(self) if is_ours(f) and getattr(self, f.name) != default_of(f)}
+        self._defaults_of_posttrain()
+        requested_bf16 = self._resolve_precision()
+        super().__post_init__()
+        self.bf16 = requested_bf16
+        self._after_precision()
+        self._check_shared_options()
+
+    # ---- precision -----------------------------------------------------------------------------------------------
+
+    def _resolve_precision(self) -> bool:
+        """Decide on bf16 ourselves, and keep Accelerate's autocast out of it unless a sharded engine owns the masters."""
+        if self.fp16 and self.bf16:
+            raise ValueError("Set at most one of `fp16` and `bf16`.")
+        launched_with = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if self.bf16 is None:
+            fast = torch.cuda.is_available() and not self.use_cpu and torch.cuda.is_bf16_supported()
+            self.bf16 = not self.fp16 and (fast or launched_with == "bf16")
+        requested = bool(self.bf16)
+        self.bf16 = requested and self._engine_owns_masters()
+        return requested
+
+    def _engine_owns_masters(self) -> bool:
+        """FSDP and DeepSpeed keep their own masters and formats; everything else is `trainer/optimizer`'s business."""
+        launched = (
+            os.environ.get(name, "false").lower() for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
+        )
+        return bool(self.fsdp or self.deepspeed) or "true" in launched
+
+    def _after_precision(self) -> None:
+        if not self._engine_owns_masters() and not self.fp16:
+            self.mixed_precision = "no"
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What weights are loaded in; float32 masters are kept beside them where they are trained."""
+        low = self.bf16 and not self._engine_owns_masters()
+        return torch.bfloat16 if low else torch.float32
+
+    # ---- checks --------------------------------------------------------------------------------------------------
+
+    def _defaults_of_posttrain(self) -> None:
+        """Options of transformers whose meaning would contradict a promise of this library."""
+        self.logging_nan_inf_filter = False  # a NaN is reported, never replaced (trl-gaps: a NaN is hidden)
+        if isinstance(self.lr_scheduler_kwargs, str):
+            self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
+        if self.gradient_checkpointing_kwargs is None:
+            self.gradient_checkpointing_kwargs = {"use_reentrant": False}
+
+    def _check_shared_options(self) -> None:
+        check_choice("truncation_mode", self.truncation_mode, TRUNCATION_MODES)
+        check_choice("on_bad_rows", self.on_bad_rows, ("error", "drop"))
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"`max_length` is {self.max_length}; a sequence that trains a token has at least 2.")
+        if self.auto_find_batch_size:
+            raise ValueError("`auto_find_batch_size` restarts the run; set `per_device_train_batch_size` instead.")
+        if self.max_skipped_steps < 1:
+            raise ValueError(f"`max_skipped_steps` is {self.max_skipped_steps}; it must be at least 1.")
+        if self.chunk_tokens is not None and self.chunk_tokens < 1:
+            raise ValueError(f"`chunk_tokens` is {self.chunk_tokens}; it must be at least 1.")
+
+    @property
+    def layout(self) -> str | None:
+        """The layout the user asked for, or None where the model decides."""
+        return None if self.padding_free is None else RAGGED if self.padding_free else PADDED
+
+    @property
+    def pad_multiple(self) -> int | None:
+        return None if self.pad_to_multiple_of in ("auto", "none", None) else int(self.pad_to_multiple_of)
+
+    def set_by_user(self) -> set[str]:
+        """Names of our options whose value differed from the default when the config was made."""
+        return set(self._set_by_user)
+
+
+def is_ours(field: dataclasses.Field) -> bool:
+    return bool(field.metadata.get("posttrain"))
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    return field.default_factory() if field.default is dataclasses.MISSING else field.default
+
+
+def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raise for a value that is not one of `choices`, before anything is loaded."""
+    if value not in choices:
+        raise ValueError(f"`{name}` is {value!r}; it must be one of {', '.join(choices)}.")
+
+
+def check_range(name: str, value: float, low: float, high: float = float("inf"), open_low: bool = False) -> None:
+    """Raise unless `low <= value <= high` (`low < value` with `open_low`)."""
+    if not (low < value if open_low else low <= value) or value > high:
+        sign = ">" if open_low else ">="
+        bound = f"{sign} {low}" + ("" if high == float("inf") else f" and <= {high}")
+        raise ValueError(f"`{name}` is {value}; it must be {bound}.")

@@ -1,0 +1,165 @@
+"""Low-precision parameters with float32 masters and accumulators, and the step that is not taken when it is not finite.
+
+A bfloat16 weight has 8 bits of mantissa: an AdamW step at a learning rate of 1e-6 is smaller than half of its last bit and
+vanishes. So the optimizer works on float32 *masters*; gradients of micro-batches are added up in float32 as they appear; after the
+step the masters are rounded back into the bfloat16 parameters that the forward pass reads. Float32 parameters are left alone.
+
+The finite check costs no host synchronisation: the gradient norm is a device scalar already, and fused optimizers take a
+`found_inf` flag on the device that turns the step (its counters included) into nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+REDUCE_BUCKET_ELEMENTS = 2**25
+
+
+class MasterWeights:
+    """Puts float32 masters in the place of an optimizer's low-precision parameters.
+
+    Use it on an optimizer that has not stepped yet. `parameter.grad` is folded into `master.grad` by a hook as soon as autograd
+    has written it, so a low-precision gradient never outlives its micro-batch.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (parameter, master)
+        self._hooks = []
+        for group in optimizer.param_groups:
+            group["params"] = [self._master_of(parameter) for parameter in group["params"]]
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.publish()))
+
+    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype not in LOW_PRECISION:
+            return parameter
+        master = nn.Parameter(parameter.detach().float())
+        self.pairs.append((parameter, master))
+
+        def fold(low: Tensor) -> None:
+            if master.grad is None:
+                master.grad = low.grad.float()
+            else:
+                master.grad.add_(low.grad)
+            low.grad = None
+
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(fold))
+        return master
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the parameters and drop the spent gradients."""
+        if self.pairs:
+            torch._foreach_copy_([low for low, _ in self.pairs], [master for _, master in self.pairs])
+        for _, master in self.pairs:
+            master.grad = None
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Take the parameters as they are now, e.g. after weights were loaded into the model."""
+        for low, master in self.pairs:
+            master.copy_(low)
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def all_reduce(self) -> None:
+        """Average the accumulated float32 gradients over the processes, in buckets.
+
+        DDP is told not to reduce (it would see the last micro-batch only); the sums of whole steps are averaged here.
+        """
+        bucket: list[Tensor] = []
+        size = 0
+        for _, master in self.pairs:
+            if master.grad is None:
+                master.grad = torch.zeros_like(master)
+            bucket.append(master.grad)
+            size += master.grad.numel()
+            if size >= REDUCE_BUCKET_ELEMENTS:
+                _average(bucket)
+                bucket, size = [], 0
+        if bucket:
+            _average(bucket)
+
+
+def _average(tensors: list[Tensor]) -> None:
+    flat = torch._utils._flatten_dense_tensors(tensors)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for tensor, part in zip(tensors, torch._utils._unflatten_dense_tensors(flat, tensors)):
+        tensor.copy_(part)
+
+
+def has_low_precision(parameters: Iterable[nn.Parameter]) -> bool:
+    return any(parameter.requires_grad and parameter.dtype in LOW_PRECISION for parameter in parameters)
+
+
+class FiniteSteps:
+    """Decides, on the device, whether an optimizer step is taken, and tells the host later without waiting for it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, world_size: int = 1) -> None:
+        self.optimizer = optimizer
+        self.world_size = world_size
+        self.on_device = all(group.get("fused") for group in optimizer.param_groups) and getattr(
+            optimizer, "_step_supports_amp_scaling", False
+        )
+        self._pending: list[tuple[Any, Tensor, Any]] = []  # (context, host flag, event)
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+    @torch.no_grad()
+    def clip(self, max_norm: float | None, loss: Tensor, context: Any) -> Tensor:
+        """Clip to `max_norm`, arm or disarm the coming step, remember `context` for the report. Returns the norm."""
+        parameters = self.parameters()
+        gradients = [p.grad for p in parameters]
+        norm = get_total_norm(gradients) if gradients else torch.zeros((), device=loss.device)
+        bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
+        if self.world_size > 1:  # every process must take the same decision
+            flag = bad.to(torch.float32)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            bad = flag > 0
+        if max_norm and gradients:
+            clip_grads_with_norm_(parameters, max_norm, norm)
+        self._arm(bad)
+        self._remember(bad, context)
+        return norm
+
+    def _arm(self, bad: Tensor) -> None:
+        if self.on_device:
+            self.optimizer.found_inf = bad.to(torch.float32)
+        elif bool(bad):  # this optimizer cannot skip on the device: the host has to know, and gradients go
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
+    def _remember(self, bad: Tensor, context: Any) -> None:
+        if bad.is_cuda:
+            host = torch.empty((), dtype=torch.bool, pin_memory=True)
+            host.copy_(bad, non_blocking=True)
+            event = torch.cuda.Event()
+            event.record()
+            self._pending.append((context, host, event))
+        else:
+            self._pending.append((context, bad, None))
+
+    def finished(self, wait: bool = False) -> list[tuple[Any, bool]]:
+        """(context, was the step skipped) for the steps whose flag has reached the host, oldest first."""
+        done = []
+        while self._pending:
+            context, flag, event = self._pending[0]
+            if event is not None and not event.query():
+                if not wait:
+                    break
+                event.synchronize()
+            done.append((context, bool(flag)))
+            self._pending.pop(0)
+        return done

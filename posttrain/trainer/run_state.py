@@ -1,0 +1,119 @@
+"""RunState: all that decides the next step and is not a weight, an optimizer state or a random number.
+
+Saved as `run_state.json` with every checkpoint. It also says what the run *is* (options, data, tokenizer, model), so that a
+resume under something else is refused with the difference shown.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.trainer.checkpoint import load_tree, save_tree, write_json
+from posttrain.trainer.config import BaseConfig
+
+FILE = "run_state.json"
+RNG_FILE = "rng_state_{rank}"
+
+FREE_TO_CHANGE = frozenset(
+    ["output_dir", "logging_dir", "logging_steps", "logging_strategy", "logging_first_step", "run_name", "report_to", "disable_tqdm", "log_level", "log_level_replica", "save_steps", "save_strategy", "save_total_limit", "eval_steps", "eval_strategy", "eval_on_start", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision", "push_to_hub", "project", "trackio_space_id", "trackio_bucket_id", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers", "dataset_num_proc", "dataset_cache_dir", "resume_from_checkpoint", "resume_allow_changes", "alerts", "local_rank", "do_eval", "do_train", "do_predict", "skip_memory_metrics", "max_steps", "num_train_epochs", "ddp_timeout", "prediction_loss_only", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "chunk_tokens", "gradient_checkpointing", "use_liger_kernel", "gradient_checkpointing_kwargs", "activation_offloading", "on_bad_rows", "logging_nan_inf_filter", "deepspeed_plugin", "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches", "save_only_model", "save_on_each_node"]
+)
+"""Options that do not decide what a step computes. `max_steps` and epochs may grow; the learning-rate schedule follows them."""
+
+
+@dataclass
+class RunIdentity:
+    """Fingerprints of what a run is made of."""
+
+    method: str
+    options: dict[str, Any]
+    dataset: str
+    tokenizer: str
+    model: str
+
+    @classmethod
+    def of(cls, method: str, args: BaseConfig, dataset: str, tokenizer: str, model: str) -> RunIdentity:
+        options = {
+            f.name: _plain(getattr(args, f.name))
+            for f in dataclasses.fields(args)
+            if f.init and f.name not in FREE_TO_CHANGE and not f.name.startswith("_")
+        }
+        return cls(method, options, dataset, tokenizer, model)
+
+    def differences(self, other: RunIdentity, allowed: list[str]) -> list[str]:
+        """Lines "what: then -> now" for everything that changed and is not allowed to."""
+        lines = [
+            f"{name}: {getattr(other, name)} -> {getattr(self, name)}"
+            for name in ("method", "dataset", "tokenizer", "model")
+            if name not in allowed and getattr(other, name) != getattr(self, name)
+        ]
+        for name in sorted(self.options.keys() | other.options.keys()):
+            then, now = other.options.get(name), self.options.get(name)
+            if name not in allowed and then != now:
+                lines.append(f"{name}: {then!r} -> {now!r}")
+        return lines
+
+
+def _plain(value: Any) -> Any:
+    """JSON-ready form of an option, stable across processes."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value.value if hasattr(value, "value") else value
+    if hasattr(value, "to_dict"):
+        return _plain(value.to_dict())
+    return str(value)
+
+
+@dataclass
+class RunState:
+    """What a checkpoint remembers beside weights, optimizer and RNG."""
+
+    identity: RunIdentity
+    metrics: dict[str, Any] = field(default_factory=dict)  # MetricStore.state(): added, not yet logged
+    loss_since_log: float = 0.0  # Trainer's running sum
+    loss_total: float = 0.0
+    last_logged_step: int = 0
+    skipped_in_a_row: int = 0
+    skipped_total: int = 0
+    skipped_since_log: int = 0
+
+    def save(self, folder: Path) -> None:
+        write_json(folder / FILE, dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, folder: Path) -> RunState:
+        raw = json.loads((Path(folder) / FILE).read_text(encoding="utf-8"))
+        return cls(RunIdentity(**raw.pop("identity")), **raw)
+
+
+def save_rng(folder: Path, rank: int) -> None:
+    """Python's, numpy's and torch's generators of this process."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    state: dict[str, Any] = {
+        "python": list(random.getstate()),
+        "numpy": [kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    save_tree(folder / RNG_FILE.format(rank=rank), state)
+
+
+def load_rng(folder: Path, rank: int) -> None:
+    state = load_tree(Path(folder) / RNG_FILE.format(rank=rank))
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"])
