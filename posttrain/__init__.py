@@ -1,0 +1,70 @@
+"""posttrain: post-train language models. Everything public is importable from here, and imported only when it is used."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "posttrain.core.batch": ("StepTotals", "TokenBatch"),
+    "posttrain.core.results": ("LossOutput", "LossTerm", "TokenScores"),
+    "posttrain.core.sample": ("Sample",),
+    "posttrain.data.chat_helpers": (
+        "add_response_schema",
+        "apply_chat_template",
+        "get_training_chat_template",
+        "has_generation_markers",
+        "is_chat_template_prefix_preserving",
+        "is_chat_template_stop_token_trained",
+        "maybe_apply_chat_template",
+        "parse_response",
+        "supports_tool_calling",
+    ),
+    "posttrain.data.chat_templates": ("BUILT_IN_FORMATS", "use_chat_format"),
+    "posttrain.data.collate": ("Collator", "collate"),
+    "posttrain.data.dataset_helpers": (
+        "extract_prompt",
+        "get_dataset_column_names",
+        "is_conversational",
+        "is_conversational_from_value",
+        "maybe_convert_to_chatml",
+        "maybe_extract_prompt",
+        "maybe_unpair_preference_dataset",
+        "pack_dataset",
+        "prepare_multimodal_messages",
+        "truncate_dataset",
+        "unpair_preference_dataset",
+    ),
+    "posttrain.data.renderer": ("Conversation", "RenderError", "Renderer"),
+    "posttrain.methods.dpo": ("DPOConfig", "DPOTrainer"),
+    "posttrain.methods.reward_model": ("RewardConfig", "RewardTrainer"),
+    "posttrain.methods.sft": ("SFTConfig", "SFTTrainer"),
+    "posttrain.methods.table": ("METHODS",),
+    "posttrain.models.chat_template_clone": ("clone_chat_template",),
+    "posttrain.models.reference": ("create_reference_model",),
+    "posttrain.trainer.base": ("BaseTrainer",),
+    "posttrain.trainer.callbacks": (
+        "BEMACallback",
+        "LogCompletionsCallback",
+        "RichProgressCallback",
+        "SyncRefModelCallback",
+    ),
+    "posttrain.trainer.config": ("BaseConfig", "option"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *sorted(_HOME_OF)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

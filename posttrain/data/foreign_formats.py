@@ -15,7 +15,14 @@ from typing import Any
 from posttrain.data.row_checks import Finding, check_text, describe
 
 Row = dict[str, Any]
-TEXT, MESSAGES, SHAREGPT, IDS, OTHER, NOTHING = "text", "messages", "from/value messages", "token ids", "other", "nothing"
+TEXT, MESSAGES, SHAREGPT, IDS, OTHER, NOTHING = (
+    "text",
+    "messages",
+    "from/value messages",
+    "token ids",
+    "other",
+    "nothing",
+)
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 CONVERSATION_COLUMNS = ("conversations", "conversation")
 SHAREGPT_ROLES = {
@@ -48,7 +55,7 @@ def value_kind(value: Any) -> str:
     if isinstance(first, Mapping):
         if first.get("from") is not None and first.get("value") is not None:
             return SHAREGPT
-        return MESSAGES if first.get("role") is not None else OTHER
+        return MESSAGES
     return IDS if not isinstance(first, (str, bytes, bool)) and hasattr(first, "__index__") else OTHER
 
 
@@ -150,7 +157,9 @@ def _read_alpaca(row: Row, found: list[Finding], chat: bool) -> Row:
     question = f"{instruction}\n\n{context}" if context else instruction
     history = row.get("history") or []
     if not all(isinstance(turn, (list, tuple)) and len(turn) == 2 for turn in history):
-        found.append(Finding("wrong_type", "history", f"is {describe(history)}, a list of (question, answer) is needed"))
+        found.append(
+            Finding("wrong_type", "history", f"is {describe(history)}, a list of (question, answer) is needed")
+        )
         return row
     earlier = [{"role": role, "content": text} for turn in history for role, text in zip(("user", "assistant"), turn)]
     prompt = _with_system(row, [*earlier, {"role": "user", "content": question}])

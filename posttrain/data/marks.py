@@ -97,6 +97,7 @@ class Marker:
     control: ControlTokens | None  # given when the texts of control tokens in the data have to be marked as well
     pieces: list[Piece] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # of each piece: where its marks were put
+    unmarked: list[Piece] = field(default_factory=list)  # white space that may be trimmed away
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [self._message(number, message) for number, message in enumerate(messages)]
@@ -119,12 +120,16 @@ class Marker:
             return self._piece(number, "content", content)
         if isinstance(content, list):
             return [self._content(number, block) for block in content]
-        if isinstance(content, dict):
-            return {
-                key: value if key in STRUCTURE_FIELDS else self._content(number, value)
-                for key, value in content.items()
-            }
+        if isinstance(content, dict) and "type" in content:  # a block: only its text is said
+            return {key: self._block_field(number, key, value) for key, value in content.items()}
+        if isinstance(content, dict):  # the result of a tool as it is
+            return {self.data(key): self._content(number, value) for key, value in content.items()}
         return content
+
+    def _block_field(self, number: int, key: str, value: Any) -> Any:
+        if key == "text" and isinstance(value, str):
+            return self._piece(number, "content", value)
+        return value if key in STRUCTURE_FIELDS else self.data(value)
 
     def _tool_call(self, number: int, call: Any) -> Any:
         if not isinstance(call, dict):
@@ -170,6 +175,8 @@ class Marker:
         start, end = PLACEMENTS[placement](text)
         # An empty text stays empty: templates ask whether there is any. So does white space that may be trimmed away.
         if not text or start > end or (start == end and placement == "inside"):
+            if text:
+                self.unmarked.append(Piece(number, kind, text))
             return self.data(text)
         if len(self.pieces) == MOST_PIECES:
             raise RenderError(f"The conversation has more than {MOST_PIECES:,} pieces of text; split it.")
@@ -202,6 +209,7 @@ class MarkedRender:
     places: list[Place]
     lost: list[Piece]
     kinds: dict[int, tuple[str, ...]]  # message -> kinds of its pieces, in the order of the message
+    said_by: frozenset[int]  # messages that are trained
     owned_control_tokens: list[tuple[int, int]]  # control tokens that the template wrote, not the data
 
     def places_of(self, message: int) -> list[Place]:
@@ -226,18 +234,20 @@ def read_marks(plain: str, marked: str, marker: Marker) -> MarkedRender | None:
             spans = marker.control.find(parts[index])
             owned += [(position + a, position + b) for a, b in spans if not (code == DATA_MARK and a == 0)]
         position += len(parts[index])
-    places, lost = [], []
+    places, lost = [], [*marker.unmarked]
     for number, (piece, span) in enumerate(zip(marker.pieces, marker.spans)):
         openings = found.get(MARK_BASE + 2 * number, [])
         closings = found.get(MARK_BASE + 2 * number + 1, [])
         if not openings and not closings:
             lost.append(piece)
-        places += _places(plain, piece, span, openings, closings)
+        standing = _places(plain, piece, span, openings, closings)
+        # A template may name the tool again beside its result; only the call itself is what the assistant said.
+        places += standing[:1] if piece.kind == "tool call name" else standing
     kinds: dict[int, tuple[str, ...]] = {}
     for piece in marker.pieces:
         kinds[piece.message] = (*kinds.get(piece.message, ()), piece.kind)
     places.sort(key=lambda place: (place.start, place.end))
-    return MarkedRender(plain, places, lost, kinds, owned)
+    return MarkedRender(plain, places, lost, kinds, marker.said_by, owned)
 
 
 def _mark_code(mark: str) -> int:
@@ -262,7 +272,11 @@ def _places(
             for at in openings
         ]
     if len(openings) == len(closings):
-        return [Place(piece, a, b, a <= b and _says(plain[a:b], piece, core)) for a, b in zip(openings, closings)]
+        trail = piece.text[end:]
+        return [
+            Place(piece, a, b + len(trail) * plain.startswith(trail, b), a <= b and _says(plain[a:b], piece, core))
+            for a, b in zip(openings, closings)
+        ]
     if not openings:
         return [Place(piece, max(b - len(core), 0), b, True) if plain.endswith(core, 0, b) else Place(piece, b, b, False)
                 for b in closings]

@@ -140,6 +140,8 @@ def length_weights(batch: TokenBatch, ld_alpha: float, dtype: torch.dtype) -> Te
 
     A longer answer has a lower log-prob whatever it says; tokens that the other answer cannot match are toned down.
     """
+    if batch.num_units == 0:  # a process without rows holds one filler sample, which belongs to no pair
+        return torch.ones(batch.num_trained, dtype=dtype, device=batch.counts.device)
     shared = torch.minimum(batch.role(batch.counts, "chosen"), batch.role(batch.counts, "rejected"))
     shared_of_tokens = batch.expand(shared.repeat_interleave(len(batch.roles)))
     starts = batch.expand(batch.counts.cumsum(0) - batch.counts)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib.util
 import json
 import os
 from dataclasses import dataclass, fields
@@ -157,6 +158,15 @@ class BaseConfig(TrainingArguments):
     def layout(self) -> str | None:
         """The layout the user asked for, or None where the model decides."""
         return None if self.padding_free is None else RAGGED if self.padding_free else PADDED
+
+    @property
+    def wants_liger(self) -> bool:
+        """Liger's kernels are Triton: they need CUDA and the liger-kernel package."""
+        if self.use_liger_kernel is None:
+            return self.device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
+        if self.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+            raise ImportError("`use_liger_kernel=True` needs the liger-kernel package: pip install posttrain[gpu].")
+        return self.use_liger_kernel
 
     @property
     def pad_multiple(self) -> int | None:

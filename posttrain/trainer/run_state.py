@@ -22,9 +22,22 @@ from posttrain.trainer.config import BaseConfig
 FILE = "run_state.json"
 RNG_FILE = "rng_state_{rank}"
 
-FREE_TO_CHANGE = frozenset(
-    ["output_dir", "logging_dir", "logging_steps", "logging_strategy", "logging_first_step", "run_name", "report_to", "disable_tqdm", "log_level", "log_level_replica", "save_steps", "save_strategy", "save_total_limit", "eval_steps", "eval_strategy", "eval_on_start", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo", "hub_always_push", "hub_revision", "push_to_hub", "project", "trackio_space_id", "trackio_bucket_id", "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers", "dataset_num_proc", "dataset_cache_dir", "resume_from_checkpoint", "resume_allow_changes", "alerts", "local_rank", "do_eval", "do_train", "do_predict", "skip_memory_metrics", "max_steps", "num_train_epochs", "ddp_timeout", "prediction_loss_only", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model", "greater_is_better", "chunk_tokens", "gradient_checkpointing", "use_liger_kernel", "gradient_checkpointing_kwargs", "activation_offloading", "on_bad_rows", "logging_nan_inf_filter", "deepspeed_plugin", "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches", "save_only_model", "save_on_each_node"]
-)
+# fmt: off
+FREE_TO_CHANGE = frozenset((
+    "output_dir", "logging_dir", "logging_steps", "logging_strategy", "logging_first_step", "run_name", "report_to",
+    "disable_tqdm", "log_level", "log_level_replica", "save_steps", "save_strategy", "save_total_limit", "eval_steps",
+    "eval_strategy", "eval_on_start", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo",
+    "hub_always_push", "hub_revision", "push_to_hub", "project", "trackio_space_id", "trackio_bucket_id",
+    "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
+    "dataset_num_proc", "dataset_cache_dir", "resume_from_checkpoint", "resume_allow_changes", "alerts", "local_rank",
+    "do_eval", "do_train", "do_predict", "skip_memory_metrics", "max_steps", "num_train_epochs", "ddp_timeout",
+    "prediction_loss_only", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model",
+    "greater_is_better", "chunk_tokens", "gradient_checkpointing", "use_liger_kernel",
+    "gradient_checkpointing_kwargs", "activation_offloading", "on_bad_rows", "logging_nan_inf_filter",
+    "deepspeed_plugin", "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches", "save_only_model",
+    "save_on_each_node",
+))
+# fmt: on
 """Options that do not decide what a step computes. `max_steps` and epochs may grow; the learning-rate schedule follows them."""
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-
 from posttrain.losses.pair import Pair
 
 

@@ -31,7 +31,6 @@ import sys
 
 import pytest
 import torch
-
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES, preference_loss
 

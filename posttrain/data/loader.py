@@ -1,0 +1,142 @@
+"""Which rows go into which micro-batch of which process: a pure function of (seed, epoch, process), so that resuming is exact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_info
+
+from posttrain.core.sample import Unit
+
+
+class EpochBatches(Sampler[list[int]]):
+    """Batch sampler of one process. Every row is in exactly one batch of an epoch, on exactly one process.
+
+    The last window of an epoch may be short: its rows are spread over the processes and none is repeated to fill it up; a
+    process that is left without a row gets an empty batch, because it must still take part in the collectives.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        batch_size: int,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        accumulation: int = 1,
+        seed: int = 0,
+        order: str = "random",
+        drop_last: bool = False,
+        lengths: Sequence[int] | None = None,
+    ) -> None:
+        self.num_rows, self.batch_size = num_rows, batch_size
+        self.rank, self.world_size, self.accumulation = rank, world_size, accumulation
+        self.seed, self.order, self.drop_last = seed, order, drop_last
+        self.lengths = None if lengths is None else np.asarray(lengths)
+        self.epoch = 0
+        if order not in ORDERS:
+            raise ValueError(f"`train_sampling_strategy` is {order!r}; it must be one of {', '.join(ORDERS)}.")
+
+    @property
+    def window(self) -> int:
+        """Rows of one micro-batch over all processes."""
+        return self.batch_size * self.world_size
+
+    def __len__(self) -> int:
+        return self.num_rows // self.window if self.drop_last else -(-self.num_rows // self.window)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = ORDERS[self.order](self)
+        for index in range(len(self)):
+            window = rows[index * self.window : (index + 1) * self.window]
+            if len(window) == self.window:
+                share = window[self.rank * self.batch_size : (self.rank + 1) * self.batch_size]
+            else:
+                share = np.array_split(window, self.world_size)[self.rank]
+            yield share.tolist()
+
+    def shuffled(self) -> np.ndarray:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return torch.randperm(self.num_rows, generator=generator).numpy()
+
+
+def in_order(batches: EpochBatches) -> np.ndarray:
+    return np.arange(batches.num_rows)
+
+
+def grouped_by_length(batches: EpochBatches) -> np.ndarray:
+    """Shuffled, then sorted by length within runs of 50 micro-batches, so that neighbours are alike but epochs differ."""
+    rows = batches.shuffled()
+    run = 50 * batches.window
+    parts = [rows[start : start + run] for start in range(0, len(rows), run)]
+    return np.concatenate([part[np.argsort(-batches.lengths[part], kind="stable")] for part in parts])
+
+
+def balanced_steps(batches: EpochBatches) -> np.ndarray:
+    """Shuffled; within each optimizer step the rows are dealt out so that its micro-batches have about equal tokens."""
+    rows = batches.shuffled()
+    step = batches.window * batches.accumulation
+    whole = len(rows) // step * step
+    dealt = []
+    for start in range(0, whole, step):
+        part = rows[start : start + step]
+        part = part[np.argsort(-batches.lengths[part], kind="stable")]
+        hands = part.reshape(batches.batch_size, -1)
+        hands[1::2] = hands[1::2, ::-1]  # back and forth: whoever got the longest row gets the shortest next
+        dealt.append(hands.T.reshape(-1))
+    return np.concatenate([*dealt, rows[whole:]])
+
+
+ORDERS: dict[str, Callable[[EpochBatches], np.ndarray]] = {
+    "random": EpochBatches.shuffled,
+    "sequential": in_order,
+    "group_by_length": grouped_by_length,
+    "batch_rebalance": balanced_steps,
+}
+
+
+class UnitLoader(DataLoader):
+    """torch's DataLoader over units, told about epochs. Batches are this process's own: nothing shards them again."""
+
+    def set_epoch(self, epoch: int) -> None:
+        for part in (self.batch_sampler, self.dataset):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+
+
+class StreamBatches(IterableDataset):
+    """Batches of this process from a stream of units: every process reads the stream, each keeps its own share of rows."""
+
+    def __init__(
+        self, units: Iterable[Unit], batch_size: int, rank: int, world_size: int, collate: Callable[..., Any]
+    ) -> None:
+        self.units, self.batch_size, self.rank, self.world_size = units, batch_size, rank, world_size
+        self.collate = collate
+
+    def set_epoch(self, epoch: int) -> None:
+        if hasattr(self.units, "set_epoch"):
+            self.units.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:
+        if get_worker_info() is not None:
+            raise ValueError("A streamed dataset is read by one process: set `dataloader_num_workers=0`.")
+        window: list[Unit] = []
+        for unit in self.units:
+            window.append(unit)
+            if len(window) == self.batch_size * self.world_size:
+                yield self.collate(window[self.rank * self.batch_size : (self.rank + 1) * self.batch_size])
+                window = []
+        if window:
+            bounds = [round(len(window) * part / self.world_size) for part in (self.rank, self.rank + 1)]
+            yield self.collate(window[bounds[0] : bounds[1]])
+
+
+def first_of(batch: list[Any]) -> Any:
+    """A stream's items are batches already."""
+    return batch[0]

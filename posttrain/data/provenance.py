@@ -1,0 +1,290 @@
+"""Provenance: which characters of a rendered chat the assistant said, for any template and without editing it.
+
+A trained turn runs from the end of its generation prompt (what the template itself writes with `add_generation_prompt`) to
+the end-of-turn token after its last piece, that token included. Both edges are read off renders of the same template: the
+prompt alone ends where the turn begins, and what stands after the last piece both when the turn is the last one and when a
+user follows is what closes a turn.
+"""
+
+from __future__ import annotations
+
+import os.path
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from posttrain.data.marks import Conversation, Marker, MarkedRender, Place, RenderError, read_marks
+from posttrain.data.special_tokens import ControlTokens
+
+Span = tuple[int, int]
+Render = Callable[[list[dict[str, Any]], Any, dict[str, Any] | None, bool], str]
+"""(messages, tools, template arguments, add_generation_prompt) -> text"""
+
+PROBE_USER = {"role": "user", "content": "Hello"}
+CLOSING_CHARACTERS = ">])}｜"
+
+
+class Placement(NamedTuple):
+    """How one attempt places the marks; `strict` attempts notice when a template trims what is trained."""
+
+    context: str
+    said: str
+    names: bool
+    strict: bool
+
+
+ATTEMPTS = (
+    Placement("inside", "around", True, True),
+    Placement("middle", "around", False, True),  # for templates that look at the start or the end of a text, or at names
+    Placement("inside", "inside", True, False),
+    Placement("middle", "middle", False, False),
+)
+
+
+class Closer(NamedTuple):
+    """What closes a turn: a text, or, where that differs between the last turn and others, the first token after it."""
+
+    text: str
+    is_first_token: bool = False
+
+
+class Provenance:
+    """Reads the origin of rendered text. Facts about a template (what opens and closes turns) are kept and re-checked."""
+
+    def __init__(self, render: Render, control: ControlTokens) -> None:
+        self._render = render
+        self._control = control
+        self._prompt_tails: dict[Any, str | None] = {}
+        self._closers: dict[Any, Closer] = {}
+        self._headers: dict[Any, str] = {}
+
+    def mark(
+        self,
+        chat: Conversation,
+        plain: str,
+        said_by: frozenset[int] = frozenset(),
+        add_generation_prompt: bool = False,
+        find_control_tokens: bool = False,
+    ) -> MarkedRender:
+        """The places of all pieces of `chat` in `plain`. Raises if no marked render agrees with the plain one."""
+        control = self._control if find_control_tokens else None
+        for attempt in ATTEMPTS:
+            marker = Marker(said_by, attempt.said, attempt.context, attempt.names, control)
+            messages = marker.messages(chat.messages)
+            tools, kwargs = marker.data(chat.tools), marker.data(chat.template_kwargs)
+            try:
+                marked = self._render(messages, tools, kwargs, add_generation_prompt)
+            except RenderError:  # a test in the template on the text of a message; another placement may pass it
+                continue
+            found = read_marks(plain, marked, marker)
+            if found is None:
+                continue
+            if not attempt.strict:
+                _refuse_outer_white_space(found, said_by)
+            return found
+        raise RenderError(
+            "The chat template renders a conversation differently when its texts are marked, so it is not known which "
+            "part of the rendered text was said by whom. Does it rewrite the messages, or does the conversation hold "
+            "characters of Unicode's private planes 15 or 16?",
+            plain,
+        )
+
+    def turn_spans(self, chat: Conversation, marked: MarkedRender, turns: list[int]) -> list[Span]:
+        """The characters of each assistant turn, from the end of its generation prompt to its end-of-turn token."""
+        spans: list[Span] = []
+        for turn in turns:
+            self.check_said(marked, turn)
+            start = self.turn_start(chat, marked, turn)
+            end = self._turn_end(chat, marked, turn, start)
+            self._check_turn(marked, turn, start, end, spans[-1][1] if spans else 0)
+            spans.append((start, end))
+        return spans
+
+    def check_said(self, marked: MarkedRender, turn: int) -> None:
+        """Raises if the template dropped, rewrote or repeated something the assistant said in this turn."""
+        places = marked.places_of(turn)
+        kept = [(place.piece.kind, place.piece.text) for place in places if place.verbatim]
+        for place in places:
+            if not place.verbatim:
+                rendered_as = marked.text[place.start : place.end]
+                became = f" as {_excerpt(rendered_as)}" if rendered_as else ""
+                raise _refusal(
+                    marked, turn, f"rewrites the {place.piece.kind} {_excerpt(place.piece.text)}{became}"
+                )
+        for piece in marked.lost:
+            # The same text under two names (`reasoning_content` and `thinking`) is said once.
+            if piece.message == turn and (piece.kind, piece.text) not in kept:
+                raise _refusal(marked, turn, f"drops the {piece.kind} {_excerpt(piece.text)}")
+        if len({id(place.piece) for place in places}) != len(places):
+            raise _refusal(marked, turn, "repeats a text")
+
+    def turn_start(self, chat: Conversation, marked: MarkedRender, turn: int) -> int:
+        """Where the generation prompt of a turn ends."""
+        text, own = marked.text, marked.places_of(turn)
+        first = own[0].start if own else None
+        before = [p for p in marked.places if p.piece.message < turn and (first is None or p.end <= first)]
+        limit = 0
+        if before:
+            last = max(before, key=lambda place: place.end)
+            limit = last.end
+            for tail in self._tails_of_prompt(chat, marked, turn, last):
+                if text.startswith(tail, limit):
+                    return limit + len(tail)
+                # The template leaves out a part of the prompt in turns that are written already (such as "<think>").
+                if first is not None and tail.startswith(text[limit:first]):
+                    return first
+                common = self._common(tail, text[limit:first])
+                if common[max(len(tail) - len(self._header(chat)), 0) :].strip():
+                    return limit + len(common)
+        elif turn > 0:
+            prompt = self._try_render(chat.messages[:turn], chat, True)
+            if prompt is not None and text.startswith(prompt):
+                return len(prompt)
+        header = self._header(chat)
+        found = text.rfind(header, limit, first) if header else -1
+        if found < 0 or (first is None and text.count(header, limit) != 1):
+            raise _refusal(
+                marked, turn, f"does not put its generation prompt ({header!r}) before the turn, whose beginning is unknown"
+            )
+        return found + len(header)
+
+    def _tails_of_prompt(
+        self, chat: Conversation, marked: MarkedRender, turn: int, last: Place
+    ) -> Iterator[str]:
+        """What follows the last piece of the prompt when the template is asked for a generation prompt.
+
+        First the answer kept from a prompt of the same shape, then the answer for this very prompt.
+        """
+        shape = [(m.get("role"), marked.kinds.get(n, ())) for n, m in enumerate(chat.messages[:turn])]
+        key = (tuple(shape[last.piece.message :]), *_template_state(chat))
+        if key in self._prompt_tails and self._prompt_tails[key] is not None:
+            yield self._prompt_tails[key]
+        plain = self._try_render(chat.messages[:turn], chat, True)
+        tail = None
+        if plain is not None:
+            said_by = frozenset(number for number in marked.said_by if number < turn)
+            places = self.mark(_prefix(chat, turn), plain, said_by, add_generation_prompt=True).places
+            tail = plain[max(place.end for place in places) :] if places else None
+        if tail is not None:
+            self._prompt_tails[key] = tail
+            yield tail
+
+    def _header(self, chat: Conversation) -> str:
+        """What `add_generation_prompt` adds after a user's message; where nothing else tells where a turn begins."""
+        key = _template_state(chat)
+        if key not in self._headers:
+            without = self._try_render([PROBE_USER], chat, False)
+            prompt = self._try_render([PROBE_USER], chat, True)
+            header = ""
+            if without is not None and prompt is not None:
+                header = prompt[len(self._common(prompt, without)) :]
+            self._headers[key] = header
+        return self._headers[key]
+
+    def _turn_end(self, chat: Conversation, marked: MarkedRender, turn: int, start: int) -> int:
+        """Where the end-of-turn token after the last piece ends."""
+        last = max((place.end for place in marked.places_of(turn)), default=start)
+        last = max(last, start)
+        others = [p.start for p in marked.places if p.piece.message != turn and p.start >= last]
+        rest = marked.text[last : min(others, default=None)]
+        key = (marked.kinds.get(turn, ()), *_template_state(chat))
+        kept = self._closers.get(key)
+        end = None if kept is None else self._closed_at(kept, rest)
+        if end is None:
+            self._closers[key] = closer = self._closer(chat, turn)
+            end = self._closed_at(closer, rest)
+        if end is None:
+            raise _refusal(marked, turn, f"closes the turn with {_excerpt(rest)}, in which no end of turn is known")
+        return last + end
+
+    def _closer(self, chat: Conversation, turn: int) -> Closer:
+        """What closes this turn: the common beginning of what follows when it is the last and when a user follows."""
+        ending = self._rest_after(chat, [*chat.messages[: turn + 1]], turn)
+        followed = self._rest_after(chat, [*chat.messages[: turn + 1], PROBE_USER], turn)
+        if ending is None:
+            return Closer("", is_first_token=True)
+        common = ending if followed is None else self._common(ending, followed)
+        tokens = self._control.find_added(common)
+        if tokens:
+            return Closer(common[: tokens[-1][1]])
+        if self._control.find_added(ending):
+            return Closer("", is_first_token=True)
+        return Closer(common.rstrip())
+
+    def _rest_after(self, chat: Conversation, messages: list[dict[str, Any]], turn: int) -> str | None:
+        """The text after the last piece of `turn` up to the next piece, when the chat consists of `messages`."""
+        plain = self._try_render(messages, chat, False)
+        if plain is None:
+            return None
+        part = Conversation(messages, chat.tools, chat.template_kwargs)
+        try:
+            marked = self.mark(part, plain, frozenset([turn]))
+            last = max((place.end for place in marked.places_of(turn)), default=-1)
+            last = self.turn_start(part, marked, turn) if last < 0 else last
+        except RenderError:  # the probe says nothing; the caller goes by the other one
+            return None
+        return plain[last : min((p.start for p in marked.places if p.start >= last and p.piece.message != turn), default=None)]
+
+    def _closed_at(self, closer: Closer, rest: str) -> int | None:
+        if not closer.is_first_token:
+            return len(closer.text) if rest.startswith(closer.text) else None
+        tokens = self._control.find_added(rest)
+        if not tokens or rest[: tokens[0][0]].strip():
+            return None
+        # In "<|user|>\n" the token opens the next turn; in "<|end|><|start|>user<|message|>" it closes this one.
+        names_a_role = any(map(str.isalnum, rest[tokens[0][1] :])) or len(tokens) > 1
+        is_end_of_text = not rest[tokens[0][1] :].strip()
+        return tokens[0][1] if names_a_role or is_end_of_text else None
+
+    def _check_turn(self, marked: MarkedRender, turn: int, start: int, end: int, previous_end: int) -> None:
+        inside = [p for p in marked.places if p.piece.message != turn and p.end > start and p.start < end]
+        if start < previous_end or inside:
+            raise _refusal(marked, turn, "mixes the turn with text of other messages")
+
+    def _try_render(self, messages: list[dict[str, Any]], chat: Conversation, add_generation_prompt: bool) -> str | None:
+        """A render that only informs: None where the template refuses the messages."""
+        try:
+            return self._render(messages, chat.tools, chat.template_kwargs, add_generation_prompt)
+        except RenderError:
+            return None
+
+    def _common(self, text: str, other: str) -> str:
+        """The common beginning of two texts that ends neither inside an added token nor inside a word."""
+        common = os.path.commonprefix([text, other])
+        if common in (text, other):
+            return common
+        for start, end in [*self._control.find_added(text), *self._control.find_added(other)]:
+            if start < len(common) < end:
+                return common[:start]
+        while common and not (common[-1].isspace() or common[-1] in CLOSING_CHARACTERS):
+            common = common[:-1]
+        return common
+
+
+def _prefix(chat: Conversation, size: int) -> Conversation:
+    return Conversation(chat.messages[:size], chat.tools, chat.template_kwargs)
+
+
+def _template_state(chat: Conversation) -> tuple[bool, str]:
+    return bool(chat.tools), repr(chat.template_kwargs) if chat.template_kwargs else ""
+
+
+def _refuse_outer_white_space(marked: MarkedRender, said_by: frozenset[int]) -> None:
+    said = [place.piece for place in marked.places] + marked.lost
+    for piece in said:
+        if piece.message in said_by and piece.text != piece.text.strip():
+            raise _refusal(
+                marked, piece.message, f"trims the white space around the {piece.kind} {_excerpt(piece.text)}"
+            )
+
+
+def _refusal(marked: MarkedRender, turn: int, does: str) -> RenderError:
+    return RenderError(
+        f"The chat template {does} of the assistant's message {turn}, so no mask of what it said can be trusted."
+        if does.startswith(("trims", "rewrites", "drops"))
+        else f"In the assistant's message {turn} the chat template {does}, so no mask can be trusted.",
+        marked.text,
+    )
+
+
+def _excerpt(text: str) -> str:
+    return repr(text if len(text) <= 60 else f"{text[:40]} ... {text[-15:]}")

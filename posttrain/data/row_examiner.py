@@ -1,0 +1,170 @@
+"""RowExaminer: batches of raw rows -> units or findings, and the tallies that only a whole dataset can judge."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import xxhash
+
+from posttrain.core.sample import Unit
+from posttrain.data.foreign_formats import Row
+from posttrain.data.label_report import LabelReport, answer_hashes, label_report
+from posttrain.data.row_checks import Finding, describe
+from posttrain.data.row_formats import Detection
+
+if TYPE_CHECKING:
+    from posttrain.data.prepare import PrepareOptions
+    from posttrain.data.renderer import Renderer
+
+PLAIN_COLUMNS = ("text", "prompt", "completion", "chosen", "rejected")
+ROWS_KEPT_PER_KEY = 1000
+
+
+@dataclass
+class Tally:
+    """What was seen over many rows. Tallies of several workers are added up in the order of their rows."""
+
+    rows_read: int = 0
+    control_token_rows: int = 0
+    key_counts: dict[str, int] = field(default_factory=dict)  # message key that no template knows -> rows
+    key_rows: dict[str, list[int]] = field(default_factory=dict)  # the first of those rows
+    hashes: list[tuple[int, int, int, int]] = field(default_factory=list)  # see label_report.answer_hashes
+    answer_lengths: list[tuple[int, int]] = field(default_factory=list)
+    notes: Counter[str] = field(default_factory=Counter)  # what the encoders counted
+    labels: set[bool] = field(default_factory=set)
+    ids: dict[int, int] = field(default_factory=dict)  # hash of a row id -> first row
+    repeated_ids: list[tuple[int, int]] = field(default_factory=list)  # (row, first row with that id)
+
+    def add(self, other: Tally) -> None:
+        self.rows_read += other.rows_read
+        self.control_token_rows += other.control_token_rows
+        for key, count in other.key_counts.items():
+            self.key_counts[key] = self.key_counts.get(key, 0) + count
+            self.key_rows[key] = (self.key_rows.get(key, []) + other.key_rows[key])[:ROWS_KEPT_PER_KEY]
+        self.hashes += other.hashes
+        self.answer_lengths += other.answer_lengths
+        self.labels |= other.labels
+        self.notes += other.notes
+        self.repeated_ids += other.repeated_ids
+        for hashed, row in other.ids.items():
+            if self.ids.setdefault(hashed, row) != row:
+                self.repeated_ids.append((row, self.ids[hashed]))
+
+    def late_findings(self, id_column: str | None) -> dict[int, list[Finding]]:
+        """What only the whole dataset shows, by row; row -1 stands for all rows."""
+        late: dict[int, list[Finding]] = {}
+        for key, count in self.key_counts.items():
+            if count < self.rows_read and count <= max(1, self.rows_read // 100):
+                reason = f"has a message with the key {key!r}, which {count:,} of {self.rows_read:,} rows have"
+                for row in self.key_rows[key]:
+                    late.setdefault(row, []).append(Finding("extra_key", "messages", reason))
+        for row, first in sorted(self.repeated_ids):
+            late.setdefault(row, []).append(Finding("duplicate_id", id_column or "", f"repeats the id of row {first}"))
+        if len(self.labels) == 1 and self.rows_read > 1:
+            only = next(iter(self.labels))
+            late[-1] = [Finding("one_class", "label", f"is {only} in every row: there is nothing to tell apart")]
+        return late
+
+    def label_report(self) -> LabelReport | None:
+        if not self.hashes:
+            return None
+        lengths = np.array(self.answer_lengths) if self.answer_lengths else None
+        return label_report(np.array(self.hashes, dtype=np.uint64), lengths)
+
+
+class RowExaminer:
+    """Reads, checks and encodes rows of one dataset, a batch at a time."""
+
+    def __init__(self, detection: Detection, renderer: Renderer, options: PrepareOptions) -> None:
+        self.detection, self.renderer, self.options = detection, renderer, options
+        self.tally = Tally()
+        self.vocab_size = len(renderer.tokenizer) if renderer is not None else None
+
+    def examine(self, rows: Iterable[Any], first_row: int = 0) -> list[Unit | list[Finding]]:
+        """One entry a row: its unit, or everything that is wrong with it. Samples carry the number of their row."""
+        results: list[Any] = []
+        clean_rows: list[Row] = []
+        places: list[int] = []
+        for row in rows:
+            clean, found = self._read(row, first_row + len(results))
+            if not found:
+                places.append(len(results))
+                clean_rows.append(clean)
+            results.append(found)
+        self._count_control_tokens(clean_rows)
+        encoded = self.detection.format.units(clean_rows, self.renderer, self.options, self.tally.notes)
+        for place, clean, unit in zip(places, clean_rows, encoded):
+            if isinstance(unit, Finding):
+                user_column = self.detection.columns.get(unit.column, unit.column)
+                results[place] = [unit._replace(column=user_column)]
+                continue
+            for sample in unit:
+                sample.row = first_row + place
+            results[place] = unit
+            self._tally(clean, unit)
+        self.tally.rows_read += len(results)
+        return results
+
+    def _read(self, row: Any, number: int) -> tuple[Row, list[Finding]]:
+        if self.options.formatting_func is not None:
+            row, found = _formatted(row, self.options.formatting_func)
+            if found:
+                return {}, found
+        clean, found, unknown_keys = self.detection.read(row, self.vocab_size)
+        if isinstance(row, dict):
+            found = found + self._check_other_columns(row, number)
+        for key in unknown_keys:
+            self.tally.key_counts[key] = self.tally.key_counts.get(key, 0) + 1
+            self.tally.key_rows.setdefault(key, [])
+            if len(self.tally.key_rows[key]) < ROWS_KEPT_PER_KEY:
+                self.tally.key_rows[key].append(number)
+        return clean, found
+
+    def _check_other_columns(self, row: Row, number: int) -> list[Finding]:
+        """Columns that the method or the user asked for, beyond those of the format."""
+        found = []
+        for column in self.options.required_columns:
+            if row.get(column) is None:
+                found.append(Finding("null", column, "is missing or null, and the run needs it"))
+        for column, allowed in self.options.allowed_values.items():
+            value = row.get(column)
+            if value not in allowed:
+                reason = f"is {describe(value)}, which is none of {', '.join(map(repr, allowed))}"
+                found.append(Finding("unknown_value", column, reason))
+        id_column = self.options.row_id_column
+        if id_column is not None:
+            if row.get(id_column) is None:
+                found.append(Finding("null", id_column, "is missing or null, and names the row"))
+            else:
+                hashed = xxhash.xxh3_64_intdigest(repr(row[id_column]).encode())
+                first = self.tally.ids.setdefault(hashed, number)
+                if first != number:
+                    self.tally.repeated_ids.append((number, first))
+        return found
+
+    def _count_control_tokens(self, rows: list[Row]) -> None:
+        """Plain columns are parsed for control tokens, as TRL does; how many rows hold some is worth knowing."""
+        if self.detection.conversational or self.detection.format.tokenised or not rows:
+            return
+        columns = [column for column in PLAIN_COLUMNS if isinstance(rows[0].get(column), str)]
+        texts = ["\n".join(row[column] for column in columns) for row in rows]
+        self.tally.control_token_rows += self.renderer.count_control_tokens(texts)
+
+    def _tally(self, clean: Row, unit: Unit) -> None:
+        if "label" in clean:
+            self.tally.labels.add(clean["label"])
+            self.tally.hashes.append(answer_hashes(clean))
+        elif len(self.detection.format.roles) == 2:
+            self.tally.hashes.append(answer_hashes(clean))
+            self.tally.answer_lengths.append((len(unit[0]), len(unit[1])))
+
+
+def _formatted(row: Any, formatting_func: Any) -> tuple[Row, list[Finding]]:
+    try:
+        return {"text": formatting_func(row)}, []
+    except Exception as error:  # the user's function; whatever it raises is a problem of this row
+        return {}, [Finding("formatting_func", "text", f"formatting_func raised {type(error).__name__}: {error}")]

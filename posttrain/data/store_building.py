@@ -1,0 +1,291 @@
+"""Building a token store: rows in batches, several workers, one builder at a time, found again by what decides its content."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import datasets
+import pyarrow as pa
+import xxhash
+from filelock import FileLock, Timeout
+
+from posttrain.data.foreign_formats import Row
+from posttrain.data.row_checks import Finding, ProblemLog
+from posttrain.data.row_examiner import RowExaminer, Tally
+from posttrain.data.row_formats import Detection
+from posttrain.data.token_store import (
+    PROBLEMS,
+    DamagedStoreError,
+    StoreWriter,
+    TokenStore,
+    join_parts,
+    remove_folder,
+    seal,
+)
+
+if TYPE_CHECKING:
+    from posttrain.data.prepare import PrepareOptions
+    from posttrain.data.renderer import Renderer
+
+logger = logging.getLogger(__name__)
+
+BATCH_ROWS = 1000
+ROWS_PER_WORKER = 2000  # fewer are not worth a process
+TALLY = "tally.pickle"
+LOCK_DEADLINE_S = 6 * 3600
+ENCODING_VERSION = 1
+"""Raised by one whenever rows are read or encoded differently, so that older stores are not used."""
+
+
+class RowSource:
+    """Rows by number, in batches: a `datasets.Dataset` or a list of dicts, reduced to the columns that are read."""
+
+    def __init__(self, dataset: Any, columns: set[str] | None) -> None:
+        self.is_arrow = isinstance(dataset, datasets.Dataset)
+        self.is_transformed = self.is_arrow and dataset.format["type"] == "custom"
+        if self.is_arrow and not self.is_transformed:
+            dataset = dataset.with_format(None)
+            if columns is not None:
+                dataset = dataset.select_columns([name for name in dataset.column_names if name in columns])
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def batches(self, start: int, stop: int) -> Iterator[tuple[int, list[Row]]]:
+        """(number of the first row, rows)"""
+        for first in range(start, stop, BATCH_ROWS):
+            yield first, self.rows(first, min(first + BATCH_ROWS, stop))
+
+    def rows(self, start: int, stop: int) -> list[Row]:
+        part = self.dataset[start:stop]
+        if not self.is_arrow:
+            return list(part)
+        return [dict(zip(part, values)) for values in zip(*part.values())]
+
+    def content_hash(self) -> str:
+        """Of the values themselves: it survives moved files, and no edit keeps it."""
+        sink = _HashSink()
+        if self.is_arrow and not self.is_transformed:
+            self._hash_tables(sink)
+        else:
+            for first, rows in self.batches(0, len(self)):
+                sink.write(pickle.dumps((first, rows)))
+        return sink.digest.hexdigest()
+
+    def _hash_tables(self, sink: _HashSink) -> None:
+        tables = self.dataset.with_format("arrow")
+        sink.write(repr(self.dataset.features).encode())
+        for first in range(0, len(self), 10 * BATCH_ROWS):
+            table = tables[first : first + 10 * BATCH_ROWS].replace_schema_metadata(None).combine_chunks()
+            with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema) as writer:
+                writer.write_table(table)
+
+
+class _HashSink:
+    """A file that remembers only the checksum of what was written to it."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.digest = xxhash.xxh3_128()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def store_key(source: RowSource, detection: Detection, renderer: Renderer, options: PrepareOptions) -> str:
+    """Hash of all that decides the units: rows, tokenizer and template, format, options of encoding; no lengths."""
+    func = options.formatting_func
+    decided_by = {
+        "encoding": ENCODING_VERSION,
+        "rows": source.content_hash(),
+        "renderer": renderer.fingerprint,
+        "format": [detection.format.name, detection.format.roles, detection.format.trains_tokens],
+        "reading": [detection.conversational, detection.implicit_prompt, detection.text_field],
+        "conversion": [detection.foreign and detection.foreign.name, detection.from_value_columns],
+        "options": {name: getattr(options, name) for name in options.ENCODING_FIELDS},
+        "formatting_func": datasets.fingerprint.Hasher.hash(func) if func is not None else None,
+    }
+    return xxhash.xxh3_128_hexdigest(json.dumps(decided_by, sort_keys=True, default=repr).encode())
+
+
+def open_or_build(key: str, cache_dir: Path, build: Callable[[Path], dict[str, Any]]) -> TokenStore:
+    """The store under `key`; built by one process while the others wait, and built again when it is damaged.
+
+    `build` writes into a folder and returns facts for the manifest. The folder gets its name only when it is whole.
+    """
+    cache_dir.mkdir(parents=True, exist_ok=True)
+    folder = cache_dir / key
+    store = _open(folder)
+    if store is not None:
+        return store
+    with _lock(cache_dir / f"{key}.lock", folder):
+        store = _open(folder)
+        if store is not None:
+            return store
+        unfinished = cache_dir / f"{key}.tmp-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        try:
+            seal(unfinished, build(unfinished))
+            remove_folder(folder)
+            os.replace(unfinished, folder)
+        finally:
+            remove_folder(unfinished)
+    return TokenStore(folder, verify=False)
+
+
+def _open(folder: Path) -> TokenStore | None:
+    if not folder.exists():
+        return None
+    try:
+        return TokenStore(folder)
+    except DamagedStoreError as error:
+        logger.warning("%s It is built again.", error)
+        return None
+
+
+def _lock(path: Path, folder: Path) -> FileLock:
+    lock = FileLock(path)
+    deadline = time.monotonic() + LOCK_DEADLINE_S
+    while True:
+        try:
+            lock.acquire(timeout=60)
+            return lock
+        except Timeout:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"Waited {LOCK_DEADLINE_S // 3600} hours for another process to prepare {folder}. If none is running, "
+                    f"remove {path}."
+                ) from None
+            logger.info("Waiting for another process that prepares %s.", folder)
+
+
+def build_store(
+    source: RowSource,
+    detection: Detection,
+    renderer: Renderer,
+    options: PrepareOptions,
+    name: str,
+    folder: Path,
+    num_proc: int | None,
+) -> dict[str, Any]:
+    """Examine and encode all rows into `folder`; the facts that go with them."""
+    bounds = _shares(len(source), num_proc)
+    parts = [folder / f"part-{i}" for i in range(len(bounds))]
+
+    def build_part(i: int) -> None:
+        _build_part(source, *bounds[i], RowExaminer(detection, renderer, options), name, parts[i])
+
+    if len(parts) == 1:
+        build_part(0)
+    else:
+        _in_processes(build_part, parts)
+    tally = Tally()
+    for part in parts:
+        with open(part / TALLY, "rb") as file:  # written by our own worker a moment ago
+            tally.add(pickle.load(file))
+    join_parts(parts, folder)
+    for part in parts:
+        remove_folder(part)
+    late = tally.late_findings(options.row_id_column)
+    log = ProblemLog(name, folder / PROBLEMS)
+    for row, findings in late.items():
+        log.add(row, findings)
+    log.flush()
+    labels = tally.label_report()
+    return {
+        "rows_read": tally.rows_read,
+        "late_bad_rows": sorted(row for row in late if row >= 0),
+        "control_token_rows": tally.control_token_rows,
+        "message_keys": tally.key_counts,
+        "notes": dict(tally.notes),
+        "labels": asdict(labels) if labels else None,
+    }
+
+
+def _shares(num_rows: int, num_proc: int | None) -> list[tuple[int, int]]:
+    """Contiguous shares of the rows, one for each worker."""
+    workers = max(1, min(num_proc or 1, num_rows // ROWS_PER_WORKER))
+    if workers > 1 and "fork" not in multiprocessing.get_all_start_methods():
+        logger.warning("This system cannot fork; the dataset is prepared by one process instead of %d.", workers)
+        workers = 1
+    edges = [num_rows * i // workers for i in range(workers + 1)]
+    return list(itertools.pairwise(edges))
+
+
+def _build_part(source: RowSource, start: int, stop: int, examiner: RowExaminer, name: str, folder: Path) -> None:
+    writer = StoreWriter(folder)
+    log = ProblemLog(name, folder / PROBLEMS)
+    for first, rows in source.batches(start, stop):
+        units = []
+        for number, result in enumerate(examiner.examine(rows, first), first):
+            if isinstance(result, tuple):
+                units.append(result)
+            else:
+                log.add(number, result)
+        writer.add(units)
+    writer.close()
+    log.flush()
+    with open(folder / TALLY, "wb") as file:
+        pickle.dump(examiner.tally, file)
+
+
+def _in_processes(build_part: Callable[[int], None], parts: list[Path]) -> None:
+    """Run every part in a forked process: nothing is pickled, so scripts without a main guard and notebooks work."""
+    context = multiprocessing.get_context("fork")
+
+    def run(i: int) -> None:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
+        try:
+            build_part(i)
+        except BaseException:
+            parts[i].mkdir(parents=True, exist_ok=True)
+            (parts[i] / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
+            os._exit(1)
+        os._exit(0)  # the parent's atexit handlers are not ours to run
+
+    workers = [context.Process(target=run, args=(i,)) for i in range(len(parts))]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    finally:
+        for worker in workers:
+            if worker.is_alive():
+                worker.terminate()
+    for worker, part in zip(workers, parts):
+        if worker.exitcode:
+            error = part / "error.txt"
+            reason = error.read_text(encoding="utf-8") if error.exists() else f"it ended with code {worker.exitcode}"
+            raise RuntimeError(f"A worker that prepared the dataset failed: {reason}")
+
+
+def read_problems(store: TokenStore) -> Iterator[tuple[int, list[Finding]]]:
+    """What was found when the store was built: (row, findings), in the order of the rows."""
+    path = store.folder / PROBLEMS
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8") as lines:
+        problems = map(json.loads, lines)
+        for row, group in itertools.groupby(problems, key=lambda problem: problem["row"]):
+            yield row, [Finding(p["kind"], p["column"], p["reason"]) for p in group]

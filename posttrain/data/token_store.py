@@ -1,0 +1,237 @@
+"""Tokenised units on disk: flat arrays that are memory-mapped, so that a Sample is a view and nothing is read twice.
+
+Every file holds counts, never offsets, so that the stores of several workers are joined by writing their files one after
+the other. `manifest.json` is written last and names the size and checksum of every file; a store without a manifest, or
+one that does not agree with it, is damaged and is built again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import xxhash
+
+from posttrain.core.sample import Sample, Unit
+
+STORE_VERSION = 1
+MANIFEST = "manifest.json"
+PROBLEMS = "problems.jsonl"
+DTYPES = {
+    "tokens": np.int32,  # the ids of all samples
+    "lengths": np.int32,  # tokens of each sample
+    "ranges": np.int32,  # start, stop of each run of trained tokens, within its sample
+    "range_counts": np.int32,  # runs of each sample
+    "unit_sizes": np.int32,  # samples of each unit
+    "rows": np.int64,  # source row of each unit
+}
+SCALAR, PER_TOKEN = "scalar.", "token."
+
+
+class DamagedStoreError(RuntimeError):
+    """A token store is incomplete, or its files are not the ones that were written."""
+
+
+def _dtype_of(file: str) -> type[np.generic]:
+    if file.startswith(SCALAR):
+        return np.float64
+    return np.float32 if file.startswith(PER_TOKEN) else DTYPES[file]
+
+
+class StoreWriter:
+    """Appends units to the files of a store. `close` before reading it or joining it with others."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.files: dict[str, BinaryIO] = {}
+        self.extra_names: tuple[str, ...] | None = None
+        self._open_files = contextlib.ExitStack()
+        self._open(DTYPES)
+
+    def _open(self, names: Iterable[str]) -> None:
+        for name in names:
+            file = open(self.folder / f"{name}.bin", "wb")  # noqa: SIM115 - `close` closes it
+            self.files[name] = self._open_files.enter_context(file)
+
+    def add(self, units: list[Unit]) -> None:
+        """Write units whose samples carry their `row`."""
+        samples = [sample for unit in units for sample in unit]
+        if not samples:
+            return
+        ranges = [trained_ranges(sample.trained) for sample in samples]
+        self._write("tokens", np.concatenate([sample.input_ids for sample in samples]))
+        self._write("lengths", [len(sample) for sample in samples])
+        self._write("ranges", np.concatenate(ranges).reshape(-1))
+        self._write("range_counts", [len(r) for r in ranges])
+        self._write("unit_sizes", [len(unit) for unit in units])
+        self._write("rows", [unit[0].row for unit in units])
+        for name in self._extras(samples):
+            key = name.split(".", 1)[1]
+            if name.startswith(SCALAR):
+                self._write(name, [sample.scalars[key] for sample in samples])
+            else:
+                self._write(name, np.concatenate([sample.per_token[key] for sample in samples]))
+
+    def _extras(self, samples: list[Sample]) -> tuple[str, ...]:
+        """Names of the scalars and per-token numbers; the same for every sample, as a batch stacks them."""
+        for sample in samples:
+            names = (*(SCALAR + n for n in sorted(sample.scalars)), *(PER_TOKEN + n for n in sorted(sample.per_token)))
+            if self.extra_names is None:
+                self.extra_names = names
+                self._open(names)
+            elif names != self.extra_names:
+                raise ValueError(
+                    f"The sample of row {sample.row} has {names}, those before it have {self.extra_names}."
+                )
+        return self.extra_names or ()
+
+    def _write(self, name: str, values: Any) -> None:
+        self.files[name].write(np.ascontiguousarray(values, dtype=_dtype_of(name)).tobytes())
+
+    def close(self) -> None:
+        self._open_files.close()
+
+
+def trained_ranges(trained: np.ndarray) -> np.ndarray:
+    """(runs, 2) start and stop of each run of True."""
+    edges = np.flatnonzero(np.diff(trained, prepend=False, append=False))
+    return edges.reshape(-1, 2).astype(np.int32)
+
+
+def join_parts(parts: Iterable[Path], folder: Path) -> None:
+    """The `.bin` files and problem lists of several closed stores, one after the other, in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        for source in sorted([*part.glob("*.bin"), *part.glob(PROBLEMS)]):
+            with open(source, "rb") as read, open(folder / source.name, "ab") as write:
+                shutil.copyfileobj(read, write, 1 << 22)
+
+
+def seal(folder: Path, facts: dict[str, Any]) -> None:
+    """Write the manifest: from now on the store is whole."""
+    files = {
+        path.name: {"bytes": path.stat().st_size, "xxh3": _checksum(path)}
+        for path in sorted(folder.iterdir())
+        if path.suffix in (".bin", ".jsonl")
+    }
+    manifest = {"version": STORE_VERSION, "files": files, "facts": facts}
+    with open(folder / MANIFEST, "w", encoding="utf-8") as out:
+        json.dump(manifest, out, indent=1)
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _checksum(path: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+class TokenStore:
+    """A sealed store. Opening it checks every file against the manifest."""
+
+    def __init__(self, folder: str | os.PathLike[str], verify: bool = True) -> None:
+        self.folder = Path(folder)
+        manifest = self._read_manifest()
+        self.facts: dict[str, Any] = manifest["facts"]
+        for name, expected in manifest["files"].items():
+            self._check_file(name, expected, verify)
+        names = [name.removesuffix(".bin") for name in manifest["files"] if name.endswith(".bin")]
+        self._arrays = {name: _map_file(self.folder / f"{name}.bin", _dtype_of(name)) for name in names}
+        self.lengths = self._arrays["lengths"]
+        self.rows = self._arrays["rows"]
+        self.unit_offsets = _offsets(self._arrays["unit_sizes"])
+        self._starts = _offsets(self.lengths)
+        self._range_starts = _offsets(self._arrays["range_counts"])
+        self._ranges = self._arrays["ranges"].reshape(-1, 2)
+        self._scalars = {n.removeprefix(SCALAR): a for n, a in self._arrays.items() if n.startswith(SCALAR)}
+        self._per_token = {n.removeprefix(PER_TOKEN): a for n, a in self._arrays.items() if n.startswith(PER_TOKEN)}
+
+    def _read_manifest(self) -> dict[str, Any]:
+        try:
+            manifest = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
+            if manifest["version"] != STORE_VERSION:
+                raise DamagedStoreError(f"{self.folder} has version {manifest['version']}, not {STORE_VERSION}.")
+            return manifest
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DamagedStoreError(f"{self.folder} has no readable {MANIFEST}: {error}") from error
+
+    def _check_file(self, name: str, expected: dict[str, Any], verify: bool) -> None:
+        path = self.folder / name
+        size = path.stat().st_size if path.exists() else -1
+        if size != expected["bytes"]:
+            raise DamagedStoreError(f"{path} has {max(size, 0)} bytes, {expected['bytes']} were written.")
+        if verify and _checksum(path) != expected["xxh3"]:
+            raise DamagedStoreError(f"The content of {path} is not what was written.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"folder": self.folder}  # workers that are spawned map the files themselves
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["folder"], verify=False)
+
+    @property
+    def num_units(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.lengths)
+
+    def sample(self, index: int, row: int) -> Sample:
+        """A Sample whose tokens are a view into the file."""
+        start, stop = self._starts[index], self._starts[index + 1]
+        trained = np.zeros(stop - start, dtype=bool)
+        for first, last in self._ranges[self._range_starts[index] : self._range_starts[index + 1]]:
+            trained[first:last] = True
+        return Sample(
+            self._arrays["tokens"][start:stop],
+            trained,
+            per_token={name: values[start:stop] for name, values in self._per_token.items()},
+            scalars={name: float(values[index]) for name, values in self._scalars.items()},
+            row=row,
+        )
+
+    def unit(self, index: int) -> Unit:
+        row = int(self.rows[index])
+        return tuple(self.sample(i, row) for i in range(self.unit_offsets[index], self.unit_offsets[index + 1]))
+
+    def trained_within(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """(samples,) trained tokens in a window of each sample; its first token has nothing that predicts it."""
+        sample_of_range = np.repeat(np.arange(self.num_samples), self._arrays["range_counts"])
+        first = np.maximum(self._ranges[:, 0], starts[sample_of_range] + 1)
+        last = np.minimum(self._ranges[:, 1], stops[sample_of_range])
+        counts = np.bincount(sample_of_range, weights=np.maximum(last - first, 0), minlength=self.num_samples)
+        return counts.astype(np.int64)
+
+    def first_trained(self, index: int) -> int:
+        """Where the trained part of a sample begins; its length when nothing is trained."""
+        ranges = self._ranges[self._range_starts[index] : self._range_starts[index + 1]]
+        return int(ranges[0, 0]) if len(ranges) else int(self.lengths[index])
+
+
+def _offsets(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+
+def _map_file(path: Path, dtype: type[np.generic]) -> np.ndarray:
+    if path.stat().st_size == 0:  # an empty file cannot be mapped
+        return np.zeros(0, dtype=dtype)
+    with open(path, "rb") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=dtype)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder that may be gone already, or be removed by another process at the same time."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)

@@ -1,0 +1,179 @@
+"""Direct preference optimisation and its relatives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.batch import TokenBatch
+from posttrain.core.results import LossOutput, TokenScores
+from posttrain.data.row_formats import PREFERENCE, TOKENISED_PREFERENCE
+from posttrain.losses.coupled import Coupling, coupled_coefficients
+from posttrain.losses.named_options import call, unused_options
+from posttrain.losses.pair import Pair
+from posttrain.losses.preference import PREFERENCE_LOSSES, check_preference_losses, preference_loss
+from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.config import BaseConfig, check_range, option
+from posttrain.trainer.gathering import gathered_rows
+from posttrain.trainer.reference_setup import ReferenceConfig, make_reference
+
+LOSS_OPTIONS = ("label_smoothing", "discopop_tau")
+"""Options that only some losses read; setting one that none of the chosen losses reads is an error."""
+
+
+@dataclass
+class DPOConfig(ReferenceConfig, BaseConfig):
+    """Options of direct preference optimisation."""
+
+    learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
+    loss_type: list[str] = option(["sigmoid"], "One or several of the 15 losses, added up with `loss_weights`.")
+    loss_weights: list[float] | None = option(None, "One weight for each of `loss_type`. None: 1 each.")
+    beta: float = option(0.1, "Strength of the pull towards the reference.")
+    label_smoothing: float = option(
+        0.0, "Probability that a pair's label is wrong (sigmoid's relatives robust, exo_pair, aot)."
+    )
+    ld_alpha: float | None = option(None, "LD-DPO: weight of the tokens past the shorter answer's length. None: off.")
+    f_divergence_type: str = option("reverse_kl", "reverse_kl, forward_kl, js_divergence or alpha_divergence.")
+    f_alpha_divergence_coef: float = option(0.5, "alpha of alpha_divergence.")
+    use_weighting: bool = option(False, "WPO: weigh pairs by how likely the policy is to write them.")
+    discopop_tau: float = option(0.05, "Temperature of the discopop loss.")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.loss_type, str):
+            self.loss_type = [self.loss_type]
+        super().__post_init__()
+        check_range("beta", self.beta, 0, open_low=True)
+        if self.ld_alpha is not None:
+            check_range("ld_alpha", self.ld_alpha, 0, 1)
+        check_preference_losses(
+            self.loss_type, self.loss_weights, self, f_divergence=self.f_divergence_type, weighted=self.use_weighting
+        )
+        functions = [PREFERENCE_LOSSES[name].function for name in self.loss_type]
+        ignored = unused_options(functions, LOSS_OPTIONS, self.set_by_user())
+        if ignored:
+            raise ValueError(
+                f"`{ignored[0]}` is set, but none of the losses {', '.join(self.loss_type)} reads it. Leave it out."
+            )
+
+
+class DPOTrainer(BaseTrainer):
+    """Direct preference optimisation (arXiv:2305.18290) and its relatives."""
+
+    method = "dpo"
+    config_class = DPOConfig
+    formats = (PREFERENCE, TOKENISED_PREFERENCE)
+    roles = ("chosen", "rejected")
+    token_stats: ClassVar[tuple[str, ...]] = ("entropy", "is_most_likely", "mean_logit")
+
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        loss: Callable[..., Tensor] | None = None,
+    ) -> None:
+        self.custom_loss = loss
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            ref_model=ref_model,
+        )
+
+    def prepare_reference(self, ref_model: Any, policy: Any) -> None:
+        self.reference = make_reference(self, ref_model, policy)
+
+    def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
+        if self.args.use_weighting:
+            stats = (*stats, "log_sum_squared_probs")
+        return super().score(model, batch, stats)
+
+    def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores) -> LossOutput:
+        args = self.args
+        pair = self._pair(batch, policy, reference)
+        if self.custom_loss is not None:
+            return LossOutput(call(self.custom_loss, pair, options=args), per="unit", metrics=pair.metrics(args.beta))
+        terms = preference_loss(pair, args.loss_type, args.loss_weights, args, _couplings(batch))
+        metrics = pair.metrics(args.beta)
+        if "mean_logit" in policy.stats:
+            metrics |= {f"logits/{name}": batch.role_tokens(policy.stats["mean_logit"], name) for name in self.roles}
+        return LossOutput(terms, metrics=metrics)
+
+    def _pair(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores) -> Pair:
+        args = self.args
+        return Pair.of(
+            batch,
+            policy.logps,
+            reference.logps,
+            f_divergence=args.f_divergence_type,
+            f_alpha=args.f_alpha_divergence_coef,
+            ld_alpha=args.ld_alpha,
+            log_collision=policy.stats.get("log_sum_squared_probs"),
+        )
+
+    def before_step(self, batches: list[TokenBatch]) -> None:
+        """aot sorts the pairs of the whole step: its derivative is found in a pass without gradient, and handed out.
+
+        One micro-batch on one process is the whole step already.
+        """
+        coupled = [name for name in self.args.loss_type if PREFERENCE_LOSSES[name].coupled]
+        if not coupled or (len(batches) == 1 and self.args.world_size == 1):
+            return
+        with torch.no_grad():
+            pairs = [self._pair_without_gradient(batch) for batch in batches]
+        mine = Pair.gathered(pairs)
+        whole, start = gathered_rows(mine, self.args.world_size)
+        for name in coupled:
+            function = partial(call, PREFERENCE_LOSSES[name].function, options=self.args)
+            coupling = coupled_coefficients(function, whole)
+            place = start
+            for batch, pair in zip(batches, pairs):
+                _hand_out(batch, name, coupling.units(place, place + len(pair)))
+                place += len(pair)
+
+    def _pair_without_gradient(self, batch: TokenBatch) -> Pair:
+        batch = self._prepare_inputs(batch)
+        self.model_wrapped.train()
+        return self._pair(batch, self.score(self.model_wrapped, batch, ()), self.reference.scores(batch))
+
+    def predictions(self, batch: TokenBatch, policy: TokenScores, output: LossOutput) -> tuple[Tensor, Tensor]:
+        rewards = torch.stack([output.metrics[f"rewards/{name}"] for name in self.roles], dim=1)
+        return rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)  # column 0 should win
+
+
+def _hand_out(batch: TokenBatch, name: str, coupling: Coupling) -> None:
+    """Write a pair's part of the coupling on both of its samples."""
+    for part in ("shares", "chosen", "rejected"):
+        batch.scalars[f"{name}/{part}"] = getattr(coupling, part).repeat_interleave(len(batch.roles)).to(batch.device)
+
+
+def _couplings(batch: TokenBatch) -> dict[str, Coupling]:
+    names = [key.removesuffix("/shares") for key in batch.scalars if key.endswith("/shares")]
+    return {
+        name: Coupling(
+            *(batch.role(batch.scalars[f"{name}/{part}"], "chosen") for part in ("shares", "chosen", "rejected"))
+        )
+        for name in names
+    }

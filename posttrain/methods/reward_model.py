@@ -1,0 +1,98 @@
+"""Reward models: one number for a whole answer, learnt from pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.batch import TokenBatch
+from posttrain.core.results import LossOutput, LossTerm, TokenScores
+from posttrain.data.row_formats import SCORED_PREFERENCE, TOKENISED_SCORED_PREFERENCE
+from posttrain.losses.reward import bradley_terry, centring, reward_metrics
+from posttrain.models.heads import score_sequences
+from posttrain.models.load import SEQUENCE_REWARD
+from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.config import BaseConfig, check_range, option
+
+
+@dataclass
+class RewardConfig(BaseConfig):
+    """Options of reward modelling."""
+
+    learning_rate: float = option(1e-4, "Initial learning rate of AdamW.")
+    truncation_mode: str = option(
+        "drop",
+        "Pairs with a side longer than `max_length`: drop (as TRL), keep_start, keep_end or error. Always counted.",
+    )
+    center_rewards_coefficient: float | None = option(
+        None, "Weight of (r_chosen + r_rejected)^2, which keeps rewards centred on 0 (arXiv:2312.09244). None: off."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.center_rewards_coefficient is not None:
+            check_range("center_rewards_coefficient", self.center_rewards_coefficient, 0)
+
+
+class RewardTrainer(BaseTrainer):
+    """Bradley-Terry reward model (arXiv:2203.02155), with optional margins and centring."""
+
+    method = "reward"
+    config_class = RewardConfig
+    formats = (SCORED_PREFERENCE, TOKENISED_SCORED_PREFERENCE)
+    roles = ("chosen", "rejected")
+    task = SEQUENCE_REWARD
+    token_stats: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: Any = None,
+        preprocess_logits_for_metrics: Callable | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+    ) -> None:
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_metrics,
+            callbacks,
+            optimizers,
+            optimizer_cls_and_kwargs,
+            quantization_config,
+            peft_config,
+        )
+        self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
+
+    def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
+        return score_sequences(model, batch)
+
+    def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
+        chosen, rejected = (batch.role(policy.rewards, name) for name in self.roles)
+        margin = batch.scalars.get("margin")
+        terms = [
+            LossTerm(bradley_terry(chosen, rejected, None if margin is None else batch.role(margin, "chosen")), "unit")
+        ]
+        if self.args.center_rewards_coefficient:
+            terms.append(LossTerm(centring(chosen, rejected), "unit", self.args.center_rewards_coefficient))
+        return LossOutput(terms, metrics=reward_metrics(chosen, rejected))
+
+    def predictions(self, batch: TokenBatch, policy: TokenScores, output: LossOutput) -> tuple[Tensor, Tensor]:
+        rewards = torch.stack([batch.role(policy.rewards, name) for name in self.roles], dim=1)
+        return rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)  # column 0 should win

@@ -1,0 +1,458 @@
+"""BaseTrainer: the only `compute_loss`, the only data preparation, the only log. A method adds its options and its loss.
+
+The hooks of a method, and there are no others: `formats` and `roles` (what it reads), `score` (what it asks the model),
+`loss` (what it makes of the answers), `token_stats` (what it logs about tokens), `before_step` (only for losses that couple the
+pairs of a whole optimizer step). None of them loads a model, pads a tensor, or knows an adapter or a shard.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
+from transformers import TrainingArguments, set_seed
+from transformers.trainer_utils import EvalLoopOutput
+
+from posttrain.core.batch import StepTotals, TokenBatch
+from posttrain.core.results import LossOutput, LossTerm, TokenScores
+from posttrain.data.collate import Collator
+from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
+from posttrain.data.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.renderer import Renderer
+from posttrain.data.row_formats import RowFormat
+from posttrain.models.activation_offloading import offloaded_activations
+from posttrain.models.load import CAUSAL_LM, LoadOptions, load_model, load_tokenizer
+from posttrain.models.memory import checkpointing_needed
+from posttrain.models.reference import Reference
+from posttrain.models.token_scores import score_tokens
+from posttrain.trainer.config import BaseConfig
+from posttrain.trainer.display import display_callbacks
+from posttrain.trainer.metrics import MetricStore
+from posttrain.trainer.model_card import write_model_card
+from posttrain.trainer.optimizer import FiniteSteps, MasterWeights, has_low_precision
+from posttrain.trainer.persistence import PersistentTrainer, RunLifecycle
+from posttrain.trainer.run_state import RunIdentity
+from posttrain.trainer.skipped import SkippedSteps
+from posttrain.trainer.tokenizer import adopt_vocabulary, prepare_tokenizer
+
+logger = logging.getLogger(__name__)
+
+STAT_METRICS = {"entropy": "entropy", "is_most_likely": "mean_token_accuracy"}
+"""Token statistics that every language-model method logs, and TRL's names for them."""
+
+
+class BaseTrainer(PersistentTrainer):
+    """transformers.Trainer on Samples. See the module's docstring for what a method provides."""
+
+    method: ClassVar[str]
+    config_class: ClassVar[type[BaseConfig]] = BaseConfig
+    formats: ClassVar[tuple[RowFormat, ...]]
+    roles: ClassVar[tuple[str, ...]]
+    task: ClassVar[str] = CAUSAL_LM
+    token_stats: ClassVar[tuple[str, ...]] = ("entropy", "is_most_likely")
+    paper: ClassVar[dict[str, str]] = {}
+
+    reference: Reference | None = None
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        args: BaseConfig | TrainingArguments | None = None,
+        data_collator: Collator | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable | None = None,
+        ref_model: Any = None,
+    ) -> None:
+        self.args = args = self._config(args, model)
+        if args.n_gpu > 1:
+            raise ValueError(
+                "nn.DataParallel is not supported: start one process per GPU (accelerate launch or torchrun)."
+            )
+        set_seed(args.seed)
+        self.formatting_func = formatting_func
+        tokenizer = self._tokenizer(model, processing_class)
+        prepare_tokenizer(tokenizer, args)
+        self.renderer = Renderer(tokenizer)
+        # Data first: a bad row must be found before minutes go into loading a model.
+        train_dataset = self._prepared(train_dataset, "train")
+        eval_dataset = self._prepared_evaluation(eval_dataset)
+        set_seed(args.seed)  # adapters start from the same numbers whatever the preparation drew
+        self.loaded = load_model(model, self._load_options(peft_config, quantization_config))
+        adopt_vocabulary(self.loaded.model, tokenizer, args)
+        self.metrics = MetricStore()
+        super().__init__(
+            model=self.loaded.model,
+            args=args,
+            data_collator=self._collator(data_collator, tokenizer),
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+            processing_class=tokenizer,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+        )
+        self._after_trainer_init()
+        self.prepare_reference(ref_model, model)
+
+    # ---- what a method provides --------------------------------------------------------------------------------------
+
+    def prepare_options(self) -> dict[str, Any]:
+        """Arguments of PrepareOptions that are peculiar to the method."""
+        return {}
+
+    def prepare_reference(self, ref_model: Any, policy: Any) -> None:
+        """Methods with a reference make it here."""
+        if ref_model is not None:
+            raise ValueError(f"{type(self).__name__} has no reference model; leave `ref_model` out.")
+
+    def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
+        """What is asked of the model about a batch."""
+        return score_tokens(model, batch, stats, chunk_tokens=self.args.chunk_tokens, router_loss=self.uses_router_loss)
+
+    def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
+        """What the method makes of the answers."""
+        raise NotImplementedError
+
+    def before_step(self, batches: list[TokenBatch]) -> None:
+        """Sees all micro-batches of an optimizer step (on the host) before the first of them is used."""
+
+    # ---- construction ------------------------------------------------------------------------------------------------
+
+    def _config(self, args: BaseConfig | TrainingArguments | None, model: Any) -> BaseConfig:
+        if args is None:
+            name = type(model).__name__ if isinstance(model, nn.Module) else str(model).rstrip("/").split("/")[-1]
+            return self.config_class(output_dir=f"{name}-{self.method.upper()}")
+        if isinstance(args, self.config_class):
+            return args
+        if type(args) is TrainingArguments:
+            known = args.to_dict() | {"hub_token": args.hub_token}
+            names = [name for name, field in self.config_class.__dataclass_fields__.items() if field.init]
+            return self.config_class(**{name: known[name] for name in names if name in known})
+        raise TypeError(
+            f"`args` is a {type(args).__name__}; {type(self).__name__} takes a {self.config_class.__name__}."
+        )
+
+    def _tokenizer(self, model: Any, processing_class: Any) -> Any:
+        if processing_class is None:
+            return load_tokenizer(model, self.args.model_init_kwargs, self.args.trust_remote_code)
+        if not hasattr(processing_class, "convert_tokens_to_ids"):
+            raise TypeError(
+                f"`processing_class` is a {type(processing_class).__name__}; {type(self).__name__} trains text models and needs "
+                "their tokenizer."
+            )
+        return processing_class
+
+    def _load_options(self, peft_config: Any, quantization_config: Any) -> LoadOptions:
+        args = self.args
+        return LoadOptions(
+            dtype=args.compute_dtype,
+            task=self.task,
+            model_init_kwargs=dict(args.model_init_kwargs or {}),
+            trust_remote_code=args.trust_remote_code,
+            disable_dropout=args.disable_dropout,
+            use_liger_kernel=args.wants_liger,
+            peft_config=peft_config,
+            quantization_config=quantization_config,
+            layout=args.layout,
+            router_aux_loss_coef=args.router_aux_loss_coef,
+            device=args.device,
+            sharded=bool(args.fsdp or args.deepspeed),
+        )
+
+    def _collator(self, given: Any, tokenizer: Any) -> Collator:
+        if given is None:
+            return Collator(self.roles, tokenizer.pad_token_id, self.loaded.layout, self.args.pad_multiple)
+        if not isinstance(given, Collator):
+            raise TypeError(
+                f"`data_collator` is a {type(given).__name__}; batches are made from Samples by posttrain.data.collate.Collator. "
+                "Change what goes into a Sample with `formatting_func`, or derive from Collator."
+            )
+        return given
+
+    def _after_trainer_init(self) -> None:
+        args = self.args
+        self.model_accepts_loss_kwargs = True  # `compute_loss` divides; Trainer must not divide again
+        self.skipped = SkippedSteps(args.output_dir, args.max_skipped_steps, args.should_save)
+        self._step_loss: Tensor | float = 0.0
+        self._step_rows: list[int] = []
+        self._eval_terms: list[tuple[list[float | Tensor], StepTotals]] = []
+        self.add_callback(RunLifecycle(self))
+        display_callbacks(self)
+        if args.gradient_checkpointing is None:
+            args.gradient_checkpointing, why = checkpointing_needed(
+                self.model, args.device, args.per_device_train_batch_size * len(self.roles) * (args.max_length or 4096)
+            )
+            logger.info(why)
+
+    @property
+    def uses_router_loss(self) -> bool:
+        return self.loaded.router_loss_weight != 0
+
+    # ---- data --------------------------------------------------------------------------------------------------------
+
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        """Check and encode one dataset; what is prepared already passes."""
+        if dataset is None or hasattr(dataset, "report"):
+            return dataset
+        args = self.args
+        options = PrepareOptions(
+            max_length=args.max_length,
+            truncation_mode=args.truncation_mode,
+            on_bad_rows=args.on_bad_rows,
+            chat_template_kwargs=args.chat_template_kwargs,
+            formatting_func=self.formatting_func,
+            cache_dir=args.dataset_cache_dir,
+            bad_rows_file=str(Path(args.output_dir) / f"bad_rows_{name}.jsonl"),
+            **self.prepare_options(),
+        )
+        with args.main_process_first(desc=f"preparing the {name} dataset"):
+            prepared = prepare_dataset(dataset, self.formats, self.renderer, options, name, args.dataset_num_proc)
+        if args.should_log:
+            print(prepared.report.summary(), flush=True)
+        return prepared
+
+    def _prepared_evaluation(self, dataset: Any) -> Any:
+        if isinstance(dataset, dict):
+            return {name: self._prepared(part, name) for name, part in dataset.items()}
+        return self._prepared(dataset, "eval")
+
+    def get_train_dataloader(self) -> UnitLoader:
+        if self.train_dataset is None:
+            raise ValueError(f"{type(self).__name__}.train() needs a `train_dataset`.")
+        args = self.args
+        order = args.train_sampling_strategy
+        return self._loader(self.train_dataset, self._train_batch_size, order, args.dataloader_drop_last)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> UnitLoader:
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        dataset = self.eval_dataset if eval_dataset is None else self._prepared(eval_dataset, "eval")
+        if dataset is None:
+            raise ValueError(f"{type(self).__name__}.evaluate() needs an `eval_dataset`.")
+        return self._loader(dataset, self.args.eval_batch_size, "sequential", drop_last=False)
+
+    def get_test_dataloader(self, test_dataset: Any) -> UnitLoader:
+        return self.get_eval_dataloader(test_dataset)
+
+    def _loader(self, dataset: Any, batch_size: int, order: str, drop_last: bool) -> UnitLoader:
+        args = self.args
+        workers = {
+            "num_workers": args.dataloader_num_workers,
+            "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
+            "persistent_workers": args.dataloader_persistent_workers,
+            "prefetch_factor": args.dataloader_prefetch_factor,
+        }
+        if isinstance(dataset, IterableDataset):
+            stream = StreamBatches(dataset, batch_size, args.process_index, args.world_size, self.data_collator)
+            return UnitLoader(stream, batch_size=1, collate_fn=first_of, **workers)
+        batches = EpochBatches(
+            len(dataset),
+            batch_size,
+            rank=args.process_index,
+            world_size=args.world_size,
+            accumulation=args.gradient_accumulation_steps,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            order=order,
+            drop_last=drop_last,
+            lengths=getattr(dataset, "unit_lengths", None),
+        )
+        return UnitLoader(dataset, batch_sampler=batches, collate_fn=self.data_collator, **workers)
+
+    def _prepare_inputs(self, inputs: TokenBatch) -> TokenBatch:
+        return inputs.to(self.args.device, non_blocking=True)
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def _get_num_items_in_batch(self, batch_samples: list[TokenBatch], device: torch.device) -> StepTotals | None:
+        """Denominators of the step, over its micro-batches and over the processes. Trainer shows all micro-batches first."""
+        if not batch_samples:
+            return None
+        self._step_rows = [row for batch in batch_samples for row in batch.rows]
+        totals = StepTotals.of(batch_samples)
+        if self.args.world_size > 1:
+            counts = torch.tensor(list(totals.counts.values()), dtype=torch.float64, device=device)
+            torch.distributed.all_reduce(counts)
+            totals = StepTotals(dict(zip(totals.counts, counts.unbind())))
+        self.before_step(batch_samples)
+        return totals
+
+    def training_step(self, model: nn.Module, inputs: TokenBatch, num_items_in_batch: Any = None) -> Tensor:
+        with ExitStack() as stack:
+            if self.masters is not None and self.args.world_size > 1:
+                stack.enter_context(self.accelerator.no_sync(model))  # MasterWeights.all_reduce averages whole steps
+            if self.args.activation_offloading:
+                stack.enter_context(offloaded_activations(self.args.device))
+            loss = super().training_step(model, inputs, num_items_in_batch)
+        self._step_loss = self._step_loss + loss
+        # A loss that is not finite is reported by `skipped`; in Trainer's running sum it would stay for ever.
+        return torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss))
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: TokenBatch,
+        return_outputs: bool = False,
+        num_items_in_batch: StepTotals | None = None,
+    ) -> Any:
+        output, policy = self._loss_output(model, inputs, "train" if self.is_in_train and model.training else "eval")
+        totals = inputs.totals() if num_items_in_batch is None else num_items_in_batch
+        loss = output.reduce(totals, 1 if num_items_in_batch is None else self.args.world_size)
+        return (loss, policy) if return_outputs else loss
+
+    def _loss_output(self, model: nn.Module, batch: TokenBatch, mode: str) -> tuple[LossOutput, TokenScores]:
+        stats = self.token_stats if mode == "eval" or self._step_will_log() else ()
+        policy = self.score(model, batch, stats)
+        reference = None if self.reference is None else self.reference.scores(batch)
+        output = self.loss(batch, policy, reference)
+        if policy.aux_loss is not None:
+            output.terms.append(LossTerm(policy.aux_loss, "batch", self.loaded.router_loss_weight))
+            output.metrics["aux_loss"] = policy.aux_loss[None]
+        shown = {STAT_METRICS[name]: value for name, value in policy.stats.items() if name in STAT_METRICS}
+        self.metrics.add(mode, {**shown, **output.metrics})
+        if mode == "train":
+            self.metrics.count("num_tokens", batch.num_tokens)
+        return output, policy
+
+    def _step_will_log(self) -> bool:
+        """Statistics that cost a pass over the vocabulary are taken on the steps whose log will show them."""
+        state, step = self.state, self.state.global_step + 1
+        if self.args.logging_strategy != "steps" or not state.logging_steps:
+            return self.args.logging_strategy == "epoch"
+        return (
+            step % state.logging_steps == 0 or step >= state.max_steps or (step == 1 and self.args.logging_first_step)
+        )
+
+    # ---- the optimizer -----------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        optimizer = super().create_optimizer(model)
+        if not self._own_formats or (self.finite is not None and self.finite.optimizer is optimizer):
+            return optimizer
+        if has_low_precision(p for group in optimizer.param_groups for p in group["params"]):
+            self.masters = MasterWeights(optimizer)
+        self.finite = FiniteSteps(optimizer, self.args.world_size)
+        return optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return super()._clip_grad_norm(model) if self.finite is None else self._clip_and_check(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | float:
+        if self.finite is None:
+            return super()._get_grad_norm(model, grad_norm)
+        return self._clip_and_check(None) if grad_norm is None else grad_norm
+
+    def _clip_and_check(self, max_norm: float | None) -> Tensor:
+        if self.masters is not None and self.args.world_size > 1:
+            self.masters.all_reduce()
+        loss = torch.as_tensor(self._step_loss, device=self.args.device)
+        norm = self.finite.clip(max_norm, loss, (self.state.global_step + 1, self._step_rows))
+        self._step_loss = 0.0
+        return norm
+
+    def settle_skipped_steps(self, wait: bool = False) -> None:
+        """Take note of steps whose flag has arrived from the device; stop the run after too many in a row."""
+        if self.finite is not None:
+            for (step, rows), was_skipped in self.finite.finished(wait):
+                self.skipped.record(step, rows, was_skipped, self.run_state)
+
+    # ---- evaluation --------------------------------------------------------------------------------------------------
+
+    def prediction_step(
+        self, model: nn.Module, inputs: TokenBatch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, Any, Any]:
+        batch = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            output, policy = self._loss_output(model, batch, "eval")
+        sums = [term.weight * term.values.sum() for term in output.terms]
+        self._eval_terms.append(([*zip(sums, [term.per for term in output.terms])], batch.totals()))
+        predictions, labels = (None, None) if prediction_loss_only else self.predictions(batch, policy, output)
+        return output.local(batch).detach(), predictions, labels
+
+    def predictions(self, batch: TokenBatch, policy: TokenScores, output: LossOutput) -> tuple[Any, Any]:
+        """What `compute_metrics` is given: (predictions, labels)."""
+        return None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
+        """Trainer's loop; the loss is that of all rows as one batch, not a mean over batches of different size."""
+        self._eval_terms = []
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        if self._eval_terms:
+            output.metrics[f"{metric_key_prefix}_loss"] = self._evaluation_loss()
+        shown = self.metrics.flush("eval", self.args.device, self.args.world_size)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in shown.items()})
+        return output
+
+    def _evaluation_loss(self) -> float:
+        names = dict.fromkeys(per for terms, _ in self._eval_terms for _, per in terms)
+        pairs = []
+        for name in names:
+            total = sum(value for terms, _ in self._eval_terms for value, per in terms if per == name)
+            pairs.append(torch.stack([total.double(), total.new_tensor(self._eval_count(name)).double()]))
+        sums = torch.stack(pairs)
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(sums)
+        return float((sums[:, 0] / sums[:, 1].clamp(min=1)).sum())
+
+    def _eval_count(self, per: str) -> float:
+        return sum(totals.counts[per] for _, totals in self._eval_terms)
+
+    # ---- the log and the rest ----------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs and "learning_rate" in logs:
+            self.settle_skipped_steps()
+            logs["loss"] *= self.skipped.correction(self.run_state, self.state.global_step)
+            logs.update(self.metrics.flush("train", self.args.device, self.args.world_size))
+            logs["num_tokens"] = self._over_processes(self.metrics.totals.get("num_tokens", 0))
+            if self.run_state.skipped_total:
+                logs["skipped_steps"] = self.run_state.skipped_total
+        super().log(logs, start_time)
+
+    def _over_processes(self, amount: float) -> float:
+        if self.args.world_size == 1:
+            return amount
+        total = torch.tensor(amount, dtype=torch.float64, device=self.args.device)
+        torch.distributed.all_reduce(total)
+        return total.item()
+
+    def floating_point_ops(self, inputs: TokenBatch) -> int:
+        return 6 * inputs.num_tokens * self._num_parameters
+
+    @property
+    def _num_parameters(self) -> int:
+        if not hasattr(self, "_parameter_count"):
+            self._parameter_count = sum(p.numel() for p in self.model.parameters())
+        return self._parameter_count
+
+    def _track_num_input_tokens(self, inputs: TokenBatch) -> None:
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen += int(self._over_processes(inputs.num_tokens))
+
+    def identity(self) -> RunIdentity:
+        dataset = getattr(self.train_dataset, "fingerprint", "none")
+        return RunIdentity.of(self.method, self.args, dataset, self.renderer.fingerprint, self.loaded.name)
+
+    def create_model_card(
+        self,
+        model_name: str | None = None,
+        dataset_name: str | None = None,
+        tags: str | list[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        if self.is_world_process_zero():
+            write_model_card(self, model_name, dataset_name, tags)

@@ -1,0 +1,34 @@
+"""The rows of all processes as one, in the order of the processes."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+def gathered_rows(record: T, world_size: int) -> tuple[T, int]:
+    """(a dataclass of (U,) tensors with the rows of all processes, index of this process's first row in it)."""
+    if world_size == 1:
+        return record, 0
+    tensors = {f.name: getattr(record, f.name) for f in fields(record) if isinstance(getattr(record, f.name), Tensor)}
+    first = next(iter(tensors.values()))
+    counts = [torch.zeros(1, dtype=torch.long, device=first.device) for _ in range(world_size)]
+    dist.all_gather(counts, torch.tensor([len(first)], device=first.device))
+    sizes = [int(count) for count in counts]
+    whole = {name: _gather(tensor, sizes) for name, tensor in tensors.items()}
+    return replace(record, **whole), sum(sizes[: dist.get_rank()])
+
+
+def _gather(tensor: Tensor, sizes: list[int]) -> Tensor:
+    """Processes may hold different numbers of rows; all send as many as the longest."""
+    filled = tensor.new_zeros(max(sizes), *tensor.shape[1:])
+    filled[: len(tensor)] = tensor
+    parts = [torch.empty_like(filled) for _ in sizes]
+    dist.all_gather(parts, filled)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes)])

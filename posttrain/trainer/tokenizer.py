@@ -1,0 +1,60 @@
+"""The tokenizer a run uses: its padding and end tokens, its chat template, and a model that knows its tokens."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from posttrain.data.chat_templates import BUILT_IN_FORMATS, use_chat_format
+from posttrain.models.chat_template_clone import copy_chat_template, fit_embeddings
+from posttrain.models.load import innermost_model
+from posttrain.trainer.config import BaseConfig
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_tokenizer(tokenizer: Any, args: BaseConfig) -> None:
+    """Apply `chat_template_path`, `eos_token` and `pad_token`; a tokenizer without padding uses its end token."""
+    if args.chat_template_path is not None:
+        _set_template(tokenizer, args.chat_template_path)
+    for name in ("eos_token", "pad_token"):
+        wanted = getattr(args, name)
+        if wanted is not None:
+            if tokenizer.convert_tokens_to_ids(wanted) in (None, tokenizer.unk_token_id) and wanted != tokenizer.unk_token:
+                raise ValueError(f"`{name}` is {wanted!r}, which is not in the vocabulary of {type(tokenizer).__name__}.")
+            setattr(tokenizer, name, wanted)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError("The tokenizer has neither a padding nor an end token: set `pad_token` or `eos_token`.")
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def _set_template(tokenizer: Any, source: str) -> None:
+    path = Path(source)
+    if path.suffix in (".jinja", ".j2"):
+        if not path.is_file():
+            raise FileNotFoundError(f"`chat_template_path` is {source}, but there is no such file.")
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    elif source in BUILT_IN_FORMATS:
+        use_chat_format(tokenizer, source)
+    else:
+        copy_chat_template(tokenizer, source)
+
+
+def adopt_vocabulary(model: nn.Module, tokenizer: Any, args: BaseConfig) -> None:
+    """Give the model rows for tokens that a cloned template added, and tell its configs about padding and end tokens."""
+    innermost = innermost_model(model)
+    fit_embeddings(innermost, tokenizer)
+    innermost.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    innermost.config.pad_token_id = tokenizer.pad_token_id
+    generation = getattr(innermost, "generation_config", None)
+    if generation is not None:
+        generation.pad_token_id = tokenizer.pad_token_id
+        if args.eos_token is not None:
+            known = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+            generation.eos_token_id = [tokenizer.eos_token_id, *(t for t in known if t not in (None, tokenizer.eos_token_id))]
+    if args.eos_token is not None:
+        innermost.config.eos_token_id = tokenizer.eos_token_id
