@@ -106,7 +106,7 @@ class TokenBatch:
 def segment_sum(values: Tensor, counts: Tensor) -> Tensor:
     """Sums of consecutive runs of `values`, `counts[i]` long. Same result order on every device, differentiable."""
     if len(counts) == 0:
-        return values.new_zeros(0)
+        return values[:0]
     return torch.segment_reduce(values, "sum", lengths=counts, unsafe=True, initial=0.0)
 
 

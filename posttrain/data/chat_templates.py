@@ -41,13 +41,19 @@ BUILT_IN_FORMATS: dict[str, ChatFormat] = {
     "chatml": ChatFormat("chatml.jinja", "<|im_end|>", ("<|im_start|>",)),
     "alpaca": ChatFormat("alpaca.jinja"),
     "llama2": ChatFormat("llama2.jinja", needs_bos=True),
-    "llama3": ChatFormat(
-        "llama3.jinja", "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>"), needs_bos=True
-    ),
+    "llama3": ChatFormat("llama3.jinja", "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>"), needs_bos=True),
     "mistral": ChatFormat(
         "mistral.jinja",
         None,
-        ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"),
+        (
+            "[INST]",
+            "[/INST]",
+            "[TOOL_CALLS]",
+            "[AVAILABLE_TOOLS]",
+            "[/AVAILABLE_TOOLS]",
+            "[TOOL_RESULTS]",
+            "[/TOOL_RESULTS]",
+        ),
         needs_bos=True,
     ),
     "zephyr": ChatFormat("zephyr.jinja", None, ("<|system|>", "<|user|>", "<|assistant|>")),
@@ -94,7 +100,9 @@ def use_chat_format(tokenizer: Any, name: str) -> FormatNeeds:
     chat_format = BUILT_IN_FORMATS[name]
     stop_token = chat_format.stop_token or tokenizer.eos_token
     if stop_token is None:
-        raise ValueError(f"The {name} format closes turns with the EOS token, and the tokenizer has none; set tokenizer.eos_token.")
+        raise ValueError(
+            f"The {name} format closes turns with the EOS token, and the tokenizer has none; set tokenizer.eos_token."
+        )
     tokenizer.chat_template = chat_format.template
     known = {token.content for token in tokenizer.added_tokens_decoder.values()}
     missing = tuple(text for text in (*chat_format.tokens, stop_token) if text not in known)
@@ -105,7 +113,9 @@ def use_chat_format(tokenizer: Any, name: str) -> FormatNeeds:
             "single tokens are safer: add them with tokenizer.add_special_tokens and resize the model's embeddings."
         )
     if stop_token != tokenizer.eos_token:
-        notes.append(f"Turns end with {stop_token}, while EOS is {tokenizer.eos_token}; stop generation at {stop_token}.")
+        notes.append(
+            f"Turns end with {stop_token}, while EOS is {tokenizer.eos_token}; stop generation at {stop_token}."
+        )
     if chat_format.needs_bos and tokenizer.bos_token is None:
         notes.append(f"The {name} format begins with a BOS token, and this tokenizer has none; it is left out.")
     return FormatNeeds(stop_token, missing, tuple(notes))

@@ -224,7 +224,9 @@ def _pack_table(table: pa.Table, pack: Callable[[Any, int], Packing], seq_length
     for name in others:
         if not np.array_equal(lengths[name], lengths[first]):
             row = int(np.flatnonzero(lengths[name] != lengths[first])[0])
-            raise ValueError(f"Row {row}: {name!r} has {lengths[name][row]} entries, {first!r} has {lengths[first][row]}.")
+            raise ValueError(
+                f"Row {row}: {name!r} has {lengths[name][row]} entries, {first!r} has {lengths[first][row]}."
+            )
     packing = pack(lengths[first], seq_length)
     sample_starts = np.cumsum(lengths[first]) - lengths[first]
     sizes = packing.pieces[:, 2] - packing.pieces[:, 1]
@@ -260,7 +262,7 @@ def prepare_multimodal_messages(messages: list[Row], images: list[Any] | None = 
         block
         for message in prepared
         if message["role"] != "tool"
-        for block in message["content"]
+        for block in message["content"] or ()
         if block.get("type") == "image"
     ]
     if not places:
@@ -269,7 +271,7 @@ def prepare_multimodal_messages(messages: list[Row], images: list[Any] | None = 
             raise ValueError(f"There is no user turn to put the {len(images)} image(s) into.")
         places = [{"type": "image"} for _ in images]
         if first is not None:
-            first["content"] = [*places, *first["content"]]
+            first["content"] = [*places, *(first["content"] or ())]
     if len(places) != len(images):
         raise ValueError(f"The messages have room for {len(places)} image(s); {len(images)} were given.")
     for block, image in zip(places, images):
@@ -277,9 +279,9 @@ def prepare_multimodal_messages(messages: list[Row], images: list[Any] | None = 
     return prepared
 
 
-def _blocks(content: Any) -> list[Row]:
-    if content is None:
-        return []
+def _blocks(content: Any) -> list[Row] | None:
+    if content is None:  # an answer that only calls tools
+        return None
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
     return [dict(block) for block in content]

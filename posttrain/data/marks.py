@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from posttrain.data.conversation import REASONING_FIELDS, RenderError
 from posttrain.data.special_tokens import ControlTokens
 
 MARK_BASE = 0x100000
@@ -23,31 +24,7 @@ _ESCAPED_MARKS = re.compile(
 )
 MOST_PIECES = (DATA_MARK - MARK_BASE) // 2
 
-REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 STRUCTURE_FIELDS = ("role", "type")  # templates compare these with words of their own, so they are never marked
-
-
-class RenderError(ValueError):
-    """A chat for which there are no safe ids or no safe mask: a sentence that says why, and the rendered text."""
-
-    def __init__(self, reason: str, rendered: str = "") -> None:
-        super().__init__(f"{reason} The rendered text is:\n{rendered}" if rendered else reason)
-        self.reason = reason
-        self.rendered = rendered
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """One chat in OpenAI's style, and what the template is told besides.
-
-    `num_prompt_messages` says, for prompt + completion data, how many of `messages` are the prompt. Where the prompt ends
-    with an assistant message and the completion begins with one, the completion continues that message.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    template_kwargs: dict[str, Any] | None = None
-    num_prompt_messages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -257,9 +234,7 @@ def _mark_code(mark: str) -> int:
     return ord(json.loads(f'"{mark}"')) if mark[1] == "u" else int(mark[2:], 16)
 
 
-def _places(
-    plain: str, piece: Piece, span: tuple[int, int], openings: list[int], closings: list[int]
-) -> list[Place]:
+def _places(plain: str, piece: Piece, span: tuple[int, int], openings: list[int], closings: list[int]) -> list[Place]:
     """Where the marks of one piece stand. A pair gives the place at once; of a lone mark, the text beside it must agree."""
     start, end = span
     core = piece.text[start:end]
@@ -278,11 +253,15 @@ def _places(
             for a, b in zip(openings, closings)
         ]
     if not openings:
-        return [Place(piece, max(b - len(core), 0), b, True) if plain.endswith(core, 0, b) else Place(piece, b, b, False)
-                for b in closings]
+        return [
+            Place(piece, max(b - len(core), 0), b, True) if plain.endswith(core, 0, b) else Place(piece, b, b, False)
+            for b in closings
+        ]
     if not closings:
-        return [Place(piece, a, a + len(core), True) if plain.startswith(core, a) else Place(piece, a, a, False)
-                for a in openings]
+        return [
+            Place(piece, a, a + len(core), True) if plain.startswith(core, a) else Place(piece, a, a, False)
+            for a in openings
+        ]
     return [Place(piece, at, at, False) for at in sorted(openings + closings)]
 
 

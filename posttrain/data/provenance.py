@@ -12,7 +12,8 @@ import os.path
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from posttrain.data.marks import Conversation, Marker, MarkedRender, Place, RenderError, read_marks
+from posttrain.data.conversation import Conversation, RenderError
+from posttrain.data.marks import MarkedRender, Marker, Place, read_marks
 from posttrain.data.special_tokens import ControlTokens
 
 Span = tuple[int, int]
@@ -34,7 +35,9 @@ class Placement(NamedTuple):
 
 ATTEMPTS = (
     Placement("inside", "around", True, True),
-    Placement("middle", "around", False, True),  # for templates that look at the start or the end of a text, or at names
+    Placement(
+        "middle", "around", False, True
+    ),  # for templates that look at the start or the end of a text, or at names
     Placement("inside", "inside", True, False),
     Placement("middle", "middle", False, False),
 )
@@ -107,9 +110,7 @@ class Provenance:
             if not place.verbatim:
                 rendered_as = marked.text[place.start : place.end]
                 became = f" as {_excerpt(rendered_as)}" if rendered_as else ""
-                raise _refusal(
-                    marked, turn, f"rewrites the {place.piece.kind} {_excerpt(place.piece.text)}{became}"
-                )
+                raise _refusal(marked, turn, f"rewrites the {place.piece.kind} {_excerpt(place.piece.text)}{became}")
         for piece in marked.lost:
             # The same text under two names (`reasoning_content` and `thinking`) is said once.
             if piece.message == turn and (piece.kind, piece.text) not in kept:
@@ -143,13 +144,13 @@ class Provenance:
         found = text.rfind(header, limit, first) if header else -1
         if found < 0 or (first is None and text.count(header, limit) != 1):
             raise _refusal(
-                marked, turn, f"does not put its generation prompt ({header!r}) before the turn, whose beginning is unknown"
+                marked,
+                turn,
+                f"does not put its generation prompt ({header!r}) before the turn, whose beginning is unknown",
             )
         return found + len(header)
 
-    def _tails_of_prompt(
-        self, chat: Conversation, marked: MarkedRender, turn: int, last: Place
-    ) -> Iterator[str]:
+    def _tails_of_prompt(self, chat: Conversation, marked: MarkedRender, turn: int, last: Place) -> Iterator[str]:
         """What follows the last piece of the prompt when the template is asked for a generation prompt.
 
         First the answer kept from a prompt of the same shape, then the answer for this very prompt.
@@ -222,7 +223,9 @@ class Provenance:
             last = self.turn_start(part, marked, turn) if last < 0 else last
         except RenderError:  # the probe says nothing; the caller goes by the other one
             return None
-        return plain[last : min((p.start for p in marked.places if p.start >= last and p.piece.message != turn), default=None)]
+        return plain[
+            last : min((p.start for p in marked.places if p.start >= last and p.piece.message != turn), default=None)
+        ]
 
     def _closed_at(self, closer: Closer, rest: str) -> int | None:
         if not closer.is_first_token:
@@ -240,7 +243,9 @@ class Provenance:
         if start < previous_end or inside:
             raise _refusal(marked, turn, "mixes the turn with text of other messages")
 
-    def _try_render(self, messages: list[dict[str, Any]], chat: Conversation, add_generation_prompt: bool) -> str | None:
+    def _try_render(
+        self, messages: list[dict[str, Any]], chat: Conversation, add_generation_prompt: bool
+    ) -> str | None:
         """A render that only informs: None where the template refuses the messages."""
         try:
             return self._render(messages, chat.tools, chat.template_kwargs, add_generation_prompt)

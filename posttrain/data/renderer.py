@@ -20,14 +20,24 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from posttrain.core.sample import Sample
 from posttrain.data.template_checks import probe_template
-from posttrain.data.marks import REASONING_FIELDS, Conversation, MarkedRender, RenderError
+from posttrain.data.conversation import (
+    Conversation,
+    RenderError,
+    assistant_turns,
+    is_assistant,
+    join_completion,
+    with_text_arguments,
+)
+from posttrain.data.marks import MarkedRender
 from posttrain.data.provenance import Provenance, Span
 from posttrain.data.response_parser import ResponseParser
+from posttrain.data.skeletons import Skeletons, shape_of
 from posttrain.data.special_tokens import ControlTokens, whole_texts
 
 __all__ = ["TRAIN_MODES", "Conversation", "RenderError", "Renderer"]
 
 BATCH = 512  # texts handed to the tokenizer at once: enough to amortise the call, little to hold in memory
+ORDINARY_KEYS = frozenset(["role", "content", "type", "text", "function", "name", "arguments"])  # not worth a search
 KNOWN_ROLES = frozenset(["system", "developer", "user", "assistant", "tool", "function", "ipython", "model"])
 
 
@@ -60,6 +70,7 @@ class Renderer:
         self.allow_control_tokens_in_content = allow_control_tokens_in_content
         self._control = ControlTokens(tokenizer)
         self._provenance = Provenance(self._render, self._control)
+        self._skeletons = Skeletons()
         self._role_is_safe: dict[str, bool] = dict.fromkeys(KNOWN_ROLES, True)
 
     @property
@@ -102,6 +113,10 @@ class Renderer:
         """The text that `tokenizer.apply_chat_template(..., tokenize=False)` gives."""
         return self._render(chat.messages, chat.tools, chat.template_kwargs, add_generation_prompt)
 
+    def render_prompt(self, chat: Conversation) -> str:
+        """The text of a prompt: with the generation prompt, or, after an assistant message, up to the end of its content."""
+        return self._rendered_prompt(chat).text
+
     def encode_chats(self, chats: list[Conversation], train: str) -> list[Sample | RenderError]:
         """A Sample for each chat, or the RenderError that says why there is none; one bad chat does not stop the rest.
 
@@ -133,10 +148,10 @@ class Renderer:
 
         What does not parse stays plain content.
         """
-        return self._response_parser.parse(self.tokenizer.decode(ids, skip_special_tokens=False))
+        return self.response_parser.parse(self.tokenizer.decode(ids, skip_special_tokens=False))
 
     @cached_property
-    def _response_parser(self) -> ResponseParser:
+    def response_parser(self) -> ResponseParser:
         return ResponseParser(self._render, self._provenance, self._control)
 
     def probe(self) -> list[str]:
@@ -168,25 +183,44 @@ class Renderer:
                 **{**self.tokenizer.special_tokens_map, **(template_kwargs or {})},
             )
         except Exception as error:  # a template is a program of somebody else's and may raise anything
-            with_text_arguments = _with_text_arguments(messages) if isinstance(error, TypeError) else None
-            if with_text_arguments is not None:  # some templates add the arguments of tool calls to a text
-                return self._render(with_text_arguments, tools, template_kwargs, add_generation_prompt)
+            as_texts = with_text_arguments(messages) if isinstance(error, TypeError) else None
+            if as_texts is not None:  # some templates add the arguments of tool calls to a text
+                return self._render(as_texts, tools, template_kwargs, add_generation_prompt)
             raise RenderError(f"The chat template refuses this conversation: {error}") from error
         return texts[0]
 
-    def _rendered(
-        self, chat: Conversation, said_by: frozenset[int], add_generation_prompt: bool = False
-    ) -> tuple[Rendered, MarkedRender | None]:
-        """The plain render, and the marked one where the mask or a control token in the content asks for it."""
+    def _rendered(self, chat: Conversation, add_generation_prompt: bool = False) -> Rendered:
+        """A chat of which all is trained, or nothing: marks are needed only where a message may hold control tokens."""
         self._check_roles(chat)
         text = self._render(chat.messages, chat.tools, chat.template_kwargs, add_generation_prompt)
-        holds_control = not self.allow_control_tokens_in_content and _any_string(
+        if not self._may_hold_control_tokens(chat):
+            return Rendered(text, None)
+        marked = self._provenance.mark(chat, text, frozenset(), add_generation_prompt, find_control_tokens=True)
+        return Rendered(text, None, marked.owned_control_tokens)
+
+    def _rendered_with_spans(
+        self, chat: Conversation, said_by: frozenset[int], mode: str, find_spans: Callable[[MarkedRender], list[Span]]
+    ) -> Rendered:
+        """A chat with the spans that `find_spans` reads off its marked render, or off that of an earlier chat like it."""
+        self._check_roles(chat)
+        text = self._render(chat.messages, chat.tools, chat.template_kwargs, False)
+        if self._may_hold_control_tokens(chat):
+            marked = self._provenance.mark(chat, text, said_by, find_control_tokens=True)
+            return Rendered(text, find_spans(marked), marked.owned_control_tokens)
+        found = shape_of(chat)
+        shape, pieces = ((found[0], mode, said_by), found[1]) if found else (None, [])
+        spans = self._skeletons.spans(shape, pieces, text) if found else None
+        if spans is None:
+            marked = self._provenance.mark(chat, text, said_by)
+            spans = find_spans(marked)
+            if found:
+                self._skeletons.keep(shape, pieces, marked, spans)
+        return Rendered(text, spans)
+
+    def _may_hold_control_tokens(self, chat: Conversation) -> bool:
+        return not self.allow_control_tokens_in_content and _any_string(
             (chat.messages, chat.tools, chat.template_kwargs), self._control.may_arise_from
         )
-        if not said_by and not holds_control:
-            return Rendered(text, None), None
-        marked = self._provenance.mark(chat, text, said_by, add_generation_prompt, holds_control)
-        return Rendered(text, None, marked.owned_control_tokens if holds_control else None), marked
 
     def _check_roles(self, chat: Conversation) -> None:
         """Templates write roles between the halves of control tokens ('<|' + role + '|>'): only known ones pass."""
@@ -200,59 +234,37 @@ class Renderer:
                 raise RenderError(f"The role {role!r} of message {number} is (a part of) a control token.")
 
     def _everything(self, chat: Conversation) -> Rendered:
-        return self._rendered(chat, frozenset())[0]
+        return self._rendered(chat)
 
     def _assistant(self, chat: Conversation) -> Rendered:
-        return self._assistant_from(chat, 0)
-
-    def _assistant_from(self, chat: Conversation, first: int) -> Rendered:
-        turns = [n for n, message in enumerate(chat.messages) if n >= first and _is_assistant(message)]
+        turns = assistant_turns(chat)
         if not turns:
-            rendered, _ = self._rendered(chat, frozenset())
-            return replace(rendered, spans=[])
-        rendered, marked = self._rendered(chat, frozenset(turns))
-        return replace(rendered, spans=self._provenance.turn_spans(chat, marked, turns))
+            return replace(self._rendered(chat), spans=[])
+        return self._rendered_with_spans(
+            chat, frozenset(turns), "assistant", lambda marked: self._provenance.turn_spans(chat, marked, turns)
+        )
 
     def _completion(self, chat: Conversation) -> Rendered:
-        chat, turn, continued = self._joined(chat)
-        said_by = frozenset(n for n, message in enumerate(chat.messages) if n >= turn and _is_assistant(message))
-        rendered, marked = self._rendered(chat, said_by)
-        for number in sorted(said_by):
-            self._provenance.check_said(marked, number)
-        start = self._continuation(marked, turn, continued) or self._provenance.turn_start(chat, marked, turn)
-        return replace(rendered, spans=[(start, len(rendered.text))])
+        chat, turn, continued = join_completion(chat)
+        turns = assistant_turns(chat, turn)
+
+        def find_spans(marked: MarkedRender) -> list[Span]:
+            for number in turns:
+                self._provenance.check_said(marked, number)
+            start = self._continuation(marked, turn, continued) or self._provenance.turn_start(chat, marked, turn)
+            return [(start, len(marked.text))]
+
+        return self._rendered_with_spans(chat, frozenset(turns), "completion", find_spans)
 
     def _assistant_in_completion(self, chat: Conversation) -> Rendered:
-        chat, turn, continued = self._joined(chat)
-        rendered = self._assistant_from(chat, turn)
-        if continued:
-            _, marked = self._rendered(chat, frozenset([turn]))
-            (_, end), *rest = rendered.spans
-            rendered = replace(rendered, spans=[(self._continuation(marked, turn, continued), end), *rest])
-        return rendered
+        chat, turn, continued = join_completion(chat)
+        turns = assistant_turns(chat, turn)
 
-    def _joined(self, chat: Conversation) -> tuple[Conversation, int, str]:
-        """The chat, the number of the message the completion begins in, and what the prompt has said of that message.
+        def find_spans(marked: MarkedRender) -> list[Span]:
+            (start, end), *rest = self._provenance.turn_spans(chat, marked, turns)
+            return [(self._continuation(marked, turn, continued) or start, end), *rest]
 
-        An assistant message at the end of the prompt and one at the start of the completion become one message.
-        """
-        count = chat.num_prompt_messages
-        if count is None or not 0 <= count < len(chat.messages):
-            raise RenderError(f"A completion needs num_prompt_messages within the {len(chat.messages)} messages, not {count}.")
-        if not _is_assistant(chat.messages[count]):
-            raise RenderError(f"The completion begins with a message of {chat.messages[count].get('role')!r}, not of the assistant.")
-        if count == 0 or not _is_assistant(chat.messages[count - 1]):
-            return chat, count, ""
-        opening, continuation = chat.messages[count - 1], chat.messages[count]
-        texts = opening.get("content"), continuation.get("content")
-        if not all(isinstance(text, str) and text for text in texts) or opening.get("tool_calls"):
-            raise RenderError(
-                "The prompt ends with an assistant message that the completion continues; both must have a text as content "
-                "(and the first no tool calls)."
-            )
-        whole = opening | continuation | {"content": texts[0] + texts[1]}
-        messages = [*chat.messages[: count - 1], whole, *chat.messages[count + 1 :]]
-        return replace(chat, messages=messages, num_prompt_messages=count - 1), count - 1, texts[0]
+        return self._rendered_with_spans(chat, frozenset(turns), "assistant_in_completion", find_spans)
 
     def _continuation(self, marked: MarkedRender, turn: int, continued: str) -> int | None:
         """Where the completion begins inside a message that the prompt began."""
@@ -263,13 +275,19 @@ class Renderer:
 
     def _rendered_prompt(self, chat: Conversation) -> Rendered:
         last = len(chat.messages) - 1
-        if last < 0 or not _is_assistant(chat.messages[last]):
-            return self._rendered(chat, frozenset(), add_generation_prompt=True)[0]
-        rendered, marked = self._rendered(chat, frozenset([last]))
-        contents = [place for place in marked.places_of(last) if place.piece.kind == "content" and place.verbatim]
-        if not contents:
-            raise RenderError(f"Message {last} of the assistant has no content that could be continued.", rendered.text)
-        end = contents[-1].end
+        if last < 0 or not is_assistant(chat.messages[last]):
+            return self._rendered(chat, add_generation_prompt=True)
+
+        def find_end(marked: MarkedRender) -> list[Span]:
+            ends = [p.end for p in marked.places_of(last) if p.piece.kind == "content" and p.verbatim]
+            if not ends:
+                raise RenderError(
+                    f"Message {last} of the assistant has no content that could be continued.", marked.text
+                )
+            return [(0, ends[-1])]
+
+        rendered = self._rendered_with_spans(chat, frozenset([last]), "prompt", find_end)
+        end = rendered.spans[0][1]
         owned = rendered.owned_control_tokens
         kept = None if owned is None else [span for span in owned if span[1] <= end]
         return Rendered(rendered.text[:end], None, kept)
@@ -300,7 +318,9 @@ class Renderer:
             if is_mixed or control.count_ids(ids) != control.count_in(item.text):
                 if owned is None:  # the tokenizer finds control tokens that plain search does not: it normalises text
                     owned = control.find(item.text)
-                encoding = control.literal_backend.encode(control.with_aliases(item.text, owned), add_special_tokens=False)
+                encoding = control.literal_backend.encode(
+                    control.with_aliases(item.text, owned), add_special_tokens=False
+                )
                 ids = encoding.ids
                 expected = sum(item.text[start:end] != control.unknown for start, end in owned)
                 if control.count_ids(ids) != expected:
@@ -333,41 +353,18 @@ def _first_character(encoding: Any, token: int) -> int:
     return start if start < end else start - 1
 
 
-def _with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
-    """The messages with the arguments of tool calls as JSON texts; None if none are mappings."""
-    found = False
-    changed = []
-    for message in messages:
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        if not isinstance(calls, list):
-            changed.append(message)
-            continue
-        text_calls = []
-        for call in calls:
-            function = call.get("function") if isinstance(call, dict) else None
-            if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
-                found = True
-                arguments = json.dumps(function["arguments"], ensure_ascii=False)
-                call = call | {"function": function | {"arguments": arguments}}
-            text_calls.append(call)
-        changed.append(message | {"tool_calls": text_calls})
-    return changed if found else None
-
-
-def _is_assistant(message: Any) -> bool:
-    return isinstance(message, dict) and message.get("role") == "assistant"
-
-
 def _any_string(value: Any, test: Callable[[str], bool]) -> bool:
     """Whether any string inside nested lists and dicts, keys included, passes `test`."""
     if isinstance(value, str):
         return test(value)
     if isinstance(value, dict):
-        return any(_any_string(item, test) for item in value.values()) or any(
-            test(key) for key in value if isinstance(key, str)
-        )
-    if isinstance(value, (list, tuple)):
-        return any(_any_string(item, test) for item in value)
+        for key, item in value.items():
+            if (key not in ORDINARY_KEYS and isinstance(key, str) and test(key)) or _any_string(item, test):
+                return True
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            if _any_string(item, test):
+                return True
     return False
 
 

@@ -12,7 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from posttrain.data.marks import Conversation, RenderError
+from posttrain.data.conversation import Conversation, RenderError
 from posttrain.data.provenance import Provenance, Render
 from posttrain.data.special_tokens import ControlTokens
 
@@ -148,12 +148,24 @@ class ResponseParser:
         plain = self._turn({"content": CONTENT})
         lead = "" if plain is None else plain.text[: plain.places[CONTENT][0]]
         self._content_lead = re.compile(rf"\s*{_loose(lead)}\s*" if lead.strip() else r"(?!)")
-        self._reasoning = [pattern for pattern in (self._learn_reasoning(), self._learn_reasoning_before_call()) if pattern]
+        self._reasoning_opening = ""
+        self._reasoning = [
+            pattern for pattern in (self._learn_reasoning(), self._learn_reasoning_before_call()) if pattern
+        ]
         self._calls = self._learn_calls()
 
-    def parse(self, text: str) -> dict[str, Any]:
-        """The message; a text whose tool calls are malformed becomes plain content."""
+    @property
+    def knows_tool_calls(self) -> bool:
+        return self._calls is not None
+
+    def parse(self, text: str, prefix: str = "") -> dict[str, Any]:
+        """The message; a text whose tool calls are malformed becomes plain content.
+
+        `prefix` is the end of the prompt: what it opens (reasoning) need not be opened by the text.
+        """
         text = self._stop.sub("", text)
+        if self._reasoning_opening and prefix.rstrip().endswith(self._reasoning_opening):
+            text = self._reasoning_opening + text
         message: dict[str, Any] = {"role": "assistant", "content": text}
         for pattern in self._reasoning:
             match = pattern.match(text)
@@ -194,6 +206,7 @@ class ResponseParser:
             # Templates that cut thoughts out of the content know their end by name.
             return self._learn_thought_in_content()
         (begin, end), (content, _) = turn.places[REASONING], turn.places[CONTENT]
+        self._reasoning_opening = turn.text[:begin].strip()
         return _reasoning_pattern(turn.text[:begin], turn.text[end:content])
 
     def _learn_thought_in_content(self) -> re.Pattern[str] | None:
@@ -247,7 +260,9 @@ def _learn_object_calls(one: Turn, two: Turn | None) -> ObjectCalls | None:
     if two is not None:
         joint = two.text[found[1] : two.text.rfind("{", 0, two.places[NAMES[1]][0])].strip()
     lead_pattern = re.compile(rf"\s*{_loose(lead)}\s*") if lead else re.compile(r"\A\s*(?=\{)")
-    return ObjectCalls(lead_pattern, re.compile(rf"\s*{_loose(joint)}\s*" if joint else "(?!)"), name_key, arguments_key)
+    return ObjectCalls(
+        lead_pattern, re.compile(rf"\s*{_loose(joint)}\s*" if joint else "(?!)"), name_key, arguments_key
+    )
 
 
 def _learn_named_calls(one: Turn, two: Turn | None) -> NamedCalls | None:

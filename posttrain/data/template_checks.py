@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.sample import Sample
-from posttrain.data.marks import Conversation, RenderError
+from posttrain.data.conversation import Conversation, RenderError
 
 if TYPE_CHECKING:
     from posttrain.data.renderer import Renderer
@@ -30,7 +30,11 @@ TOOL = {
 
 def tool_call_turn(arguments: dict[str, Any] | str) -> dict[str, Any]:
     function = {"name": "get_weather", "arguments": arguments}
-    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "id": "call00001", "function": function}]}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"type": "function", "id": "call00001", "function": function}],
+    }
 
 
 TOOL_RESULT = {"role": "tool", "name": "get_weather", "tool_call_id": "call00001", "content": "22 degrees"}

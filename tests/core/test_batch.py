@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from posttrain.core.batch import StepTotals, TokenBatch, segment_sum
 
 PAIRS = ("chosen", "rejected")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from posttrain.core.batch import StepTotals
 from posttrain.core.results import LossOutput, LossTerm
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from posttrain.losses.coupled import coupled_coefficients, linearised
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES, preference_loss

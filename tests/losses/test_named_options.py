@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+
 from posttrain.losses.named_options import call, options_taken, unused_options
 from posttrain.losses.preference import PREFERENCE_LOSSES
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput
 from posttrain.core.sample import Sample

@@ -31,6 +31,7 @@ import sys
 
 import pytest
 import torch
+
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES, preference_loss
 

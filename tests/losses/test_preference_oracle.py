@@ -9,6 +9,7 @@ import math
 
 import pytest
 import torch
+
 from posttrain.losses.divergences import F_DIVERGENCES
 from posttrain.losses.preference import PREFERENCE_LOSSES, preference_loss
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from posttrain.losses.divergences import F_DIVERGENCES
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import (

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from posttrain.losses.reduce import k1, k2, k3
 
 

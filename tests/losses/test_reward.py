@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from posttrain.losses.reward import bradley_terry, centring, reward_metrics
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+
 from posttrain.losses.supervised import SUPERVISED_LOSSES, dft, label_smoothed_nll, nll
 
 

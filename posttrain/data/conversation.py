@@ -1,0 +1,85 @@
+"""Conversation: one chat as the renderer takes it, and the error for one that cannot be rendered safely."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+
+
+class RenderError(ValueError):
+    """A chat for which there are no safe ids or no safe mask: a sentence that says why, and the rendered text."""
+
+    def __init__(self, reason: str, rendered: str = "") -> None:
+        super().__init__(f"{reason} The rendered text is:\n{rendered}" if rendered else reason)
+        self.reason = reason
+        self.rendered = rendered
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One chat in OpenAI's style, and what the template is told besides.
+
+    `num_prompt_messages` says, for prompt + completion data, how many of `messages` are the prompt. Where the prompt ends
+    with an assistant message and the completion begins with one, the completion continues that message.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None = None
+    template_kwargs: dict[str, Any] | None = None
+    num_prompt_messages: int | None = None
+
+
+def is_assistant(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def assistant_turns(chat: Conversation, first: int = 0) -> list[int]:
+    """Numbers of the assistant's messages, from message `first` on."""
+    return [number for number in range(first, len(chat.messages)) if is_assistant(chat.messages[number])]
+
+
+def join_completion(chat: Conversation) -> tuple[Conversation, int, str]:
+    """The chat, the number of the message the completion begins in, and what the prompt has said of that message.
+
+    An assistant message at the end of the prompt and one at the start of the completion become one message.
+    """
+    count, messages = chat.num_prompt_messages, chat.messages
+    if count is None or not 0 <= count < len(messages):
+        raise RenderError(f"A completion needs num_prompt_messages below the {len(messages)} messages, not {count}.")
+    if not is_assistant(messages[count]):
+        raise RenderError(
+            f"The completion begins with a message of {messages[count].get('role')!r}, not the assistant's."
+        )
+    if count == 0 or not is_assistant(messages[count - 1]):
+        return chat, count, ""
+    opening, continuation = messages[count - 1], messages[count]
+    said, more = opening.get("content"), continuation.get("content")
+    if not (isinstance(said, str) and isinstance(more, str) and said and more) or opening.get("tool_calls"):
+        raise RenderError(
+            "The prompt ends with an assistant message that the completion continues; both must have a text as content "
+            "(and the first no tool calls)."
+        )
+    whole = opening | continuation | {"content": said + more}
+    joined = [*messages[: count - 1], whole, *messages[count + 1 :]]
+    return replace(chat, messages=joined, num_prompt_messages=count - 1), count - 1, said
+
+
+def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
+    """The messages with the arguments of tool calls as JSON texts; None if none of them are mappings."""
+    changed = [
+        message | {"tool_calls": [_with_text_arguments(call) for call in message["tool_calls"]]}
+        if isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
+    return changed if changed != messages else None
+
+
+def _with_text_arguments(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("arguments"), dict):
+        return call
+    return call | {"function": function | {"arguments": json.dumps(function["arguments"], ensure_ascii=False)}}

@@ -1,0 +1,23 @@
+"""What every test shares: one thread, no network, caches in a temporary folder."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+
+_CACHE = tempfile.mkdtemp(prefix="posttrain-tests-")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_CACHE", _CACHE)
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers_every_time() -> None:
+    torch.manual_seed(0)

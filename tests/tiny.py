@@ -1,0 +1,92 @@
+"""Small real things: a byte-level tokenizer with a chat format, models of a few thousand weights, rows of every kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    LlamaConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3MoeConfig,
+)
+
+from posttrain.data.chat_templates import use_chat_format
+
+SHAPE = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+FAMILIES = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}
+
+
+def tokenizer(chat_format: str | None = "chatml") -> PreTrainedTokenizerFast:
+    """One token per byte, plus the control tokens of ChatML."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token="<|im_end|>",
+        pad_token="<pad>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    if chat_format:
+        use_chat_format(fast, chat_format)
+    return fast
+
+
+def config(family: str = "qwen2", **changes: Any) -> Any:
+    vocabulary = len(tokenizer(None))
+    extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16} if "moe" in family else {}
+    ends = {"pad_token_id": 257, "eos_token_id": 256, "bos_token_id": None}
+    return FAMILIES[family](**{**SHAPE, "vocab_size": vocabulary, **ends, **extra, **changes})
+
+
+def causal_lm(seed: int = 0, dtype: torch.dtype = torch.float32, family: str = "qwen2", **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config(family, **changes)).to(dtype)
+    with torch.no_grad():  # larger weights than the default initialisation, so that gradients are not all alike
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    return model
+
+
+def reward_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    made = config(**changes)
+    made.num_labels = 1
+    return AutoModelForSequenceClassification.from_config(made).to(dtype)
+
+
+def chats(count: int = 20) -> list[dict[str, Any]]:
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"What is {i} + {i}?" + " Please." * (i % 3)},
+                {"role": "assistant", "content": f"It is {2 * i}." + " Indeed." * (i % 4)},
+            ]
+        }
+        for i in range(count)
+    ]
+
+
+def pairs(count: int = 20) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": f"What is {i} + {i}?",
+            "chosen": f" It is {2 * i}." + " Sure." * (i % 3),
+            "rejected": f" Perhaps {2 * i + 1}." + " Who knows." * (i % 2),
+        }
+        for i in range(count)
+    ]

@@ -1,0 +1,338 @@
+"""Cells of the gradient matrix: what they are, how a cell's gradient is computed, and the oracle it is held against."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+
+from posttrain.core.batch import PADDED, RAGGED
+from posttrain.core.sample import Sample
+from posttrain.data.collate import collate
+from posttrain.losses.pair import Pair
+from posttrain.losses.preference import PREFERENCE_LOSSES
+from tests import tiny
+from tests.losses.test_preference_oracle import naive_total
+
+PACKED = "packed"
+CHUNKS = (1, 7, None)
+SPLITS = {"1x8": (8,), "2x4": (4, 4), "8x1": (1,) * 8, "partial": (3, 3, 2)}
+DTYPES = (torch.float64, torch.float32)
+TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
+SMOOTHING = {"exo_pair": 0.1, "robust": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
+SFT_LOSSES = ("nll", "dft", "smoothed")
+REWARD_LOSSES = ("plain", "margin", "centred")
+DPO_EXTRAS = ("ld", "wpo", "mpo", "forward_kl", "js_divergence", "alpha_divergence")
+
+
+@dataclass(frozen=True)
+class Cell:
+    method: str
+    loss: str
+    layout: str = RAGGED
+    chunk: int | None = None
+    split: str = "1x8"
+    lora: bool = False
+    dtype: torch.dtype = torch.float64
+    shares: tuple[int, ...] = (1,)  # rows of each micro-batch's window that go to each process, relative; 0: none
+
+    def __str__(self) -> str:
+        parts = [self.method, self.loss, self.layout, f"chunk{self.chunk or 'all'}", self.split]
+        parts += ["lora" if self.lora else "full", str(self.dtype).removeprefix("torch.")]
+        return "-".join(parts) + ("" if self.shares == (1,) else f"-{'+'.join(map(str, self.shares))}")
+
+
+# ---- which cells ---------------------------------------------------------------------------------------------------------
+
+
+def variants() -> list[tuple[str, str]]:
+    """(method, loss) of everything that has a gradient."""
+    return [
+        *(("sft", loss) for loss in SFT_LOSSES),
+        *(("dpo", loss) for loss in (*PREFERENCE_LOSSES, *DPO_EXTRAS)),
+        *(("reward", loss) for loss in REWARD_LOSSES),
+    ]
+
+
+def layouts(method: str) -> tuple[str, ...]:
+    return (RAGGED, PADDED, PACKED) if method == "sft" else (RAGGED, PADDED)
+
+
+@lru_cache
+def single_process() -> list[Cell]:
+    found = []
+    for method, loss in variants():
+        axes = [layouts(method), CHUNKS, tuple(SPLITS), (False, True), DTYPES]
+        if (method, loss) in (("sft", "nll"), ("dpo", "sigmoid")):
+            rows = list(itertools.product(*axes))
+        else:
+            rows = pairwise(axes)
+        found += [Cell(method, loss, *row) for row in rows]
+    return found
+
+
+@lru_cache
+def two_processes() -> list[Cell]:
+    found = []
+    for method, loss in variants():
+        axes = [layouts(method), CHUNKS, tuple(SPLITS), (False, True), DTYPES, ((5, 3), (1, 0), (0, 1))]
+        found += [Cell(method, loss, *row) for row in pairwise(axes)]
+    return found
+
+
+def pairwise(axes: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """A small set of rows in which every pair of values of two axes occurs together (greedy cover)."""
+    todo = {
+        (i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]
+    }
+    rows = []
+    candidates = list(itertools.product(*axes))
+    while todo:
+        best = max(candidates, key=lambda row: len(_pairs_of(row) & todo))
+        todo -= _pairs_of(best)
+        rows.append(best)
+    return rows
+
+
+def _pairs_of(row: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+    return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
+
+
+# ---- the rows ------------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def units(method: str) -> list[tuple[Sample, ...]]:
+    """Eight units of different lengths; some tokens of the texts are context, one text trains a single token."""
+    rng = np.random.default_rng(7)
+    made = []
+    for row in range(8):
+        if method == "sft":
+            length = int(rng.integers(2, 14))
+            trained = rng.random(length) < 0.7
+            trained[-1] = True
+            made.append((Sample(rng.integers(0, 250, length), trained, row=row),))
+        else:
+            prompt = rng.integers(0, 250, int(rng.integers(1, 6)))
+            answers = [rng.integers(0, 250, int(rng.integers(1, 8))) for _ in range(2)]
+            margin = {"margin": float(np.float32(rng.normal()))}  # scalars travel in float32
+            made.append(tuple(Sample.of_text(prompt, answer, row=row, **margin) for answer in answers))
+    return made
+
+
+def packed(samples: list[tuple[Sample, ...]]) -> list[tuple[Sample, ...]]:
+    """Two neighbouring samples share a block; the rows of a micro-batch stay the same."""
+    flat = [sample for unit in samples for sample in unit]
+    return [tuple(flat[start : start + 2]) for start in range(0, len(flat), 2)]
+
+
+# ---- the trainer's gradient ----------------------------------------------------------------------------------------------
+
+
+def options(cell: Cell) -> dict[str, Any]:
+    if cell.method == "sft":
+        return {"nll": {}, "dft": {"loss_type": "dft"}, "smoothed": {"label_smoothing_factor": 0.2}}[cell.loss]
+    if cell.method == "reward":
+        return {"centred": {"center_rewards_coefficient": 0.3}}.get(cell.loss, {})
+    special = {
+        "ld": {"ld_alpha": 0.4},
+        "wpo": {"use_weighting": True},
+        "mpo": {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]},
+        "forward_kl": {"f_divergence_type": "forward_kl"},
+        "js_divergence": {"f_divergence_type": "js_divergence"},
+        "alpha_divergence": {"f_divergence_type": "alpha_divergence", "f_alpha_divergence_coef": 0.7},
+    }
+    if cell.loss in special:
+        return special[cell.loss]
+    smoothing = {"label_smoothing": SMOOTHING[cell.loss]} if cell.loss in SMOOTHING else {}
+    return {"loss_type": [cell.loss], **smoothing}
+
+
+def models(method: str, dtype: torch.dtype, lora: bool) -> tuple[Any, Any]:
+    """(policy, reference): different weights, so that log-ratios are not 0; equal in every process."""
+    make = tiny.reward_model if method == "reward" else tiny.causal_lm
+    policy, reference = make(0, dtype), make(1, dtype)
+    return (with_adapter(policy, method) if lora else policy), (reference if method == "dpo" else None)
+
+
+def with_adapter(model: Any, method: str) -> Any:
+    """A LoRA whose B is not 0: at its initialisation half of the gradients would be."""
+    torch.manual_seed(2)
+    task = "SEQ_CLS" if method == "reward" else "CAUSAL_LM"
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type=task))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:  # drawn in float64 whatever the dtype, so that float32 cells have the oracle's adapter
+            parameter.data = (0.3 * torch.randn(parameter.shape, dtype=torch.float64)).to(parameter.dtype)
+    return adapted.to(next(model.parameters()).dtype)
+
+
+@lru_cache(maxsize=12)
+def trainer(method: str, loss: str, lora: bool, dtype: torch.dtype) -> Any:
+    from posttrain.methods.table import METHODS
+
+    policy, reference = models(method, dtype, lora)
+    cell = Cell(method, loss)
+    args = METHODS[method].config_class(
+        output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=True, gradient_checkpointing=False, **options(cell)
+    )
+    extra = {"ref_model": reference} if reference is not None else {}
+    return METHODS[method].trainer_class(model=policy, args=args, processing_class=tiny.tokenizer(), **extra)
+
+
+def gradient(cell: Cell, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
+    """One optimizer step's gradient, as the trainer accumulates it."""
+    made = trainer(cell.method, cell.loss, cell.lora, cell.dtype)
+    made.args.chunk_tokens = cell.chunk
+    made.args.gradient_accumulation_steps = len(SPLITS[cell.split])
+    batches = micro_batches(cell, made, rank)
+    totals = made._get_num_items_in_batch(batches, made.args.device)
+    made.model.zero_grad()
+    made.is_in_train = True
+    model = made.model_wrapped
+    for index, batch in enumerate(batches):
+        last = index == len(batches) - 1
+        made.accelerator.gradient_state._set_sync_gradients(last)
+        with made.accelerator.no_sync(model) if not last and world_size > 1 else _nothing():
+            made.training_step(model, batch, totals)
+    return {name: p.grad.clone() for name, p in made.model.named_parameters() if p.grad is not None}
+
+
+def _nothing() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def micro_batches(cell: Cell, made: Any, rank: int) -> list[Any]:
+    rows, place, batches = units(cell.method), 0, []
+    for size in SPLITS[cell.split]:
+        window = rows[place : place + size]
+        place += size
+        bounds = np.concatenate([[0], np.cumsum(cell.shares)]) / sum(cell.shares) * size
+        mine = window[round(bounds[rank]) : round(bounds[rank + 1])]
+        batches.append(_collated(cell, made, mine))
+    return batches
+
+
+def _collated(cell: Cell, made: Any, mine: list[tuple[Sample, ...]]) -> Any:
+    layout = PADDED if cell.layout == PADDED else RAGGED
+    chosen = packed(mine) if cell.layout == PACKED else mine
+    batch = collate(chosen, made.roles, layout, made.processing_class.pad_token_id)
+    if cell.method == "reward" and cell.loss != "margin":
+        batch.scalars.pop("margin", None)
+    # Numbers about samples arrive in float32; in a float64 cell they must not be what limits the comparison.
+    batch.scalars = {name: value.to(cell.dtype) for name, value in batch.scalars.items()}
+    return batch
+
+
+# ---- the oracle ----------------------------------------------------------------------------------------------------------
+
+
+@lru_cache
+def oracle(method: str, loss: str, lora: bool) -> dict[str, torch.Tensor]:
+    policy, reference = models(method, torch.float64, lora)
+    cell = Cell(method, loss)
+    total = {"sft": _sft_oracle, "dpo": _dpo_oracle, "reward": _reward_oracle}[method](cell, policy, reference)
+    total.backward()
+    return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+
+
+def _log_probs(model: Any, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    """((n, V) log-probs at the positions of the trained tokens, the tokens), one sequence, full logits, no padding."""
+    ids = torch.from_numpy(sample.input_ids.astype(np.int64))
+    logps = model(input_ids=ids[None]).logits[0].log_softmax(-1)
+    at = torch.from_numpy(np.flatnonzero(sample.trained[1:]))
+    return logps[at], ids[at + 1]
+
+
+def _sft_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
+    total, tokens = 0, 0
+    for (sample,) in units("sft"):
+        logps, targets = _log_probs(policy, sample)
+        for row, target in zip(logps, targets):
+            tokens += 1
+            if cell.loss == "nll":
+                total = total - row[target]
+            elif cell.loss == "dft":
+                total = total - row[target].detach().exp() * row[target]
+            else:
+                total = total - 0.8 * row[target] - 0.2 * row.mean()
+    return total / tokens
+
+
+def _dpo_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
+    fields: dict[str, list[Any]] = {name: [] for name in ("c", "r", "ref_c", "ref_r", "len_c", "len_r", "nll", "weight")}
+    chosen_tokens = 0
+    for pair in units("dpo"):
+        own = [_log_probs(policy, sample) for sample in pair]
+        with torch.no_grad():
+            ref = [_log_probs(reference, sample) for sample in pair]
+        shorter = min(len(targets) for _, targets in own)
+        picked = [[row[t] for row, t in zip(*side)] for side in own]
+        ref_picked = [[row[t] for row, t in zip(*side)] for side in ref]
+        weigh = [1.0 if cell.loss != "ld" or i < shorter else 0.4 for i in range(20)]
+        fields["c"].append(sum(w * x for w, x in zip(weigh, picked[0])))
+        fields["r"].append(sum(w * x for w, x in zip(weigh, picked[1])))
+        fields["ref_c"].append(sum(w * x for w, x in zip(weigh, ref_picked[0])))
+        fields["ref_r"].append(sum(w * x for w, x in zip(weigh, ref_picked[1])))
+        fields["len_c"].append(len(picked[0]))
+        fields["len_r"].append(len(picked[1]))
+        fields["nll"].append(-sum(picked[0]))
+        chosen_tokens += len(picked[0])
+        means = [
+            sum((x - (row.exp() ** 2).sum().log()).detach() for x, row in zip(side, rows)) / len(side)
+            for side, (rows, _) in zip(picked, own)
+        ]
+        fields["weight"].append((means[0] + means[1]).exp())
+    divergence = cell.loss if cell.loss in ("forward_kl", "js_divergence", "alpha_divergence") else "reverse_kl"
+    stacked = {name: torch.stack(fields[name]) for name in ("c", "r", "ref_c", "ref_r", "nll")}
+    made = Pair(
+        stacked["c"], stacked["r"], stacked["ref_c"], stacked["ref_r"], torch.tensor(fields["len_c"]),
+        torch.tensor(fields["len_r"]), stacked["nll"], f_divergence=divergence, f_alpha=0.7,
+    )  # fmt: skip
+
+    def one(name: str) -> torch.Tensor:
+        summed = naive_total(made, name, 0.1, SMOOTHING.get(name, 0.0), 0.05)
+        return summed / (chosen_tokens if name == "sft" else len(made))
+
+    if cell.loss == "mpo":
+        return 0.8 * one("sigmoid") + 0.2 * one("bco_pair") + one("sft")
+    if cell.loss == "wpo":
+        single = [naive_total(made.units(i, i + 1), "sigmoid", 0.1, 0.0, 0.05) for i in range(len(made))]
+        return sum(weight * value for weight, value in zip(fields["weight"], single)) / len(made)
+    return one(cell.loss if cell.loss in PREFERENCE_LOSSES else "sigmoid")
+
+
+def _reward_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
+    total = 0
+    for pair in units("reward"):
+        scores = []
+        for sample in pair:
+            ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None]
+            classifier = policy.base_model.model if hasattr(policy, "peft_config") else policy
+            hidden = classifier.model(input_ids=ids).last_hidden_state
+            scores.append(classifier.score(hidden[0, -1]).squeeze())
+        margin = pair[0].scalars["margin"] if cell.loss == "margin" else 0.0
+        total = total - torch.log(1 / (1 + torch.exp(-(scores[0] - scores[1] - margin))))
+        if cell.loss == "centred":
+            total = total + 0.3 * (scores[0] + scores[1]) ** 2
+    return total / len(units("reward"))
+
+
+def check(cell: Cell, found: dict[str, torch.Tensor]) -> None:
+    """Relative to the norm of the whole gradient, and of each tensor that matters in it."""
+    expected = oracle(cell.method, cell.loss, cell.lora)
+    assert found.keys() == expected.keys(), f"tensors with a gradient differ: {found.keys() ^ expected.keys()}"
+    whole = torch.sqrt(sum((g.double() ** 2).sum() for g in expected.values()))
+    assert whole > 0
+    for name, gradient in expected.items():
+        error = (found[name].double() - gradient).norm() / whole
+        assert error <= TOLERANCE[cell.dtype], f"{name} is off by {error:.2e} of the gradient's norm"
+
+
