@@ -7,13 +7,13 @@ Differences: nothing depends on recognising a template by its exact text. Masks 
 from __future__ import annotations
 
 import json
-import os.path
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from posttrain.data import template_checks
 from posttrain.data.conversation import Conversation, RenderError, is_assistant, join_completion
+from posttrain.data.marks import common_prefix
 from posttrain.data.renderer import Renderer
 
 Messages = list[dict[str, Any]]
@@ -75,7 +75,7 @@ def apply_chat_template(
         for key in COMPLETION_COLUMNS
         if key in columns
     }
-    prompt_text = os.path.commonprefix([prompt_text, *wholes.values()])
+    prompt_text = common_prefix(prompt_text, *wholes.values())
     texts = {"prompt": prompt_text, **{key: whole[len(prompt_text) :] for key, whole in wholes.items()}}
     return texts | ({"label": example["label"]} if "label" in columns else {})
 

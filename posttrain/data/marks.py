@@ -227,6 +227,15 @@ def read_marks(plain: str, marked: str, marker: Marker) -> MarkedRender | None:
     return MarkedRender(plain, places, lost, kinds, marker.said_by, owned)
 
 
+def common_prefix(text: str, *others: str) -> str:
+    """The characters that all of the texts begin with."""
+    size = min(len(text), *map(len, others)) if others else len(text)
+    for at in range(size):
+        if any(other[at] != text[at] for other in others):
+            return text[:at]
+    return text[:size]
+
+
 def _mark_code(mark: str) -> int:
     """The code point of a mark that came through as itself, as a JSON surrogate pair, or as a Python escape."""
     if len(mark) == 1:

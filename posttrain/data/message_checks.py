@@ -87,32 +87,32 @@ def _listed(names: Iterable[str]) -> str:
 def _read_content(message: dict[str, Any], role: str, place: str, column: str, found: list[Finding]) -> None:
     """Make `content` text. Lists of blocks are joined; an answer that only calls tools has none."""
     content = message.get("content")
-    speaks_otherwise = "tool_calls" in message or any(
-        isinstance(message.get(key), str) and message[key].strip()
-        for key in ("thinking", "reasoning", "reasoning_content")
-    )
-    if content is None:
-        if not (role == "assistant" and speaks_otherwise):
-            found.append(Finding("missing_content", column, f"{place} ({role}) has no 'content', or it is null"))
-            return
-        message["content"] = content = ""
     if isinstance(content, list):
         content = _join_blocks(content, place, column, found)
         if content is None:
             return
         message["content"] = content
+    if content is None:
+        if not (role == "assistant" and _speaks_otherwise(message)):
+            found.append(Finding("missing_content", column, f"{place} ({role}) has no 'content', or it is null"))
+            return
+        message["content"] = content = ""
     if not isinstance(content, str):
         found.append(Finding("wrong_type", column, f"{place} has as content {describe(content)}, text is needed"))
-        return
-    needs_words = role == "user" or (role == "assistant" and not speaks_otherwise)
-    if needs_words and (not content or content.isspace()):
-        what = "holds only white space" if content else "is empty"
-        found.append(Finding(f"blank_{role}", column, f"{place}: the content of the {role} turn {what}"))
-        return
-    if "\x00" in content or not content.isascii():
+    elif not content or content.isspace():
+        if role == "user" or (role == "assistant" and not _speaks_otherwise(message)):
+            what = "holds only white space" if content else "is empty"
+            found.append(Finding(f"blank_{role}", column, f"{place}: the content of the {role} turn {what}"))
+    elif "\x00" in content or not content.isascii():
         details: list[Finding] = []
         check_characters(content, column, details)
         found += [Finding(kind, column, f"{place} {reason}") for kind, _, reason in details]
+
+
+def _speaks_otherwise(message: dict[str, Any]) -> bool:
+    """Whether an answer without content calls tools or holds reasoning."""
+    thoughts = (message.get(key) for key in ("thinking", "reasoning", "reasoning_content"))
+    return "tool_calls" in message or any(isinstance(text, str) and text.strip() for text in thoughts)
 
 
 def _join_blocks(blocks: list[Any], place: str, column: str, found: list[Finding]) -> str | None:

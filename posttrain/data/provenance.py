@@ -8,12 +8,11 @@ user follows is what closes a turn.
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from posttrain.data.conversation import Conversation, RenderError
-from posttrain.data.marks import MarkedRender, Marker, Place, read_marks
+from posttrain.data.marks import MarkedRender, Marker, Place, common_prefix, read_marks
 from posttrain.data.special_tokens import ControlTokens
 
 Span = tuple[int, int]
@@ -254,7 +253,7 @@ class Provenance:
 
     def _common(self, text: str, other: str) -> str:
         """The common beginning of two texts that ends neither inside an added token nor inside a word."""
-        common = os.path.commonprefix([text, other])
+        common = common_prefix(text, other)
         if common in (text, other):
             return common
         for start, end in [*self._control.find_added(text), *self._control.find_added(other)]:

@@ -19,7 +19,6 @@ import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from posttrain.core.sample import Sample
-from posttrain.data.template_checks import probe_template
 from posttrain.data.conversation import (
     Conversation,
     RenderError,
@@ -33,6 +32,7 @@ from posttrain.data.provenance import Provenance, Span
 from posttrain.data.response_parser import ResponseParser
 from posttrain.data.skeletons import Skeletons, shape_of
 from posttrain.data.special_tokens import ControlTokens, whole_texts
+from posttrain.data.template_checks import probe_template
 
 __all__ = ["TRAIN_MODES", "Conversation", "RenderError", "Renderer"]
 
@@ -295,7 +295,7 @@ class Renderer:
     # -------------------------------------------------------------------------------------------- inside: encoding
 
     def _encode(self, prepared: Sequence[Rendered | RenderError]) -> list[Sample | RenderError]:
-        results: list[Sample | RenderError] = [item for item in prepared]
+        results: list[Sample | RenderError] = list(prepared)
         numbers = [number for number, item in enumerate(prepared) if isinstance(item, Rendered)]
         for begin in range(0, len(numbers), BATCH):
             chunk = numbers[begin : begin + BATCH]

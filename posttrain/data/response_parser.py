@@ -7,12 +7,12 @@ tells what surrounds them. So a template of an unknown family needs no parser of
 from __future__ import annotations
 
 import json
-import os.path
 import re
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from posttrain.data.conversation import Conversation, RenderError
+from posttrain.data.marks import common_prefix
 from posttrain.data.provenance import Provenance, Render
 from posttrain.data.special_tokens import ControlTokens
 
@@ -266,7 +266,7 @@ def _learn_object_calls(one: Turn, two: Turn | None) -> ObjectCalls | None:
 
 
 def _learn_named_calls(one: Turn, two: Turn | None) -> NamedCalls | None:
-    begin, end = one.places[NAMES[0]]
+    end = one.places[NAMES[0]][1]
     start = one.text.find("{", end)
     found = _read_json(one.text, start) if start >= 0 else None
     if found is None or found[0] != STRINGS:
@@ -294,7 +294,7 @@ def _learn_argument_calls(one: Turn, two: Turn | None, numbers: Turn) -> Argumen
     before_key = between.split(second_key, 1)[0]
     key_open = _common_suffix(after_name, before_key)
     key_close = numbers.text[number_key_at + len(first_key) : number_at]
-    closing = os.path.commonprefix([before_key.removesuffix(key_open), after])
+    closing = common_prefix(before_key.removesuffix(key_open), after)
     opening, wrapper = _opening(one, two, one.places[second][1])
     before_name = _loose(opening)
     if not opening:  # the calls of a list: one is after the wrapper, the next after a comma
@@ -324,7 +324,7 @@ def _loose(text: str) -> str:
 
 
 def _common_suffix(text: str, other: str) -> str:
-    return os.path.commonprefix([text[::-1], other[::-1]])[::-1]
+    return common_prefix(text[::-1], other[::-1])[::-1]
 
 
 def _without_ending(text: str, ending: str) -> str:

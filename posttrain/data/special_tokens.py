@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 ALIAS_BASE = 0xF0000  # plane 15 of Unicode: private use; the marks of provenance live in plane 16
+ODD_CHARACTERS = "\u0378 \U00013000 \U000e0fff"  # unassigned, a hieroglyph, unassigned
 
 
 class ControlTokens:
@@ -47,14 +48,11 @@ class ControlTokens:
         self._longest = max(map(len, self.texts), default=0)
 
     def _unknown_text(self) -> str | None:
-        """The unknown token, if the model itself produces it and it plays no other part (in GPT-2 it is also EOS)."""
-        text = self._tokenizer.unk_token
-        model_text = getattr(self._backend.model, "unk_token", None)
-        if type(self._backend.model).__name__ == "Unigram":
-            unknown_id = json.loads(self._backend.to_str())["model"].get("unk_id")
-            model_text = None if unknown_id is None else self._backend.id_to_token(unknown_id)
-        other_roles = [self._tokenizer.bos_token, self._tokenizer.eos_token]
-        return text if text is not None and text == model_text and text not in other_roles else None
+        """The unknown token, if the tokenizer gives it for characters it cannot spell; byte-level ones spell any."""
+        unknown = self._tokenizer.unk_token
+        with whole_texts(self._tokenizer) as backend:
+            ids = backend.encode(ODD_CHARACTERS, add_special_tokens=False).ids
+        return unknown if unknown is not None and self._tokenizer.convert_tokens_to_ids(unknown) in ids else None
 
     def occurs_in(self, text: str) -> bool:
         return self._find.search(text) is not None

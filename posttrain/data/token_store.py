@@ -66,11 +66,11 @@ class StoreWriter:
         samples = [sample for unit in units for sample in unit]
         if not samples:
             return
-        ranges = [trained_ranges(sample.trained) for sample in samples]
+        ranges, range_counts = trained_ranges([sample.trained for sample in samples])
         self._write("tokens", np.concatenate([sample.input_ids for sample in samples]))
         self._write("lengths", [len(sample) for sample in samples])
-        self._write("ranges", np.concatenate(ranges).reshape(-1))
-        self._write("range_counts", [len(r) for r in ranges])
+        self._write("ranges", ranges)
+        self._write("range_counts", range_counts)
         self._write("unit_sizes", [len(unit) for unit in units])
         self._write("rows", [unit[0].row for unit in units])
         for name in self._extras(samples):
@@ -100,10 +100,17 @@ class StoreWriter:
         self._open_files.close()
 
 
-def trained_ranges(trained: np.ndarray) -> np.ndarray:
-    """(runs, 2) start and stop of each run of True."""
-    edges = np.flatnonzero(np.diff(trained, prepend=False, append=False))
-    return edges.reshape(-1, 2).astype(np.int32)
+def trained_ranges(masks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """((runs, 2) start and stop of each run of True within its mask, (masks,) number of runs of each mask)."""
+    trained = np.concatenate(masks)
+    stops = np.cumsum([len(mask) for mask in masks])
+    starts = stops - [len(mask) for mask in masks]
+    before, after = np.zeros_like(trained), np.zeros_like(trained)
+    before[1:], after[:-1] = trained[:-1], trained[1:]
+    before[starts[starts < stops]] = after[stops[starts < stops] - 1] = False  # runs end where masks do
+    begins, ends = np.flatnonzero(trained & ~before), np.flatnonzero(trained & ~after) + 1
+    mask_of = np.searchsorted(stops, begins, side="right")
+    return np.stack([begins, ends], axis=1) - starts[mask_of, None], np.bincount(mask_of, minlength=len(masks))
 
 
 def join_parts(parts: Iterable[Path], folder: Path) -> None:

@@ -1,15 +1,21 @@
-"""What a person sees of a run, and the file that keeps it."""
+"""What a person sees of a run: what will happen, how it goes, how it went; and the file that keeps every metric."""
 
 from __future__ import annotations
 
-import json
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
+from transformers import trainer as transformers_trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
+from posttrain.trainer.alerts import AlertsCallback
+from posttrain.trainer.progress import RichProgressCallback, count, duration, number, say
+from posttrain.trainer.step_file import StepFile
+
 if TYPE_CHECKING:
+    from posttrain.data.preparation_report import PreparationReport
     from posttrain.trainer.base import BaseTrainer
 
 METRICS_FILE = "metrics.jsonl"
@@ -17,35 +23,182 @@ METRICS_FILE = "metrics.jsonl"
 
 def display_callbacks(trainer: BaseTrainer) -> None:
     """Replace Trainer's own progress bar and printer by ours, and always keep the metrics on disk."""
-    for callback in (ProgressCallback, PrinterCallback):
+    for callback in (ProgressCallback, PrinterCallback, transformers_trainer.DEFAULT_PROGRESS_CALLBACK):
         trainer.remove_callback(callback)
+    # Callbacks are called in this order: the plan comes before the live display begins, the summary after it ended.
     trainer.add_callback(MetricsFile(trainer.args.output_dir))
+    trainer.add_callback(RunPlan(trainer))
+    trainer.add_callback(RichProgressCallback().stand_back_for(trainer.callback_handler.callbacks))
+    if trainer.args.alerts:
+        trainer.add_callback(AlertsCallback(trainer.args.output_dir))
+    trainer.add_callback(RunSummary(trainer))
 
 
 class MetricsFile(TrainerCallback):
     """One JSON line per log in `metrics.jsonl`. A resumed run first drops what was logged after its checkpoint."""
 
     def __init__(self, output_dir: str) -> None:
-        self.path = Path(output_dir) / METRICS_FILE
+        self.file = StepFile(Path(output_dir) / METRICS_FILE)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not state.is_world_process_zero:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() and state.global_step else []
-        kept = [line for line in lines if _step_of(line) <= state.global_step]
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        if state.is_world_process_zero:
+            self.file.begin(state.global_step)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            self.file.append(state.global_step, logs)
 
 
-def _step_of(line: str) -> int:
-    """A line that was cut off by a crash belongs to no step."""
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError):
-        return 2**62
+class RunPlan(TrainerCallback):
+    """Says what will happen, before the first step."""
+
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            say("\n".join(plan(self.trainer, state.global_step, state.max_steps)))
+
+
+class RunSummary(TrainerCallback):
+    """Says how the run went, when it has reached its end or was stopped."""
+
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.began, self.first_step, self.first_tokens = time.monotonic(), state.global_step, self._tokens()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        tokens = self.trainer._over_processes(self._tokens() - self.first_tokens)  # collective: all processes come here
+        if state.is_world_process_zero:
+            took = time.monotonic() - self.began
+            say("\n".join(summary(self.trainer, state.global_step - self.first_step, tokens, took)))
+
+    def _tokens(self) -> float:
+        return self.trainer.metrics.totals.get("num_tokens", 0)
+
+
+# ---- before --------------------------------------------------------------------------------------------------------------
+
+
+def plan(trainer: BaseTrainer, step: int, max_steps: int) -> list[str]:
+    """The lines of the block that opens a run."""
+    args = trainer.args
+    begins = f", from step {step}" if step else ""
+    lines = [
+        f"{trainer.method.upper()} of {trainer.loaded.name} ({_weights(trainer)}){begins}",
+        f"  data        {_data(trainer.train_dataset)}{_evaluation(trainer)}",
+        f"  steps       {batch_arithmetic(trainer, max_steps)}",
+        f"  compute     {_compute(trainer)}",
+    ]
+    if trainer.reference is not None:
+        lines.append(f"  reference   {trainer.reference}")
+    lines += [f"  note        {note}" for note in trainer.loaded.notes]
+    lines.append(f"  run         {args.output_dir} ({_kept(args)})")
+    return lines
+
+
+def batch_arithmetic(trainer: BaseTrainer, max_steps: int) -> str:
+    """What one optimizer step is made of, in one sentence."""
+    args, noun = trainer.args, _noun(trainer)
+    rows, accumulation, processes = trainer._train_batch_size, args.gradient_accumulation_steps, args.world_size
+    word = "process" if processes == 1 else "processes"
+    return (
+        f"{rows} {noun} x {accumulation} accumulation x {processes} {word} = {rows * accumulation * processes} {noun} "
+        f"an optimizer step, {max_steps:,} steps"
+    )
+
+
+def _noun(trainer: BaseTrainer) -> str:
+    if getattr(trainer.args, "packing", False):
+        return "blocks"
+    return "pairs" if len(trainer.roles) == 2 else "rows"
+
+
+def _weights(trainer: BaseTrainer) -> str:
+    total = sum(parameter.numel() for parameter in trainer.model.parameters())
+    trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    if trained == total:
+        return f"{count(total)} weights, all trained"
+    return f"{count(total)} weights, {count(trained)} ({trained / max(total, 1):.2%}) of them trained"
+
+
+def _data(dataset: Any) -> str:
+    if not hasattr(dataset, "__len__"):
+        return "a stream"
+    report: PreparationReport | None = getattr(dataset, "report", None)
+    if report is None:
+        return f"{len(dataset):,} rows"
+    return f"{report.kept:,} rows, {count(report.tokens)} tokens, {count(report.trained_tokens)} of them trained"
+
+
+def _evaluation(trainer: BaseTrainer) -> str:
+    dataset = trainer.eval_dataset
+    if dataset is None or str(trainer.args.eval_strategy.value) == "no":
+        return ""
+    parts = dataset.values() if isinstance(dataset, dict) else [dataset]
+    return f"; evaluated on {sum(len(part) for part in parts if hasattr(part, '__len__')):,}"
+
+
+def _compute(trainer: BaseTrainer) -> str:
+    args = trainer.args
+    dtype = str(args.compute_dtype).removeprefix("torch.")
+    masters = " with float32 masters" if trainer.masters is not None else ""
+    checkpointing = "activations recomputed" if args.gradient_checkpointing else "activations kept"
+    return f"{dtype}{masters} on {args.device.type}, {trainer.loaded.layout} batches, {checkpointing}"
+
+
+def _kept(args: Any) -> str:
+    trackers = f", reported to {', '.join(args.report_to)}" if args.report_to else ""
+    saves = {
+        "no": "no checkpoints",
+        "steps": f"a checkpoint every {number(args.save_steps)} steps",
+        "epoch": "a checkpoint every epoch",
+        "best": "a checkpoint when evaluation improves",
+    }
+    return saves[args.save_strategy.value] + trackers
+
+
+# ---- after ---------------------------------------------------------------------------------------------------------------
+
+
+def summary(trainer: BaseTrainer, steps: int, tokens: float, took: float) -> list[str]:
+    """The lines of the block that closes a run."""
+    state, args = trainer.state, trainer.args
+    ended = "finished" if state.global_step >= state.max_steps else f"stopped at step {state.global_step} of {state.max_steps}"
+    speed = f", {count(tokens / took)} tokens/s" if took > 0 and tokens else ""
+    lines = [f"{trainer.method.upper()} {ended}: {steps:,} steps, {count(tokens)} tokens in {duration(took)}{speed}"]
+    lines += [
+        f"  {name:<12}{number(first)} -> {number(last)}"
+        for name in _losses(state.log_history)
+        for first, last in [first_and_last(state.log_history, name)]
+    ]
+    if trainer.run_state.skipped_total:
+        lines.append(f"  skipped     {trainer.run_state.skipped_total} steps whose gradient was not finite")
+    lines += _losses_of_data(trainer.train_dataset)
+    lines.append(f"  run         {args.output_dir} (every metric in {METRICS_FILE})")
+    return lines
+
+
+def _losses(history: list[dict[str, Any]]) -> list[str]:
+    names = dict.fromkeys(name for entry in history for name in entry)
+    return [name for name in names if name == "loss" or (name.startswith("eval_") and name.endswith("_loss"))]
+
+
+def first_and_last(history: list[dict[str, Any]], name: str) -> tuple[float, float]:
+    values = [entry[name] for entry in history if name in entry]
+    return values[0], values[-1]
+
+
+def _losses_of_data(dataset: Any) -> list[str]:
+    """What of the data was cut or left out; nothing is said where all of it was used."""
+    report: PreparationReport | None = getattr(dataset, "report", None)
+    if report is None:
+        return []
+    lines = []
+    if report.truncated:
+        lines.append(f"  truncated   {report.truncated:,} samples, {report.truncated_tokens:,} tokens")
+    if report.dropped:
+        lines.append("  dropped     " + ", ".join(f"{rows:,} rows {why}" for why, rows in report.dropped.items()))
+    return lines

@@ -1,0 +1,172 @@
+"""Killed and resumed, a run goes on as if nothing had happened; what is damaged is never resumed from."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from posttrain.trainer import checkpoint as files
+from tests.forked import Child
+from tests.trainer import resumable_run
+
+TIMINGS = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime")
+
+
+def start(method: str, folder: Path, **options: Any) -> Child:
+    return Child(lambda: resumable_run.main(method, folder, **options), folder.with_name(f"{folder.name}.log"))
+
+
+def run(method: str, folder: Path, **options: Any) -> None:
+    child = start(method, folder, **options)
+    assert child.wait() == 0, child.output()
+
+
+def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[dict]]:
+    last = files.checkpoints(folder)[0]
+    weights = load_file(last / ("adapter_model.safetensors" if (last / "adapter_config.json").exists() else "model.safetensors"))
+    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    kept = [{k: v for k, v in line.items() if not k.endswith(TIMINGS) and "_per_second" not in k} for line in metrics]
+    return weights, load_file(last / "optimizer.safetensors"), kept
+
+
+def assert_identical(one: Path, other: Path) -> None:
+    (w1, o1, m1), (w2, o2, m2) = final_state(one), final_state(other)
+    assert w1.keys() == w2.keys()
+    assert o1.keys() == o2.keys()
+    for name in w1:
+        assert torch.equal(w1[name], w2[name]), name
+    for name in o1:
+        assert torch.equal(o1[name], o2[name]), name
+    assert m1 == m2
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward", "sft-bf16-lora"])
+def test_killed_at_a_step_boundary_and_resumed_is_bit_identical(method, tmp_path):
+    """SIGKILL right after step 5 of 8; checkpoints every 2 steps, logs every 3 (out of step with them on purpose)."""
+    run(method, tmp_path / "whole")
+    child = start(method, tmp_path / "killed", callbacks=[resumable_run.KillAfter(5)])
+    assert child.wait() == -signal.SIGKILL, child.output()
+    assert [path.name for path in files.checkpoints(tmp_path / "killed")] == ["checkpoint-4", "checkpoint-2"]
+    run(method, tmp_path / "killed", resume=True)
+    assert_identical(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_sigterm_saves_and_leaves(tmp_path):
+    child = start("sft", tmp_path / "run", callbacks=[resumable_run.Slow()], max_steps=200)
+    wait_for(tmp_path / "run" / "metrics.jsonl", child)
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.wait() == 128 + signal.SIGTERM, child.output()
+    saved = files.checkpoints(tmp_path / "run")
+    assert saved, child.output()
+    files.verify(saved[0])
+    step = json.loads((saved[0] / "trainer_state.json").read_text())["global_step"]
+    assert saved[0].name == f"checkpoint-{step}"
+    assert step < 200
+
+
+def test_a_second_signal_leaves_at_once(tmp_path):
+    child = start("sft", tmp_path / "run", callbacks=[resumable_run.Slow(seconds=30)])
+    time.sleep(3)
+    os.kill(child.pid, signal.SIGTERM)
+    time.sleep(0.2)
+    os.kill(child.pid, signal.SIGTERM)
+    assert child.wait(10) == -signal.SIGTERM
+
+
+def wait_for(path: Path, child: Child) -> None:
+    deadline = time.monotonic() + 60
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline, child.output()
+        time.sleep(0.02)
+
+
+def test_second_run_on_the_same_folder_is_refused(tmp_path):
+    with files.locked(tmp_path), pytest.raises(RuntimeError, match=f"pid {os.getpid()}"):
+        resumable_run.main("sft", tmp_path)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("trained")
+    resumable_run.main("sft", folder)
+    return folder
+
+
+
+@pytest.mark.parametrize("kind", ["cut", "flipped", "missing"])
+def test_any_damaged_file_is_noticed_and_the_one_before_is_taken(trained, tmp_path, kind):
+    newest = files.checkpoints(trained)[0]
+    for path in [p for p in newest.rglob("*") if p.is_file()]:
+        copy = tmp_path / f"{kind}-{path.name}"
+        shutil.copytree(trained, copy)
+        victim = copy / path.relative_to(trained)
+        content = bytearray(victim.read_bytes())
+        if kind == "missing":
+            victim.unlink()
+        elif kind == "cut":
+            victim.write_bytes(content[: len(content) // 2])
+        else:
+            place = random.Random(path.name).randrange(len(content))
+            content[place] ^= 1 << 3
+            victim.write_bytes(content)
+        with pytest.raises(files.DamagedCheckpoint, match=r"manifest|checkpoint"):
+            files.verify(victim.parent)
+        assert files.newest_good_checkpoint(copy) == copy / files.checkpoints(trained)[1].name
+        shutil.rmtree(copy)
+
+
+def test_no_good_checkpoint_is_an_error_that_names_each(trained, tmp_path):
+    copy = tmp_path / "all-bad"
+    shutil.copytree(trained, copy)
+    for path in files.checkpoints(copy):
+        (path / "model.safetensors").unlink()
+    with pytest.raises(files.DamagedCheckpoint) as error:
+        files.newest_good_checkpoint(copy)
+    assert str(error.value).count("is missing") == len(files.checkpoints(copy))
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ({"learning_rate": 5e-4}, "learning_rate: 0.001 -> 0.0005"),
+        ({"per_device_train_batch_size": 2}, "per_device_train_batch_size: 4 -> 2"),
+        ({"rows": 30}, "dataset: "),
+    ],
+)
+def test_resume_under_changed_options_or_data_is_refused_with_the_difference(trained, change, shown):
+    with pytest.raises(ValueError, match="then -> now") as error:
+        resumable_run.main("sft", trained, resume=True, **change)
+    assert shown in str(error.value)
+
+
+def test_a_change_that_is_named_is_allowed(trained, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    resumable_run.main("sft", copy, resume=True, max_steps=10, learning_rate=5e-4, resume_allow_changes=["learning_rate"])
+    assert files.checkpoints(copy)[0].name == "checkpoint-10"
+
+
+def test_no_pickle_in_a_checkpoint(trained):
+    suffixes = {path.suffix for path in files.checkpoints(trained)[0].rglob("*") if path.is_file()}
+    assert suffixes <= {".safetensors", ".json", ".jinja", ".md", ".txt", ".model"}
+
+
+def test_old_checkpoints_go_only_after_the_new_one_verifies(tmp_path):
+    resumable_run.main("sft", tmp_path, save_total_limit=1)
+    assert [path.name for path in files.checkpoints(tmp_path)] == ["checkpoint-8"]
+
+
+def test_leftovers_of_a_killed_save_are_removed(tmp_path):
+    (tmp_path / "checkpoint-2.tmp-123").mkdir()
+    resumable_run.main("sft", tmp_path, max_steps=2)
+    assert not list(tmp_path.glob("*.tmp-*"))
