@@ -139,6 +139,10 @@ class Provenance:
             prompt = self._try_render(chat.messages[:turn], chat, True)
             if prompt is not None and text.startswith(prompt):
                 return len(prompt)
+        elif first is not None:
+            start = self._start_of_first_message(chat, marked, first)
+            if start is not None:
+                return start
         header = self._header(chat)
         found = text.rfind(header, limit, first) if header else -1
         if found < 0 or (first is None and text.count(header, limit) != 1):
@@ -148,6 +152,23 @@ class Provenance:
                 f"does not put its generation prompt ({header!r}) before the turn, whose beginning is unknown",
             )
         return found + len(header)
+
+    def _start_of_first_message(self, chat: Conversation, marked: MarkedRender, first: int) -> int | None:
+        """Where an assistant message begins that no message precedes: where it would begin after a user's message."""
+        asked = Conversation([PROBE_USER, *chat.messages], chat.tools, chat.template_kwargs)
+        plain = self._try_render(asked.messages, asked, False)
+        question = self._try_render([PROBE_USER], asked, False)
+        if plain is None or question is None:
+            return None
+        places = self.mark(asked, plain, frozenset(number + 1 for number in marked.said_by))
+        end_of_question, own = places.places_of(0)[-1].end, places.places_of(1)[0].start
+        start = self.turn_start(asked, places, 1)
+        closing = self._common(plain[end_of_question:], question.rpartition(PROBE_USER["content"])[2])
+        before = plain[end_of_question + len(closing) : own]
+        header = before[: len(before) - (own - start)] if start <= own else before
+        if not header.strip() or not marked.text.endswith(before, 0, first):
+            return None
+        return first + start - own
 
     def _tails_of_prompt(self, chat: Conversation, marked: MarkedRender, turn: int, last: Place) -> Iterator[str]:
         """What follows the last piece of the prompt when the template is asked for a generation prompt.
@@ -183,10 +204,12 @@ class Provenance:
     def _turn_end(self, chat: Conversation, marked: MarkedRender, turn: int, start: int) -> int:
         """Where the end-of-turn token after the last piece ends."""
         last = max((place.end for place in marked.places_of(turn)), default=start)
+        if not marked.places_of(turn):
+            chat, last = self._with_content(chat, marked, turn, start)
         last = max(last, start)
         others = [p.start for p in marked.places if p.piece.message != turn and p.start >= last]
         rest = marked.text[last : min(others, default=None)]
-        key = (marked.kinds.get(turn, ()), *_template_state(chat))
+        key = (marked.kinds.get(turn, ()), chat.messages[turn].get("content") == "", *_template_state(chat))
         kept = self._closers.get(key)
         end = None if kept is None else self._closed_at(kept, rest)
         if end is None:
@@ -195,6 +218,22 @@ class Provenance:
         if end is None:
             raise _refusal(marked, turn, f"closes the turn with {_excerpt(rest)}, in which no end of turn is known")
         return last + end
+
+    def _with_content(
+        self, chat: Conversation, marked: MarkedRender, turn: int, start: int
+    ) -> tuple[Conversation, int]:
+        """For a turn without any text: the same chat with one, and where the text would stand. Unchanged if that fails."""
+        messages = [*chat.messages]
+        messages[turn] = messages[turn] | {"content": PROBE_USER["content"]}
+        filled = Conversation(messages, chat.tools, chat.template_kwargs)
+        plain = self._try_render(messages, filled, False)
+        if plain is None:
+            return chat, start
+        places = self.mark(filled, plain, marked.said_by)
+        if not places.places_of(turn):
+            return chat, start
+        before = plain[self.turn_start(filled, places, turn) : places.places_of(turn)[0].start]
+        return (filled, start + len(before)) if marked.text.startswith(before, start) else (chat, start)
 
     def _closer(self, chat: Conversation, turn: int) -> Closer:
         """What closes this turn: the common beginning of what follows when it is the last and when a user follows."""

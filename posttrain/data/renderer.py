@@ -191,8 +191,7 @@ class Renderer:
 
     def _rendered(self, chat: Conversation, add_generation_prompt: bool = False) -> Rendered:
         """A chat of which all is trained, or nothing: marks are needed only where a message may hold control tokens."""
-        self._check_roles(chat)
-        text = self._render(chat.messages, chat.tools, chat.template_kwargs, add_generation_prompt)
+        text = self._checked_render(chat, add_generation_prompt)
         if not self._may_hold_control_tokens(chat):
             return Rendered(text, None)
         marked = self._provenance.mark(chat, text, frozenset(), add_generation_prompt, find_control_tokens=True)
@@ -202,8 +201,7 @@ class Renderer:
         self, chat: Conversation, said_by: frozenset[int], mode: str, find_spans: Callable[[MarkedRender], list[Span]]
     ) -> Rendered:
         """A chat with the spans that `find_spans` reads off its marked render, or off that of an earlier chat like it."""
-        self._check_roles(chat)
-        text = self._render(chat.messages, chat.tools, chat.template_kwargs, False)
+        text = self._checked_render(chat)
         if self._may_hold_control_tokens(chat):
             marked = self._provenance.mark(chat, text, said_by, find_control_tokens=True)
             return Rendered(text, find_spans(marked), marked.owned_control_tokens)
@@ -221,6 +219,19 @@ class Renderer:
         return not self.allow_control_tokens_in_content and _any_string(
             (chat.messages, chat.tools, chat.template_kwargs), self._control.may_arise_from
         )
+
+    def _checked_render(self, chat: Conversation, add_generation_prompt: bool = False) -> str:
+        self._check_roles(chat)
+        text = self._render(chat.messages, chat.tools, chat.template_kwargs, add_generation_prompt)
+        for number, message in enumerate(chat.messages):
+            blocks = message.get("content")
+            if isinstance(blocks, list) and (str(blocks) in text or json.dumps(blocks, ensure_ascii=False) in text):
+                raise RenderError(
+                    f"The chat template prints the list of text blocks in message {number} as data; it knows texts only. "
+                    "Join the blocks to one text.",
+                    text,
+                )
+        return text
 
     def _check_roles(self, chat: Conversation) -> None:
         """Templates write roles between the halves of control tokens ('<|' + role + '|>'): only known ones pass."""

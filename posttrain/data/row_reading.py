@@ -24,7 +24,8 @@ from posttrain.data.row_checks import (
     read_number,
 )
 
-PAIR_NUMBERS = ("margin", "ref_chosen_logps", "ref_rejected_logps")
+REFERENCE_NUMBERS = ("ref_chosen_logps", "ref_rejected_logps")
+PAIR_NUMBERS = ("margin", *REFERENCE_NUMBERS)
 
 
 @dataclass
@@ -126,7 +127,10 @@ def _read_pair(row: Row, reading: Reading, split_text: Callable[[Row, Reading], 
 
 def _pair_numbers(row: Row, reading: Reading) -> Row:
     """The numbers that may stand beside a pair. A column that is there has to be there in every row."""
-    return {column: read_number(row[column], column, reading.found) for column in PAIR_NUMBERS if column in row}
+    columns = [column for column in PAIR_NUMBERS if column in row]
+    if any(column in columns for column in REFERENCE_NUMBERS):
+        columns = list(dict.fromkeys([*columns, *REFERENCE_NUMBERS]))  # one side alone is of no use
+    return {column: read_number(row.get(column), column, reading.found) for column in columns}
 
 
 def _split_text(clean: Row, reading: Reading) -> Row:

@@ -282,7 +282,7 @@ class BaseTrainer(PersistentTrainer):
         """Denominators of the step, over its micro-batches and over the processes. Trainer shows all micro-batches first."""
         if not batch_samples:
             return None
-        self._step_rows = [row for batch in batch_samples for row in batch.rows]
+        self._step_rows = list(dict.fromkeys(row for batch in batch_samples for row in batch.rows))
         totals = StepTotals.of(batch_samples)
         if self.args.world_size > 1:
             counts = torch.tensor(list(totals.counts.values()), dtype=torch.float64, device=device)

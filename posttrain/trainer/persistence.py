@@ -22,6 +22,7 @@ from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.metrics import MetricStore
 from posttrain.trainer.optimizer import FiniteSteps, MasterWeights
 from posttrain.trainer.run_state import RunIdentity, RunState, load_rng, save_rng
+from posttrain.trainer.skipped import NonFiniteTraining
 
 logger = logging.getLogger(__name__)
 
@@ -178,12 +179,17 @@ class PersistentTrainer(transformers.Trainer):
 
     def _refuse_to_save_nonfinite_weights(self) -> bool:
         bad = [n for n, p in self.model.named_parameters() if p.is_floating_point() and not torch.isfinite(p).all()]
-        if bad:
-            logger.error(
-                f"No checkpoint is saved at step {self.state.global_step}: {len(bad)} tensors hold NaN or infinity, the first is "
-                f"{bad[0]}. The last good checkpoint stays as it is."
-            )
-        return bool(bad)
+        if not bad:
+            return False
+        found = (
+            f"No checkpoint is saved at step {self.state.global_step}: {len(bad)} tensors hold NaN or infinity, the first is "
+            f"{bad[0]}. The last good checkpoint stays as it is."
+        )
+        if not self.run_state.skipped_in_a_row:
+            # No gradient shows it (an embedding row that no token uses, say): the run would go on and never save again.
+            raise NonFiniteTraining(found + " The steps taken since were finite, so the model came with it: check its weights.")
+        logger.error(found)
+        return True
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Weights, tokenizer and options; options as JSON instead of Trainer's pickle."""

@@ -20,7 +20,7 @@ SHOWN = (
     "rewards/chosen", "rewards/rejected", "accuracy", "margin", "mean_reward", "reward", "reward_std", "kl", "aux_loss", "skipped_steps",
 )  # fmt: skip
 """Metrics a person follows, in the order they are shown. Everything else is in metrics.jsonl."""
-SHORT_NAMES = {"learning_rate": "lr", "mean_token_accuracy": "accuracy", "rewards/accuracies": "accuracy"}
+SHORT_NAMES = {"learning_rate": "lr", "mean_token_accuracy": "token_accuracy"}
 REDRAW_SECONDS = 0.1
 """The live display draws at most this often; drawing is on the training thread."""
 
@@ -48,8 +48,10 @@ def count(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """190 -> 3m10s."""
-    seconds = round(max(seconds, 0))
+    """190 -> 3m10s; 4.23 -> 4.2s."""
+    if seconds < 9.95:
+        return f"{max(seconds, 0):.1f}s"
+    seconds = round(seconds)
     hours, minutes, rest = seconds // 3600, seconds % 3600 // 60, seconds % 60
     if hours:
         return f"{hours}h{minutes:02d}m"

@@ -77,7 +77,7 @@ TEXT_CHOICE = {"chosen": "What is 2 + 2? It is 4.", "rejected": "What is 2 + 2? 
 SCORED = {**CHOICE, "margin": 1.0}
 STEPS = {"prompt": "What is 2 + 2?", "completions": ["Add them.", "It is 4."], "labels": [True, True]}
 IDS = {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]}
-ID_PAIR = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5], "ref_chosen_logps": -1.0}
+ID_PAIR = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5], "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}
 ALPACA = {"instruction": "Add 2 and 2.", "input": "", "output": "4"}
 SHAREGPT = {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hello!"}]}
 
@@ -104,7 +104,8 @@ class Kind:
 
 
 def chat(name: str, messages: Any, reason: str, column: str = "messages", **extra: Any) -> Kind:
-    return Kind(name, SFT, CHAT, {"messages": messages, **extra}, column, reason)
+    good = {**CHAT, **dict.fromkeys(extra)}  # Arrow takes its columns from the first row
+    return Kind(name, SFT, good, {"messages": messages, **extra}, column, reason)
 
 
 def sft(name: str, good: dict[str, Any], change: Any, column: str, reason: str, **options: Any) -> Kind:
@@ -183,7 +184,7 @@ MESSAGES = [
         "conversations",
         "no 'content'",
     ),
-    sft("another format's row", CHAT, {"messages": None, **TEXT}, "messages", "'text', the columns of another format"),
+    sft("another format's row", {**CHAT, "text": None}, {"messages": None, **TEXT}, "messages", "'text', the columns of another format"),
     sft("Alpaca: no instruction", ALPACA, {"instruction": ""}, "instruction", "is empty"),
     sft("Alpaca: no output", ALPACA, {"output": None}, "output", "no 'content'"),
     sft("Alpaca: input a number", ALPACA, {"input": 3}, "input", "int 3"),
@@ -287,6 +288,7 @@ TOKENS = [
     dpo("chosen_ids empty", ID_PAIR, {"chosen_ids": []}, "chosen_ids", "is empty"),
     dpo("rejected_ids out of vocabulary", ID_PAIR, {"rejected_ids": [10**6]}, "rejected_ids", "vocabulary ends"),
     dpo("equal ids", ID_PAIR, {"rejected_ids": [3, 4]}, "rejected_ids", "equals 'chosen_ids'"),
+    Kind("reference log-probs of one side", DPO, ID_PAIR, {}, "ref_rejected_logps", "missing", without=("ref_rejected_logps",)),
     dpo("reference log-prob NaN", ID_PAIR, {"ref_chosen_logps": math.nan}, "ref_chosen_logps", "is nan"),
 ]  # fmt: skip
 
@@ -299,7 +301,7 @@ def arrow_where_possible(rows: list[Any]) -> Any:
         dataset = datasets.Dataset.from_list(copy.copy(rows))
     except (pa.ArrowException, UnicodeEncodeError, AttributeError, TypeError, ValueError):
         return rows
-    return dataset if without_nones(dataset[0]) == rows[0] else rows  # Arrow may have changed the type of all rows
+    return dataset if repr(without_nones(dataset[0])) == repr(without_nones(rows[0])) else rows  # Arrow may have changed the type of all rows
 
 
 def problems_of(dataset: Any, kind: Kind, renderer: Renderer, tmp_path: Any) -> BadRowsError:

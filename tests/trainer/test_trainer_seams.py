@@ -1,0 +1,69 @@
+"""Every private or public seam of transformers.Trainer that we override, so that an upgrade fails here, with the seam's name."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import transformers
+
+from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.persistence import PersistentTrainer
+
+SEAMS = {
+    # how a step is computed
+    "compute_loss": "model inputs return_outputs num_items_in_batch",
+    "training_step": "model inputs num_items_in_batch",
+    "_prepare_inputs": "inputs",
+    "_get_num_items_in_batch": "batch_samples device",
+    # the optimizer
+    "create_optimizer": "model",
+    "_clip_grad_norm": "model",
+    "_get_grad_norm": "model grad_norm",
+    # data
+    "get_train_dataloader": "",
+    "get_eval_dataloader": "eval_dataset",
+    "get_test_dataloader": "test_dataset",
+    # evaluation and logs
+    "prediction_step": "model inputs prediction_loss_only ignore_keys",
+    "evaluation_loop": "dataloader description prediction_loss_only ignore_keys metric_key_prefix",
+    "log": "logs start_time",
+    "floating_point_ops": "inputs",
+    "_track_num_input_tokens": "inputs",
+    "create_model_card": None,  # ours takes what push_to_hub hands on, by name
+    # saving and resuming
+    "train": "resume_from_checkpoint trial ignore_keys_for_eval",
+    "_save_checkpoint": "model trial",
+    "_save": "output_dir state_dict",
+    "_save_optimizer_and_scheduler": "output_dir",
+    "_load_optimizer_and_scheduler": "checkpoint",
+    "_save_rng_state": "output_dir",
+    "_load_rng_state": "checkpoint",
+}
+RELIED_ON = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
+"""Attributes of Trainer's loop that a resume restores."""
+
+
+@pytest.mark.parametrize("name", SEAMS)
+def test_the_seam_is_as_we_know_it(name):
+    theirs = inspect.signature(getattr(transformers.Trainer, name))
+    if SEAMS[name] is not None:
+        assert [p for p in theirs.parameters if p != "self"] == SEAMS[name].split()
+
+
+def test_no_override_is_missing_from_the_list():
+    own = {
+        name
+        for cls in (BaseTrainer, PersistentTrainer)
+        for name, value in vars(cls).items()
+        if callable(value) and hasattr(transformers.Trainer, name) and not name.startswith("__")
+    }
+    assert own == set(SEAMS)
+
+
+def test_the_loop_still_keeps_its_sums_where_resume_puts_them():
+    source = inspect.getsource(transformers.Trainer)
+    for name in RELIED_ON:
+        assert f"self.{name}" in source, name
+    loop = inspect.getsource(transformers.Trainer._inner_training_loop)
+    assert loop.index("self._tr_loss =") < loop.index("on_train_begin")
