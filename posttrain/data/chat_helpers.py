@@ -154,11 +154,12 @@ def parse_response(
     renderer = _renderer_of(tokenizer)
     decode = renderer.tokenizer.decode
     before = prefix if isinstance(prefix, str) else decode(prefix) if prefix is not None else ""
-    message = renderer.response_parser.parse(decode(ids, skip_special_tokens=False), before)
-    schemas = {tool["function"]["name"]: tool["function"].get("parameters", {}) for tool in tools or []}
+    functions = [tool.get("function", tool) for tool in tools or []]
+    schemas = {function["name"]: function.get("parameters", {}).get("properties", {}) for function in functions}
+    message = renderer.response_parser.parse(decode(ids, skip_special_tokens=False), before, schemas)
     for call in message.get("tool_calls", ()):
         function = call["function"]
-        wanted = schemas.get(function["name"], {}).get("properties", {})
+        wanted = schemas.get(function["name"], {})
         function["arguments"] = {
             key: _typed(value, wanted.get(key, {}).get("type")) for key, value in function["arguments"].items()
         }

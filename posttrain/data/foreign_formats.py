@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,10 +187,20 @@ class ForeignFormat:
     """A format of another project: when it is recognised, which of our columns it gives, and how."""
 
     name: str
-    matches: Callable[[dict[str, str]], bool]
+    matches: Callable[[dict[str, str], Sequence[Row]], bool]  # by the kinds of the columns and some rows
     columns: dict[str, tuple[str, ...]]  # our column -> names the user's column may have
     read: Callable[[Row, list[Finding], bool], Row]
     needs_template: bool = True  # False: rows become plain text where the tokenizer has no chat template
+    before_ours: bool = False  # looked for before our own formats, which see a part of its columns
+
+
+def _answers_alone(kinds: dict[str, str], rows: Sequence[Row]) -> bool:
+    """A conversation, and beside it two answers that do not repeat it."""
+    if not (_has_conversation(kinds) and {"chosen", "rejected"} <= kinds.keys()) or "prompt" in kinds:
+        return False
+    answers = [from_value_messages(row.get("chosen")) for row in rows]
+    firsts = [answer[0] if isinstance(answer, list) and answer else answer for answer in answers]
+    return any(_role_of(first) == "assistant" for first in firsts)
 
 
 def _has_conversation(kinds: dict[str, str]) -> bool:
@@ -200,26 +210,29 @@ def _has_conversation(kinds: dict[str, str]) -> bool:
 FOREIGN_FORMATS = (
     ForeignFormat(
         "ShareGPT preference",
-        lambda kinds: _has_conversation(kinds) and {"chosen", "rejected"} <= kinds.keys(),
+        _answers_alone,
         {"prompt": CONVERSATION_COLUMNS, "chosen": ("chosen",), "rejected": ("rejected",)},
         _read_sharegpt_preference,
+        before_ours=True,
     ),
-    ForeignFormat("ShareGPT", _has_conversation, {"messages": CONVERSATION_COLUMNS}, _read_sharegpt),
+    ForeignFormat(
+        "ShareGPT", lambda kinds, rows: _has_conversation(kinds), {"messages": CONVERSATION_COLUMNS}, _read_sharegpt
+    ),
     ForeignFormat(
         "Alpaca",
-        lambda kinds: kinds.get("instruction") == TEXT and bool({"output", "response"} & kinds.keys()),
+        lambda kinds, rows: kinds.get("instruction") == TEXT and bool({"output", "response"} & kinds.keys()),
         {"prompt": ("instruction",), "completion": ("output", "response")},
         _read_alpaca,
         needs_template=False,
     ),
     ForeignFormat(
         "OpenAI preference",
-        lambda kinds: {"input", "preferred_output", "non_preferred_output"} <= kinds.keys(),
+        lambda kinds, rows: {"input", "preferred_output", "non_preferred_output"} <= kinds.keys(),
         {"prompt": ("input",), "chosen": ("preferred_output",), "rejected": ("non_preferred_output",)},
         _read_openai_preference,
     ),
 )
-"""Tried in this order, after our own formats."""
+"""Tried in this order, after our own formats where nothing else is said."""
 
 
 def convert_message_columns(row: Row, columns: Iterable[str]) -> Row:

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from posttrain.data.conversation import REASONING_FIELDS, RenderError
@@ -58,6 +59,7 @@ def _middle(text: str) -> tuple[int, int]:
     return len(text) // 2, len(text) // 2
 
 
+UNMARKED = "unmarked"
 PLACEMENTS: dict[str, Callable[[str], tuple[int, int]]] = {"around": _around, "inside": _inside, "middle": _middle}
 """Where the two marks go: around all of a text (a template that trims it is found out), inside its outer white space
 (trimming is allowed), or both in its middle (tests such as `content.startswith(...)` are not disturbed)."""
@@ -71,7 +73,7 @@ class Marker:
     said_placement: str
     context_placement: str
     mark_names: bool
-    control: ControlTokens | None  # given when the texts of control tokens in the data have to be marked as well
+    control: ControlTokens  # their texts in the data are marked as well
     pieces: list[Piece] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # of each piece: where its marks were put
     unmarked: list[Piece] = field(default_factory=list)  # white space that may be trimmed away
@@ -89,8 +91,15 @@ class Marker:
             elif key == "tool_calls" and isinstance(value, list):
                 marked[key] = [self._tool_call(number, call) for call in value]
             else:
-                marked[key] = value if key in STRUCTURE_FIELDS else self.data(value)
+                marked[key] = self._field(key, value)
         return marked
+
+    def _field(self, key: str, value: Any) -> Any:
+        if key not in STRUCTURE_FIELDS:
+            return self.data(value)
+        if isinstance(value, str) and self.control.occurs_in(value):
+            raise RenderError(f"The field {key!r} of a message holds the text of a control token: {value!r}.")
+        return value
 
     def _content(self, number: int, content: Any) -> Any:
         if isinstance(content, str):
@@ -106,13 +115,13 @@ class Marker:
     def _block_field(self, number: int, key: str, value: Any) -> Any:
         if key == "text" and isinstance(value, str):
             return self._piece(number, "content", value)
-        return value if key in STRUCTURE_FIELDS else self.data(value)
+        return self._field(key, value)
 
     def _tool_call(self, number: int, call: Any) -> Any:
         if not isinstance(call, dict):
             return self.data(call)
         if isinstance(call.get("function"), dict):
-            rest = {key: value if key in STRUCTURE_FIELDS else self.data(value) for key, value in call.items()}
+            rest = {key: self._field(key, value) for key, value in call.items()}
             return rest | {"function": self._tool_call(number, call["function"])}
         marked = {}
         for key, value in call.items():
@@ -123,7 +132,7 @@ class Marker:
             elif key == "arguments":
                 marked[key] = self._arguments(number, value)
             else:
-                marked[key] = value if key in STRUCTURE_FIELDS else self.data(value)
+                marked[key] = self._field(key, value)
         return marked
 
     def _arguments(self, number: int, value: Any) -> Any:
@@ -137,8 +146,6 @@ class Marker:
 
     def data(self, value: Any) -> Any:
         """`value` with a mark before the text of each control token in it."""
-        if self.control is None:
-            return value
         if isinstance(value, str):
             return self._with_data_marks(value, 0, len(value))
         if isinstance(value, dict):
@@ -149,6 +156,8 @@ class Marker:
 
     def _piece(self, number: int, kind: str, text: str) -> str:
         placement = self.said_placement if number in self.said_by else self.context_placement
+        if placement == UNMARKED:
+            return self.data(text)
         start, end = PLACEMENTS[placement](text)
         # An empty text stays empty: templates ask whether there is any. So does white space that may be trimmed away.
         if not text or start > end or (start == end and placement == "inside"):
@@ -161,21 +170,17 @@ class Marker:
         closing = chr(MARK_BASE + 2 * len(self.pieces) + 1)
         self.pieces.append(Piece(number, kind, text))
         self.spans.append((start, end))
-        if self.control is None:
-            return f"{text[:start]}{opening}{text[start:end]}{closing}{text[end:]}"
-        pieces = (self._with_data_marks(text, *part) for part in ((0, start), (start, end), (end, len(text))))
-        head, core, tail = pieces
+        edges = ((0, start), (start, end), (end, len(text)))
+        head, core, tail = (self._with_data_marks(text, *part) for part in edges)
         return f"{head}{opening}{core}{closing}{tail}"
 
     def _with_data_marks(self, text: str, start: int, end: int) -> str:
-        if self.control is None:
+        """`text[start:end]` with a mark before each control token that begins in it."""
+        if not self.control.occurs_in(text):
             return text[start:end]
-        parts, position = [], start
-        for found in self.control.find_starts(text):
-            if start <= found < end:
-                parts.append(text[position:found])
-                position = found
-        return chr(DATA_MARK).join([*parts, text[position:end]])
+        starts = [found for found in self.control.find_starts(text) if start <= found < end]
+        edges = [start, *starts, end]
+        return chr(DATA_MARK).join(text[a:b] for a, b in pairwise(edges))
 
 
 @dataclass
@@ -188,6 +193,7 @@ class MarkedRender:
     kinds: dict[int, tuple[str, ...]]  # message -> kinds of its pieces, in the order of the message
     said_by: frozenset[int]  # messages that are trained
     owned_control_tokens: list[tuple[int, int]]  # control tokens that the template wrote, not the data
+    cuts_prompts: bool = False  # a turn was found to begin before the end of what the generation prompt would be
 
     def places_of(self, message: int) -> list[Place]:
         return [place for place in self.places if place.piece.message == message]
@@ -207,9 +213,8 @@ def read_marks(plain: str, marked: str, marker: Marker) -> MarkedRender | None:
         code = _mark_code(parts[index - 1]) if index else 0
         if index:
             found.setdefault(code, []).append(position)
-        if marker.control is not None:
-            spans = marker.control.find(parts[index])
-            owned += [(position + a, position + b) for a, b in spans if not (code == DATA_MARK and a == 0)]
+        spans = marker.control.find(parts[index])
+        owned += [(position + a, position + b) for a, b in spans if not (code == DATA_MARK and a == 0)]
         position += len(parts[index])
     places, lost = [], [*marker.unmarked]
     for number, (piece, span) in enumerate(zip(marker.pieces, marker.spans)):
@@ -224,6 +229,7 @@ def read_marks(plain: str, marked: str, marker: Marker) -> MarkedRender | None:
     for piece in marker.pieces:
         kinds[piece.message] = (*kinds.get(piece.message, ()), piece.kind)
     places.sort(key=lambda place: (place.start, place.end))
+    owned = [(a, b) for a, b in owned if not any(place.start < b and a < place.end for place in places)]
     return MarkedRender(plain, places, lost, kinds, marker.said_by, owned)
 
 

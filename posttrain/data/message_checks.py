@@ -21,12 +21,12 @@ CALL_IN_TEXT = re.compile(r'tool_call|<function|<\|python_tag\|>|\[TOOL|"name"\s
 
 
 def read_messages(
-    value: Any, column: str, found: list[Finding], unknown_keys: set[str] | None = None
+    value: Any, column: str, found: list[Finding], unknown_keys: set[tuple[str, str]] | None = None
 ) -> list[dict[str, Any]] | None:
     """A list of messages in the one form that templates take: text content, tool arguments as dicts, no None.
 
     None when a message has no usable form; the reason is then in `found`. Order of turns is `check_turns`'s business.
-    Keys of messages that no template knows are added to `unknown_keys`.
+    Keys of messages that no template knows are added to `unknown_keys`, as (column, key).
     """
     if isinstance(value, dict):
         value = [value]  # a single message, as in several preference sets
@@ -46,7 +46,7 @@ def read_messages(
     if unknown_keys is not None:
         for message in messages:
             if not message.keys() <= MESSAGE_KEYS:
-                unknown_keys.update(message.keys() - MESSAGE_KEYS)
+                unknown_keys.update((column, str(key)) for key in message.keys() - MESSAGE_KEYS)
     return messages
 
 

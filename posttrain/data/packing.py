@@ -67,7 +67,7 @@ def pack_bfd_split(lengths: np.ndarray, capacity: int) -> Packing:
 
 def _best_fit(pieces: np.ndarray, capacity: int) -> Packing:
     """Each piece, longest first, into the block with the least room that is enough; a new block where none has it.
-    Of blocks with equal room the oldest is taken.
+    Of blocks with equal room, the one that has had it longest is taken.
 
     Blocks are kept by the room they have, in a sorted list of the distinct rooms: O(n log n) for n pieces.
     """

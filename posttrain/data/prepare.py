@@ -154,9 +154,9 @@ def prepare_dataset(
 
     store = open_or_build(key, cache_folder(options), build)
     if not options.packing:
-        return PreparedDataset(store, detection, options, name)
-    whole = options.packing not in CUTTING_STRATEGIES
-    prepared = PreparedDataset(store, detection, options, name, max_length=None if whole else options.max_length)
+        return PreparedDataset(store, detection, options, name, options.max_length)
+    cut_to = options.max_length if options.packing in CUTTING_STRATEGIES else None
+    prepared = PreparedDataset(store, detection, options, name, cut_to)
     return PackedDataset(prepared, options.max_length, options.packing)
 
 
@@ -202,11 +202,11 @@ class PreparedDataset(torch.utils.data.Dataset):
         detection: Detection,
         options: PrepareOptions,
         name: str,
-        max_length: int | None = -1,
+        max_length: int | None,
     ) -> None:
         self.store, self.detection, self.options, self.name = store, detection, options, name
         self.roles = detection.format.roles
-        self.max_length = options.max_length if max_length == -1 else max_length
+        self.max_length = max_length
         self.extra_scalars: dict[str, np.ndarray] = {}
         facts = store.facts
         self.report = PreparationReport(

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from posttrain.data.conversation import Conversation, RenderError
-from posttrain.data.marks import MarkedRender, Marker, Place, common_prefix, read_marks
+from posttrain.data.marks import UNMARKED, MarkedRender, Marker, Place, common_prefix, read_marks
 from posttrain.data.special_tokens import ControlTokens
 
 Span = tuple[int, int]
@@ -34,9 +34,10 @@ class Placement(NamedTuple):
 
 ATTEMPTS = (
     Placement("inside", "around", True, True),
-    Placement(
-        "middle", "around", False, True
-    ),  # for templates that look at the start or the end of a text, or at names
+    # For templates that look at the start or the end of a text, or at the names of tools:
+    Placement("middle", "around", False, True),
+    Placement(UNMARKED, "around", False, True),
+    # For templates that trim:
     Placement("inside", "inside", True, False),
     Placement("middle", "middle", False, False),
 )
@@ -55,7 +56,7 @@ class Provenance:
     def __init__(self, render: Render, control: ControlTokens) -> None:
         self._render = render
         self._control = control
-        self._prompt_tails: dict[Any, str | None] = {}
+        self._prompt_tails: dict[Any, str] = {}
         self._closers: dict[Any, Closer] = {}
         self._headers: dict[Any, str] = {}
 
@@ -65,12 +66,10 @@ class Provenance:
         plain: str,
         said_by: frozenset[int] = frozenset(),
         add_generation_prompt: bool = False,
-        find_control_tokens: bool = False,
     ) -> MarkedRender:
         """The places of all pieces of `chat` in `plain`. Raises if no marked render agrees with the plain one."""
-        control = self._control if find_control_tokens else None
         for attempt in ATTEMPTS:
-            marker = Marker(said_by, attempt.said, attempt.context, attempt.names, control)
+            marker = Marker(said_by, attempt.said, attempt.context, attempt.names, self._control)
             messages = marker.messages(chat.messages)
             tools, kwargs = marker.data(chat.tools), marker.data(chat.template_kwargs)
             try:
@@ -109,6 +108,8 @@ class Provenance:
             if not place.verbatim:
                 rendered_as = marked.text[place.start : place.end]
                 became = f" as {_excerpt(rendered_as)}" if rendered_as else ""
+                if place.piece.kind == "tool call arguments":
+                    became += " (it wants them as a mapping, not as JSON text)"
                 raise _refusal(marked, turn, f"rewrites the {place.piece.kind} {_excerpt(place.piece.text)}{became}")
         for piece in marked.lost:
             # The same text under two names (`reasoning_content` and `thinking`) is said once.
@@ -131,9 +132,11 @@ class Provenance:
                     return limit + len(tail)
                 # The template leaves out a part of the prompt in turns that are written already (such as "<think>").
                 if first is not None and tail.startswith(text[limit:first]):
+                    marked.cuts_prompts = True
                     return first
                 common = self._common(tail, text[limit:first])
                 if common[max(len(tail) - len(self._header(chat)), 0) :].strip():
+                    marked.cuts_prompts = True
                     return limit + len(common)
         elif turn > 0:
             prompt = self._try_render(chat.messages[:turn], chat, True)
@@ -155,12 +158,12 @@ class Provenance:
 
     def _start_of_first_message(self, chat: Conversation, marked: MarkedRender, first: int) -> int | None:
         """Where an assistant message begins that no message precedes: where it would begin after a user's message."""
-        asked = Conversation([PROBE_USER, *chat.messages], chat.tools, chat.template_kwargs)
+        asked = _part(chat, [PROBE_USER, *chat.messages])
         plain = self._try_render(asked.messages, asked, False)
         question = self._try_render([PROBE_USER], asked, False)
-        if plain is None or question is None:
+        places = self._try_mark(asked, plain, frozenset(number + 1 for number in marked.said_by))
+        if question is None or places is None or not places.places_of(0) or not places.places_of(1):
             return None
-        places = self.mark(asked, plain, frozenset(number + 1 for number in marked.said_by))
         end_of_question, own = places.places_of(0)[-1].end, places.places_of(1)[0].start
         start = self.turn_start(asked, places, 1)
         closing = self._common(plain[end_of_question:], question.rpartition(PROBE_USER["content"])[2])
@@ -177,16 +180,13 @@ class Provenance:
         """
         shape = [(m.get("role"), marked.kinds.get(n, ())) for n, m in enumerate(chat.messages[:turn])]
         key = (tuple(shape[last.piece.message :]), *_template_state(chat))
-        if key in self._prompt_tails and self._prompt_tails[key] is not None:
+        if key in self._prompt_tails:
             yield self._prompt_tails[key]
         plain = self._try_render(chat.messages[:turn], chat, True)
-        tail = None
-        if plain is not None:
-            said_by = frozenset(number for number in marked.said_by if number < turn)
-            places = self.mark(_prefix(chat, turn), plain, said_by, add_generation_prompt=True).places
-            tail = plain[max(place.end for place in places) :] if places else None
-        if tail is not None:
-            self._prompt_tails[key] = tail
+        said_by = frozenset(number for number in marked.said_by if number < turn)
+        prompt = self._try_mark(_part(chat, chat.messages[:turn]), plain, said_by, add_generation_prompt=True)
+        if prompt is not None and prompt.places:
+            self._prompt_tails[key] = tail = plain[max(place.end for place in prompt.places) :]
             yield tail
 
     def _header(self, chat: Conversation) -> str:
@@ -225,12 +225,10 @@ class Provenance:
         """For a turn without any text: the same chat with one, and where the text would stand. Unchanged if that fails."""
         messages = [*chat.messages]
         messages[turn] = messages[turn] | {"content": PROBE_USER["content"]}
-        filled = Conversation(messages, chat.tools, chat.template_kwargs)
+        filled = _part(chat, messages)
         plain = self._try_render(messages, filled, False)
-        if plain is None:
-            return chat, start
-        places = self.mark(filled, plain, marked.said_by)
-        if not places.places_of(turn):
+        places = self._try_mark(filled, plain, marked.said_by)
+        if places is None or not places.places_of(turn):
             return chat, start
         before = plain[self.turn_start(filled, places, turn) : places.places_of(turn)[0].start]
         return (filled, start + len(before)) if marked.text.startswith(before, start) else (chat, start)
@@ -251,19 +249,18 @@ class Provenance:
 
     def _rest_after(self, chat: Conversation, messages: list[dict[str, Any]], turn: int) -> str | None:
         """The text after the last piece of `turn` up to the next piece, when the chat consists of `messages`."""
+        part = _part(chat, messages)
         plain = self._try_render(messages, chat, False)
-        if plain is None:
+        marked = self._try_mark(part, plain, frozenset([turn]))
+        if marked is None:
             return None
-        part = Conversation(messages, chat.tools, chat.template_kwargs)
+        ends = [place.end for place in marked.places_of(turn)]
         try:
-            marked = self.mark(part, plain, frozenset([turn]))
-            last = max((place.end for place in marked.places_of(turn)), default=-1)
-            last = self.turn_start(part, marked, turn) if last < 0 else last
+            last = max(ends) if ends else self.turn_start(part, marked, turn)
         except RenderError:  # the probe says nothing; the caller goes by the other one
             return None
-        return plain[
-            last : min((p.start for p in marked.places if p.start >= last and p.piece.message != turn), default=None)
-        ]
+        others = [place.start for place in marked.places if place.start >= last and place.piece.message != turn]
+        return plain[last : min(others, default=None)]
 
     def _closed_at(self, closer: Closer, rest: str) -> int | None:
         if not closer.is_first_token:
@@ -290,6 +287,19 @@ class Provenance:
         except RenderError:
             return None
 
+    def _try_mark(
+        self,
+        chat: Conversation,
+        plain: str | None,
+        said_by: frozenset[int],
+        add_generation_prompt: bool = False,
+    ) -> MarkedRender | None:
+        """`mark` for a render that only informs: None where there is none."""
+        try:
+            return None if plain is None else self.mark(chat, plain, said_by, add_generation_prompt)
+        except RenderError:
+            return None
+
     def _common(self, text: str, other: str) -> str:
         """The common beginning of two texts that ends neither inside an added token nor inside a word."""
         common = common_prefix(text, other)
@@ -303,8 +313,9 @@ class Provenance:
         return common
 
 
-def _prefix(chat: Conversation, size: int) -> Conversation:
-    return Conversation(chat.messages[:size], chat.tools, chat.template_kwargs)
+def _part(chat: Conversation, messages: list[dict[str, Any]]) -> Conversation:
+    """A conversation of `messages` that the template is told the same about as `chat`."""
+    return Conversation(messages, chat.tools, chat.template_kwargs)
 
 
 def _template_state(chat: Conversation) -> tuple[bool, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,6 +37,8 @@ from posttrain.data.template_checks import probe_template
 
 __all__ = ["TRAIN_MODES", "Conversation", "RenderError", "Renderer"]
 
+FindSpans = Callable[[MarkedRender], list[Span]]
+
 BATCH = 512  # texts handed to the tokenizer at once: enough to amortise the call, little to hold in memory
 ORDINARY_KEYS = frozenset(["role", "content", "type", "text", "function", "name", "arguments"])  # not worth a search
 KNOWN_ROLES = frozenset(["system", "developer", "user", "assistant", "tool", "function", "ipython", "model"])
@@ -47,7 +50,7 @@ class Rendered:
 
     text: str
     spans: list[Span] | None  # trained characters; None: all
-    owned_control_tokens: list[Span] | None = None  # given when content holds control tokens too
+    owned_control_tokens: list[Span] | None = None  # places of control tokens that the template wrote; None: all
 
 
 class Renderer:
@@ -59,7 +62,9 @@ class Renderer:
     def __init__(
         self, tokenizer: Any, chat_template: str | None = None, *, allow_control_tokens_in_content: bool = False
     ) -> None:
-        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        if hasattr(tokenizer, "tokenizer"):  # a processor of images and text, which may hold the template
+            chat_template = chat_template or getattr(tokenizer, "chat_template", None)
+            tokenizer = tokenizer.tokenizer
         if getattr(tokenizer, "backend_tokenizer", None) is None:
             raise TypeError(
                 f"{type(tokenizer).__name__} is not backed by the `tokenizers` library, so characters cannot be mapped to "
@@ -189,48 +194,57 @@ class Renderer:
             raise RenderError(f"The chat template refuses this conversation: {error}") from error
         return texts[0]
 
-    def _rendered(self, chat: Conversation, add_generation_prompt: bool = False) -> Rendered:
-        """A chat of which all is trained, or nothing: marks are needed only where a message may hold control tokens."""
-        text = self._checked_render(chat, add_generation_prompt)
-        if not self._may_hold_control_tokens(chat):
-            return Rendered(text, None)
-        marked = self._provenance.mark(chat, text, frozenset(), add_generation_prompt, find_control_tokens=True)
-        return Rendered(text, None, marked.owned_control_tokens)
-
-    def _rendered_with_spans(
-        self, chat: Conversation, said_by: frozenset[int], mode: str, find_spans: Callable[[MarkedRender], list[Span]]
+    def _rendered(
+        self,
+        chat: Conversation,
+        said_by: frozenset[int] = frozenset(),
+        mode: str = "everything",
+        find_spans: FindSpans | None = None,
+        add_generation_prompt: bool = False,
     ) -> Rendered:
-        """A chat with the spans that `find_spans` reads off its marked render, or off that of an earlier chat like it."""
-        text = self._checked_render(chat)
-        if self._may_hold_control_tokens(chat):
-            marked = self._provenance.mark(chat, text, said_by, find_control_tokens=True)
-            return Rendered(text, find_spans(marked), marked.owned_control_tokens)
-        found = shape_of(chat)
-        shape, pieces = ((found[0], mode, said_by), found[1]) if found else (None, [])
-        spans = self._skeletons.spans(shape, pieces, text) if found else None
-        if spans is None:
-            marked = self._provenance.mark(chat, text, said_by)
-            spans = find_spans(marked)
-            if found:
-                self._skeletons.keep(shape, pieces, marked, spans)
-        return Rendered(text, spans)
+        """A chat, the spans that `find_spans` reads off its marked render, and the control tokens that are the template's.
 
-    def _may_hold_control_tokens(self, chat: Conversation) -> bool:
-        return not self.allow_control_tokens_in_content and _any_string(
-            (chat.messages, chat.tools, chat.template_kwargs), self._control.may_arise_from
-        )
+        The marked render is spared where a chat is the like of an earlier one (see skeletons).
+        """
+        text = self._checked_render(chat, add_generation_prompt)
+        if find_spans is None and self.allow_control_tokens_in_content:
+            return Rendered(text, None)
+        shape = shape_of(chat)
+        key = None if shape is None else (shape[0], mode, said_by, add_generation_prompt)
+        known = None if shape is None else self._skeletons.read(key, shape[1], text)
+        if known is not None:
+            spans, owned = known
+        else:
+            marked = self._marked(chat, text, said_by, add_generation_prompt, must_succeed=find_spans is not None)
+            if marked is None:
+                return Rendered(text, None)
+            spans, owned = find_spans(marked) if find_spans else [], marked.owned_control_tokens
+            if shape is not None:
+                self._skeletons.keep(key, shape[1], marked, spans)
+        return Rendered(text, spans if find_spans else None, None if self.allow_control_tokens_in_content else owned)
+
+    def _marked(
+        self, chat: Conversation, text: str, said_by: frozenset[int], add_generation_prompt: bool, must_succeed: bool
+    ) -> MarkedRender | None:
+        try:
+            return self._provenance.mark(chat, text, said_by, add_generation_prompt)
+        except RenderError:
+            # Without a mask to find, marks only tell whose the control tokens are: no matter where nobody could have one.
+            data = (chat.messages, chat.tools, chat.template_kwargs)
+            if must_succeed or _any_string(data, self._control.may_arise_from):
+                raise
+            return None
 
     def _checked_render(self, chat: Conversation, add_generation_prompt: bool = False) -> str:
         self._check_roles(chat)
         text = self._render(chat.messages, chat.tools, chat.template_kwargs, add_generation_prompt)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RenderError(f"The conversation holds half a character (a lone surrogate): {error}.") from error
         for number, message in enumerate(chat.messages):
-            blocks = message.get("content")
-            if isinstance(blocks, list) and (str(blocks) in text or json.dumps(blocks, ensure_ascii=False) in text):
-                raise RenderError(
-                    f"The chat template prints the list of text blocks in message {number} as data; it knows texts only. "
-                    "Join the blocks to one text.",
-                    text,
-                )
+            if isinstance(message.get("content"), list):
+                _check_blocks(number, message["content"], text)
         return text
 
     def _check_roles(self, chat: Conversation) -> None:
@@ -240,9 +254,10 @@ class Renderer:
             if not isinstance(role, str):
                 raise RenderError(f"Message {number} has no role: {str(message)[:200]}")
             if role not in self._role_is_safe:
-                self._role_is_safe[role] = not any(role in text or text in role for text in self._control.texts)
+                is_word = re.fullmatch(r"[\w\-]+", role) is not None
+                self._role_is_safe[role] = is_word and not any(role in text for text in self._control.texts)
             if not self._role_is_safe[role] and not self.allow_control_tokens_in_content:
-                raise RenderError(f"The role {role!r} of message {number} is (a part of) a control token.")
+                raise RenderError(f"The role {role!r} of message {number} is no word, or a part of a control token.")
 
     def _everything(self, chat: Conversation) -> Rendered:
         return self._rendered(chat)
@@ -251,9 +266,11 @@ class Renderer:
         turns = assistant_turns(chat)
         if not turns:
             return replace(self._rendered(chat), spans=[])
-        return self._rendered_with_spans(
-            chat, frozenset(turns), "assistant", lambda marked: self._provenance.turn_spans(chat, marked, turns)
-        )
+
+        def find_spans(marked: MarkedRender) -> list[Span]:
+            return self._provenance.turn_spans(chat, marked, turns)
+
+        return self._rendered(chat, frozenset(turns), "assistant", find_spans)
 
     def _completion(self, chat: Conversation) -> Rendered:
         chat, turn, continued = join_completion(chat)
@@ -262,10 +279,10 @@ class Renderer:
         def find_spans(marked: MarkedRender) -> list[Span]:
             for number in turns:
                 self._provenance.check_said(marked, number)
-            start = self._continuation(marked, turn, continued) or self._provenance.turn_start(chat, marked, turn)
+            start = _continuation(marked, turn, continued) or self._provenance.turn_start(chat, marked, turn)
             return [(start, len(marked.text))]
 
-        return self._rendered_with_spans(chat, frozenset(turns), "completion", find_spans)
+        return self._rendered(chat, frozenset(turns), f"completion {bool(continued)}", find_spans)
 
     def _assistant_in_completion(self, chat: Conversation) -> Rendered:
         chat, turn, continued = join_completion(chat)
@@ -273,16 +290,9 @@ class Renderer:
 
         def find_spans(marked: MarkedRender) -> list[Span]:
             (start, end), *rest = self._provenance.turn_spans(chat, marked, turns)
-            return [(self._continuation(marked, turn, continued) or start, end), *rest]
+            return [(_continuation(marked, turn, continued) or start, end), *rest]
 
-        return self._rendered_with_spans(chat, frozenset(turns), "assistant_in_completion", find_spans)
-
-    def _continuation(self, marked: MarkedRender, turn: int, continued: str) -> int | None:
-        """Where the completion begins inside a message that the prompt began."""
-        if not continued:
-            return None
-        place = next(place for place in marked.places_of(turn) if place.piece.kind == "content")
-        return place.start + len(continued)
+        return self._rendered(chat, frozenset(turns), f"assistant_in_completion {bool(continued)}", find_spans)
 
     def _rendered_prompt(self, chat: Conversation) -> Rendered:
         last = len(chat.messages) - 1
@@ -297,8 +307,8 @@ class Renderer:
                 )
             return [(0, ends[-1])]
 
-        rendered = self._rendered_with_spans(chat, frozenset([last]), "prompt", find_end)
-        end = rendered.spans[0][1]
+        rendered = self._rendered(chat, frozenset([last]), "prompt", find_end)
+        ((_, end),) = rendered.spans
         owned = rendered.owned_control_tokens
         kept = None if owned is None else [span for span in owned if span[1] <= end]
         return Rendered(rendered.text[:end], None, kept)
@@ -321,27 +331,36 @@ class Renderer:
         return [self._sample(item, encoding) for item, encoding in zip(chunk, encodings)]
 
     def _sample(self, item: Rendered, encoding: Any) -> Sample | RenderError:
-        ids = encoding.ids
-        control = self._control
         if not self.allow_control_tokens_in_content:
-            owned = item.owned_control_tokens
-            is_mixed = owned is not None and owned != control.find(item.text)
-            if is_mixed or control.count_ids(ids) != control.count_in(item.text):
-                if owned is None:  # the tokenizer finds control tokens that plain search does not: it normalises text
-                    owned = control.find(item.text)
-                encoding = control.literal_backend.encode(
-                    control.with_aliases(item.text, owned), add_special_tokens=False
-                )
-                ids = encoding.ids
-                expected = sum(item.text[start:end] != control.unknown for start, end in owned)
-                if control.count_ids(ids) != expected:
-                    return RenderError(
-                        f"The tokenizer gives {control.count_ids(ids)} control tokens where the template wrote {expected}.",
-                        item.text,
-                    )
-        if item.spans is None:
-            return Sample(ids, np.ones(len(ids), dtype=bool))
-        return Sample(ids, _trained(encoding, item.spans))
+            try:
+                encoding = self._without_foreign_control_tokens(item, encoding)
+            except RenderError as error:
+                return error
+        ids = encoding.ids
+        return Sample(ids, np.ones(len(ids), dtype=bool) if item.spans is None else _trained(encoding, item.spans))
+
+    def _without_foreign_control_tokens(self, item: Rendered, encoding: Any) -> Any:
+        """The encoding, made anew if the tokenizer found control tokens in it that are not the template's."""
+        control, text = self._control, item.text
+        found = control.find(text)
+        owned = found if item.owned_control_tokens is None else item.owned_control_tokens
+        expected = sum(text[start:end] != control.unknown for start, end in owned)
+        if owned == found and control.count_ids(encoding.ids) == expected:
+            return encoding
+        # Texts that are no control tokens may be taken for some, as the tokenizer normalises them; aliases cannot.
+        encoding = control.literal_backend.encode(control.with_aliases(text, owned), add_special_tokens=False)
+        count = control.count_ids(encoding.ids)
+        if count != expected:
+            raise RenderError(f"The tokenizer gives {count} control tokens where the template wrote {expected}.", text)
+        return encoding
+
+
+def _continuation(marked: MarkedRender, turn: int, continued: str) -> int | None:
+    """Where the completion begins inside a message that the prompt began; None if it begins with a message."""
+    if not continued:
+        return None
+    place = next(place for place in marked.places_of(turn) if place.piece.kind == "content")
+    return place.start + len(continued)
 
 
 def _trained(encoding: Any, spans: list[Span]) -> np.ndarray:
@@ -362,6 +381,19 @@ def _first_character(encoding: Any, token: int) -> int:
     """Where a token begins. Byte-level tokenizers that trim offsets leave nothing of a space but its end."""
     start, end = encoding.token_to_chars(token)
     return start if start < end else start - 1
+
+
+def _check_blocks(number: int, blocks: list[Any], text: str) -> None:
+    """Templates that know texts only drop a list of text blocks, or print it as data: both lose what was said."""
+    if str(blocks) in text or json.dumps(blocks, ensure_ascii=False) in text:
+        reason = "prints the list of text blocks in message {} as data"
+    elif any(isinstance(b, dict) and isinstance(b.get("text"), str) and b["text"].strip() not in text for b in blocks):
+        reason = "drops text blocks of message {}"
+    else:
+        return
+    raise RenderError(
+        f"The chat template {reason.format(number)}; it knows texts only. Join the blocks to one text.", text
+    )
 
 
 def _any_string(value: Any, test: Callable[[str], bool]) -> bool:

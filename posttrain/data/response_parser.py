@@ -18,20 +18,28 @@ from posttrain.data.special_tokens import ControlTokens
 
 USER = {"role": "user", "content": "Hello"}
 REASONING, CONTENT = "Let me ponder-zq", "Here it is-zq"
+THOUGHT = {"reasoning_content": REASONING, "thinking": REASONING}  # templates know it by one name or the other
 NAMES = ("probe_alpha", "probe_beta")
 STRINGS = {"first_key": "value-one", "second_key": "value-two"}
 NUMBERS = {"first_key": 7341001, "second_key": 8472002}
 DECODER = json.JSONDecoder(strict=False)
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t"}
 
+PYTHON_CONSTANTS = {"True": True, "False": False, "None": None}
+PYTHON_CONSTANT = re.compile(r"\s*(True|False|None)\b")
+
 Call = dict[str, Any]
+Schemas = dict[str, dict[str, Any]]
 
 
 class CallSyntax(Protocol):
     """How a template writes tool calls."""
 
-    def read(self, text: str) -> tuple[str, list[Call]] | None:
-        """The text before the calls, and the calls; None if there are none or they are malformed."""
+    def read(self, text: str, schemas: Schemas) -> tuple[str, list[Call]] | None:
+        """The text before the calls, and the calls; None if there are none or they are malformed.
+
+        `schemas` (name of a tool -> its properties) tell whether a value without quotes is a string.
+        """
 
 
 @dataclass(frozen=True)
@@ -51,7 +59,7 @@ class ObjectCalls:
     name_key: str
     arguments_key: str
 
-    def read(self, text: str) -> tuple[str, list[Call]] | None:
+    def read(self, text: str, schemas: Schemas) -> tuple[str, list[Call]] | None:
         lead = self.lead.search(text)
         if lead is None:
             return None
@@ -78,7 +86,7 @@ class NamedCalls:
     head: re.Pattern[str]  # from what stands before the name to what stands before the arguments; group 1 is the name
     wrapper: str  # what stands before the first call only
 
-    def read(self, text: str) -> tuple[str, list[Call]] | None:
+    def read(self, text: str, schemas: Schemas) -> tuple[str, list[Call]] | None:
         heads = list(self.head.finditer(text))
         calls = []
         for head in heads:
@@ -99,13 +107,14 @@ class ArgumentCalls:
     quote: str  # what stands before a value that is a string, where other values have nothing
     closing: str  # what stands after a string, or after any value where there is no quote
 
-    def read(self, text: str) -> tuple[str, list[Call]] | None:
+    def read(self, text: str, schemas: Schemas) -> tuple[str, list[Call]] | None:
         first = head = self.head.search(text)
         calls = []
         while head is not None:
             arguments, position = {}, head.end()
             while (key := self.key.match(text, position)) is not None:
-                found = self._read_value(text, key.end())
+                wanted = schemas.get(head[1], {}).get(key[1], {}).get("type")
+                found = self._read_value(text, key.end(), is_text=wanted == "string")
                 if found is None:
                     return None
                 arguments[key[1]], position = found
@@ -113,9 +122,9 @@ class ArgumentCalls:
             head = self.head.search(text, position)
         return (_without_ending(text[: first.start()], self.wrapper), calls) if calls else None
 
-    def _read_value(self, text: str, position: int) -> tuple[Any, int] | None:
+    def _read_value(self, text: str, position: int, is_text: bool) -> tuple[Any, int] | None:
         if self.quote and not text.startswith(self.quote, position):
-            return _read_json(text, position)
+            return _read_data(text, position)
         begin = position + len(self.quote)
         end = _unescaped(text, self.closing, begin) if self.quote else text.find(self.closing, begin)
         if end < 0:
@@ -123,9 +132,9 @@ class ArgumentCalls:
         value = text[begin:end]
         if self.quote:
             return re.sub(r"\\(.)", lambda escape: ESCAPES.get(escape[1], escape[1]), value), end + len(self.closing)
-        found = _read_json(value, 0)  # of an unquoted value JSON decides; what is no JSON is a string
-        is_json = found is not None and not value[found[1] :].strip()
-        return (found[0] if is_json else value.strip("\n")), end + len(self.closing)
+        found = None if is_text else _read_data(value, 0)  # what is no data is a string
+        is_data = found is not None and not value[found[1] :].strip()
+        return (found[0] if is_data else value.strip("\n")), end + len(self.closing)
 
 
 def _unescaped(text: str, closing: str, position: int) -> int:
@@ -158,7 +167,7 @@ class ResponseParser:
     def knows_tool_calls(self) -> bool:
         return self._calls is not None
 
-    def parse(self, text: str, prefix: str = "") -> dict[str, Any]:
+    def parse(self, text: str, prefix: str = "", schemas: Schemas | None = None) -> dict[str, Any]:
         """The message; a text whose tool calls are malformed becomes plain content.
 
         `prefix` is the end of the prompt: what it opens (reasoning) need not be opened by the text.
@@ -177,7 +186,7 @@ class ResponseParser:
         else:
             text = self._content_lead.sub("", text, count=1) if self._content_lead.match(text) else text
         message["content"] = text
-        found = None if self._calls is None else self._calls.read(text)
+        found = None if self._calls is None else self._calls.read(text, schemas or {})
         if found is not None:
             message["content"], message["tool_calls"] = found[0].strip(), found[1]
         return message
@@ -201,7 +210,7 @@ class ResponseParser:
         return Turn(self._stop.sub("", plain[start:end]), places)
 
     def _learn_reasoning(self) -> re.Pattern[str] | None:
-        turn = self._turn({"reasoning_content": REASONING, "content": CONTENT})
+        turn = self._turn({**THOUGHT, "content": CONTENT})
         if turn is None or REASONING not in turn.places:
             # Templates that cut thoughts out of the content know their end by name.
             return self._learn_thought_in_content()
@@ -219,7 +228,7 @@ class ResponseParser:
 
     def _learn_reasoning_before_call(self) -> re.Pattern[str] | None:
         """Some templates close the reasoning in another way before a tool call than before an answer."""
-        turn = self._turn({"reasoning_content": REASONING, "content": "", "tool_calls": [_call(NAMES[0], STRINGS)]})
+        turn = self._turn({**THOUGHT, "content": "", "tool_calls": [_call(NAMES[0], STRINGS)]})
         bare = self._turn({"content": "", "tool_calls": [_call(NAMES[0], STRINGS)]})
         if turn is None or bare is None or REASONING not in turn.places or NAMES[0] not in bare.places:
             return None
@@ -338,6 +347,14 @@ def _read_json(text: str, position: int) -> tuple[Any, int] | None:
         return DECODER.raw_decode(text, position)
     except ValueError:
         return None
+
+
+def _read_data(text: str, position: int) -> tuple[Any, int] | None:
+    """JSON, or one of Python's constants, which templates write that print a value as it is."""
+    constant = PYTHON_CONSTANT.match(text, position)
+    if constant is not None:
+        return PYTHON_CONSTANTS[constant[1]], constant.end()
+    return _read_json(text, position)
 
 
 def _as_object(arguments: Any) -> dict[str, Any] | None:

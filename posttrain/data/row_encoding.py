@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from posttrain.core.sample import Sample, Unit
+from posttrain.data.renderer import Conversation, Renderer
 from posttrain.data.row_checks import Finding
 
 if TYPE_CHECKING:
     from posttrain.data.prepare import PrepareOptions
-    from posttrain.data.renderer import Renderer
 
 Row = dict[str, Any]
 Notes = Counter[str]
@@ -136,6 +136,10 @@ def tokenised(rows: list[Row], renderer: Renderer, options: PrepareOptions, note
     """Rows that bring their token ids. A row with `seq_lengths` was packed and comes apart into its documents."""
     units: list[Unit | Finding] = []
     for row in rows:
+        missing = _missing_mask(row, options)
+        if missing is not None:
+            units.append(missing)
+            continue
         trained = row["trained"].copy()
         if row.get("completion_mask") is not None and options.completion_only_loss is not False:
             trained &= row["completion_mask"].astype(bool)
@@ -153,6 +157,16 @@ def tokenised(rows: list[Row], renderer: Renderer, options: PrepareOptions, note
             unit = (sample,)
         units.append(unit if any(s.num_trained for s in unit) else _nothing_trained("input_ids"))
     return units
+
+
+def _missing_mask(row: Row, options: PrepareOptions) -> Finding | None:
+    """An option that asks for a part of the tokens needs a column that tells the part."""
+    asked = {"completion_mask": options.completion_only_loss, "assistant_masks": options.assistant_only_loss}
+    for column, option in asked.items():
+        if option and row.get(column) is None and not row["has_labels"]:
+            name = "completion_only_loss" if column == "completion_mask" else "assistant_only_loss"
+            return Finding("missing_mask", column, f"is missing, and {name}=True needs it (or 'labels')")
+    return None
 
 
 def tokenised_preference(
@@ -226,9 +240,9 @@ def _is_plain(rows: list[Row], column: str) -> bool:
     return isinstance(rows[0][column], str)
 
 
-def _chat(row: Row, messages: list[Row], options: PrepareOptions, num_prompt_messages: int | None = None) -> Any:
-    from posttrain.data.renderer import Conversation
-
+def _chat(
+    row: Row, messages: list[Row], options: PrepareOptions, num_prompt_messages: int | None = None
+) -> Conversation:
     kwargs = {**(options.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
     return Conversation(messages, row.get("tools"), kwargs or None, num_prompt_messages)
 

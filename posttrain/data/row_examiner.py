@@ -30,8 +30,8 @@ class Tally:
 
     rows_read: int = 0
     control_token_rows: int = 0
-    key_counts: dict[str, int] = field(default_factory=dict)  # message key that no template knows -> rows
-    key_rows: dict[str, list[int]] = field(default_factory=dict)  # the first of those rows
+    key_counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (column, unknown message key) -> rows
+    key_rows: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # the first of those rows
     hashes: list[tuple[int, int, int, int]] = field(default_factory=list)  # see label_report.answer_hashes
     answer_lengths: list[tuple[int, int]] = field(default_factory=list)
     notes: Counter[str] = field(default_factory=Counter)  # what the encoders counted
@@ -57,11 +57,11 @@ class Tally:
     def late_findings(self, id_column: str | None) -> dict[int, list[Finding]]:
         """What only the whole dataset shows, by row; row -1 stands for all rows."""
         late: dict[int, list[Finding]] = {}
-        for key, count in self.key_counts.items():
+        for (column, key), count in self.key_counts.items():
             if count < self.rows_read and count <= max(1, self.rows_read // 100):
                 reason = f"has a message with the key {key!r}, which {count:,} of {self.rows_read:,} rows have"
-                for row in self.key_rows[key]:
-                    late.setdefault(row, []).append(Finding("extra_key", "messages", reason))
+                for row in self.key_rows[column, key]:
+                    late.setdefault(row, []).append(Finding("extra_key", column, reason))
         for row, first in sorted(self.repeated_ids):
             late.setdefault(row, []).append(Finding("duplicate_id", id_column or "", f"repeats the id of row {first}"))
         if len(self.labels) == 1 and self.rows_read > 1:

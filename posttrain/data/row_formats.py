@@ -209,8 +209,8 @@ class Detection:
     def reading(self, vocab_size: int | None = None) -> Reading:
         return Reading(self.conversational, self.implicit_prompt, self.text_field, vocab_size)
 
-    def read(self, row: Any, vocab_size: int | None = None) -> tuple[Row, list[Finding], set[str]]:
-        """(clean row, findings under the user's column names, keys of messages that no template knows)."""
+    def read(self, row: Any, vocab_size: int | None = None) -> tuple[Row, list[Finding], set[tuple[str, str]]]:
+        """(clean row, findings, keys of messages that no template knows), under the user's names of columns."""
         if not isinstance(row, dict):
             return {}, [Finding("row_not_dict", "", f"the row is {describe(row)}, a dict of columns is needed")], set()
         reading = self.reading(vocab_size)
@@ -219,10 +219,11 @@ class Detection:
         if self.foreign is not None:
             row = self.foreign.read(row, reading.found, self.conversational)
         clean = row if reading.found else self.format.read(row, reading)
+        unknown = {(self.columns.get(column, column), key) for column, key in reading.unknown_keys}
         if not reading.found:
-            return clean, [], reading.unknown_keys
+            return clean, [], unknown
         found = [f._replace(column=self.columns.get(f.column, f.column)) for f in dict.fromkeys(reading.found)]
-        return clean, [self._explain_other_format(f, row) for f in found], reading.unknown_keys
+        return clean, [self._explain_other_format(f, row) for f in found], unknown
 
     def column_of_role(self, role: str) -> str:
         """The user's column in which the sample that plays `role` ends."""
@@ -237,7 +238,8 @@ class Detection:
         """A null in a row that holds another format's columns is a mix of two files; say so."""
         if finding.kind != "null":
             return finding
-        needed = {self.columns.get(name, name) for names in self.format.required for name in names}
+        signatures = [{self.columns.get(name, name) for name in names} for names in self.format.required]
+        needed = next((names for names in signatures if finding.column in names), set())
         known = {name for fmt in FORMATS for names in fmt.required for name in names} | {"conversations", "instruction"}
         others = [c for c, v in row.items() if c in known - needed and value_kind(v) != NOTHING]
         if not others:
@@ -255,18 +257,20 @@ def detect_format(
     name: str = "the dataset",
 ) -> Detection:
     """Which of the `wanted` formats a dataset is in, decided by all the rows given (its first hundred or so)."""
-    kinds = column_kinds(row for row in rows if isinstance(row, dict))
+    rows = [row for row in rows if isinstance(row, dict)]
+    kinds = column_kinds(rows)
     candidates = [fmt for fmt in FORMATS if fmt in wanted]
     if text_field != "text" and text_field in kinds:  # a text column that the user names goes before all others
         candidates.sort(key=lambda fmt: fmt is not LANGUAGE_MODELLING)
-    for fmt in candidates:
-        detection = _match(fmt, kinds, text_field)
-        if detection is not None:
-            return detection
-    for foreign in FOREIGN_FORMATS:
-        fmt = next((f for f in candidates if any(set(names) <= foreign.columns.keys() for names in f.required)), None)
-        if fmt is not None and foreign.matches(kinds):
-            return _foreign_detection(foreign, fmt, kinds, has_template)
+    foreign = {True: [], False: []}
+    for theirs in FOREIGN_FORMATS:
+        fmt = next((f for f in candidates if any(set(names) <= theirs.columns.keys() for names in f.required)), None)
+        if fmt is not None and theirs.matches(kinds, rows):
+            foreign[theirs.before_ours].append(_foreign_detection(theirs, fmt, kinds, has_template))
+    ours = [found for fmt in candidates if (found := _match(fmt, kinds, text_field)) is not None]
+    detections = [*foreign[True], *ours, *foreign[False]]
+    if detections:
+        return detections[0]
     alternatives = " or ".join(
         f"{fmt.name} ({' or '.join(' + '.join(map(repr, names)) for names in fmt.required)})"
         for fmt in dict.fromkeys(candidates)

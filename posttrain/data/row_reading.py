@@ -37,7 +37,7 @@ class Reading:
     text_field: str = "text"
     vocab_size: int | None = None
     found: list[Finding] = field(default_factory=list)
-    unknown_keys: set[str] = field(default_factory=set)
+    unknown_keys: set[tuple[str, str]] = field(default_factory=set)  # (column, key of a message)
 
     def text_or_messages(self, row: Row, column: str) -> Any:
         """The value of a column that holds text in a plain dataset and messages in a conversational one."""
@@ -208,7 +208,7 @@ def read_tokenised(row: Row, reading: Reading) -> Row:
             reading.found.append(Finding("other_length", "seq_lengths", reason))
         clean["seq_lengths"] = lengths
     _check_attention_mask(clean.get("attention_mask"), reading.found)
-    return {**clean, "trained": trained}
+    return {**clean, "trained": trained, "has_labels": row.get("labels") is not None}
 
 
 def _check_labels(ids: np.ndarray, labels: np.ndarray, found: list[Finding]) -> None:

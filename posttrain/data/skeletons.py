@@ -20,13 +20,14 @@ MOST_SHAPES = 10_000
 
 @dataclass(frozen=True)
 class Skeleton:
-    """Literal texts around the pieces, and the edges of spans as (number of the literal, offset in it)."""
+    """Literal texts around the pieces. Places in them are kept as (number of the literal, offset in it)."""
 
     literals: tuple[str, ...]
-    edges: tuple[tuple[int, int], ...]
+    edges: tuple[tuple[int, int], ...]  # of the trained spans
+    control_tokens: tuple[tuple[int, int, int], ...]  # literal, start, end
 
-    def spans(self, pieces: list[str], text: str) -> list[Span] | None:
-        """The spans in `text`, if it is these literals with these pieces between them."""
+    def read(self, pieces: list[str], text: str) -> tuple[list[Span], list[Span]] | None:
+        """The trained spans and the template's control tokens, if `text` is these literals with `pieces` between them."""
         parts = [self.literals[0]]
         for piece, literal in zip(pieces, self.literals[1:]):
             parts += (piece, literal)
@@ -38,7 +39,8 @@ class Skeleton:
                 starts.append(position)
             position += len(part)
         places = [starts[literal] + offset for literal, offset in self.edges]
-        return list(zip(places[::2], places[1::2]))
+        owned = [(starts[literal] + start, starts[literal] + end) for literal, start, end in self.control_tokens]
+        return list(zip(places[::2], places[1::2])), owned
 
 
 class Skeletons:
@@ -47,27 +49,41 @@ class Skeletons:
     def __init__(self) -> None:
         self._kept: dict[Any, Skeleton] = {}
 
-    def spans(self, shape: Any, pieces: list[str], text: str) -> list[Span] | None:
+    def read(self, shape: Any, pieces: list[str], text: str) -> tuple[list[Span], list[Span]] | None:
         skeleton = self._kept.get(shape)
-        return None if skeleton is None else skeleton.spans(pieces, text)
+        return None if skeleton is None else skeleton.read(pieces, text)
 
     def keep(self, shape: Any, pieces: list[str], marked: MarkedRender, spans: list[Span]) -> None:
-        """Remembers a conversation that was read with marks, if its pieces stand in it once each, in order, unchanged."""
+        """Remembers a conversation that was read with marks, if its pieces stand in it once each, in order, unchanged.
+
+        Where the generation prompt goes on after the header of a turn ("<think>"), the turn begins later for a text that
+        goes on in the same way: such turns are read one by one.
+        """
         places = marked.places
-        if len(self._kept) >= MOST_SHAPES or [marked.text[place.start : place.end] for place in places] != pieces:
+        if (
+            marked.cuts_prompts
+            or len(self._kept) >= MOST_SHAPES
+            or [marked.text[place.start : place.end] for place in places] != pieces
+        ):
             return
-        ends = [0, *(place.end for place in places)]
-        starts = [*(place.start for place in places), len(marked.text)]
-        if any(start < end for end, start in zip(ends, starts)):
+        literals = list(
+            zip([0, *(place.end for place in places)], [*(place.start for place in places), len(marked.text)])
+        )
+        edges = [_in_literal(literals, edge) for span in spans for edge in span]
+        tokens = [(_in_literal(literals, start), end - start) for start, end in marked.owned_control_tokens]
+        if any(end < start for start, end in literals) or None in edges or any(place is None for place, _ in tokens):
             return
-        edges = []
-        for edge in (edge for span in spans for edge in span):
-            inside = [number for number, (begin, end) in enumerate(zip(ends, starts)) if begin <= edge <= end]
-            if not inside:  # in the middle of a piece
-                return
-            edges.append((inside[-1], edge - ends[inside[-1]]))
-        literals = tuple(marked.text[begin:end] for begin, end in zip(ends, starts))
-        self._kept[shape] = Skeleton(literals, tuple(edges))
+        self._kept[shape] = Skeleton(
+            tuple(marked.text[start:end] for start, end in literals),
+            tuple(edges),
+            tuple((*place, place[1] + size) for place, size in tokens),
+        )
+
+
+def _in_literal(literals: list[Span], position: int) -> tuple[int, int] | None:
+    """The last literal that holds (or ends at) a position, and the offset in it; None for the middle of a piece."""
+    holding = [number for number, (start, end) in enumerate(literals) if start <= position <= end]
+    return (holding[-1], position - literals[holding[-1]][0]) if holding else None
 
 
 def shape_of(chat: Conversation) -> tuple[Any, list[str]] | None:

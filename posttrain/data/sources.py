@@ -1,21 +1,21 @@
 """Datasets by name: from the Hub or from local files, whole or in part, alone or mixed.
 
-Files are looked at before they are parsed, because readers mend silently what they should report (bytes that are not UTF-8,
-a shard with another schema); a file that cannot be parsed is read again line by line to say where.
+JSON, CSV and text files are read line by line by us, because the usual readers mend in silence what they should report: bytes
+that are not UTF-8, numbers among texts, words like "None" that become nulls. Faults are told with file and line, all of them.
 """
 
 from __future__ import annotations
 
-import codecs
 import csv
 import gzip
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import Any
 
 import datasets
 import pyarrow as pa
@@ -33,7 +33,9 @@ LOADERS = {
     ".txt": "text",
 }
 SHOWN = 20
+SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 AnyDataset = datasets.Dataset | datasets.IterableDataset
+Row = dict[str, Any]
 
 
 class SourceError(ValueError):
@@ -124,20 +126,23 @@ def _load_local(path: Path, split: str, streaming: bool) -> AnyDataset:
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         return _load_saved(path, split, streaming)
     files = _files_of(path, split)
-    loader = _loader_of(files)
-    for file in files:
-        _check_file(file, loader)
+    kinds = {LOADERS.get(_suffix(file)) for file in files}
+    if len(kinds) != 1 or None in kinds:
+        names = ", ".join(file.name for file in files[:5])
+        raise SourceError(f"Files of one known type are needed ({', '.join(LOADERS)}); found {names}.")
+    empty = [file for file in files if file.stat().st_size == 0]
+    if empty:
+        raise SourceError(f"{empty[0]} is empty.")
+    loader = kinds.pop()
+    if loader in READERS:
+        return _read_files(files, loader, streaming)
     if loader == "parquet":
         _check_schemas(files)
-    options = {"sep": "\t"} if all(file.suffix == ".tsv" for file in files) else {}
     names = [os.fspath(file) for file in files]
     try:
-        return datasets.load_dataset(loader, data_files=names, split="train", streaming=streaming, **options)
+        return datasets.load_dataset(loader, data_files=names, split="train", streaming=streaming)
     except (DatasetGenerationError, ValueError, pa.ArrowException) as error:
-        problems = [problem for file in files for problem in FIND_PROBLEMS.get(loader, _no_problems)(file)]
-        reason = "\n".join(f"  {problem}" for problem in problems[:SHOWN]) or f"  {error.__cause__ or error}"
-        more = f"\n  ... and {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
-        raise SourceError(f"{path} cannot be read:\n{reason}{more}") from error
+        raise SourceError(f"{path} cannot be read: {error.__cause__ or error}") from error
 
 
 def _load_saved(path: Path, split: str, streaming: bool) -> AnyDataset:
@@ -170,57 +175,25 @@ def _suffix(file: Path) -> str:
     return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
 
 
-def _loader_of(files: list[Path]) -> str:
-    kinds = {LOADERS.get(_suffix(file)) for file in files}
-    if len(kinds) != 1 or None in kinds:
-        names = ", ".join(file.name for file in files[:5])
-        raise SourceError(f"Files of one known type are needed ({', '.join(LOADERS)}); found {names}.")
-    return kinds.pop()
-
-
-def _open_bytes(file: Path) -> IO[bytes]:
-    return gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb")
-
-
-def _check_file(file: Path, loader: str) -> None:
-    """Refuse what the reader would pass over: an empty file, text that is not UTF-8, a file that is not Parquet."""
-    if file.stat().st_size == 0:
-        raise SourceError(f"{file} is empty.")
-    if loader in ("parquet", "arrow"):
-        return
-    decoder, line = codecs.getincrementaldecoder("utf-8")(), 1
-    with _open_bytes(file) as content:
-        block = b"first"
-        while block:
-            block = content.read(1 << 20)
-            try:
-                decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                line += error.object[: error.start].count(b"\n")
-                bad = error.object[error.start : error.start + 1].hex()
-                raise SourceError(
-                    f"{file}, line {line}: the byte 0x{bad} is not UTF-8 text ({error.reason})."
-                ) from error
-            line += block.count(b"\n")
-
-
 def _check_schemas(files: list[Path]) -> None:
-    """All Parquet shards have the columns and kinds of values of the first one."""
+    """All Parquet shards have the columns and kinds of values of the first one; a reader would cast them in silence."""
     first: dict[str, str] = {}
+    rows = 0
     for file in files:
         try:
-            schema = {name: _kind(kind) for name, kind in zip(*_names_and_types(pq.read_schema(file)))}
+            metadata = pq.read_metadata(file)
         except (pa.ArrowException, OSError) as error:
             raise SourceError(f"{file} is no readable Parquet file: {error}") from error
+        rows += metadata.num_rows
+        arrow = metadata.schema.to_arrow_schema()
+        schema = {name: _kind(kind) for name, kind in zip(arrow.names, arrow.types)}
         first = first or schema
         for column in dict.fromkeys((*first, *schema)):
             here, there = schema.get(column, "nothing"), first.get(column, "nothing")
             if here != there and "null" not in (here, there):
                 raise SourceError(f"{file}: column {column!r} holds {here}, in {files[0].name} it holds {there}.")
-
-
-def _names_and_types(schema: pa.Schema) -> tuple[list[str], list[pa.DataType]]:
-    return schema.names, schema.types
+    if not rows:
+        raise SourceError(f"{', '.join(map(str, files))} has no rows.")
 
 
 def _kind(kind: pa.DataType) -> str:
@@ -238,41 +211,176 @@ def _kind(kind: pa.DataType) -> str:
     return str(kind)
 
 
-def _json_problems(file: Path) -> Iterator[str]:
-    """Lines that are not a JSON object. A file that is one JSON list or object has no lines."""
-    with _open_bytes(file) as content:
+# ------------------------------------------------------------------------------------------- files of text, line by line
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A line that is no row, and why."""
+
+    file: str
+    line: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, line {self.line} {self.reason}"
+
+
+def _read_files(files: list[Path], loader: str, streaming: bool) -> AnyDataset:
+    """Rows as they stand in the files: columns of text as text, others as JSON. Nothing is cast, the check sees it all."""
+    stamps = [(os.fspath(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
+    arguments = {"files": stamps, "loader": loader}
+    if streaming:
+        return datasets.IterableDataset.from_generator(_rows_of, gen_kwargs=arguments)
+    try:
+        holds_text = _columns_of(stamps, loader)
+        kinds = {column: datasets.Value("string") if text else datasets.Json() for column, text in holds_text.items()}
+        features, arguments["holds_text"] = datasets.Features(kinds), holds_text
+        return datasets.Dataset.from_generator(_rows_of, features=features, gen_kwargs=arguments)
+    except (SourceError, DatasetGenerationError) as error:
+        faults = [row for name, *_ in stamps for row in READERS[loader](name) if isinstance(row, Fault)]
+        if not faults:
+            raise
+        more = [f"... and {len(faults) - SHOWN:,} more"] if len(faults) > SHOWN else []
+        listed = "\n".join(f"  {fault}" for fault in [*faults[:SHOWN], *more])
+        raise SourceError(f"{len(faults):,} lines cannot be read:\n{listed}") from error
+
+
+def _rows_of(
+    files: list[tuple[str, int, int]], loader: str, holds_text: dict[str, bool] | None = None
+) -> Iterator[Row]:
+    """All rows of the files. (The stamps of the files are for the cache.)
+
+    With `holds_text` (column -> whether it holds only text) every row has all columns, and what is not text is written as
+    JSON here: the Json type of `datasets` would take a text like "007" for JSON already.
+    """
+    for name, *_ in files:
+        for row in READERS[loader](name):
+            if isinstance(row, Fault):
+                raise SourceError(f"{row}.")
+            yield row if holds_text is None else {c: _stored(row.get(c), text) for c, text in holds_text.items()}
+
+
+def _stored(value: Any, is_text: bool) -> str | None:
+    return value if is_text or value is None else json.dumps(value)
+
+
+def _columns_of(files: list[tuple[str, int, int]], loader: str) -> dict[str, bool]:
+    """Column -> whether all its values are text (or null)."""
+    holds_text: dict[str, bool] = {}
+    for row in _rows_of(files, loader):
+        for column, value in row.items():
+            is_text = value is None or isinstance(value, str)
+            holds_text[column] = holds_text.get(column, True) and is_text
+    return holds_text
+
+
+def _decoded_lines(name: str) -> Iterator[tuple[int, str | Fault]]:
+    with gzip.open(name, "rb") if name.endswith(".gz") else open(name, "rb") as content:
         for number, line in enumerate(content, 1):
-            if not line.strip():
-                continue
             try:
-                value = json.loads(line)
-            except ValueError as error:
-                what = "ends in the middle of a value" if _is_cut(line, error) else "is not JSON"
-                yield f"{file}, line {number} {what}: {error}"
-                continue
-            if not isinstance(value, dict):
-                yield f"{file}, line {number} is a {type(value).__name__}, a JSON object is needed"
+                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                reason = f"is not UTF-8 text: the byte 0x{line[error.start]:02x} at {error.start} ({error.reason})"
+                yield number, Fault(name, number, reason)
 
 
-def _is_cut(line: bytes, error: ValueError) -> bool:
-    position = getattr(error, "pos", 0)
-    return "Unterminated" in str(error) or "control character" in str(error) or position >= len(line.rstrip())
+def _json_rows(name: str) -> Iterator[Row | Fault]:
+    """JSON lines; a file named .json may also be one list of objects, or an object that holds one list of them."""
+    if name.removesuffix(".gz").endswith(".json"):
+        rows = _rows_of_document(name)
+        if rows is not None:
+            yield from rows
+            return
+    for number, line in _decoded_lines(name):
+        if isinstance(line, Fault):
+            yield line
+            continue
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except ValueError as error:
+            cut = "Unterminated" in str(error) or "control character" in str(error) or error.pos >= len(line.rstrip())
+            what = "ends in the middle of a value" if cut else "is not JSON"
+            yield Fault(name, number, f"{what}: {error}")
+            continue
+        if not isinstance(value, dict):
+            yield Fault(name, number, f"is a {type(value).__name__}, a JSON object is needed")
+        elif SURROGATE.search(line) and not _is_encodable(value):
+            yield Fault(name, number, "holds half of a surrogate pair (\\ud8.. to \\udf..), which is no character")
+        else:
+            yield value
 
 
-def _csv_problems(file: Path) -> Iterator[str]:
-    with open(file, encoding="utf-8", newline="") as content:
-        rows = csv.reader(content, delimiter="\t" if file.suffix == ".tsv" else ",")
-        header = next(rows, [])
-        for row in rows:
-            if row and len(row) != len(header):
-                yield f"{file}, line {rows.line_num} has {len(row)} fields, the header has {len(header)}"
+def _is_encodable(value: Row) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
-def _no_problems(file: Path) -> Iterator[str]:
-    return iter(())
+def _rows_of_document(name: str) -> list[Row | Fault] | None:
+    """The rows of a file that is one JSON value; None when it is not, and may be JSON lines."""
+    try:
+        with gzip.open(name, "rb") if name.endswith(".gz") else open(name, "rb") as content:
+            value = json.loads(content.read())
+    except ValueError:
+        return None
+    if isinstance(value, dict):
+        lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
+        value = lists[0] if len(lists) == 1 and len(value) == 1 else [value]
+    if not isinstance(value, list):
+        return [Fault(name, 1, f"is a {type(value).__name__}, a list of JSON objects is needed")]
+    return [row if isinstance(row, dict) else Fault(name, 1, f"holds {row!r:.60}, not an object") for row in value]
 
 
-FIND_PROBLEMS: dict[str, Callable[[Path], Iterator[str]]] = {"json": _json_problems, "csv": _csv_problems}
+def _csv_rows(name: str) -> Iterator[Row | Fault]:
+    """CSV or TSV with a header. All values are text, as they stand; `label` and `margin` become what they say."""
+    faults: list[Fault] = []
+
+    def lines() -> Iterator[str]:
+        for _, line in _decoded_lines(name):
+            if isinstance(line, Fault):
+                faults.append(line)
+            else:
+                yield line
+
+    reader = csv.reader(lines(), delimiter="\t" if ".tsv" in name else ",", strict=True)
+    header: list[str] | None = None
+    try:
+        for values in reader:
+            if header is None:
+                header = values
+            elif values and len(values) != len(header):
+                yield Fault(name, reader.line_num, f"has {len(values)} fields, the header has {len(header)}")
+            elif values:
+                yield {column: _typed(column, value) for column, value in zip(header, values)}
+    except csv.Error as error:
+        yield Fault(name, reader.line_num, f"is not CSV: {error}")
+    yield from faults
+
+
+def _typed(column: str, value: str) -> Any:
+    if column not in ("label", "margin"):
+        return value
+    try:
+        return json.loads(value.strip().lower())
+    except ValueError:
+        return value
+
+
+def _text_rows(name: str) -> Iterator[Row | Fault]:
+    """A row for every line that is not blank."""
+    for _, line in _decoded_lines(name):
+        if isinstance(line, Fault):
+            yield line
+        elif line.strip():
+            yield {"text": line.rstrip("\r\n")}
+
+
+READERS: dict[str, Callable[[str], Iterator[Row | Fault]]] = {"json": _json_rows, "csv": _csv_rows, "text": _text_rows}
 
 
 # ------------------------------------------------------------------------------------------------------------- mixtures

@@ -41,7 +41,6 @@ class ControlTokens:
         )
         self._find = _any_of(self.texts)
         self._find_starts = re.compile(f"(?={self._find.pattern})")
-        self._find_counted = _any_of([text for text in self.texts if text != self.unknown])
         self._find_added = _any_of(sorted({*self.texts, *added}, key=lambda text: -len(text)))
         self._beginnings = tuple({text[:size] for text in self.texts for size in range(1, len(text))})
         self._first_characters = re.compile("[" + re.escape("".join({text[0] for text in self.texts})) + "]|(?!)")
@@ -75,10 +74,6 @@ class ControlTokens:
     def find_added(self, text: str) -> list[tuple[int, int]]:
         """Places of all added tokens, special or not."""
         return [match.span() for match in self._find_added.finditer(text)]
-
-    def count_in(self, text: str) -> int:
-        """How many control ids (see `ids`) the tokenizer is expected to give for `text`."""
-        return len(self._find_counted.findall(text))
 
     def count_ids(self, ids: list[int]) -> int:
         return sum(map(self.ids.__contains__, ids))

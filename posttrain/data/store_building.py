@@ -115,7 +115,6 @@ class _HashSink:
 
 def store_key(source: RowSource, detection: Detection, renderer: Renderer, options: PrepareOptions) -> str:
     """Hash of all that decides the units: rows, tokenizer and template, format, options of encoding; no lengths."""
-    func = options.formatting_func
     decided_by = {
         "encoding": ENCODING_VERSION,
         "rows": source.content_hash(),
@@ -124,9 +123,19 @@ def store_key(source: RowSource, detection: Detection, renderer: Renderer, optio
         "reading": [detection.conversational, detection.implicit_prompt, detection.text_field],
         "conversion": [detection.foreign and detection.foreign.name, detection.from_value_columns],
         "options": {name: getattr(options, name) for name in options.ENCODING_FIELDS},
-        "formatting_func": datasets.fingerprint.Hasher.hash(func) if func is not None else None,
+        "formatting_func": _function_hash(options.formatting_func),
     }
     return xxhash.xxh3_128_hexdigest(json.dumps(decided_by, sort_keys=True, default=repr).encode())
+
+
+def _function_hash(function: Callable[..., Any] | None) -> str | None:
+    """By what the function does; a function that cannot be hashed is never found again."""
+    if function is None:
+        return None
+    try:
+        return datasets.fingerprint.Hasher.hash(function)
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return uuid.uuid4().hex
 
 
 def open_or_build(key: str, cache_dir: Path, build: Callable[[Path], dict[str, Any]]) -> TokenStore:
@@ -216,7 +225,7 @@ def build_store(
         "rows_read": tally.rows_read,
         "late_bad_rows": sorted(row for row in late if row >= 0),
         "control_token_rows": tally.control_token_rows,
-        "message_keys": tally.key_counts,
+        "message_keys": {f"{column}: {key}": count for (column, key), count in tally.key_counts.items()},
         "notes": dict(tally.notes),
         "labels": asdict(labels) if labels else None,
     }

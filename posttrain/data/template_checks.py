@@ -127,6 +127,9 @@ def probe_template(renderer: Renderer) -> list[str]:
             f"{whole[whole.rfind(ANSWER['content']) + len(ANSWER['content']) :]!r}, which holds no token of the tokenizer's. "
             "A model trained with it does not learn to stop."
         )
+    header = _untold_header(renderer)
+    if header:
+        warnings.append(f"The template has no generation prompt, so the model is trained to write {header!r} itself.")
     bos = tokenizer.bos_token
     if bos and whole.startswith(bos + bos):
         warnings.append(f"The template writes {bos!r} twice at the start.")
@@ -143,6 +146,16 @@ def probe_template(renderer: Renderer) -> list[str]:
     if not shows_tools(renderer) or tool_dialogue(renderer) is None:
         warnings.append("The template does not write tools or tool calls; rows with tools lose them or are refused.")
     return warnings
+
+
+def _untold_header(renderer: Renderer) -> str:
+    """What a template without generation prompt writes between a question and its answer that names a role."""
+    prompt, question = rendered(renderer, [USER], prompt=True), rendered(renderer, [USER])
+    whole = rendered(renderer, [USER, ANSWER])
+    if prompt is None or prompt != question or whole is None or not whole.startswith(prompt):
+        return ""
+    header = whole[len(prompt) : whole.rfind(ANSWER["content"])]
+    return header if any(map(str.isalpha, header)) else ""
 
 
 def _refusal(renderer: Renderer) -> str:

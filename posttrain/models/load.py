@@ -110,7 +110,17 @@ def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
         kwargs.setdefault("device_map", {"": options.device.index or 0})
     if options.task == SEQUENCE_REWARD:
         kwargs.setdefault("num_labels", 1)
-    return AUTO_CLASSES[options.task].from_pretrained(path, **kwargs)
+    loaded = AUTO_CLASSES[options.task].from_pretrained(path, **kwargs)
+    return _as_plain_weights(loaded) if "gguf_file" in kwargs else loaded
+
+
+def _as_plain_weights(model: nn.Module) -> nn.Module:
+    """transformers unpacks a GGUF file into ordinary weights but may still call the model quantised, and refuse to save it."""
+    if any(type(module).__name__.lower().startswith("gguf") for module in model.modules()):
+        raise ValueError("This GGUF file was loaded in its packed form, which cannot be trained. Uninstall `kernels`.")
+    model.hf_quantizer = None
+    model.config.__dict__.pop("quantization_config", None)
+    return model
 
 
 def locate(model: str | Path, init_kwargs: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:

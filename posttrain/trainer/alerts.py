@@ -7,11 +7,10 @@ MAD, times 1.4826 estimates a standard deviation), so that a noisy but healthy c
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from transformers import TrainerCallback
@@ -44,13 +43,14 @@ class Thresholds:
     entropy_floor: float = 0.02  # nats per token below which hardly anything is sampled but the likeliest token ...
     entropy_share: float = 0.1  # ... where it is also below this share of its first window
     margin_errors: float = 4.0  # negative margins must also have fallen by this many errors
-    stuck_logs: int = 40  # logs over which preference accuracy is averaged
-    stuck_accuracy: float = 0.53  # mean accuracy below this is guessing
+    stuck_logs: int = 60  # logs over which preference accuracy is averaged
+    stuck_accuracy: float = 0.52  # a mean below this, over these logs and over the last third of them, is guessing
     reward_drift: float = 10.0  # mean reward of a reward model this far from 0 ...
     reward_drift_margins: float = 5.0  # ... and this many times its margin between good and bad answers
     hacking_errors: float = 8.0  # reward this many errors above its first window ...
-    hacking_length_ratio: float = 2.0  # ... while completions became this many times longer or shorter ...
-    hacking_kl_ratio: float = 10.0  # ... or the KL grew by this factor
+    hacking_length_ratio: float = (
+        2.0  # ... while completions became this many times longer or shorter, or the KL is above `kl_level`
+    )
     reward_fall_errors: float = 8.0  # reward this many errors below its best window
     kl_level: float = 1.0  # median KL above this ...
     kl_growth: float = 3.0  # ... and this many times that of the logs before
@@ -71,22 +71,24 @@ class History:
     def __init__(self, thresholds: Thresholds) -> None:
         self.limits = thresholds
         self.steps_left = True
-        self._series: dict[str, deque[tuple[int, float]]] = {}
+        self._series: dict[str, tuple[list[int], list[float]]] = {}  # name -> steps, values
         self._first: dict[str, list[float]] = {}
 
     def add(self, step: int, logs: dict[str, Any]) -> None:
         for name, value in logs.items():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
-                self._series.setdefault(name, deque(maxlen=self.limits.kept_logs)).append((step, float(value)))
+                for known, new in zip(self._series.setdefault(name, ([], [])), (step, float(value))):
+                    known.append(new)
+                    del known[: -self.limits.kept_logs]
                 first = self._first.setdefault(name, [])
                 if len(first) < self.limits.window:
                     first.append(float(value))
 
     def values(self, name: str) -> list[float]:
-        return [value for _, value in self._series.get(name, ())]
+        return self._series[name][1] if name in self._series else []
 
     def steps(self, name: str) -> list[int]:
-        return [step for step, _ in self._series.get(name, ())]
+        return self._series[name][0] if name in self._series else []
 
     def first(self, name: str) -> list[float]:
         """The values of the first window; empty until it is full."""
@@ -139,7 +141,9 @@ def loss_exploded(history: History) -> Seen:
 
 def gradient_spike(history: History) -> Seen:
     limits, first = history.limits, history.first("grad_norm")
-    if not first or history.values("grad_norm")[-1] < median(first):  # late in a run norms are small and jump harmlessly
+    if not first or history.values("grad_norm")[-1] < median(
+        first
+    ):  # late in a run norms are small and jump harmlessly
         return None
     return _jump(history, "grad_norm", limits.gradient_spike_ratio, limits.gradient_spike_noise)
 
@@ -153,7 +157,9 @@ def _jump(history: History, name: str, ratio: float, noises: float, floor: float
     usual, now = median(before), values[-1]
     if now - usual > max((ratio - 1) * abs(usual), noises * noise(before), floor):
         step = history.steps(name)[-1]
-        return f"{name} is {number(now)} at step {step}; its median over the {len(before)} logs before is {number(usual)}"
+        return (
+            f"{name} is {number(now)} at step {step}; its median over the {len(before)} logs before is {number(usual)}"
+        )
     return None
 
 
@@ -229,8 +235,11 @@ def accuracy_stuck(history: History) -> Seen:
     limits = history.limits
     for name in history.names("rewards/accuracies", "accuracy"):
         latest = history.values(name)[-limits.stuck_logs :]
-        if len(latest) == limits.stuck_logs and sum(latest) / len(latest) < limits.stuck_accuracy:
-            return f"{name} averages {number(sum(latest) / len(latest))} over the last {len(latest)} logs; guessing gives 0.5"
+        if (
+            len(latest) == limits.stuck_logs
+            and max(fmean(latest), fmean(latest[-len(latest) // 3 :])) < limits.stuck_accuracy
+        ):
+            return f"{name} averages {number(fmean(latest))} over the last {len(latest)} logs; guessing gives 0.5"
     return None
 
 
@@ -242,7 +251,9 @@ def reward_drifted(history: History) -> Seen:
         return None
     offset, margin = median(means), median(margins)
     if abs(offset) > max(limits.reward_drift, limits.reward_drift_margins * abs(margin)):
-        return f"mean_reward is {number(offset)} over the last {len(means)} logs, with a margin of only {number(margin)}"
+        return (
+            f"mean_reward is {number(offset)} over the last {len(means)} logs, with a margin of only {number(margin)}"
+        )
     return None
 
 
@@ -262,16 +273,16 @@ def reward_hacked(history: History) -> Seen:
 
 def _side_effect(history: History) -> Seen:
     limits = history.limits
-    for name, factor, both_ways in (
-        *((n, limits.hacking_length_ratio, True) for n in history.names("mean_length")),
-        *((n, limits.hacking_kl_ratio, False) for n in history.names("kl")),
-    ):
+    for name in history.names("mean_length"):
         first, now = history.first(name), history.values(name)[-limits.window :]
-        if not first or median(first) <= 0 or median(now) <= 0:
-            continue
-        ratio = median(now) / median(first)
-        if ratio > factor or (both_ways and ratio < 1 / factor):
-            return f"{name} went from {number(median(first))} to {number(median(now))}"
+        if first and median(first) > 0:
+            ratio = median(now) / median(first)
+            if ratio > limits.hacking_length_ratio or ratio < 1 / limits.hacking_length_ratio:
+                return f"{name} went from {number(median(first))} to {number(median(now))}"
+    for name in history.names("kl"):
+        level = median(history.values(name)[-limits.window :])
+        if level > limits.kl_level:
+            return f"{name} is at {number(level)}"
     return None
 
 
@@ -290,7 +301,8 @@ def kl_growing(history: History) -> Seen:
 def rate_zero(history: History) -> Seen:
     latest = history.values("learning_rate")[-history.limits.rate_zero_logs :]
     if history.steps_left and len(latest) == history.limits.rate_zero_logs and not any(latest):
-        return f"learning_rate is 0 in the last {len(latest)} logs, at step {history.steps('learning_rate')[-1]}, and steps are left"
+        step = history.steps("learning_rate")[-1]
+        return f"learning_rate is 0 in the last {len(latest)} logs, up to step {step}, and steps are left"
     return None
 
 
@@ -419,7 +431,9 @@ class Alert:
     remedy: str
 
     def sentence(self, step: int) -> str:
-        return f"Alert at step {step} ({self.kind}): {self.seen}. This usually means {self.meaning}. Try: {self.remedy}."
+        return (
+            f"Alert at step {step} ({self.kind}): {self.seen}. This usually means {self.meaning}. Try: {self.remedy}."
+        )
 
 
 class Watch:

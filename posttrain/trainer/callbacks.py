@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import nn
 from transformers import TrainerCallback
 
-from posttrain.models.reference import Reference
+from posttrain.models.reference import Reference, frozen_copy
+from posttrain.trainer.bema import BEMACallback
+from posttrain.trainer.log_completions import LogCompletionsCallback
+from posttrain.trainer.progress import RichProgressCallback
+
+__all__ = ["BEMACallback", "LogCompletionsCallback", "RichProgressCallback", "SyncRefModelCallback"]
 
 
 class SyncRefModelCallback(TrainerCallback):
-    """TR-DPO (arXiv:2404.09656): every `ref_model_sync_steps` the reference moves a share towards the policy."""
+    """TR-DPO (arXiv:2404.09656): every `ref_model_sync_steps` the reference moves a share towards the policy.
 
-    def __init__(self, ref_model: Reference, accelerator: Any = None) -> None:
-        self.reference = ref_model
+    reference = (1 - ref_model_mixup_alpha) * reference + ref_model_mixup_alpha * policy
+    """
+
+    def __init__(self, ref_model: Reference | nn.Module, accelerator: Any = None) -> None:
+        self.reference = ref_model if isinstance(ref_model, Reference) else frozen_copy(ref_model)
         self.accelerator = accelerator
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

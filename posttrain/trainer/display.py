@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import TrainerCallback
 from transformers import trainer as transformers_trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils import logging as transformers_logging
 
 from posttrain.trainer.alerts import AlertsCallback
-from posttrain.trainer.progress import RichProgressCallback, count, duration, number, say
+from posttrain.trainer.model_card import may_be_overwritten
+from posttrain.trainer.progress import RichProgressCallback, count, duration, number, say, several
 from posttrain.trainer.step_file import StepFile
 
 if TYPE_CHECKING:
@@ -31,7 +33,9 @@ def display_callbacks(trainer: BaseTrainer) -> None:
     trainer.add_callback(RichProgressCallback().stand_back_for(trainer.callback_handler.callbacks))
     if trainer.args.alerts:
         trainer.add_callback(AlertsCallback(trainer.args.output_dir))
+    trainer.add_callback(CardWriter(trainer))
     trainer.add_callback(RunSummary(trainer))
+    trainer.add_callback(QuietSaving())
 
 
 class MetricsFile(TrainerCallback):
@@ -47,6 +51,31 @@ class MetricsFile(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
             self.file.append(state.global_step, logs)
+
+
+class CardWriter(TrainerCallback):
+    """A run folder, and whatever is pushed from it, has a card that says how the model was made."""
+
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and may_be_overwritten(args.output_dir):
+            self.trainer.create_model_card()
+
+    on_push_begin = on_train_end
+
+
+class QuietSaving(TrainerCallback):
+    """transformers draws a bar of its own whenever weights are written, in the middle of ours. Not while a run is shown."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.was_on = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.was_on:
+            transformers_logging.enable_progress_bar()
 
 
 class RunPlan(TrainerCallback):
@@ -103,10 +132,9 @@ def batch_arithmetic(trainer: BaseTrainer, max_steps: int) -> str:
     """What one optimizer step is made of, in one sentence."""
     args, noun = trainer.args, _noun(trainer)
     rows, accumulation, processes = trainer._train_batch_size, args.gradient_accumulation_steps, args.world_size
-    word = "process" if processes == 1 else "processes"
     return (
-        f"{rows} {noun} x {accumulation} accumulation x {processes} {word} = {rows * accumulation * processes} {noun} "
-        f"an optimizer step, {max_steps:,} steps"
+        f"{rows} {noun} x {accumulation} accumulation x {several(processes, 'process')} = {rows * accumulation * processes} {noun} "
+        f"an optimizer step, {several(max_steps, 'step')}"
     )
 
 
@@ -153,7 +181,7 @@ def _kept(args: Any) -> str:
     trackers = f", reported to {', '.join(args.report_to)}" if args.report_to else ""
     saves = {
         "no": "no checkpoints",
-        "steps": f"a checkpoint every {number(args.save_steps)} steps",
+        "steps": "a checkpoint every " + ("step" if args.save_steps == 1 else f"{number(args.save_steps)} steps"),
         "epoch": "a checkpoint every epoch",
         "best": "a checkpoint when evaluation improves",
     }
@@ -166,16 +194,22 @@ def _kept(args: Any) -> str:
 def summary(trainer: BaseTrainer, steps: int, tokens: float, took: float) -> list[str]:
     """The lines of the block that closes a run."""
     state, args = trainer.state, trainer.args
-    ended = "finished" if state.global_step >= state.max_steps else f"stopped at step {state.global_step} of {state.max_steps}"
+    ended = (
+        "finished"
+        if state.global_step >= state.max_steps
+        else f"stopped at step {state.global_step} of {state.max_steps}"
+    )
     speed = f", {count(tokens / took)} tokens/s" if took > 0 and tokens else ""
-    lines = [f"{trainer.method.upper()} {ended}: {steps:,} steps, {count(tokens)} tokens in {duration(took)}{speed}"]
+    lines = [
+        f"{trainer.method.upper()} {ended}: {several(steps, 'step')}, {count(tokens)} tokens in {duration(took)}{speed}"
+    ]
     lines += [
         f"  {name:<12}{number(first)} -> {number(last)}"
         for name in _losses(state.log_history)
         for first, last in [first_and_last(state.log_history, name)]
     ]
     if trainer.run_state.skipped_total:
-        lines.append(f"  skipped     {trainer.run_state.skipped_total} steps whose gradient was not finite")
+        lines.append(f"  skipped     {several(trainer.run_state.skipped_total, 'step')} whose gradient was not finite")
     lines += _losses_of_data(trainer.train_dataset)
     lines.append(f"  run         {args.output_dir} (every metric in {METRICS_FILE})")
     return lines

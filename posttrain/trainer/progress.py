@@ -17,7 +17,8 @@ from transformers import TrainerCallback
 
 SHOWN = (
     "loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "rewards/accuracies", "rewards/margins",
-    "rewards/chosen", "rewards/rejected", "accuracy", "margin", "mean_reward", "reward", "reward_std", "kl", "aux_loss", "skipped_steps",
+    "rewards/chosen", "rewards/rejected", "accuracy", "margin", "mean_reward", "reward", "reward_std", "kl",
+    "aux_loss", "skipped_steps",
 )  # fmt: skip
 """Metrics a person follows, in the order they are shown. Everything else is in metrics.jsonl."""
 SHORT_NAMES = {"learning_rate": "lr", "mean_token_accuracy": "token_accuracy"}
@@ -45,6 +46,12 @@ def count(value: float) -> str:
         if value >= size:
             return f"{value / size:.1f}{letter}"
     return f"{value:.0f}"
+
+
+def several(amount: int, noun: str) -> str:
+    """1 step, 1,200 steps, 2 processes."""
+    ending = "" if amount == 1 else "es" if noun.endswith("s") else "s"
+    return f"{amount:,} {noun}{ending}"
 
 
 def duration(seconds: float) -> str:
@@ -153,7 +160,9 @@ class RichView:
         # No thread of its own: after an exception nothing goes on drawing over the traceback.
         self.live = Live(console=self.console, auto_refresh=False, get_renderable=self.render)
         self.live.start()
-        atexit.register(self.end)  # an exception ends a run without `on_train_end`; the cursor must come back all the same
+        atexit.register(
+            self.end
+        )  # an exception ends a run without `on_train_end`; the cursor must come back all the same
 
     def render(self) -> Group:
         return Group(*([self.table()] if self.latest else []), self.bars)
@@ -169,9 +178,7 @@ class RichView:
     def advance(self, step: int) -> None:
         self.step = step
         now = time.monotonic()
-        self.bars.update(
-            self.training, completed=step, speed="  ".join(self.pace.words(step, self.max_steps, now))
-        )
+        self.bars.update(self.training, completed=step, speed="  ".join(self.pace.words(step, self.max_steps, now)))
         self.draw(now)
 
     def advance_evaluation(self, total: int | None) -> None:

@@ -55,7 +55,17 @@ def trl_wheel() -> Path:
     cache_folder = Path(os.environ.get("POSTTRAIN_TEST_CACHE", Path.home() / ".cache" / "posttrain-tests"))
     wheel = cache_folder / WHEEL
     if not wheel.is_file():
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "trl==1.16.0", "-d", str(cache_folder)]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "trl==1.16.0",
+            "-d",
+            str(cache_folder),
+        ]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode or not wheel.is_file():
             pytest.skip(f"{WHEEL} is not in {cache_folder}, and pip cannot download it: {done.stderr.strip()[-300:]}")
@@ -78,6 +88,11 @@ def user(content: Any) -> dict[str, Any]:
 
 def said(content: Any, **fields: Any) -> dict[str, Any]:
     return {"role": "assistant", "content": content, **fields}
+
+
+def thought(reasoning: str, content: str) -> dict[str, Any]:
+    """Reasoning under both names: some templates know it as `thinking`, and some transformers fill in the other name."""
+    return said(content, reasoning_content=reasoning, thinking=reasoning)
 
 
 def call(name: str, number: int, **arguments: Any) -> dict[str, Any]:
@@ -131,16 +146,16 @@ SHAPES: dict[str, Conversation] = {
         TOOLS,
     ),
     "text and tool call at the end": Conversation(
-        [user("Weather?"), said("I look it up.", tool_calls=[call("get_weather", 1, place="Zürich \"Nord\"")])], TOOLS
+        [user("Weather?"), said("I look it up.", tool_calls=[call("get_weather", 1, place='Zürich "Nord"')])], TOOLS
     ),
     "tool call at the end": Conversation([user("Weather?"), CALL], TOOLS),
-    "reasoning": Conversation([user("2 + 2?"), said("4", reasoning_content="Two and two make four.")]),
+    "reasoning": Conversation([user("2 + 2?"), thought("Two and two make four.", "4")]),
     "reasoning in an earlier turn": Conversation(
         [
             user("2 + 2?"),
-            said("4", reasoning_content="Two and two make four."),
+            thought("Two and two make four.", "4"),
             user("3 + 3?"),
-            said("6", reasoning_content="Three and three make six."),
+            thought("Three and three make six.", "6"),
         ]
     ),
     "think tags in the content": Conversation([user("2 + 2?"), said("<think>\nEasy.\n</think>\n\n4")]),

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import datasets
@@ -32,14 +33,24 @@ PRM = (formats.STEPWISE,)
 class RememberingRenderer(Renderer):
     """The real renderer, which does not render the 9,999 equal good rows again and again."""
 
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer)
+        self.seen: dict[str, Any] = {}
+
+    def remember(self, keys, items, encode):
+        new = {key: item for key, item in zip(keys, items) if key not in self.seen}
+        self.seen |= dict(zip(new, encode(list(new.values()))))
+        return [self.seen[key] for key in keys]
+
+    def encode_texts(self, texts, add_special_tokens=True):
+        encode = super().encode_texts
+        return self.remember(texts, texts, lambda new: encode(new, add_special_tokens))
+
     def encode_chats(self, chats, train):
-        if not hasattr(self, "seen"):
-            self.seen: dict[str, Any] = {}
+        encode = super().encode_chats
         keys = [json.dumps([c.messages, c.tools, c.template_kwargs, c.num_prompt_messages, train]) for c in chats]
-        new = {key: chat for key, chat in zip(keys, chats) if key not in self.seen}
-        self.seen |= dict(zip(new, super().encode_chats(list(new.values()), train)))
-        fresh = [self.seen[key] for key in keys]
-        return [Sample(s.input_ids, s.trained) if isinstance(s, Sample) else s for s in fresh]
+        samples = self.remember(keys, chats, lambda new: encode(new, train))
+        return [Sample(s.input_ids, s.trained) if isinstance(s, Sample) else s for s in samples]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +88,13 @@ TEXT_CHOICE = {"chosen": "What is 2 + 2? It is 4.", "rejected": "What is 2 + 2? 
 SCORED = {**CHOICE, "margin": 1.0}
 STEPS = {"prompt": "What is 2 + 2?", "completions": ["Add them.", "It is 4."], "labels": [True, True]}
 IDS = {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]}
-ID_PAIR = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5], "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0}
+ID_PAIR = {
+    "prompt_ids": [1, 2],
+    "chosen_ids": [3, 4],
+    "rejected_ids": [5],
+    "ref_chosen_logps": -1.0,
+    "ref_rejected_logps": -2.0,
+}
 ALPACA = {"instruction": "Add 2 and 2.", "input": "", "output": "4"}
 SHAREGPT = {"conversations": [{"from": "human", "value": "Hello"}, {"from": "gpt", "value": "Hello!"}]}
 
@@ -169,14 +186,18 @@ MESSAGES = [
     chat("an image", [user([{"type": "image"}, {"type": "text", "text": "x"}]), assistant()], "block of type 'image'"),
     chat("unknown block", [user([{"type": "chart", "x": 1}]), assistant()], "content block 0 is dict"),
     chat("block without text", [user([{"type": "text", "text": 3}]), assistant()], "content block 0"),
-    chat("lone surrogate", [user(), assistant("It \ud83d is")], r"message 1 holds half of a surrogate pair \(U\+D83D\)"),
+    chat(
+        "lone surrogate", [user(), assistant("It \ud83d is")], r"message 1 holds half of a surrogate pair \(U\+D83D\)"
+    ),
     chat("NUL in a message", [user("a\x00b"), assistant()], "message 0 holds a NUL character at position 1"),
     chat("tools not JSON", CHAT["messages"], "not the JSON", "tools", tools="[{"),
     chat("tools an integer", CHAT["messages"], "int 3", "tools", tools=3),
     chat("tool without name", CHAT["messages"], "tool 0 is dict", "tools", tools=[{"parameters": {"a": 1}}]),
     chat("template arguments a list", CHAT["messages"], "list", "chat_template_kwargs", chat_template_kwargs=[1]),
     Kind("row a string", SFT, CHAT, "Hello", "", "the row is str"),
-    sft("ShareGPT: unknown speaker", SHAREGPT, {"conversations": [{"from": "x", "value": "y"}]}, "conversations", "'x'"),
+    sft(
+        "ShareGPT: unknown speaker", SHAREGPT, {"conversations": [{"from": "x", "value": "y"}]}, "conversations", "'x'"
+    ),
     sft(
         "ShareGPT: value null",
         SHAREGPT,
@@ -184,7 +205,13 @@ MESSAGES = [
         "conversations",
         "no 'content'",
     ),
-    sft("another format's row", {**CHAT, "text": None}, {"messages": None, **TEXT}, "messages", "'text', the columns of another format"),
+    sft(
+        "another format's row",
+        {**CHAT, "text": None},
+        {"messages": None, **TEXT},
+        "messages",
+        "'text', the columns of another format",
+    ),
     sft("Alpaca: no instruction", ALPACA, {"instruction": ""}, "instruction", "is empty"),
     sft("Alpaca: no output", ALPACA, {"output": None}, "output", "no 'content'"),
     sft("Alpaca: input a number", ALPACA, {"input": 3}, "input", "int 3"),
@@ -201,8 +228,22 @@ PLAIN = [
     sft("text of white space", TEXT, {"text": "\n \u2003"}, "text", "only white space"),
     sft("text with NUL", TEXT, {"text": "a\x00"}, "text", "NUL character at position 1"),
     sft("text with a lone surrogate", TEXT, {"text": "é\udc00"}, "text", r"U\+DC00\) at position 1"),
-    sft("formatting_func raises", TEXT, {"text": None}, "text", "AttributeError", formatting_func=lambda r: r["text"].strip()),
-    sft("formatting_func gives None", TEXT, {"text": ""}, "text", "null", formatting_func=lambda row: row["text"] or None),
+    sft(
+        "formatting_func raises",
+        TEXT,
+        {"text": None},
+        "text",
+        "AttributeError",
+        formatting_func=lambda r: r["text"].strip(),
+    ),
+    sft(
+        "formatting_func gives None",
+        TEXT,
+        {"text": ""},
+        "text",
+        "null",
+        formatting_func=lambda row: row["text"] or None,
+    ),
     sft("prompt null", PAIR, {"prompt": None}, "prompt", "missing or null"),
     sft("prompt empty", PAIR, {"prompt": ""}, "prompt", "is empty"),
     sft("completion null", PAIR, {"completion": None}, "completion", "missing or null"),
@@ -210,11 +251,27 @@ PLAIN = [
     sft("completion of white space", PAIR, {"completion": " "}, "completion", "only white space"),
     sft("completion a list beside a text", PAIR, {"completion": [assistant()]}, "completion", "holds text"),
     sft("prompt a text beside a list", CHAT_PAIR, {"prompt": "What?"}, "prompt", "lists of messages"),
-    sft("completion begins with user", CHAT_PAIR, {"completion": [user(), assistant()]}, "completion", "another user turn"),
-    sft("prompt ends on assistant", CHAT_PAIR, {"prompt": [user(), assistant()]}, "completion", "another assistant turn"),
+    sft(
+        "completion begins with user",
+        CHAT_PAIR,
+        {"completion": [user(), assistant()]},
+        "completion",
+        "another user turn",
+    ),
+    sft(
+        "prompt ends on assistant", CHAT_PAIR, {"prompt": [user(), assistant()]}, "completion", "another assistant turn"
+    ),
     sft("completion ends on user", CHAT_PAIR, {"completion": [assistant(), user()]}, "completion", "ends on a user"),
     sft("prompt of two users", CHAT_PAIR, {"prompt": [user(), user()]}, "prompt", "follows another user turn"),
-    sft("longer than the limit", TEXT, {"text": "x" * 60}, "text", "61 tokens.*is 50", max_length=50, truncation_mode="error"),
+    sft(
+        "longer than the limit",
+        TEXT,
+        {"text": "x" * 60},
+        "text",
+        "61 tokens.*is 50",
+        max_length=50,
+        truncation_mode="error",
+    ),
     sft(
         "prompt longer than the limit",
         PAIR,
@@ -224,8 +281,22 @@ PLAIN = [
         max_length=50,
         truncation_mode="error",
     ),
-    sft("a column that the reward needs", {**PAIR, "solution": "4"}, {"solution": None}, "solution", "the run needs it", required_columns=("solution",)),
-    sft("unknown environment", {**PAIR, "environment": "maze"}, {"environment": "moon"}, "environment", "none of 'maze'", allowed_values={"environment": ("maze",)}),
+    sft(
+        "a column that the reward needs",
+        {**PAIR, "solution": "4"},
+        {"solution": None},
+        "solution",
+        "the run needs it",
+        required_columns=("solution",),
+    ),
+    sft(
+        "unknown environment",
+        {**PAIR, "environment": "maze"},
+        {"environment": "moon"},
+        "environment",
+        "none of 'maze'",
+        allowed_values={"environment": ("maze",)},
+    ),
 ]
 
 PREFERENCES = [
@@ -238,15 +309,26 @@ PREFERENCES = [
     dpo("chosen equals rejected", CHOICE, {"rejected": CHOICE["chosen"]}, "rejected", "equals 'chosen'"),
     dpo("equal conversations", CHAT_CHOICE, {"rejected": CHAT_CHOICE["chosen"]}, "rejected", "equals 'chosen'"),
     dpo("no shared beginning", TEXT_CHOICE, {"rejected": "Another thing"}, "chosen", "shares no beginning"),
-    dpo("different prompts", CHAT_CHOICE, {"rejected": [user("And 3?"), assistant("6")]}, "chosen", "part at message 0"),
+    dpo(
+        "different prompts", CHAT_CHOICE, {"rejected": [user("And 3?"), assistant("6")]}, "chosen", "part at message 0"
+    ),
     dpo(
         "part at a later question",
         CHAT_CHOICE,
-        {"chosen": [user(), assistant(), user("A"), assistant()], "rejected": [user(), assistant(), user("B"), assistant()]},
+        {
+            "chosen": [user(), assistant(), user("A"), assistant()],
+            "rejected": [user(), assistant(), user("B"), assistant()],
+        },
         "chosen",
         "part at message 2",
     ),
-    dpo("rejected ends on user", CHAT_CHOICE, {"rejected": [user(), assistant("5"), user("No")]}, "rejected", "ends on a user"),
+    dpo(
+        "rejected ends on user",
+        CHAT_CHOICE,
+        {"rejected": [user(), assistant("5"), user("No")]},
+        "rejected",
+        "ends on a user",
+    ),
     dpo("chosen empty conversation", CHAT_CHOICE, {"chosen": []}, "chosen", "empty list"),
     Kind("margin NaN", REWARD, SCORED, {"margin": math.nan}, "margin", "is nan"),
     Kind("margin infinite", REWARD, SCORED, {"margin": math.inf}, "margin", "is inf"),
@@ -269,7 +351,9 @@ TOKENS = [
     sft("ids null", IDS, {"input_ids": None}, "input_ids", "missing or null"),
     sft("ids empty", IDS, {"input_ids": [], "labels": []}, "input_ids", "is empty"),
     sft("id negative", IDS, {"input_ids": [1, -2, 3, 4]}, "input_ids", "negative id -2 at 1"),
-    sft("id out of vocabulary", IDS, {"input_ids": [1, 2, 3, 999_999]}, "input_ids", "999999 at 3; the vocabulary ends"),
+    sft(
+        "id out of vocabulary", IDS, {"input_ids": [1, 2, 3, 999_999]}, "input_ids", "999999 at 3; the vocabulary ends"
+    ),
     sft("ids floats", IDS, {"input_ids": [1.0, 2.5, 3.0, 4.0]}, "input_ids", "a flat list of integers"),
     sft("ids a string", IDS, {"input_ids": "1 2 3 4"}, "input_ids", "str '1 2 3 4'"),
     sft("ids nested", IDS, {"input_ids": [[1, 2], [3]]}, "input_ids", "a flat list of integers"),
@@ -277,20 +361,86 @@ TOKENS = [
     sft("labels longer", IDS, {"labels": [-100, 2, 3, 4, 5]}, "labels", "5 entries for 4"),
     sft("labels all -100", IDS, {"labels": [-100] * 4}, "labels", "-100 everywhere"),
     sft("labels shifted", IDS, {"labels": [2, 3, 4, -100]}, "labels", "is 2 at 0, neither -100 nor the token id 1"),
-    sft("only the first token trained", IDS, {"labels": [1, -100, -100, -100]}, "input_ids", "no token that could be trained"),
-    sft("hole in the attention mask", {**IDS, "attention_mask": [1] * 4}, {"attention_mask": [1, 0, 1, 1]}, "attention_mask", "hole at 1"),
-    sft("attention mask of zeros", {**IDS, "attention_mask": [1] * 4}, {"attention_mask": [0] * 4}, "attention_mask", "0 everywhere"),
-    sft("mask of other length", {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]}, {"completion_mask": [0, 1]}, "completion_mask", "2 entries for 3"),
-    sft("mask of other numbers", {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]}, {"completion_mask": [0, 1, 7]}, "completion_mask", "other than 0 and 1"),
-    sft("mask of zeros", {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]}, {"completion_mask": [0, 0, 0]}, "input_ids", "no token that could"),
-    sft("seq_lengths of other sum", {"input_ids": [1, 2, 3], "seq_lengths": [1, 2]}, {"seq_lengths": [1, 1]}, "seq_lengths", "adds up to 2 for 3"),
-    sft("ids longer than the limit", IDS, {"input_ids": [5] * 9, "labels": [5] * 9}, "input_ids", "has 9 tokens, max_length is 8", max_length=8, truncation_mode="error"),
+    sft(
+        "only the first token trained",
+        IDS,
+        {"labels": [1, -100, -100, -100]},
+        "input_ids",
+        "no token that could be trained",
+    ),
+    sft(
+        "hole in the attention mask",
+        {**IDS, "attention_mask": [1] * 4},
+        {"attention_mask": [1, 0, 1, 1]},
+        "attention_mask",
+        "hole at 1",
+    ),
+    sft(
+        "attention mask of zeros",
+        {**IDS, "attention_mask": [1] * 4},
+        {"attention_mask": [0] * 4},
+        "attention_mask",
+        "0 everywhere",
+    ),
+    sft(
+        "mask of other length",
+        {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]},
+        {"completion_mask": [0, 1]},
+        "completion_mask",
+        "2 entries for 3",
+    ),
+    sft(
+        "mask of other numbers",
+        {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]},
+        {"completion_mask": [0, 1, 7]},
+        "completion_mask",
+        "other than 0 and 1",
+    ),
+    sft(
+        "mask of zeros",
+        {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]},
+        {"completion_mask": [0, 0, 0]},
+        "input_ids",
+        "no token that could",
+    ),
+    sft(
+        "no mask for completion_only_loss",
+        {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1]},
+        {"completion_mask": None},
+        "completion_mask",
+        "completion_only_loss=True needs it",
+        completion_only_loss=True,
+    ),
+    sft(
+        "seq_lengths of other sum",
+        {"input_ids": [1, 2, 3], "seq_lengths": [1, 2]},
+        {"seq_lengths": [1, 1]},
+        "seq_lengths",
+        "adds up to 2 for 3",
+    ),
+    sft(
+        "ids longer than the limit",
+        IDS,
+        {"input_ids": [5] * 9, "labels": [5] * 9},
+        "input_ids",
+        "has 9 tokens, max_length is 8",
+        max_length=8,
+        truncation_mode="error",
+    ),
     dpo("chosen_ids empty", ID_PAIR, {"chosen_ids": []}, "chosen_ids", "is empty"),
     dpo("rejected_ids out of vocabulary", ID_PAIR, {"rejected_ids": [10**6]}, "rejected_ids", "vocabulary ends"),
     dpo("equal ids", ID_PAIR, {"rejected_ids": [3, 4]}, "rejected_ids", "equals 'chosen_ids'"),
-    Kind("reference log-probs of one side", DPO, ID_PAIR, {}, "ref_rejected_logps", "missing", without=("ref_rejected_logps",)),
+    Kind(
+        "reference log-probs of one side",
+        DPO,
+        ID_PAIR,
+        {},
+        "ref_rejected_logps",
+        "missing",
+        without=("ref_rejected_logps",),
+    ),
     dpo("reference log-prob NaN", ID_PAIR, {"ref_chosen_logps": math.nan}, "ref_chosen_logps", "is nan"),
-]  # fmt: skip
+]
 
 KINDS = [*MESSAGES, *PLAIN, *PREFERENCES, *TOKENS]
 
@@ -301,7 +451,9 @@ def arrow_where_possible(rows: list[Any]) -> Any:
         dataset = datasets.Dataset.from_list(copy.copy(rows))
     except (pa.ArrowException, UnicodeEncodeError, AttributeError, TypeError, ValueError):
         return rows
-    return dataset if repr(without_nones(dataset[0])) == repr(without_nones(rows[0])) else rows  # Arrow may have changed the type of all rows
+    return (
+        dataset if repr(without_nones(dataset[0])) == repr(without_nones(rows[0])) else rows
+    )  # Arrow may have changed the type of all rows
 
 
 def problems_of(dataset: Any, kind: Kind, renderer: Renderer, tmp_path: Any) -> BadRowsError:
@@ -348,7 +500,7 @@ def test_all_problems_in_one_pass_first_twenty_shown(renderer, tmp_path):
     assert error.total == 50
     assert len(error.problems) == 20
     assert "... and 30 more" in str(error)
-    assert len(open(error.file).readlines()) == 50
+    assert len(Path(error.file).read_text().splitlines()) == 50
 
 
 def test_several_problems_of_one_row_are_all_told(renderer, tmp_path):

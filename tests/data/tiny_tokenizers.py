@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 LINES = [
     "The weather in Paris is sunny today, and the user asks the assistant about it.",
-    "system user assistant tool: a question, an answer; {\"name\": \"get_weather\", \"arguments\": {\"place\": \"Paris\"}}",
+    'system user assistant tool: a question, an answer; {"name": "get_weather", "arguments": {"place": "Paris"}}',
     "Hello there. How are you? I am fine, thank you.\n\nLet me think about it for a while <think> </think>",
     "ÄÖÜ äöü ß é è ñ 你好 世界 こんにちは 🙂 < > | [ ] /",
 ] * 4
@@ -22,7 +22,7 @@ CONTROL_TEXT = re.compile(
 PLAIN_ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
 
 
-def _byte_level(vocab_size: int = 400) -> Tokenizer:
+def byte_level_without_control_tokens(vocab_size: int = 400) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -40,10 +40,12 @@ def _wrapped(tokenizer: Tokenizer, specials: Iterable[str | AddedToken], **roles
 
 def byte_level(specials: Iterable[str] = ()) -> PreTrainedTokenizerFast:
     """Like GPT-2 and SmolLM: byte-level BPE; the unknown token is also EOS, and offsets are trimmed."""
-    tokenizer = _byte_level()
+    tokenizer = byte_level_without_control_tokens()
     tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     specials = [*specials, "<|im_start|>", "<|im_end|>"]
-    return _wrapped(tokenizer, specials, eos_token="<|endoftext|>", bos_token="<|endoftext|>", unk_token="<|endoftext|>")
+    return _wrapped(
+        tokenizer, specials, eos_token="<|endoftext|>", bos_token="<|endoftext|>", unk_token="<|endoftext|>"
+    )
 
 
 def metaspace(specials: Iterable[str] = ()) -> PreTrainedTokenizerFast:
@@ -58,7 +60,9 @@ def metaspace(specials: Iterable[str] = ()) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(LINES, trainer)
     # The trainer marks the byte tokens special, which they are not.
     state = tokenizer.to_str().replace("\n", "")
-    tokenizer = Tokenizer.from_str(re.sub(r'\{[^{}]*"content": ?"<0x[0-9A-F]{2}>"[^{}]*\},?', "", state).replace(",]", "]"))
+    tokenizer = Tokenizer.from_str(
+        re.sub(r'\{[^{}]*"content": ?"<0x[0-9A-F]{2}>"[^{}]*\},?', "", state).replace(",]", "]")
+    )
     return _wrapped(tokenizer, [*specials, "[INST]", "[/INST]"], bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
@@ -94,7 +98,7 @@ def with_plain_added_tokens(specials: Iterable[str] = ()) -> PreTrainedTokenizer
     stripping = [AddedToken(text, rstrip=True, normalized=False, special=True) for text in ("<|end|>", "<|assistant|>")]
     plain = [text for text in specials if text not in ("<|end|>", "<|assistant|>")]
     specials = [*plain, "<|im_start|>", "<|im_end|>", *stripping]
-    tokenizer = _wrapped(_byte_level(), specials, eos_token="<|endoftext|>", pad_token="<|pad|>")
+    tokenizer = _wrapped(byte_level_without_control_tokens(), specials, eos_token="<|endoftext|>", pad_token="<|pad|>")
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in PLAIN_ADDED])
     return tokenizer
 
@@ -103,7 +107,12 @@ def many_reserved(specials: Iterable[str] = ()) -> PreTrainedTokenizerFast:
     """Like Llama 3: 256 control tokens, most of them reserved; no unknown token."""
     reserved = [f"<|reserved_special_token_{number}|>" for number in range(248)]
     named = ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|im_start|>", "<|im_end|>"]
-    return _wrapped(_byte_level(), [*specials, *named, *reserved], bos_token="<|begin_of_text|>", eos_token="<|end_of_text|>")
+    return _wrapped(
+        byte_level_without_control_tokens(),
+        [*specials, *named, *reserved],
+        bos_token="<|begin_of_text|>",
+        eos_token="<|end_of_text|>",
+    )
 
 
 KINDS: dict[str, Callable[..., PreTrainedTokenizerFast]] = {
@@ -119,7 +128,7 @@ KINDS: dict[str, Callable[..., PreTrainedTokenizerFast]] = {
 def tokenizer_for(template: str) -> PreTrainedTokenizerFast:
     """A byte-level tokenizer (it decodes to the very text) that knows the control tokens of a template."""
     specials = sorted(set(CONTROL_TEXT.findall(template)) - set(PLAIN_ADDED))
-    tokenizer = _wrapped(_byte_level(), specials, bos_token="<s>", eos_token="</s>")
+    tokenizer = _wrapped(byte_level_without_control_tokens(), specials, bos_token="<s>", eos_token="</s>")
     tokenizer.add_tokens([AddedToken(text, normalized=False, special=False) for text in PLAIN_ADDED])
     tokenizer.chat_template = template
     return tokenizer

@@ -176,7 +176,9 @@ def test_every_rule_has_a_disease():
 
 
 def test_the_numbers_seen_are_in_the_sentence():
-    logs = [{"loss": 2.0 + 0.01 * (i % 3), "learning_rate": 1e-4} for i in range(15)] + [{"loss": 50.0, "learning_rate": 1e-4}]
+    logs = [{"loss": 2.0 + 0.01 * (i % 3), "learning_rate": 1e-4} for i in range(15)] + [
+        {"loss": 50.0, "learning_rate": 1e-4}
+    ]
     ((kind, sentence),) = alerts_of(logs)
     assert kind == "loss_exploded"
     assert "loss is 50 at step 160; its median over the 15 logs before is 2.01" in sentence

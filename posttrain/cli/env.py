@@ -1,0 +1,38 @@
+"""`posttrain env`: versions and devices, as a bug report needs them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+
+PACKAGES = (
+    "posttrain", "torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "huggingface_hub",
+    "vllm", "liger-kernel", "bitsandbytes", "deepspeed", "triton", "trackio", "wandb", "tensorboard",
+)  # fmt: skip
+
+
+def main(words: list[str]) -> int:
+    for name, value in report():
+        print(f"{name:<16} {value}")
+    return 0
+
+
+def report() -> list[tuple[str, str]]:
+    import torch
+
+    rows = [("platform", platform.platform()), ("python", platform.python_version())]
+    for name in PACKAGES:
+        try:
+            rows.append((name, importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            rows.append((name, "not installed"))
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            properties = torch.cuda.get_device_properties(index)
+            rows.append((f"cuda:{index}", f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB"))
+    else:
+        rows.append(("accelerator", "none"))
+    rows.append(("cpu cores", f"{len(os.sched_getaffinity(0))} usable, {torch.get_num_threads()} torch threads"))
+    return rows

@@ -1,0 +1,437 @@
+"""Preparation: what is kept, cut, dropped and counted; the cache; several workers; streams."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch.utils.data
+
+from posttrain.data import row_formats as formats
+from posttrain.data import store_building
+from posttrain.data.prepare import PreparedDataset, PrepareOptions, prepare_dataset
+from posttrain.data.renderer import Renderer
+from posttrain.data.row_checks import BadRowsError
+from posttrain.data.token_store import TokenStore, trained_ranges
+from tests import tiny
+
+SFT = (formats.LANGUAGE_MODELLING, formats.PROMPT_COMPLETION, formats.TOKENISED)
+DPO = (formats.PREFERENCE,)
+REWARD = (formats.SCORED_PREFERENCE,)
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    return Renderer(tiny.tokenizer())
+
+
+@pytest.fixture
+def cache(tmp_path):
+    return tmp_path / "cache"
+
+
+def ids_of(prepared):
+    return [[sample.input_ids.tolist() for sample in unit] for unit in prepared]
+
+
+def texts(*sizes):
+    """Rows that give samples of these sizes: one token a character, and the end-of-sequence token."""
+    return [{"text": "x" * (size - 1)} for size in sizes]
+
+
+# ------------------------------------------------------------------------------------------------------------ truncation
+
+
+@pytest.mark.parametrize(
+    ("mode", "lengths", "dropped", "truncated"),
+    [
+        ("keep_start", [3, 8, 8], {}, (1, 12)),
+        ("keep_end", [3, 8, 8], {}, (1, 12)),
+        ("drop", [3, 8], {"longer than max_length": 1}, (0, 0)),
+    ],
+)
+def test_truncation_is_counted(mode, lengths, dropped, truncated, renderer, cache):
+    options = PrepareOptions(cache_dir=cache, max_length=8, truncation_mode=mode)
+    prepared = prepare_dataset(texts(3, 8, 20), SFT, renderer, options)
+    assert [len(unit[0]) for unit in prepared] == lengths
+    report = prepared.report
+    assert (report.dropped, (report.truncated, report.truncated_tokens)) == (dropped, truncated)
+    assert (report.rows_read, report.kept) == (3, len(lengths))
+    assert report.tokens == sum(lengths)
+    assert report.trained_tokens == sum(length - 1 for length in lengths)
+    ends_on_eos = prepared[len(lengths) - 1][0].input_ids[-1] == renderer.tokenizer.eos_token_id
+    assert ends_on_eos == (mode != "keep_start")
+
+
+def test_truncation_by_error_names_the_row(renderer, cache):
+    options = PrepareOptions(cache_dir=cache, max_length=8, truncation_mode="error")
+    with pytest.raises(BadRowsError, match="row 2, column 'text': has 20 tokens, max_length is 8"):
+        prepare_dataset(texts(3, 8, 20), SFT, renderer, options)
+    options.on_bad_rows = "drop"
+    assert prepare_dataset(texts(3, 8, 20), SFT, renderer, options).report.dropped == {"bad (too_long)": 1}
+
+
+def test_pairs_need_a_trained_token_on_both_sides(renderer, cache):
+    pair = {"prompt": "x" * 10, "chosen": "y", "rejected": "zz"}
+    rows = [pair, {**pair, "prompt": "x" * 16}, {**pair, "prompt": "x" * 3}]
+    by_start = prepare_dataset(rows, DPO, renderer, PrepareOptions(cache_dir=cache, max_length=16))
+    assert by_start.rows.tolist() == [0, 2]
+    assert by_start.report.dropped == {"left without a trained token by max_length": 1}
+    by_end = PrepareOptions(cache_dir=cache, max_length=3, truncation_mode="keep_end")
+    assert ids_of(prepare_dataset(rows, DPO, renderer, by_end))[0] == [
+        renderer.encode_texts(["xy<|im_end|>"])[0].tolist(),
+        renderer.encode_texts(["zz<|im_end|>"])[0].tolist(),
+    ]
+
+
+def test_scored_pairs_may_be_dropped_whole(renderer, cache):
+    rows = [{"chosen": "x" * 9, "rejected": "y"}, {"chosen": "x", "rejected": "y"}]
+    options = PrepareOptions(cache_dir=cache, max_length=8, truncation_mode="drop")
+    prepared = prepare_dataset(rows, REWARD, renderer, options)
+    assert prepared.rows.tolist() == [1]
+    assert prepared.report.dropped == {"longer than max_length": 1}
+
+
+def test_every_row_is_accounted_for(renderer, cache):
+    rows = [*texts(3, 40), {"text": ""}, {"text": 5}, {"text": "a\x00"}, *texts(9)]
+    options = PrepareOptions(cache_dir=cache, max_length=8, truncation_mode="drop", on_bad_rows="drop")
+    report = prepare_dataset(rows, SFT, renderer, options).report
+    assert report.dropped == {"bad (blank)": 1, "bad (wrong_type)": 1, "bad (nul)": 1, "longer than max_length": 2}
+    assert report.kept + sum(report.dropped.values()) == report.rows_read == 6
+    assert "6 rows read, 1 kept" in report.summary()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"truncation_mode": "middle"}, "truncation_mode='middle' is none of keep_start, keep_end, error, drop"),
+        ({"on_bad_rows": "ignore"}, "on_bad_rows='ignore' is neither 'error' nor 'drop'"),
+        ({"max_length": 1}, "max_length=1"),
+        ({"packing": "bfd", "max_length": None}, "packing needs max_length"),
+        ({"packing": "best"}, "packing_strategy='best'"),
+    ],
+)
+def test_options_are_checked_when_they_are_made(options, message):
+    with pytest.raises(ValueError, match=message):
+        PrepareOptions(**options)
+
+
+def test_other_things_than_datasets_are_refused(renderer):
+    with pytest.raises(ValueError, match="train has no rows"):
+        prepare_dataset([], SFT, renderer)
+    with pytest.raises(TypeError, match="eval is a DatasetDict"):
+        prepare_dataset(datasets.DatasetDict(), SFT, renderer, name="eval")
+
+
+# ------------------------------------------------------------------------------------------------------------- the cache
+
+
+def test_cache_is_found_again_and_another_length_costs_nothing(renderer, cache, monkeypatch):
+    dataset = datasets.Dataset.from_list(texts(3, 8, 20))
+    first = prepare_dataset(dataset, SFT, renderer, PrepareOptions(cache_dir=cache, max_length=8))
+    monkeypatch.setattr(store_building, "build_store", None)
+    again = prepare_dataset(dataset, SFT, renderer, PrepareOptions(cache_dir=cache, max_length=8))
+    assert again.fingerprint == first.fingerprint
+    assert ids_of(again) == ids_of(first)
+    shorter = prepare_dataset(dataset, SFT, renderer, PrepareOptions(cache_dir=cache, max_length=4))
+    assert shorter.fingerprint != first.fingerprint
+    assert [len(unit[0]) for unit in shorter] == [3, 4, 4]
+    copy = datasets.Dataset.from_list([{"id": i, **row} for i, row in enumerate(texts(3, 8, 20))])
+    prepare_dataset(copy, SFT, renderer, PrepareOptions(cache_dir=cache))  # columns that are not read do not matter
+
+
+def test_cache_key_is_what_decides_the_content(renderer, cache):
+    def folder(rows, accepted=SFT, with_renderer=renderer, **options):
+        dataset = datasets.Dataset.from_list(rows)
+        return prepare_dataset(
+            dataset, accepted, with_renderer, PrepareOptions(cache_dir=cache, **options)
+        ).store.folder
+
+    chat = [{"messages": tiny.chats(1)[0]["messages"]}]
+    other_template = tiny.tokenizer()
+    other_template.chat_template += "{# another #}"
+    folders = [
+        folder(texts(3)),
+        folder(texts(4)),
+        folder(texts(3), append_eos=False),
+        folder(texts(3), formatting_func=lambda row: row["text"] + "!"),
+        folder(texts(3), formatting_func=lambda row: row["text"] + "?"),
+        folder(chat),
+        folder(chat, assistant_only_loss=True),
+        folder(chat, chat_template_kwargs={"a": 1}),
+        folder(chat, with_renderer=Renderer(other_template)),
+    ]
+    assert len(set(folders)) == len(folders)
+    shuffled = datasets.Dataset.from_list(texts(3, 4, 5)).select([2, 0, 1])
+    options = PrepareOptions(cache_dir=cache)
+    assert prepare_dataset(shuffled, SFT, renderer, options).store.folder != folder(texts(3, 4, 5))
+    assert (
+        prepare_dataset(shuffled.flatten_indices(), SFT, renderer, options).store.folder
+        == prepare_dataset(shuffled, SFT, renderer, options).store.folder
+    ), "the same rows in the same order are the same data"
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
+def test_damaged_cache_is_noticed_and_built_again(damage, renderer, cache, caplog):
+    rows = texts(3, 8, 20)
+    first = prepare_dataset(rows, SFT, renderer, PrepareOptions(cache_dir=cache))
+    expected, folder = ids_of(first), first.store.folder
+    tokens = folder / "tokens.bin"
+    content = bytearray(tokens.read_bytes())
+    if damage == "flip":
+        content[17] ^= 4
+        tokens.write_bytes(content)
+    elif damage == "cut":
+        tokens.write_bytes(content[:-1])
+    elif damage == "remove":
+        (folder / "ranges.bin").unlink()
+    else:
+        (folder / "manifest.json").write_text("{")
+    with caplog.at_level(logging.WARNING):
+        again = prepare_dataset(rows, SFT, renderer, PrepareOptions(cache_dir=cache))
+    assert "It is built again" in caplog.text
+    assert ids_of(again) == expected
+    TokenStore(folder)
+
+
+def test_an_interrupted_build_leaves_nothing(renderer, cache, monkeypatch):
+    rows = texts(3, 8, 20)
+    with monkeypatch.context() as patched:
+        patched.setattr(Renderer, "encode_texts", lambda *args, **kwargs: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare_dataset(rows, SFT, renderer, PrepareOptions(cache_dir=cache))
+    assert [path.suffix for path in cache.iterdir()] in ([], [".lock"])
+    assert len(prepare_dataset(rows, SFT, renderer, PrepareOptions(cache_dir=cache))) == 3
+
+
+def test_problems_are_remembered_with_the_cache(renderer, cache, monkeypatch):
+    rows = [*texts(3), {"text": ""}]
+    for name in ("train", "eval"):
+        with pytest.raises(BadRowsError, match=f"{name}, row 1, column 'text': is empty"):
+            prepare_dataset(rows, SFT, renderer, PrepareOptions(cache_dir=cache), name=name)
+        monkeypatch.setattr(store_building, "build_store", None)
+
+
+def test_only_one_process_builds(renderer, cache):
+    """Four processes at once: one builds, the others wait and read."""
+    rows = tiny.chats(3000)
+    context = multiprocessing.get_context("fork")
+    builds = context.Value("i", 0)
+    original = store_building._build_part
+
+    def counting(*args):
+        with builds.get_lock():
+            builds.value += 1
+        original(*args)
+
+    def work():
+        store_building._build_part = counting
+        assert len(prepare_dataset(rows, SFT, renderer, PrepareOptions(cache_dir=cache))) == 3000
+
+    workers = [context.Process(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [0] * 4
+    assert builds.value == 1
+
+
+# --------------------------------------------------------------------------------------------------------------- workers
+
+
+def test_several_workers_give_the_same_store(renderer, tmp_path):
+    dataset = datasets.Dataset.from_list([*tiny.chats(5000), {"messages": None}, *tiny.chats(3)])
+    reports, files = [], []
+    for num_proc in (1, 2):
+        options = PrepareOptions(cache_dir=tmp_path / str(num_proc), on_bad_rows="drop")
+        prepared = prepare_dataset(dataset, SFT, renderer, options, num_proc=num_proc)
+        reports.append((prepared.report.dropped, prepared.report.tokens, prepared.rows.tolist()))
+        files.append({p.name: p.read_bytes() for p in prepared.store.folder.iterdir() if p.name != "manifest.json"})
+    assert reports[0] == reports[1]
+    assert files[0] == files[1]
+    assert reports[0][0] == {"bad (null)": 1}
+
+
+def test_a_failing_worker_is_reported(renderer, cache, monkeypatch):
+    def fail(*args, **kwargs):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(Renderer, "encode_chats", fail)
+    with pytest.raises(RuntimeError, match=r"A worker that prepared the dataset failed: (.|\n)*no room"):
+        prepare_dataset(tiny.chats(5000), SFT, renderer, PrepareOptions(cache_dir=cache), num_proc=2)
+
+
+def test_script_without_a_main_guard(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from posttrain.data import row_formats as f\n"
+        "from posttrain.data.prepare import PrepareOptions, prepare_dataset\n"
+        "from posttrain.data.renderer import Renderer\n"
+        "from tests import tiny\n"
+        "rows = tiny.chats(4000)\n"
+        f"options = PrepareOptions(cache_dir={str(tmp_path / 'cache')!r})\n"
+        "print(len(prepare_dataset(rows, (f.LANGUAGE_MODELLING,), Renderer(tiny.tokenizer()), options, num_proc=2)))\n"
+    )
+    ran = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=_environment(), timeout=120)
+    assert ran.stdout == "4000\n", ran.stderr
+
+
+def _environment():
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+# --------------------------------------------------------------------------------------------------------------- reading
+
+
+def test_units_know_their_rows_and_are_views(renderer, cache):
+    rows = [{"text": ""}, *texts(3, 8)]
+    prepared = prepare_dataset(rows, SFT, renderer, PrepareOptions(cache_dir=cache, on_bad_rows="drop"))
+    assert [unit[0].row for unit in prepared] == prepared.rows.tolist() == [1, 2]
+    assert not prepared[0][0].input_ids.flags.owndata
+    assert prepared[-1][0].row == 2
+    with pytest.raises(IndexError, match="Unit 2 of the 2 of train"):
+        prepared[2]
+    assert prepared.unit_lengths.tolist() == [3, 8]
+
+
+def test_order_is_seeded(renderer, cache):
+    rows = texts(*range(2, 30))
+    orders = [
+        prepare_dataset(rows, SFT, renderer, PrepareOptions(cache_dir=cache, shuffle_seed=seed)).rows.tolist()
+        for seed in (None, 1, 1, 2)
+    ]
+    assert orders[0] == sorted(orders[1]) == sorted(orders[3])
+    assert orders[1] == orders[2]
+    assert orders[1] not in (orders[0], orders[3])
+
+
+def test_packed_dataset(renderer, cache):
+    rows = texts(20, 3, 8, 5)
+    options = PrepareOptions(cache_dir=cache, max_length=8, packing="bfd")
+    packed = prepare_dataset(rows, SFT, renderer, options)
+    assert [[(s.row, len(s)) for s in unit] for unit in packed] == [[(0, 8)], [(2, 8)], [(3, 5), (1, 3)]]
+    assert (packed.report.truncated, packed.report.kept) == (1, 4)
+    split = prepare_dataset(rows, SFT, renderer, PrepareOptions(cache_dir=cache, max_length=8, packing="bfd_split"))
+    assert split.unit_lengths.sum() == 36
+    wrapped = prepare_dataset(rows, SFT, renderer, PrepareOptions(cache_dir=cache, max_length=8, packing="wrapped"))
+    assert [len(unit[0]) for unit in wrapped] == [8, 8, 8, 8, 4]
+    assert len({packed.fingerprint, split.fingerprint, wrapped.fingerprint}) == 3
+
+
+def test_scalars_can_be_added(renderer, cache):
+    rows = [{"prompt": "Q", "chosen": " a", "rejected": " b"}] * 2
+    prepared = prepare_dataset(rows, DPO, renderer, PrepareOptions(cache_dir=cache))
+    with_logps = prepared.with_scalars("ref_logps", np.array([[1, 2], [3, 4]]))
+    assert [[s.scalars["ref_logps"] for s in unit] for unit in with_logps] == [[1, 2], [3, 4]]
+    assert prepared[0][0].scalars == {}
+    with pytest.raises(ValueError, match=r"'ref_logps' has shape \(2,\) for 2 units of 2 samples"):
+        prepared.with_scalars("ref_logps", np.zeros(2))
+
+
+def test_dataset_travels_to_loader_workers(renderer, cache):
+    prepared = prepare_dataset(texts(3, 8, 20), SFT, renderer, PrepareOptions(cache_dir=cache, max_length=6))
+    copy: PreparedDataset = pickle.loads(pickle.dumps(prepared))
+    assert ids_of(copy) == ids_of(prepared)
+    assert len(pickle.dumps(prepared.store)) < 500, "the tokens stay in their files"
+
+
+def test_trained_ranges():
+    masks = [[True, True, False, True], [], [True], [False, False], [True]]
+    ranges, counts = trained_ranges([np.array(mask, dtype=bool) for mask in masks])
+    assert ranges.tolist() == [[0, 2], [3, 4], [0, 1], [0, 1]]
+    assert counts.tolist() == [2, 0, 1, 0, 1]
+
+
+def test_transformed_and_formatted_datasets(renderer, cache):
+    dataset = datasets.Dataset.from_list(texts(3, 8))
+    expected = ids_of(prepare_dataset(dataset, SFT, renderer, PrepareOptions(cache_dir=cache)))
+    as_numpy = dataset.with_format("numpy")
+    assert ids_of(prepare_dataset(as_numpy, SFT, renderer, PrepareOptions(cache_dir=cache))) == expected
+    louder = dataset.with_transform(lambda batch: {"text": [text + "!" for text in batch["text"]]})
+    lengths = [len(unit[0]) for unit in prepare_dataset(louder, SFT, renderer, PrepareOptions(cache_dir=cache))]
+    assert lengths == [4, 9]
+
+
+# --------------------------------------------------------------------------------------------------------------- streams
+
+
+def stream_of(rows):
+    return datasets.IterableDataset.from_generator(lambda: iter(rows))
+
+
+@pytest.mark.parametrize("mode", ["keep_start", "keep_end", "drop"])
+def test_stream_gives_what_the_dataset_gives(mode, renderer, cache):
+    rows = [*texts(3, 8, 20), *tiny_pairs(250)]
+    options = PrepareOptions(cache_dir=cache, max_length=12, truncation_mode=mode, on_bad_rows="drop")
+    whole = prepare_dataset(rows, SFT, renderer, options)
+    stream = prepare_dataset(stream_of(rows), SFT, renderer, options)
+    for _ in range(2):
+        units = list(stream)
+        assert [[s.input_ids.tolist() for s in unit] for unit in units] == ids_of(whole)
+        assert [unit[0].row for unit in units] == whole.rows.tolist()
+        for count in ("rows_read", "kept", "dropped", "truncated", "truncated_tokens", "tokens", "trained_tokens"):
+            assert getattr(stream.report, count) == getattr(whole.report, count), count
+
+
+def tiny_pairs(count):
+    return [{"text": row["prompt"] + row["chosen"]} for row in tiny.pairs(count)]
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_stream_is_packed(strategy, renderer, cache):
+    rows = tiny_pairs(2_500)
+    options = PrepareOptions(cache_dir=cache, max_length=512, packing=strategy)
+    stream = prepare_dataset(stream_of(rows), SFT, renderer, options)
+    whole = prepare_dataset(rows, SFT, renderer, options)
+    blocks = [sum(map(len, unit)) for unit in stream]
+    assert sum(blocks) == whole.unit_lengths.sum()
+    assert max(blocks) == 512
+    assert len(blocks) < 1.01 * len(whole) + 3
+    if strategy == "wrapped":
+        assert set(blocks[:-1]) == {512}
+
+
+def test_stream_in_loader_workers(renderer):
+    dataset = datasets.Dataset.from_list(tiny_pairs(40)).to_iterable_dataset(num_shards=2)
+    stream = prepare_dataset(dataset, SFT, renderer, PrepareOptions())
+    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    assert len(list(loader)) == 40
+
+
+def test_empty_stream_and_shuffled_stream_are_refused(renderer):
+    with pytest.raises(ValueError, match="train has no rows"):
+        prepare_dataset(stream_of([]), SFT, renderer)
+    with pytest.raises(ValueError, match="shuffle it with its own"):
+        prepare_dataset(stream_of(texts(3)), SFT, renderer, PrepareOptions(shuffle_seed=1))
+
+
+# ----------------------------------------------------------------------------------------------------------------- speed
+
+
+def timed_check(count, renderer, cache):
+    rows = [{"messages": chat["messages"] * 2} for chat in tiny.chats(count)]
+    dataset = datasets.Dataset.from_list(rows)
+    start = time.perf_counter()
+    prepared = prepare_dataset(dataset, SFT, renderer, PrepareOptions(cache_dir=cache), num_proc=2)
+    assert len(prepared) == count
+    return time.perf_counter() - start
+
+
+def test_chat_rows_are_checked_fast(renderer, cache):
+    """A twentieth of the bar: 100,000 rows of four turns checked, rendered and tokenised in two minutes."""
+    assert timed_check(5_000, renderer, cache) < 120 / 20
+
+
+@pytest.mark.slow
+def test_hundred_thousand_chat_rows_in_two_minutes(renderer, cache):
+    assert timed_check(100_000, renderer, cache) < 120
