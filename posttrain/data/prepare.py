@@ -258,8 +258,6 @@ class PreparedDataset(torch.utils.data.Dataset):
         """Refuse the dataset, or count the bad rows that are left out, as `on_bad_rows` says."""
         target = self.options.bad_rows_file
         unfinished = Path(f"{os.fspath(target)}.tmp-{os.getpid()}") if target is not None else None
-        if unfinished is not None:
-            unfinished.parent.mkdir(parents=True, exist_ok=True)
         log = ProblemLog(self.name, unfinished)
         for row, findings in read_problems(self.store):
             log.add(row, findings)
@@ -267,6 +265,8 @@ class PreparedDataset(torch.utils.data.Dataset):
             log.add(int(self.store.rows[unit]), self._explain_length(int(unit)))
         log.flush()
         if not log.by_kind:
+            if target is not None:
+                Path(target).unlink(missing_ok=True)  # of an earlier run, when there were some
             return
         if unfinished is not None:
             os.replace(unfinished, target)  # several processes may write the same file

@@ -88,6 +88,7 @@ class ProblemLog:
     def flush(self) -> None:
         """Write what has not been written yet."""
         if self.file is not None and self._unwritten:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.file, "a", encoding="utf-8", errors="backslashreplace") as out:
                 out.writelines(self._unwritten)
             self._unwritten.clear()

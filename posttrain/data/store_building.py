@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 1000
 ROWS_PER_WORKER = 2000  # fewer are not worth a process
+TELL_EVERY_S = 10
 TALLY = "tally.pickle"
 LOCK_DEADLINE_S = 6 * 3600
 ENCODING_VERSION = 1
@@ -244,7 +245,11 @@ def _shares(num_rows: int, num_proc: int | None) -> list[tuple[int, int]]:
 def _build_part(source: RowSource, start: int, stop: int, examiner: RowExaminer, name: str, folder: Path) -> None:
     writer = StoreWriter(folder)
     log = ProblemLog(name, folder / PROBLEMS)
+    told = time.monotonic()
     for first, rows in source.batches(start, stop):
+        if time.monotonic() - told > TELL_EVERY_S:
+            told = time.monotonic()
+            logger.info("Preparing %s: %d of %d rows.", name, first - start, stop - start)
         units = []
         for number, result in enumerate(examiner.examine(rows, first), first):
             if isinstance(result, tuple):

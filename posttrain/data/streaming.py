@@ -51,6 +51,8 @@ class PreparedStream(torch.utils.data.IterableDataset):
         self.roles = self.detection.format.roles
         if options.shuffle_seed is not None:
             raise ValueError(f"{name} is a stream; shuffle it with its own `shuffle(seed, buffer_size)`.")
+        if options.bad_rows_file is not None:
+            Path(options.bad_rows_file).unlink(missing_ok=True)  # of an earlier run
         self._check_head(head)
         self.report = self._new_report()
 

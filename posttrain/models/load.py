@@ -15,7 +15,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.core.batch import PADDED, RAGGED
-from posttrain.models.adapters import add_adapter, is_prompt_learning
+from posttrain.models.adapters import add_adapter, is_prompt_learning, is_quantized
 from posttrain.models.attention import install_ragged_attention
 from posttrain.models.heads import install_sequence_scores
 from posttrain.models.probe import why_not_ragged
@@ -71,6 +71,8 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         raise ValueError(
             f"A reward model has one output; {name} has num_labels={innermost.config.num_labels}. Load it with num_labels=1."
         )
+    if not options.sharded and not is_quantized(innermost):
+        model.to(options.device)  # the probe below, and Liger's kernels in it, run where training will
     if options.disable_dropout:
         disable_dropout(model)
     if options.use_liger_kernel:

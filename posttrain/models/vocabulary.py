@@ -30,4 +30,6 @@ def fit_embeddings(model: nn.Module, tokenizer: Any, multiple: int = 64) -> None
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=multiple)
-        logger.info(f"The embedding grew from {rows} to {model.get_input_embeddings().num_embeddings} rows for new tokens.")
+        logger.info(
+            f"The embedding grew from {rows} to {model.get_input_embeddings().num_embeddings} rows for new tokens."
+        )

@@ -33,6 +33,7 @@ from posttrain.models.reference import Reference
 from posttrain.models.token_scores import score_tokens
 from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.display import display_callbacks
+from posttrain.trainer.hub import HubTrainer
 from posttrain.trainer.metrics import MetricStore
 from posttrain.trainer.model_card import write_model_card
 from posttrain.trainer.optimizer import FiniteSteps, MasterWeights, has_low_precision
@@ -47,7 +48,7 @@ STAT_METRICS = {"entropy": "entropy", "is_most_likely": "mean_token_accuracy"}
 """Token statistics that every language-model method logs, and TRL's names for them."""
 
 
-class BaseTrainer(PersistentTrainer):
+class BaseTrainer(HubTrainer, PersistentTrainer):
     """transformers.Trainer on Samples. See the module's docstring for what a method provides."""
 
     method: ClassVar[str]
@@ -187,6 +188,9 @@ class BaseTrainer(PersistentTrainer):
     def _after_trainer_init(self) -> None:
         args = self.args
         self.model_accepts_loss_kwargs = True  # `compute_loss` divides; Trainer must not divide again
+        args.use_liger_kernel = (
+            False  # the layers are in place since loading; Trainer would patch the forward over ours
+        )
         self.skipped = SkippedSteps(args.output_dir, args.max_skipped_steps, args.should_save)
         self._step_loss: Tensor | float = 0.0
         self._step_rows: list[int] = []
@@ -455,4 +459,4 @@ class BaseTrainer(PersistentTrainer):
         **kwargs: Any,
     ) -> None:
         if self.is_world_process_zero():
-            write_model_card(self, model_name, dataset_name, tags)
+            write_model_card(self, model_name, dataset_name, tags, **kwargs)

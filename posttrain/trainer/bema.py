@@ -159,6 +159,9 @@ class BEMACallback(TrainerCallback):
             files.save_tree(Path(folder) / STATE_FILE, tree)
 
     def load_state_files(self, folder: Path) -> None:
+        """Read them back; a checkpoint from before `update_after` has none."""
+        if not (Path(folder) / STATE_FILE).with_suffix(".json").exists():
+            return
         tree = files.load_tree(Path(folder) / STATE_FILE, self.device)
         self.start, self.average, self.weights = tree["start"], tree["average"], tree["weights"]
         self._was_loaded = True
@@ -170,16 +173,15 @@ class BEMACallback(TrainerCallback):
             self.save_state_files(folder)
 
     def _resume(self, output_dir: str, step: int) -> None:
-        if self._was_loaded:  # by whoever knows where the checkpoint lies
-            self._was_loaded = False
-            return
         folder = Path(output_dir) / f"{files.PREFIX}{step}"
-        if not (folder / STATE_FILE).with_suffix(".json").exists():
+        if not self._was_loaded:  # by whoever knows where the checkpoint lies
+            self.load_state_files(folder)
+        if not self._was_loaded:
             raise FileNotFoundError(
                 f"BEMACallback has no averages for step {step}: {folder} holds no {STATE_FILE}. Its theta_0 is lost, so a resumed "
                 "average would not be that of the run. Resume without the callback, or start the run afresh."
             )
-        self.load_state_files(folder)
+        self._was_loaded = False
 
 
 def _unwrapped(model: nn.Module) -> nn.Module:

@@ -59,6 +59,9 @@ class PersistentTrainer(transformers.Trainer):
             stack.enter_context(self._stopping_on_signals())
             resume = self._checkpoint_to_resume(resume_from_checkpoint)
             self.run_state = RunState(self.identity()) if resume is None else self._accepted_state(resume)
+            if resume is not None:
+                for callback in self._callbacks_with_files():
+                    callback.load_state_files(resume)
             output = super().train(None if resume is None else str(resume), trial, ignore_keys_for_eval)
         if self.stop_signal == signal.SIGINT:
             raise KeyboardInterrupt("stopped by SIGINT after a checkpoint was saved")
@@ -136,6 +139,8 @@ class PersistentTrainer(transformers.Trainer):
         if self.args.should_save:
             self._capture_run_state().save(staged)
             self._save_trainer_state(staged / TRAINER_STATE)
+            for callback in self._callbacks_with_files():
+                callback.save_state_files(staged)
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             files.publish(staged)
@@ -143,6 +148,10 @@ class PersistentTrainer(transformers.Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
+
+    def _callbacks_with_files(self) -> list[Any]:
+        """Callbacks whose tensors belong into checkpoints, such as BEMACallback."""
+        return [c for c in self.callback_handler.callbacks if hasattr(c, "save_state_files")]
 
     def _remember_best(self, run_dir: Path, final: Path) -> None:
         if self.state.best_global_step:
@@ -187,7 +196,9 @@ class PersistentTrainer(transformers.Trainer):
         )
         if not self.run_state.skipped_in_a_row:
             # No gradient shows it (an embedding row that no token uses, say): the run would go on and never save again.
-            raise NonFiniteTraining(found + " The steps taken since were finite, so the model came with it: check its weights.")
+            raise NonFiniteTraining(
+                found + " The steps taken since were finite, so the model came with it: check its weights."
+            )
         logger.error(found)
         return True
 

@@ -27,7 +27,7 @@ FREE_TO_CHANGE = frozenset((
     "output_dir", "logging_dir", "logging_steps", "logging_strategy", "logging_first_step", "run_name", "report_to",
     "disable_tqdm", "log_level", "log_level_replica", "save_steps", "save_strategy", "save_total_limit", "eval_steps",
     "eval_strategy", "eval_on_start", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo",
-    "hub_always_push", "hub_revision", "push_to_hub", "project", "trackio_space_id", "trackio_bucket_id",
+    "hub_always_push", "hub_revision", "push_to_hub", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
     "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
     "dataset_num_proc", "dataset_cache_dir", "resume_from_checkpoint", "resume_allow_changes", "alerts", "local_rank",
     "do_eval", "do_train", "do_predict", "skip_memory_metrics", "max_steps", "num_train_epochs", "ddp_timeout",

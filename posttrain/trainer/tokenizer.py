@@ -23,8 +23,13 @@ def prepare_tokenizer(tokenizer: Any, args: BaseConfig) -> None:
     for name in ("eos_token", "pad_token"):
         wanted = getattr(args, name)
         if wanted is not None:
-            if tokenizer.convert_tokens_to_ids(wanted) in (None, tokenizer.unk_token_id) and wanted != tokenizer.unk_token:
-                raise ValueError(f"`{name}` is {wanted!r}, which is not in the vocabulary of {type(tokenizer).__name__}.")
+            if (
+                tokenizer.convert_tokens_to_ids(wanted) in (None, tokenizer.unk_token_id)
+                and wanted != tokenizer.unk_token
+            ):
+                raise ValueError(
+                    f"`{name}` is {wanted!r}, which is not in the vocabulary of {type(tokenizer).__name__}."
+                )
             setattr(tokenizer, name, wanted)
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
@@ -55,6 +60,9 @@ def adopt_vocabulary(model: nn.Module, tokenizer: Any, args: BaseConfig) -> None
         generation.pad_token_id = tokenizer.pad_token_id
         if args.eos_token is not None:
             known = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
-            generation.eos_token_id = [tokenizer.eos_token_id, *(t for t in known if t not in (None, tokenizer.eos_token_id))]
+            generation.eos_token_id = [
+                tokenizer.eos_token_id,
+                *(t for t in known if t not in (None, tokenizer.eos_token_id)),
+            ]
     if args.eos_token is not None:
         innermost.config.eos_token_id = tokenizer.eos_token_id

@@ -558,8 +558,9 @@ def test_odd_but_valid_text_passes(text, renderer, tmp_path):
     assert renderer.tokenizer.decode(prepared[0][0].input_ids[:-1]) == text
 
 
-def test_chat_of_ten_thousand_turns(tmp_path):
-    messages = [user(str(i)) if i % 2 == 0 else assistant(str(i)) for i in range(10_000)]
+@pytest.mark.parametrize("turns", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_chat_of_very_many_turns(turns, tmp_path):
+    messages = [user(str(i)) if i % 2 == 0 else assistant(str(i)) for i in range(turns)]
     renderer = Renderer(tiny.tokenizer())
     prepared = prepare_dataset([{"messages": messages}], SFT, renderer, PrepareOptions(cache_dir=tmp_path))
     assert len(prepared[0][0]) == 1024

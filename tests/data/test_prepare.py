@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import multiprocessing
 import os
@@ -108,6 +109,19 @@ def test_every_row_is_accounted_for(renderer, cache):
     assert report.dropped == {"bad (blank)": 1, "bad (wrong_type)": 1, "bad (nul)": 1, "longer than max_length": 2}
     assert report.kept + sum(report.dropped.values()) == report.rows_read == 6
     assert "6 rows read, 1 kept" in report.summary()
+
+
+def test_file_of_bad_rows_is_that_of_this_run(renderer, cache, tmp_path):
+    file = tmp_path / "out" / "bad.jsonl"
+    options = PrepareOptions(cache_dir=cache, on_bad_rows="drop", bad_rows_file=file)
+    prepare_dataset([*texts(3), {"text": ""}, {"text": 5}], SFT, renderer, options, name="mine")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["dataset"], line["row"], line["column"], line["kind"]) for line in lines] == [
+        ("mine", 1, "text", "blank"),
+        ("mine", 2, "text", "wrong_type"),
+    ]
+    prepare_dataset(texts(3), SFT, renderer, options)
+    assert not file.exists()
 
 
 @pytest.mark.parametrize(
