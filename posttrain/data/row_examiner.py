@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -32,8 +33,8 @@ class Tally:
     control_token_rows: int = 0
     key_counts: dict[tuple[str, str], int] = field(default_factory=dict)  # (column, unknown message key) -> rows
     key_rows: dict[tuple[str, str], list[int]] = field(default_factory=dict)  # the first of those rows
-    hashes: list[tuple[int, int, int, int]] = field(default_factory=list)  # see label_report.answer_hashes
-    answer_lengths: list[tuple[int, int]] = field(default_factory=list)
+    hashes: array[int] = field(default_factory=lambda: array("Q"))  # four a row, see label_report.answer_hashes
+    answer_lengths: array[int] = field(default_factory=lambda: array("q"))  # two a pair
     notes: Counter[str] = field(default_factory=Counter)  # what the encoders counted
     labels: set[bool] = field(default_factory=set)
     ids: dict[int, int] = field(default_factory=dict)  # hash of a row id -> first row
@@ -45,8 +46,8 @@ class Tally:
         for key, count in other.key_counts.items():
             self.key_counts[key] = self.key_counts.get(key, 0) + count
             self.key_rows[key] = (self.key_rows.get(key, []) + other.key_rows[key])[:ROWS_KEPT_PER_KEY]
-        self.hashes += other.hashes
-        self.answer_lengths += other.answer_lengths
+        self.hashes.extend(other.hashes)
+        self.answer_lengths.extend(other.answer_lengths)
         self.labels |= other.labels
         self.notes += other.notes
         self.repeated_ids += other.repeated_ids
@@ -72,8 +73,8 @@ class Tally:
     def label_report(self) -> LabelReport | None:
         if not self.hashes:
             return None
-        lengths = np.array(self.answer_lengths) if self.answer_lengths else None
-        return label_report(np.array(self.hashes, dtype=np.uint64), lengths)
+        lengths = np.array(self.answer_lengths).reshape(-1, 2) if self.answer_lengths else None
+        return label_report(np.array(self.hashes, dtype=np.uint64).reshape(-1, 4), lengths)
 
 
 class RowExaminer:
@@ -157,10 +158,10 @@ class RowExaminer:
     def _tally(self, clean: Row, unit: Unit) -> None:
         if "label" in clean:
             self.tally.labels.add(clean["label"])
-            self.tally.hashes.append(answer_hashes(clean))
+            self.tally.hashes.extend(answer_hashes(clean))
         elif len(self.detection.format.roles) == 2:
-            self.tally.hashes.append(answer_hashes(clean))
-            self.tally.answer_lengths.append((len(unit[0]), len(unit[1])))
+            self.tally.hashes.extend(answer_hashes(clean))
+            self.tally.answer_lengths.extend((len(unit[0]), len(unit[1])))
 
 
 def _formatted(row: Any, formatting_func: Any) -> tuple[Row, list[Finding]]:

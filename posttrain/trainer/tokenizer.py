@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from posttrain.data.chat_templates import BUILT_IN_FORMATS, use_chat_format
-from posttrain.models.vocabulary import copy_chat_template, fit_embeddings
 from posttrain.models.load import innermost_model
+from posttrain.models.vocabulary import copy_chat_template, fit_embeddings
 from posttrain.trainer.config import BaseConfig
 
 logger = logging.getLogger(__name__)

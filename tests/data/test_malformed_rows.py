@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import marshal
 import math
 import re
 from dataclasses import dataclass, field
@@ -35,7 +36,7 @@ class RememberingRenderer(Renderer):
 
     def __init__(self, tokenizer):
         super().__init__(tokenizer)
-        self.seen: dict[str, Any] = {}
+        self.seen: dict[Any, Any] = {}
 
     def remember(self, keys, items, encode):
         new = {key: item for key, item in zip(keys, items) if key not in self.seen}
@@ -48,7 +49,7 @@ class RememberingRenderer(Renderer):
 
     def encode_chats(self, chats, train):
         encode = super().encode_chats
-        keys = [json.dumps([c.messages, c.tools, c.template_kwargs, c.num_prompt_messages, train]) for c in chats]
+        keys = [marshal.dumps((c.messages, c.tools, c.template_kwargs, c.num_prompt_messages, train)) for c in chats]
         samples = self.remember(keys, chats, lambda new: encode(new, train))
         return [Sample(s.input_ids, s.trained) if isinstance(s, Sample) else s for s in samples]
 

@@ -1,0 +1,96 @@
+"""Writes what both sides load: tokenizers, models of a few thousand weights, adapters with one saved initialisation, rows.
+
+    python benchmarks/parity/materials.py FOLDER
+
+Run with posttrain's own environment (it takes the tiny models of the test suite); the folder is then read by both sides.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+
+import torch  # noqa: E402
+from peft import LoraConfig, get_peft_model  # noqa: E402
+from rows import ROWS, rows  # noqa: E402
+
+from tests import tiny  # noqa: E402
+
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"], "lora_dropout": 0.0}
+LORA_TASK = {"causal": "CAUSAL_LM", "reward": "SEQ_CLS"}
+MODELS = {
+    "causal": lambda: _fitted(tiny.causal_lm(seed=0)),
+    "other": lambda: _fitted(tiny.causal_lm(seed=7)),  # an explicit reference
+    "llama": lambda: _fitted(tiny.causal_lm(seed=1, family="llama")),
+    "moe": lambda: _fitted(tiny.causal_lm(seed=2, family="qwen3_moe", output_router_logits=True)),
+    "reward": lambda: _livelier(tiny.reward_model(seed=3)),
+}
+
+
+def write(folder: Path) -> None:
+    """Everything, unless a complete set is there already."""
+    done = folder / "complete"
+    if done.exists():
+        return
+    for name, make in MODELS.items():
+        model = make()
+        model.save_pretrained(folder / name)
+        tiny.tokenizer().save_pretrained(folder / name)
+    for name, task in LORA_TASK.items():
+        _write_adapter(MODELS[name](), task, folder / f"{name}_adapter")
+    tiny.tokenizer().save_pretrained(folder / "tokenizer")
+    marked = tiny.tokenizer()
+    marked.chat_template = (HERE / "marked_chatml.jinja").read_text()
+    marked.save_pretrained(folder / "marked_tokenizer")
+    for name in ROWS:
+        _write_rows(folder / f"{name}.jsonl", rows(name))
+        _write_rows(folder / f"{name}.eval.jsonl", rows(name, count=6, start=40))
+    done.touch()
+
+
+def _fitted(model: Any, steps: int = 30) -> Any:
+    """A little plain training, so that some tokens are predicted and `mean_token_accuracy` is not 0 everywhere.
+
+    SGD, not Adam: an update that is linear in the gradient does not blow up the last bit of another machine's sums.
+    """
+    tokenizer = tiny.tokenizer()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for step in range(steps):
+        ids = torch.tensor([tokenizer(row["text"])["input_ids"][:24] for row in rows("text", 8, start=100 + step)])
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def _livelier(model: Any) -> Any:
+    """Larger weights than the default initialisation, so that rewards differ."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(6)
+    return model
+
+
+def _write_adapter(model: Any, task: str, folder: Path) -> None:
+    """Both LoRA matrices random: with B = 0, as usual, the first steps would hardly depend on A."""
+    torch.manual_seed(11)
+    config = LoraConfig(**LORA, task_type=task, init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(folder)
+
+
+def _write_rows(path: Path, made: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in made), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    target = Path(sys.argv[1])
+    target.mkdir(parents=True, exist_ok=True)
+    write(target)

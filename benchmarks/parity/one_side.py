@@ -1,0 +1,137 @@
+"""Runs cases with one of the two libraries and writes what it logged and what the weights became, as JSON.
+
+    python one_side.py trl|posttrain MATERIALS RESULTS [CASE ...]
+
+Both libraries are driven by the very same code: trainers, configs, arguments and columns have the same names.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+for name, value in {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}.items():
+    os.environ.setdefault(name, value)
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch  # noqa: E402
+from cases import CASES, SHARED_OPTIONS, Case, chosen  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from peft import LoraConfig, PeftModel  # noqa: E402
+from safetensors.torch import load_file  # noqa: E402
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer  # noqa: E402
+
+NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}
+LOADERS = {"sft": AutoModelForCausalLM, "dpo": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
+UNSHARED_LOGS = ("runtime", "per_second", "total_flos", "train_loss", "peak", "memory", "mfu", "tokens/s")
+
+
+def run_case(library: str, case: Case, materials: Path, output: str) -> dict[str, Any]:
+    """{"logs": [...], "weights": {name: numbers}} of one run, or {"error": what the library said}."""
+    try:
+        trainer = make_trainer(importlib.import_module(library), case, materials, output)
+        before = {name: value.detach().clone() for name, value in trained(trainer).items()}
+        trainer.train()
+        if case.evaluation:
+            trainer.evaluate()
+    except Exception as error:  # a case may ask for a refusal: what was said is part of the result
+        if os.environ.get("PARITY_RAISE"):
+            raise
+        return {"error": f"{type(error).__name__}: {error}"}
+    logs = [shared(entry) for entry in trainer.state.log_history if "train_runtime" not in entry]
+    return {"logs": logs, "weights": {n: numbers(v, before[n]) for n, v in trained(trainer).items()}}
+
+
+def make_trainer(library: Any, case: Case, materials: Path, output: str) -> Any:
+    title = NAMES[case.method]
+    is_ours = library.__name__ == "posttrain"
+    options = {**SHARED_OPTIONS, **case.options, **(case.ours if is_ours else case.trl)}
+    args = getattr(library, f"{title}Config")(output_dir=output, **options)
+    given: dict[str, Any] = {"processing_class": AutoTokenizer.from_pretrained(materials / case.tokenizer)}
+    if case.reference:
+        given["ref_model"] = load(case, materials, case.reference)
+    if case.evaluation:
+        given["eval_dataset"] = read(materials / f"{case.rows}.eval.jsonl")
+    if case.formatting_func:
+        given["formatting_func"] = case.formatting_func
+    if case.adapter == "new":
+        given["peft_config"] = LoraConfig.from_pretrained(materials / f"{case.model}_adapter")
+        given["peft_config"].inference_mode = False
+    trainer = getattr(library, f"{title}Trainer")(
+        model=load(case, materials, case.model, case.adapter == "loaded"),
+        args=args,
+        train_dataset=read(materials / f"{case.rows}.jsonl"),
+        **given,
+    )
+    if case.adapter == "new":
+        set_adapter(trainer.model, materials / f"{case.model}_adapter")
+    return trainer
+
+
+def load(case: Case, materials: Path, name: str, with_adapter: bool = False) -> Any:
+    model = LOADERS[case.method].from_pretrained(materials / name, dtype=torch.float32)
+    if with_adapter:
+        return PeftModel.from_pretrained(model, str(materials / f"{name}_adapter"), is_trainable=True)
+    return model
+
+
+def set_adapter(model: Any, folder: Path) -> None:
+    """The saved initialisation, in place of the one the library drew."""
+    saved = load_file(folder / "adapter_model.safetensors")
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in saved.items():
+            known = [n for n in parameters if n.replace(".default", "").replace(".modules_to_save", "") == name]
+            parameters[known[0]].copy_(value)
+
+
+def read(path: Path) -> Dataset:
+    return Dataset.from_list([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+
+
+def trained(trainer: Any) -> dict[str, torch.Tensor]:
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+def numbers(after: torch.Tensor, before: torch.Tensor) -> dict[str, float]:
+    """Norm of a tensor, norm of what training changed, and one number that sees the direction of the change."""
+    after, before = after.detach().double(), before.double()
+    moved = (after - before).flatten()
+    pattern = torch.cos(torch.arange(len(moved), dtype=torch.float64))
+    return {"norm": after.norm().item(), "moved": moved.norm().item(), "direction": (moved @ pattern).item()}
+
+
+def shared(entry: dict[str, float]) -> dict[str, float | None]:
+    """A log entry without clocks; a number that is not finite becomes its name."""
+    kept = {key: value for key, value in entry.items() if not any(part in key for part in UNSHARED_LOGS)}
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in kept.items()}
+
+
+def main(library: str, materials: Path, results: Path, names: list[str]) -> None:
+    results.mkdir(parents=True, exist_ok=True)
+    for case in chosen(CASES, names):
+        start = time.perf_counter()
+        with tempfile.TemporaryDirectory() as output:
+            result = run_case(library, case, materials, output)
+        result["seconds"] = round(time.perf_counter() - start, 2)
+        (results / f"{case.name}.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
+        print(f"{library:9} {case.name:44} {result['seconds']:6.2f} s  {result.get('error', '')[:200]}", flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

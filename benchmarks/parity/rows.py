@@ -1,0 +1,168 @@
+"""The rows that both libraries train on: every dataset format, in plain Python. Lengths differ from row to row unless said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Row = dict[str, Any]
+COUNT = 20
+
+WEATHER_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather in a town.",
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+
+
+def question(i: int) -> str:
+    return f"What is {i} + {i}?" + " Please." * (i % 3)
+
+
+def good(i: int) -> str:
+    return f"It is {2 * i}." + " Indeed." * (i % 4)
+
+
+def poor(i: int) -> str:
+    return f"Perhaps {2 * i + 1}" + ", who knows" * (i % 3) + "!"
+
+
+def user(text: str) -> list[Row]:
+    return [{"role": "user", "content": text}]
+
+
+def assistant(text: str) -> list[Row]:
+    return [{"role": "assistant", "content": text}]
+
+
+def text(i: int) -> Row:
+    return {"text": f"{question(i)} {good(i)}"}
+
+
+def even_text(i: int) -> Row:
+    return {"text": f"Row {i:02d} has as many letters as any other row."}
+
+
+def messages(i: int) -> Row:
+    return {"messages": [*user(question(i)), *assistant(good(i))]}
+
+
+def long_chat(i: int) -> Row:
+    first = [{"role": "system", "content": "Be brief."}, *user(question(i)), *assistant(good(i))]
+    return {"messages": [*first, *user("Are you sure?"), *assistant("Yes." * (1 + i % 2))]}
+
+
+def share_gpt(i: int) -> Row:
+    turns = [("user", question(i)), ("assistant", good(i))]
+    return {"conversations": [{"from": role, "value": said} for role, said in turns]}
+
+
+def with_tools(i: int) -> Row:
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": {"town": f"Town {i}"}}}
+    dialogue = [
+        {"role": "user", "content": f"Weather in town {i}?", "tool_calls": None},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "sunny" + " and warm" * (i % 3), "tool_calls": None},
+        {"role": "assistant", "content": "It is sunny." + " Enjoy." * (i % 2), "tool_calls": None},
+    ]
+    return {"messages": dialogue, "tools": [WEATHER_TOOL]}
+
+
+def prompt_completion(i: int) -> Row:
+    return {"prompt": question(i), "completion": " " + good(i)}
+
+
+def prompt_completion_chat(i: int) -> Row:
+    return {"prompt": user(question(i)), "completion": assistant(good(i))}
+
+
+def input_ids(i: int) -> Row:
+    return {"input_ids": [(7 * i + 3 * j) % 250 for j in range(12 + i % 5)]}
+
+
+def labelled_ids(i: int) -> Row:
+    ids = input_ids(i)["input_ids"]
+    return {"input_ids": ids, "labels": [-100] * (4 + i % 3) + ids[4 + i % 3 :]}
+
+
+def masked_ids(i: int) -> Row:
+    ids = input_ids(i)["input_ids"]
+    return {"input_ids": ids, "completion_mask": [0] * (4 + i % 3) + [1] * (len(ids) - 4 - i % 3)}
+
+
+def pair(i: int) -> Row:
+    return {"prompt": question(i), "chosen": " " + good(i), "rejected": " " + poor(i)}
+
+
+def even_pair(i: int) -> Row:
+    return {"prompt": f"Question {i:02d}?", "chosen": f" A good one {i:02d}.", "rejected": f" A poor one {i:02d}!"}
+
+
+def implicit_pair(i: int) -> Row:
+    # The answers differ from their first letter on, and no two shared letters end the prompt inside a word.
+    return {"chosen": f"{question(i)} {good(i)}", "rejected": f"{question(i)} {poor(i)}"}
+
+
+def chat_pair(i: int) -> Row:
+    return {"prompt": user(question(i)), "chosen": assistant(good(i)), "rejected": assistant(poor(i))}
+
+
+def implicit_chat_pair(i: int) -> Row:
+    start = user(question(i))
+    return {"chosen": [*start, *assistant(good(i))], "rejected": [*start, *assistant(poor(i))]}
+
+
+def tool_pair(i: int) -> Row:
+    return {**chat_pair(i), "tools": [WEATHER_TOOL]}
+
+
+def tokenised_pair(i: int) -> Row:
+    return {
+        "prompt_ids": [(5 * i + j) % 250 for j in range(5 + i % 3)],
+        "chosen_ids": [(3 * i + 2 * j) % 250 for j in range(4 + i % 4)],
+        "rejected_ids": [(11 * i + 7 * j) % 250 for j in range(6 + i % 2)],
+    }
+
+
+def margin_pair(i: int) -> Row:
+    return {**implicit_chat_pair(i), "margin": 0.25 * (i % 4)}
+
+
+def tokenised_reward_pair(i: int) -> Row:
+    made = tokenised_pair(i)
+    return {side: made["prompt_ids"] + made[side] for side in ("chosen_ids", "rejected_ids")}
+
+
+ROWS: dict[str, Callable[[int], Row]] = {
+    function.__name__: function
+    for function in (
+        text,
+        even_text,
+        messages,
+        long_chat,
+        share_gpt,
+        with_tools,
+        prompt_completion,
+        prompt_completion_chat,
+        input_ids,
+        labelled_ids,
+        masked_ids,
+        pair,
+        even_pair,
+        implicit_pair,
+        chat_pair,
+        implicit_chat_pair,
+        tool_pair,
+        tokenised_pair,
+        margin_pair,
+        tokenised_reward_pair,
+    )
+}
+"""Name of a kind of row -> row number -> row."""
+
+
+def rows(name: str, count: int = COUNT, start: int = 0) -> list[Row]:
+    return [ROWS[name](i) for i in range(start, start + count)]

@@ -1,0 +1,208 @@
+"""Adapters of every kind train; references are what they say; a reward model keeps its scores when it is saved."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
+
+from posttrain import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from posttrain.core.batch import PADDED, RAGGED
+from posttrain.models.adapters import adapter_in_use, freeze_copy_of_adapter
+from posttrain.models.reference import create_reference_model, frozen_copy
+from tests import tiny
+
+LINEAR = ["q_proj", "v_proj", "down_proj"]
+ADAPTERS = {
+    "lora": LoraConfig(r=4, target_modules=LINEAR, task_type="CAUSAL_LM"),
+    "dora": LoraConfig(r=4, target_modules=LINEAR, use_dora=True, task_type="CAUSAL_LM"),
+    "lora-on-head": LoraConfig(r=4, target_modules=[*LINEAR, "lm_head"], task_type="CAUSAL_LM"),
+    "ia3": IA3Config(target_modules=LINEAR, feedforward_modules=["down_proj"], task_type="CAUSAL_LM"),
+    "prompt": PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "prefix": PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+def options(tmp_path, **changes):
+    return {
+        "output_dir": str(tmp_path),
+        "max_steps": 3,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        **changes,
+    }
+
+
+def sft(tmp_path, model=None, **given):
+    settings = given.pop("settings", {})
+    return SFTTrainer(
+        model or tiny.causal_lm(),
+        SFTConfig(**options(tmp_path, **settings)),
+        train_dataset=Dataset.from_list(tiny.chats(12)),
+        processing_class=tiny.tokenizer(),
+        **given,
+    )
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_every_kind_of_adapter_trains_and_the_base_stays(tmp_path, kind):
+    trainer = sft(tmp_path, peft_config=ADAPTERS[kind], settings={"per_device_train_batch_size": 12})
+    assert trainer.loaded.layout == (PADDED if kind in ("prompt", "prefix") else RAGGED)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[-1] < losses[0]
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(before[name], parameter) == (not parameter.requires_grad), name
+    trainer.save_model()
+    assert (tmp_path / "adapter_config.json").exists()
+
+
+def test_prompt_tuning_reads_the_positions_behind_its_virtual_tokens(tmp_path):
+    """The nll of a row equals what the model's own forward gives for labels on that row."""
+    trainer = sft(tmp_path, peft_config=ADAPTERS["prompt"])
+    trainer.model.eval()
+    unit = trainer.train_dataset[0]
+    scores = trainer.score(trainer.model, trainer.data_collator([unit]), ())
+    ids = torch.from_numpy(unit[0].input_ids.astype(np.int64))[None]
+    labels = torch.where(torch.from_numpy(unit[0].trained)[None], ids, -100)
+    labels[:, 0] = -100  # a virtual token could predict it; no token of the row does, and it does not count
+    expected = trainer.model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=labels).loss
+    torch.testing.assert_close(-scores.logps.mean(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_dtype_and_trainability_survive_a_visit_to_another_adapter():
+    model = get_peft_model(tiny.causal_lm(), ADAPTERS["lora"])
+    name = freeze_copy_of_adapter(model)
+    before = {n: (p.dtype, p.requires_grad) for n, p in model.named_parameters()}
+    for adapter in (name, None):
+        with adapter_in_use(model, adapter):
+            pass
+        assert before == {n: (p.dtype, p.requires_grad) for n, p in model.named_parameters()}
+    assert model.active_adapter == "default"
+
+
+def dpo(tmp_path, model=None, **given):
+    settings = given.pop("settings", {})
+    return DPOTrainer(
+        model or tiny.causal_lm(),
+        args=DPOConfig(**options(tmp_path, **settings)),
+        train_dataset=Dataset.from_list(tiny.pairs(12)),
+        eval_dataset=Dataset.from_list(tiny.pairs(6)),
+        processing_class=tiny.tokenizer(),
+        **given,
+    )
+
+
+def reference_logps(trainer):
+    return trainer.reference.scores(trainer.data_collator([trainer.train_dataset[i] for i in range(4)])).logps
+
+
+def policy_logps(trainer):
+    batch = trainer.data_collator([trainer.train_dataset[i] for i in range(4)])
+    with torch.no_grad():
+        return trainer.score(trainer.model.eval(), batch, ()).logps
+
+
+@pytest.mark.parametrize("kind", ["copy", "adapter off", "ref adapter", "precomputed", "precomputed adapter off"])
+def test_every_kind_of_reference_is_the_policy_at_the_start_and_stays_there(tmp_path, kind):
+    given = {"settings": {"dataset_cache_dir": str(tmp_path / "cache")}}
+    if "adapter off" in kind:
+        given["peft_config"] = ADAPTERS["lora"]
+    if kind == "ref adapter":
+        given["model"] = get_peft_model(
+            tiny.causal_lm(), LoraConfig(r=4, target_modules=LINEAR, init_lora_weights=False)
+        )
+    if "precomputed" in kind:
+        given["settings"]["precompute_ref_log_probs"] = True
+    trainer = dpo(tmp_path, **given)
+    at_start = reference_logps(trainer)
+    torch.testing.assert_close(at_start, policy_logps(trainer), rtol=1e-5, atol=1e-5)
+    trainer.train()
+    assert not torch.allclose(policy_logps(trainer), at_start, atol=1e-3)
+    torch.testing.assert_close(reference_logps(trainer), at_start)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
+
+
+def test_precomputed_log_probs_are_read_from_the_cache_the_second_time(tmp_path, monkeypatch):
+    settings = {"precompute_ref_log_probs": True, "dataset_cache_dir": str(tmp_path / "cache")}
+    first = reference_logps(dpo(tmp_path, settings=settings))
+    monkeypatch.setattr("posttrain.trainer.reference_setup._write_logps", lambda *a: pytest.fail("computed again"))
+    torch.testing.assert_close(reference_logps(dpo(tmp_path, settings=settings)), first)
+    with pytest.raises(pytest.fail.Exception, match="computed again"):
+        dpo(tmp_path, tiny.causal_lm(seed=5), settings=settings)
+
+
+def test_the_reference_moves_by_the_share_it_is_told(tmp_path):
+    """TR-DPO: reference = 0.25 policy + 0.75 reference, after steps 2 of 3."""
+    model = tiny.causal_lm()
+    start = {n: p.detach().clone() for n, p in model.named_parameters()}
+    settings = {"sync_ref_model": True, "ref_model_mixup_alpha": 0.25, "ref_model_sync_steps": 2, "max_steps": 2}
+    trainer = dpo(tmp_path, model, settings=settings)
+    trainer.train()
+    policy = dict(trainer.model.named_parameters())
+    for name, parameter in trainer.reference.model.named_parameters():
+        torch.testing.assert_close(parameter, 0.25 * policy[name].detach() + 0.75 * start[name])
+
+
+def test_sync_needs_a_reference_of_its_own(tmp_path):
+    trainer = dpo(tmp_path, peft_config=ADAPTERS["lora"], settings={"sync_ref_model": True, "ref_model_sync_steps": 1})
+    with pytest.raises(ValueError, match="the base model under the adapter"):
+        trainer.train()
+
+
+def test_reference_model_shares_the_layers_it_is_told_to():
+    model = tiny.causal_lm()
+    other = create_reference_model(model, num_shared_layers=1)
+    own = dict(model.named_parameters())
+    for name, parameter in other.named_parameters():
+        shared = "layers.0." in name or "embed_tokens" in name
+        assert (parameter is own[name]) == shared, name
+        assert not parameter.requires_grad
+    assert own["model.layers.1.self_attn.q_proj.weight"].requires_grad
+    with pytest.raises(ValueError, match="No layer 7"):
+        create_reference_model(model, num_shared_layers=7)
+    assert frozen_copy(create_reference_model(model)).model.training is False
+
+
+def test_a_saved_reward_model_loads_in_the_auto_class_with_equal_scores(tmp_path):
+    trainer = RewardTrainer(
+        tiny.reward_model(),
+        RewardConfig(**options(tmp_path)),
+        train_dataset=Dataset.from_list(tiny.pairs(12)),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    trainer.save_model()
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    units = [trainer.train_dataset[i] for i in range(4)]
+    ours = trainer.score(trainer.model.eval(), trainer.data_collator(units), ()).rewards
+    for sample, score in zip((s for unit in units for s in unit), ours):
+        ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None]
+        torch.testing.assert_close(again(input_ids=ids).logits[0, 0], score, rtol=1e-5, atol=1e-6)
+
+
+def test_an_adapter_that_is_saved_loads_again(tmp_path):
+    trainer = sft(tmp_path, peft_config=ADAPTERS["lora"])
+    trainer.train()
+    trainer.save_model()
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    again = PeftModel.from_pretrained(tiny.causal_lm(), tmp_path).eval()
+    ids = batch.input_ids
+    torch.testing.assert_close(again(input_ids=ids).logits, trainer.model.eval()(input_ids=ids).logits)
+
+
+def test_two_adapters_or_the_wrong_type_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="has an adapter already"):
+        sft(tmp_path, get_peft_model(tiny.causal_lm(), ADAPTERS["lora"]), peft_config=ADAPTERS["lora"])
+    with pytest.raises(TypeError, match=r"peft\.PeftConfig"):
+        sft(tmp_path, peft_config={"r": 4})
+    with pytest.raises(ValueError, match="loaded already"):
+        sft(tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True))

@@ -1,0 +1,167 @@
+"""What a model says about tokens, without logits, against the same from full logits."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig, MistralConfig
+
+from posttrain.core.batch import PADDED, RAGGED
+from posttrain.core.sample import Sample
+from posttrain.data.collate import collate
+from posttrain.models.attention import RAGGED_ATTENTION
+from posttrain.models.load import LoadOptions, load_model
+from posttrain.models.token_scores import TOKEN_STATS, score_tokens
+from tests import tiny
+
+SHAPE = {**tiny.SHAPE, "vocab_size": 259, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "head_dim": 4}
+NO_HEAD_DIM = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+FAMILIES = {
+    "qwen2": lambda: tiny.causal_lm(),
+    "llama": lambda: tiny.causal_lm(family="llama"),
+    "mistral-window": lambda: AutoModelForCausalLM.from_config(MistralConfig(**SHAPE, sliding_window=4)),
+    "cohere-scale": lambda: AutoModelForCausalLM.from_config(CohereConfig(**NO_HEAD_DIM, logit_scale=0.3)),
+    "granite-scale": lambda: AutoModelForCausalLM.from_config(GraniteConfig(**NO_HEAD_DIM, logits_scaling=3.0)),
+    "gemma2-softcap": lambda: AutoModelForCausalLM.from_config(
+        Gemma2Config(**SHAPE, final_logit_softcapping=2.0, attn_logit_softcapping=50.0, query_pre_attn_scalar=4)
+    ),
+}
+
+
+def samples() -> list[tuple[Sample, ...]]:
+    rng = np.random.default_rng(3)
+    lengths = (5, 11, 2, 8)
+    return [(Sample(rng.integers(3, 250, n), rng.random(n) < 0.7, row=i),) for i, n in enumerate(lengths)]
+
+
+def full_logits(model, temperature=1.0):
+    """(N, V) float64 logits at the asked positions and the targets, one sequence at a time, by the model's own forward."""
+    rows, targets = [], []
+    for (sample,) in samples():
+        ids = torch.from_numpy(sample.input_ids.astype(np.int64))
+        logits = model(input_ids=ids[None]).logits[0].double()
+        at = torch.from_numpy(np.flatnonzero(sample.trained[1:]))
+        rows.append(logits[at] / temperature)
+        targets.append(ids[at + 1])
+    return torch.cat(rows), torch.cat(targets)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_equal_to_full_logits_for_every_family(family, temperature):
+    torch.manual_seed(0)
+    model = FAMILIES[family]().double().eval()
+    logits, targets = full_logits(model, temperature)
+    expected = logits.log_softmax(-1)
+    loaded = load_model(model, LoadOptions())
+    for layout in (loaded.layout, PADDED):
+        batch = collate(samples(), ("text",), layout)
+        scores = score_tokens(model, batch, tuple(TOKEN_STATS), temperature=temperature, chunk_tokens=3)
+        torch.testing.assert_close(scores.logps, expected.gather(-1, targets[:, None])[:, 0], rtol=1e-9, atol=1e-9)
+        probs = expected.exp()
+        by_hand = {
+            "entropy": -(probs * expected).sum(-1),
+            "is_most_likely": (logits.argmax(-1) == targets).double(),
+            "mean_logit": logits.mean(-1),
+            "mean_logps": expected.mean(-1),
+            "log_sum_squared_probs": (probs**2).sum(-1).log(),
+        }
+        for name, value in by_hand.items():
+            torch.testing.assert_close(
+                scores.stats[name], value, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+            )
+            assert not scores.stats[name].requires_grad
+
+
+def test_soft_capped_attention_is_noticed_and_padded():
+    loaded = load_model(FAMILIES["gemma2-softcap"](), LoadOptions())
+    assert loaded.layout == PADDED
+    assert "Gemma2" in loaded.notes[0]
+    with pytest.raises(ValueError, match="padding_free=True"):
+        load_model(FAMILIES["gemma2-softcap"](), LoadOptions(layout=RAGGED))
+
+
+def test_a_trained_model_generates_as_a_fresh_one_does_left_padded():
+    """The ragged attention stands aside for calls without segments."""
+    fresh = tiny.causal_lm().eval()
+    ours = copy.deepcopy(fresh)
+    assert load_model(ours, LoadOptions()).layout == RAGGED
+    assert ours.config._attn_implementation == RAGGED_ATTENTION
+    score_tokens(ours, collate(samples(), ("text",)))
+    ids = torch.tensor([[257, 257, 5, 6, 7], [8, 9, 10, 11, 12]])
+    mask = (ids != 257).long()
+    wanted = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 257}
+    assert torch.equal(fresh.generate(**wanted), ours.generate(**wanted))
+    torch.testing.assert_close(
+        fresh(input_ids=ids, attention_mask=mask).logits[mask.bool()],
+        ours(input_ids=ids, attention_mask=mask).logits[mask.bool()],
+    )
+
+
+def test_a_deep_copy_answers_for_itself():
+    model = tiny.causal_lm()
+    load_model(model, LoadOptions())
+    other = copy.deepcopy(model)
+    batch = collate(samples(), ("text",))
+    with torch.no_grad():
+        before = score_tokens(model, batch).logps
+        next(other.parameters()).mul_(2)
+        assert torch.equal(score_tokens(model, batch).logps, before)
+        assert not torch.equal(score_tokens(other, batch).logps, before)
+
+
+def test_gradient_checkpointing_keeps_segments_apart():
+    """Segments travel as arguments: the recomputation runs on autograd's thread and must see them."""
+    gradients = []
+    for checkpointing in (False, True):
+        model = tiny.causal_lm(dtype=torch.float64)
+        load_model(model, LoadOptions())
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        score_tokens(model, collate(samples(), ("text",))).logps.sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for one, other in zip(*gradients):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_router_loss_is_the_models_own():
+    model = tiny.causal_lm(family="qwen3_moe", router_aux_loss_coef=0.01, output_router_logits=True)
+    loaded = load_model(model, LoadOptions())
+    assert loaded.router_loss_weight == 0.01
+    (sample,) = samples()[1]
+    ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None]
+    expected = model(input_ids=ids, output_router_logits=True).aux_loss
+    batch = collate([(sample,)], ("text",))
+    torch.testing.assert_close(score_tokens(model, batch, router_loss=True).aux_loss, expected)
+    with pytest.raises(ValueError, match="not a mixture of experts"):
+        load_model(tiny.causal_lm(), LoadOptions(router_aux_loss_coef=0.1))
+
+
+def test_logits_are_never_kept():
+    """Between forward and backward nothing of the size of the logits is alive: saved tensors stay below one chunk."""
+    model = tiny.causal_lm()
+    load_model(model, LoadOptions())
+    batch = collate(samples() * 4, ("text",))
+    vocabulary = model.config.vocab_size
+    largest = [0]
+
+    def pack(tensor):
+        if (
+            tensor.dim()
+            and tensor.shape[-1] == vocabulary
+            and tensor.dim() == 2
+            and not isinstance(tensor, torch.nn.Parameter)
+        ):
+            largest[0] = max(largest[0], tensor.shape[0])
+        return tensor
+
+    for summed in (False, True):
+        largest[0] = 0
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            scores = score_tokens(model, batch, chunk_tokens=4, summed=summed)
+        assert largest[0] == 0, f"{largest[0]} rows of logits were saved (summed={summed})"
+        (scores.nll_sum if summed else -scores.logps.sum()).backward()
