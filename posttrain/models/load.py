@@ -41,7 +41,7 @@ class LoadOptions:
     quantization_config: Any = None
     layout: str | None = None  # None: ragged when the probe agrees
     router_aux_loss_coef: float | None = None
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    device: torch.device | None = None  # None: the model stays where it is
     sharded: bool = False  # FSDP or DeepSpeed will place the weights
 
 
@@ -71,7 +71,7 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         raise ValueError(
             f"A reward model has one output; {name} has num_labels={innermost.config.num_labels}. Load it with num_labels=1."
         )
-    if not options.sharded and not is_quantized(innermost):
+    if options.device is not None and not options.sharded and not is_quantized(innermost):
         model.to(options.device)  # the probe below, and Liger's kernels in it, run where training will
     if options.disable_dropout:
         disable_dropout(model)
@@ -108,12 +108,16 @@ def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
                 "`quantization_config` is given twice: as an argument and in `model_init_kwargs`. Give it once."
             )
         kwargs["quantization_config"] = options.quantization_config
-    if kwargs.get("quantization_config") is not None and not options.sharded and options.device.type == "cuda":
+    if kwargs.get("quantization_config") is not None and not options.sharded and _is_cuda(options.device):
         kwargs.setdefault("device_map", {"": options.device.index or 0})
     if options.task == SEQUENCE_REWARD:
         kwargs.setdefault("num_labels", 1)
     loaded = AUTO_CLASSES[options.task].from_pretrained(path, **kwargs)
     return _as_plain_weights(loaded) if "gguf_file" in kwargs else loaded
+
+
+def _is_cuda(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda"
 
 
 def _as_plain_weights(model: nn.Module) -> nn.Module:

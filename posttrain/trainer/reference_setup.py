@@ -80,7 +80,7 @@ def _live_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Refere
         if not isinstance(ref_model, nn.Module):
             ref_model = load_model(ref_model, _reference_options(trainer)).model
         else:
-            load_model(ref_model, LoadOptions(layout=trainer.loaded.layout, dtype=trainer.args.compute_dtype))
+            load_model(ref_model, LoadOptions(layout=trainer.loaded.layout, device=trainer.args.device))
         return frozen_copy(_placed(trainer, ref_model))
     if is_peft_model(model):
         if isinstance(policy, nn.Module) and is_peft_model(policy):  # an adapter that is trained further

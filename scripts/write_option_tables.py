@@ -1,0 +1,85 @@
+"""Write the option tables of docs/ from the configs. `--check` writes nothing and fails if a table is out of date.
+
+A page holds `<!-- options: DPOConfig -->` and `<!-- end of options -->`; what is between them is replaced. A config's table has the
+options that it declares itself or takes from a mixin; those of BaseConfig have a page of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+sys.path.insert(0, str(DOCS.parent))
+
+from posttrain.methods.table import METHODS
+from posttrain.trainer.config import BaseConfig, default_of, is_ours
+
+TABLE = re.compile(r"(<!-- options: (\w+) -->\n)(.*?)(<!-- end of options -->)", re.DOTALL)
+HEADER = "| option | type | default | what it does |\n|---|---|---|---|\n"
+
+
+def configs() -> dict[str, type]:
+    """Every config by name, the shared one first."""
+    found = [BaseConfig, *(method.config_class for method in METHODS.values())]
+    return {config.__name__: config for config in found}
+
+
+def own_options(config: type) -> list[dataclasses.Field]:
+    """Options that `config` declares or takes from a mixin, in the order of declaration; an override counts as its own."""
+    shared = BaseConfig.__mro__[1:] if config is BaseConfig else BaseConfig.__mro__
+    declared = {name for base in config.__mro__ if base not in shared for name in base.__dict__.get("__annotations__", {})}
+    return [field for field in dataclasses.fields(config) if field.name in declared and is_ours(field)]
+
+
+def table(config: type) -> str:
+    return HEADER + "".join(row(field) for field in own_options(config))
+
+
+def row(field: dataclasses.Field) -> str:
+    kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+    cells = (f"`{field.name}`", f"`{kind}`", f"`{shown(default_of(field))}`", field.metadata["help"])
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
+
+
+def shown(value: Any) -> str:
+    """A default as one would write it; 0.00002 as 2e-05, "sigmoid" with double quotes."""
+    return repr(value).replace("'", '"')
+
+
+def rewritten(text: str) -> str:
+    """A page with every table replaced by that of its config."""
+    known = configs()
+
+    def fill(match: re.Match[str]) -> str:
+        if match[2] not in known:
+            raise ValueError(f"There is no config {match[2]}; known are {', '.join(known)}.")
+        return match[1] + table(known[match[2]]) + match[4]
+
+    return TABLE.sub(fill, text)
+
+
+def outdated() -> dict[Path, str]:
+    """Page -> its text with current tables, for every page whose tables are not."""
+    pages = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
+    return {page: fresh for page, text in pages.items() if (fresh := rewritten(text)) != text}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="fail if a table is out of date; write nothing")
+    check = parser.parse_args().check
+    pages = outdated()
+    for page, text in pages.items():
+        print(f"{page.relative_to(DOCS.parent)} {'is out of date: run `make docs`' if check else 'written'}")
+        if not check:
+            page.write_text(text, encoding="utf-8")
+    return 1 if check and pages else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

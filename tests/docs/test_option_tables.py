@@ -1,0 +1,66 @@
+"""The option tables of docs/ say what the configs say, and say it once."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import pytest
+
+from posttrain.methods.table import METHODS
+from posttrain.trainer.config import BaseConfig, is_ours
+from scripts.write_option_tables import DOCS, TABLE, configs, outdated, own_options, row, table
+
+CONFIGS = configs()
+
+
+def tables_in_docs() -> dict[str, list[str]]:
+    """Config -> the pages that hold its table."""
+    found: dict[str, list[str]] = {}
+    for page in sorted(DOCS.rglob("*.md")):
+        for match in TABLE.finditer(page.read_text(encoding="utf-8")):
+            found.setdefault(match[2], []).append(page.name)
+    return found
+
+
+def test_tables_are_up_to_date():
+    assert not outdated(), "run `make docs`"
+
+
+def test_every_config_has_one_table_and_every_method_a_page():
+    expected = {"BaseConfig": ["options.md"]} | {m.config: [f"{name}.md"] for name, m in METHODS.items()}
+    assert tables_in_docs() == expected
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_option_of_ours_is_documented_once(name):
+    """In the table of its method, or in the shared one: together the tables hold all options, each once per table."""
+    config = CONFIGS[name]
+    listed = [field.name for field in own_options(config)]
+    assert len(listed) == len(set(listed))
+    ours = {field.name for field in dataclasses.fields(config) if is_ours(field)}
+    assert ours == set(listed) | {field.name for field in own_options(BaseConfig)}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_field_declared_in_this_library_has_a_help_text(name):
+    config = CONFIGS[name]
+    for field in dataclasses.fields(config):
+        declared_here = any(
+            field.name in base.__dict__.get("__annotations__", {})
+            for base in config.__mro__
+            if base.__module__.startswith("posttrain.")
+        )
+        assert is_ours(field) == declared_here, f"{name}.{field.name} is declared without option(default, help)"
+        if declared_here:
+            text = field.metadata["help"]
+            assert re.match(r"[A-Za-z`(]", text), f"{name}.{field.name}: {text!r}"
+            assert text.endswith((".", ")")), f"{name}.{field.name}: the help is no sentence: {text!r}"
+
+
+def test_a_row_shows_type_default_and_help():
+    (beta,) = [field for field in own_options(CONFIGS["DPOConfig"]) if field.name == "beta"]
+    assert row(beta) == "| `beta` | `float` | `0.1` | Strength of the pull towards the reference. |\n"
+    assert "| `loss_weights` | `list[float] \\| None` | `None` |" in table(CONFIGS["DPOConfig"])
+    assert "`precompute_ref_log_probs`" in table(CONFIGS["DPOConfig"])
+    assert "max_length" not in table(CONFIGS["DPOConfig"])

@@ -1,0 +1,49 @@
+"""What `import posttrain` promises: every public name is there, every method is exported, and nothing heavy is imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import posttrain
+from posttrain.methods.table import METHODS
+
+HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft", "numpy", "huggingface_hub", "rich", "safetensors")
+
+
+@pytest.mark.parametrize("name", posttrain.__all__)
+def test_public_name_can_be_imported(name):
+    assert getattr(posttrain, name) is not None
+    assert name in dir(posttrain)
+
+
+def test_import_is_light():
+    """In a fresh interpreter, neither the package nor its command line's help imports torch or its like."""
+    check = (
+        "import sys, posttrain; from posttrain.cli.main import main; main(['--help']); main(['--version']); "
+        f"print('imported:', [name for name in {HEAVY!r} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "imported: []"
+
+
+def test_every_method_is_exported():
+    for method in METHODS.values():
+        assert getattr(posttrain, method.trainer) is method.trainer_class
+        assert getattr(posttrain, method.config) is method.config_class
+        assert method.trainer_class.config_class is method.config_class
+
+
+def test_table_names_methods_as_trainers_do():
+    assert {name: method.trainer_class.method for name, method in METHODS.items()} == {name: name for name in METHODS}
+
+
+def test_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'GRPOTrainr'"):
+        _ = posttrain.GRPOTrainr
+
+
+def test_names_are_listed_once():
+    assert len(posttrain.__all__) == len(set(posttrain.__all__))
