@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import re
 import sys
 from pathlib import Path
 from typing import Any
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-sys.path.insert(0, str(DOCS.parent))
-
 from posttrain.methods.table import METHODS
 from posttrain.trainer.config import BaseConfig, default_of, is_ours
 
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLE = re.compile(r"(<!-- options: (\w+) -->\n)(.*?)(<!-- end of options -->)", re.DOTALL)
 HEADER = "| option | type | default | what it does |\n|---|---|---|---|\n"
 
@@ -32,7 +31,7 @@ def configs() -> dict[str, type]:
 def own_options(config: type) -> list[dataclasses.Field]:
     """Options that `config` declares or takes from a mixin, in the order of declaration; an override counts as its own."""
     shared = BaseConfig.__mro__[1:] if config is BaseConfig else BaseConfig.__mro__
-    declared = {name for base in config.__mro__ if base not in shared for name in base.__dict__.get("__annotations__", {})}
+    declared = {name for base in config.__mro__ if base not in shared for name in inspect.get_annotations(base)}
     return [field for field in dataclasses.fields(config) if field.name in declared and is_ours(field)]
 
 

@@ -1,7 +1,8 @@
 """The table of cases: what is trained, on which rows, with which options, and which numbers may differ and why.
 
 Every entry of TABLE becomes two cases: `NAME@1x4` (four rows in one micro-batch) and `NAME@2x2` (two micro-batches of two rows,
-accumulated). Where the two libraries differ only in how they average over micro-batches, the first is equal and the second is not.
+accumulated). A difference of the kind "TRL averages over micro-batches, we over the step" must vanish when TRL gets the step as one
+micro-batch: the numbers of our 2x2 run are then compared with those of TRL's 1x4 run, the case's witness.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from differences import DIFFERENCES
+
 SHARED_OPTIONS: dict[str, Any] = {
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
+    "adam_epsilon": 1e-6,  # with 1e-8, entries whose gradient is 0 but for rounding would move by rounding's sign
     "max_steps": 5,
     "logging_steps": 1,
     "seed": 3,
@@ -28,6 +32,12 @@ SPLITS = {
     "1x4": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
     "2x2": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
 }
+STEP_MEANS = {name: "step-means" for name in ("entropy", "mean_token_accuracy", "logits/*")}
+"""Means over tokens: they depend on the split in TRL, never here."""
+TOKEN_NUMBERS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "weights:*")
+EVERYTHING = ("loss", "grad_norm", "rewards/*", "logps/*", "*reward", "accuracy", "margin", "weights:*")
+EVALUATION = {"eval_num_tokens": "eval-num-tokens"}
+UNEVEN_EVALUATION = {**EVALUATION, "eval_*": "evaluation-whole"}
 
 
 @dataclass(frozen=True)
@@ -39,29 +49,30 @@ class Case:
     rows: str  # a kind of row in rows.py
     options: dict[str, Any] = field(default_factory=dict)  # of the config, for both libraries
     ours: dict[str, Any] = field(default_factory=dict)  # on our side only, to restore TRL's behaviour
-    trl: dict[str, Any] = field(default_factory=dict)  # on TRL's side only
+    trl: dict[str, Any] = field(default_factory=dict)  # on TRL's side only, to ask for ours
     model: str = "causal"
     tokenizer: str = "tokenizer"
     adapter: str | None = None  # "loaded": a PeftModel is given; "new": a peft_config, then the saved initialisation
     reference: str | None = None  # explicit `ref_model`
     evaluation: bool = False
+    streamed: bool = False
+    first_rows: int | None = None  # take so many rows only
     formatting_func: Callable[[dict[str, Any]], str] | None = None
-    differs: dict[str, str] = field(default_factory=dict)  # pattern of numbers that may differ -> key of DIFFERENCES
+    differs: dict[str, str] = field(default_factory=dict)  # pattern of numbers that differ -> key of DIFFERENCES
+    differs_when_split: dict[str, str] = field(default_factory=dict)  # the same, at 2x2 only
+    witness: str | None = None  # the case in which TRL's numbers must equal ours where they differ in this one
     splits: tuple[str, ...] = ("1x4", "2x2")
 
 
-DIFFERENCES: dict[str, str] = {}
-
-
 def question_and_answer(row: dict[str, Any]) -> str:
-    return f"Q: {row['prompt']}\nA:{row['completion']}"
+    return f"Q: {row.get('question', row.get('prompt'))}\nA:{row.get('answer', row.get('completion'))}"
 
 
 def dpo(name: str, rows: str = "pair", **options: Any) -> Case:
     return Case(f"dpo-{name}", "dpo", rows, options)
 
 
-def sft(name: str, rows: str, **options: Any) -> Case:
+def sft(name: str, rows: str = "text", **options: Any) -> Case:
     return Case(f"sft-{name}", "sft", rows, options)
 
 
@@ -69,89 +80,145 @@ def reward(name: str, rows: str = "implicit_chat_pair", **options: Any) -> Case:
     return Case(f"reward-{name}", "reward", rows, options, model="reward")
 
 
+def over_the_step(case: Case, key: str) -> Case:
+    """A loss that TRL normalises within each micro-batch."""
+    return replace(case, differs_when_split={pattern: key for pattern in EVERYTHING})
+
+
+def one_sided(case: Case, key: str) -> Case:
+    """One of the libraries refuses, or fails."""
+    return replace(case, differs={"error": key}, splits=("2x2",))
+
+
 SFT_CASES = [
-    sft("text", "text"),
+    sft("text"),
     sft("even-text", "even_text"),
     sft("messages", "messages"),
     sft("system-and-turns", "long_chat"),
     sft("sharegpt", "share_gpt"),
     sft("tools", "with_tools"),
-    replace(
-        sft("assistant-only", "messages", assistant_only_loss=True), tokenizer="marked_tokenizer"
-    ),
-    replace(
-        sft("assistant-only-turns", "long_chat", assistant_only_loss=True), tokenizer="marked_tokenizer"
-    ),
+    sft("json-tools", "with_json_tools"),
+    replace(sft("assistant-only", "messages", assistant_only_loss=True), tokenizer="marked_tokenizer"),
+    replace(sft("assistant-only-turns", "long_chat", assistant_only_loss=True), tokenizer="marked_tokenizer"),
+    replace(sft("template-arguments", "messages_with_arguments"), tokenizer="marked_tokenizer"),
     sft("prompt-completion", "prompt_completion"),
     sft("prompt-completion-whole", "prompt_completion", completion_only_loss=False),
     sft("prompt-completion-chat", "prompt_completion_chat"),
     sft("prompt-completion-chat-whole", "prompt_completion_chat", completion_only_loss=False),
     sft("input-ids", "input_ids"),
     sft("labelled-ids", "labelled_ids"),
-    sft("masked-ids", "masked_ids"),
-    replace(sft("formatting-func", "prompt_completion"), formatting_func=question_and_answer),
-    sft("eos-token", "text", eos_token="<|im_start|>"),
+    replace(sft("masked-ids", "masked_ids"), trl={"completion_only_loss": True}),
+    sft("masked-ids-whole", "masked_ids", completion_only_loss=False),
+    replace(
+        sft("masked-ids-default", "masked_ids"),
+        differs={pattern: "mask-columns" for pattern in TOKEN_NUMBERS},
+        witness="sft-masked-ids",
+        splits=("1x4",),
+    ),
+    replace(sft("formatting-func", "question_answer"), formatting_func=question_and_answer),
+    one_sided(
+        replace(sft("formatting-func-refused", "prompt_completion"), formatting_func=question_and_answer),
+        "formatting-func-columns",
+    ),
+    replace(
+        sft("formatting-func-ignored", "prompt_completion", completion_only_loss=False),
+        formatting_func=question_and_answer,
+        differs={pattern: "formatting-func-columns" for pattern in ("num_tokens", *TOKEN_NUMBERS)},
+        witness="sft-formatting-func",
+        splits=("1x4",),
+    ),
+    sft("eos-token", eos_token="<|im_start|>"),
     sft("dft", "prompt_completion", loss_type="dft"),
-    sft("label-smoothing", "text", label_smoothing_factor=0.1),
-    sft("truncated", "text", max_length=24),
-    sft("truncated-end", "text", max_length=24, truncation_mode="keep_end"),
+    sft("label-smoothing", label_smoothing_factor=0.1),
+    sft("truncated", max_length=24),
+    sft("truncated-end", max_length=24, truncation_mode="keep_end"),
     sft("truncated-completions", "prompt_completion", max_length=24),
-    sft("pad-multiple", "text", pad_to_multiple_of=16),
-    sft("packed", "text", packing=True, max_length=64),
-    sft("packed-split", "text", packing=True, packing_strategy="bfd_split", max_length=32),
-    sft("packed-wrapped", "text", packing=True, packing_strategy="wrapped", max_length=32),
-    sft("shuffled", "text", shuffle_dataset=True),
-    replace(sft("evaluation", "text"), evaluation=True),
-    replace(sft("evaluation-one-batch", "text", per_device_eval_batch_size=6), evaluation=True),
+    sft("pad-multiple", pad_to_multiple_of=16),
+    sft("packed", packing=True, max_length=64),
+    sft("packed-split", packing=True, packing_strategy="bfd_split", max_length=32),
+    sft("packed-wrapped", packing=True, packing_strategy="wrapped", max_length=32),
+    sft("packed-completions", "prompt_completion", packing=True, max_length=64),
+    sft("shuffled", shuffle_dataset=True),
+    replace(sft("streamed", max_steps=4), streamed=True),
+    sft("grouped-by-length", train_sampling_strategy="group_by_length"),
+    sft("three-epochs", max_steps=13),
+    replace(sft("lone-last-batch", max_steps=8), first_rows=17),
+    replace(sft("short-last-batch", max_steps=8), first_rows=19),
+    replace(sft("evaluation"), evaluation=True, differs=EVALUATION),
+    replace(
+        sft("evaluation-uneven", per_device_eval_batch_size=4),
+        evaluation=True,
+        differs=UNEVEN_EVALUATION,
+        witness="sft-evaluation",
+        splits=("1x4",),
+    ),
     replace(sft("lora", "messages"), adapter="new"),
     replace(sft("lora-loaded", "messages"), adapter="loaded"),
-    replace(sft("llama", "text"), model="llama"),
-    replace(sft("mixture-of-experts", "text"), model="moe"),
+    replace(sft("llama"), model="llama"),
+    replace(sft("mixture-of-experts", "even_text"), model="moe"),
     replace(sft("mixture-of-experts-weight", "even_text", router_aux_loss_coef=0.5), model="moe"),
-    sft("sgd-momentum", "text", optim="sgd", optim_args="momentum=0.9", learning_rate=0.05),
+    sft("default-adam", adam_epsilon=1e-8),
+    sft("sgd-momentum", optim="sgd", optim_args="momentum=0.9", learning_rate=0.05),
+    sft("schedule-and-decay", lr_scheduler_type="linear", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.3),
 ]
 
-PLAIN_LOSSES = ("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "aot", "aot_unpaired", "apo_zero")
-PLAIN_LOSSES += ("apo_down", "discopop", "sft", "sigmoid_norm", "robust")
+PLAIN_LOSSES = ("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
+PLAIN_LOSSES += ("sigmoid_norm", "robust", "aot")
 DIVERGENT_LOSSES = ("hinge", "ipo", "robust", "exo_pair", "discopop", "sigmoid_norm")
+SMOOTHED = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 0.1}}
+MPO = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
 
-DPO_CASES = [
+DPO_LOSS_CASES = [
     *(dpo(f"loss-{name}", loss_type=[name]) for name in PLAIN_LOSSES),
     dpo("loss-exo_pair", loss_type=["exo_pair"], label_smoothing=0.1),
-    *(dpo(f"smoothed-{n}", loss_type=[n], label_smoothing=0.2) for n in ("robust", "aot", "aot_unpaired")),
+    over_the_step(dpo("loss-aot_unpaired", loss_type=["aot_unpaired"]), "sorted-step"),
+    over_the_step(replace(dpo("loss-aot-reference", "even_pair", loss_type=["aot"]), reference="other"), "sorted-step"),
+    over_the_step(dpo("loss-sft", loss_type=["sft"]), "sft-term"),
+    dpo("loss-sft-even", "even_pair", loss_type=["sft"]),
+    *(dpo(f"smoothed-{name}", loss_type=[name], label_smoothing=0.2) for name in ("robust", "aot")),
+    over_the_step(dpo("smoothed-aot_unpaired", loss_type=["aot_unpaired"], label_smoothing=0.2), "sorted-step"),
     *(dpo(f"divergence-{n}", f_divergence_type=n) for n in ("forward_kl", "js_divergence", "alpha_divergence")),
     dpo("divergence-alpha-0.3", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.3),
     *(
-        dpo(
-            f"js-{n}",
-            loss_type=[n],
-            f_divergence_type="js_divergence",
-            **({"label_smoothing": 0.1} if n in ("robust", "exo_pair") else {}),
-        )
-        for n in DIVERGENT_LOSSES
+        dpo(f"js-{name}", loss_type=[name], f_divergence_type="js_divergence", **SMOOTHED.get(name, {}))
+        for name in DIVERGENT_LOSSES
     ),
     dpo("ld-alpha", ld_alpha=0.5),
     dpo("weighting", use_weighting=True),
-    dpo("mpo", loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0]),
-    dpo("mpo-even", "even_pair", loss_type=["sigmoid", "bco_pair", "sft"], loss_weights=[0.8, 0.2, 1.0]),
-    dpo("weighted-mix", loss_type=["sigmoid", "hinge"], use_weighting=True),
+    over_the_step(dpo("mpo", **MPO), "sft-term"),
+    dpo("mpo-even", "even_pair", **MPO),
+    dpo("weighted-mix", loss_type=["sigmoid", "apo_zero"], use_weighting=True),
+    one_sided(dpo("weighted-hinge", loss_type=["hinge"], use_weighting=True), "weighted-hinge"),
     dpo("beta", beta=0.5),
+]
+
+DPO_CASES = [
     dpo("even-pairs", "even_pair"),
     dpo("implicit-prompt", "implicit_pair"),
     dpo("chat", "chat_pair"),
     dpo("chat-implicit", "implicit_chat_pair"),
     dpo("tools", "tool_pair"),
-    dpo("tokenised", "tokenised_pair"),
+    one_sided(dpo("tokenised", "tokenised_pair"), "tokenised-pairs"),
     dpo("truncated", max_length=32),
     dpo("truncated-end", max_length=32, truncation_mode="keep_end"),
     dpo("pad-multiple", pad_to_multiple_of=16),
-    dpo("precomputed", precompute_ref_log_probs=True),
+    replace(dpo("precomputed", precompute_ref_log_probs=True), reference="other"),
     dpo("tr-dpo", sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=0.6),
     replace(dpo("reference"), reference="other"),
     replace(dpo("lora"), adapter="new"),
     replace(dpo("lora-loaded"), adapter="loaded"),
-    replace(dpo("evaluation"), evaluation=True),
-    replace(dpo("mixture-of-experts"), model="moe"),
+    replace(dpo("streamed", max_steps=4), streamed=True),
+    replace(dpo("evaluation"), evaluation=True, differs=EVALUATION),
+    replace(
+        dpo("evaluation-uneven", per_device_eval_batch_size=4),
+        evaluation=True,
+        differs=UNEVEN_EVALUATION,
+        witness="dpo-evaluation",
+        splits=("1x4",),
+    ),
+    replace(dpo("lone-last-batch", max_steps=8), first_rows=17),
+    over_the_step(replace(dpo("short-last-batch", max_steps=8), first_rows=19), "pairs-of-the-step"),
+    replace(dpo("mixture-of-experts", "even_pair"), model="moe"),
 ]
 
 REWARD_CASES = [
@@ -165,23 +232,57 @@ REWARD_CASES = [
     reward("centred", center_rewards_coefficient=0.1),
     reward("margin-centred", "margin_pair", center_rewards_coefficient=0.1),
     reward("over-long", "pair", max_length=56),
-    replace(reward("evaluation"), evaluation=True),
+    replace(reward("streamed", max_steps=4), streamed=True),
+    replace(reward("lone-last-batch", max_steps=8), first_rows=17),
+    over_the_step(replace(reward("short-last-batch", max_steps=8), first_rows=19), "pairs-of-the-step"),
+    replace(reward("evaluation"), evaluation=True, differs=EVALUATION),
+    replace(
+        reward("evaluation-uneven", per_device_eval_batch_size=4),
+        evaluation=True,
+        differs=UNEVEN_EVALUATION,
+        witness="reward-evaluation",
+        splits=("1x4",),
+    ),
     replace(reward("lora"), adapter="new"),
     replace(reward("lora-loaded"), adapter="loaded"),
 ]
 
-TABLE = [*SFT_CASES, *DPO_CASES, *REWARD_CASES]
+REFUSED_CASES = [
+    one_sided(dpo("refused-unread-smoothing", label_smoothing=0.1), "unread-options"),
+    one_sided(dpo("refused-unread-tau", discopop_tau=0.1), "unread-options"),
+    one_sided(dpo("refused-robust", loss_type=["robust"], label_smoothing=0.7), "option-ranges"),
+    one_sided(dpo("refused-aot", loss_type=["aot"], label_smoothing=0.7), "option-ranges"),
+    one_sided(dpo("refused-exo", loss_type=["exo_pair"], label_smoothing=1.5), "option-ranges"),
+    one_sided(dpo("refused-tau", loss_type=["discopop"], discopop_tau=2.0), "option-ranges"),
+    one_sided(dpo("refused-beta", beta=-0.1), "option-ranges"),
+    one_sided(sft("refused-empty-row", "text_with_empty"), "bad-rows"),
+    one_sided(dpo("refused-equal-pair", "pair_with_equal_answers"), "bad-rows"),
+]
+
+TABLE = [*SFT_CASES, *DPO_LOSS_CASES, *DPO_CASES, *REWARD_CASES, *REFUSED_CASES]
 
 
 def expanded(table: Iterable[Case]) -> list[Case]:
-    return [
-        replace(case, name=f"{case.name}@{split}", options={**SPLITS[split], **case.options})
-        for case in table
-        for split in case.splits
-    ]
+    return [_split(case, split) for case in table for split in case.splits]
+
+
+def _split(case: Case, split: str) -> Case:
+    """One of the two cases of an entry. A 2x2 case is witnessed by TRL's 1x4 run unless the entry names a case."""
+    accumulated = split == "2x2"
+    witness = f"{case.witness}@{split}" if case.witness else f"{case.name}@1x4" if accumulated else None
+    return replace(
+        case,
+        name=f"{case.name}@{split}",
+        options={**SPLITS[split], **case.options},
+        differs={**case.differs, **(case.differs_when_split if accumulated else {})},
+        witness=witness,
+    )
 
 
 CASES = expanded(TABLE)
+UNKNOWN = {key for case in CASES for key in case.differs.values()} - set(DIFFERENCES)
+if UNKNOWN:
+    raise KeyError(f"Differences that differences.py does not describe: {', '.join(sorted(UNKNOWN))}.")
 
 
 def chosen(cases: Iterable[Case], patterns: list[str]) -> list[Case]:

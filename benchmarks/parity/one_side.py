@@ -73,7 +73,7 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str) -> Any:
     trainer = getattr(library, f"{title}Trainer")(
         model=load(case, materials, case.model, case.adapter == "loaded"),
         args=args,
-        train_dataset=read(materials / f"{case.rows}.jsonl"),
+        train_dataset=train_rows(case, materials),
         **given,
     )
     if case.adapter == "new":
@@ -100,6 +100,13 @@ def set_adapter(model: Any, folder: Path) -> None:
 
 def read(path: Path) -> Dataset:
     return Dataset.from_list([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+
+
+def train_rows(case: Case, materials: Path) -> Any:
+    dataset = read(materials / f"{case.rows}.jsonl")
+    if case.first_rows is not None:
+        dataset = dataset.select(range(case.first_rows))
+    return dataset.to_iterable_dataset() if case.streamed else dataset
 
 
 def trained(trainer: Any) -> dict[str, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -71,6 +72,22 @@ def with_tools(i: int) -> Row:
     return {"messages": dialogue, "tools": [WEATHER_TOOL]}
 
 
+def with_json_tools(i: int) -> Row:
+    return {**messages(i), "tools": json.dumps([WEATHER_TOOL])}
+
+
+def messages_with_arguments(i: int) -> Row:
+    return {**messages(i), "chat_template_kwargs": {"loud": i % 2 == 0}}
+
+
+def question_answer(i: int) -> Row:
+    return {"question": question(i), "answer": " " + good(i)}
+
+
+def text_with_empty(i: int) -> Row:
+    return {"text": ""} if i == 7 else text(i)
+
+
 def prompt_completion(i: int) -> Row:
     return {"prompt": question(i), "completion": " " + good(i)}
 
@@ -127,6 +144,11 @@ def tokenised_pair(i: int) -> Row:
     }
 
 
+def pair_with_equal_answers(i: int) -> Row:
+    made = pair(i)
+    return {**made, "chosen": "", "rejected": ""} if i == 7 else made
+
+
 def margin_pair(i: int) -> Row:
     return {**implicit_chat_pair(i), "margin": 0.25 * (i % 4)}
 
@@ -145,6 +167,10 @@ ROWS: dict[str, Callable[[int], Row]] = {
         long_chat,
         share_gpt,
         with_tools,
+        with_json_tools,
+        messages_with_arguments,
+        question_answer,
+        text_with_empty,
         prompt_completion,
         prompt_completion_chat,
         input_ids,
@@ -157,6 +183,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
         implicit_chat_pair,
         tool_pair,
         tokenised_pair,
+        pair_with_equal_answers,
         margin_pair,
         tokenised_reward_pair,
     )

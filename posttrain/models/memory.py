@@ -18,17 +18,28 @@ def activation_bytes_per_token(model: nn.Module) -> int:
     return config.num_hidden_layers * (12 * width + 4 * inner) * item
 
 
-def checkpointing_needed(model: nn.Module, device: torch.device, tokens: int) -> tuple[bool, str]:
-    """(recompute activations?, the sentence that says why) for micro-batches of up to `tokens` tokens."""
+NONE, SELECTIVE, FULL = "none", "selective", "full"
+KEPT_SHARE = {NONE: 1.0, SELECTIVE: 0.55, FULL: 0.05}
+"""Share of the activations that each level of checkpointing keeps; each costs more time than the one before it."""
+IN_WORDS = {
+    NONE: "kept",
+    SELECTIVE: "kept where they are dear and recomputed where they are cheap",
+    FULL: "recomputed in the backward",
+}
+
+
+def checkpointing_needed(model: nn.Module, device: torch.device, tokens: int) -> tuple[str, str]:
+    """(the mildest level of checkpointing that fits, the sentence that says why) for micro-batches of up to `tokens` tokens."""
     if device.type != "cuda":
-        return False, "Activations are kept, not recomputed: host memory is assumed to be enough."
+        return NONE, "Activations are kept, not recomputed: host memory is assumed to be enough."
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     free, _ = torch.cuda.mem_get_info(device)
-    needed = tokens * activation_bytes_per_token(model) + trained * OPTIMIZER_BYTES
-    need, room = needed / 2**30, HEAD_ROOM * free / 2**30
-    verdict = need > room
-    done = "recomputed in the backward" if verdict else "kept"
-    return verdict, (
-        f"Activations are {done}: micro-batches of up to {tokens} tokens and the optimizer need about {need:.1f} GiB, "
-        f"{room:.1f} GiB may be used. Set `gradient_checkpointing` to decide yourself."
+    activations = tokens * activation_bytes_per_token(model)
+    room = HEAD_ROOM * free - trained * OPTIMIZER_BYTES
+    fitting = [level for level, share in KEPT_SHARE.items() if share * activations <= room]
+    level = fitting[0] if fitting else FULL
+    return level, (
+        f"Activations are {IN_WORDS[level]}: micro-batches of up to {tokens} tokens would keep about "
+        f"{activations / 2**30:.1f} GiB of them, {max(room, 0) / 2**30:.1f} GiB are left beside the optimizer. Set "
+        "`gradient_checkpointing` to decide yourself."
     )

@@ -19,6 +19,10 @@ PRECOMPUTED = "reference_logps"
 """Name under which a Sample keeps the reference's log-prob of each of its tokens."""
 
 
+GIVEN_SUMS = "ref_logps"
+"""Name of the scalar that a row's own reference log-probs become."""
+
+
 class Reference:
     """Answers the policy's question with frozen weights. Which kind it is, no method ever asks."""
 
@@ -81,6 +85,20 @@ class Precomputed(Reference):
                 "given to the trainer, or set `precompute_ref_log_probs=False`."
             )
         return TokenScores(logps=batch.per_token[PRECOMPUTED].to(torch.float32))
+
+
+class GivenSums(Reference):
+    """Sums that came with the rows (`ref_chosen_logps`, `ref_rejected_logps`), spread evenly over the tokens of an answer."""
+
+    def __str__(self) -> str:
+        return "the log-probs in the columns ref_chosen_logps and ref_rejected_logps"
+
+    def scores(self, batch: TokenBatch) -> TokenScores:
+        if GIVEN_SUMS not in batch.scalars:
+            raise ValueError(
+                "This dataset has no ref_chosen_logps and ref_rejected_logps, unlike the one that is trained on."
+            )
+        return TokenScores(logps=batch.expand(batch.scalars[GIVEN_SUMS] / batch.counts.clamp(min=1)))
 
 
 def adapter_off(model: nn.Module) -> ModelReference:

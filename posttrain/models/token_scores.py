@@ -57,6 +57,11 @@ def is_most_likely(logits: Tensor, log_z: Tensor, targets: Tensor) -> Tensor:
     return (logits.argmax(-1) == targets).to(logits.dtype)
 
 
+def most_likely(logits: Tensor, log_z: Tensor, targets: Tensor) -> Tensor:
+    """The model's first choice."""
+    return logits.argmax(-1)
+
+
 def mean_logit(logits: Tensor, log_z: Tensor, targets: Tensor) -> Tensor:
     return logits.mean(-1)
 
@@ -74,6 +79,7 @@ def log_sum_squared_probs(logits: Tensor, log_z: Tensor, targets: Tensor) -> Ten
 TOKEN_STATS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "entropy": entropy,
     "is_most_likely": is_most_likely,
+    "most_likely": most_likely,
     "mean_logit": mean_logit,
     "mean_logps": mean_logps,
     "log_sum_squared_probs": log_sum_squared_probs,

@@ -19,7 +19,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
-from posttrain.core.batch import StepTotals, TokenBatch
+from posttrain.core.batch import PADDED, StepTotals, TokenBatch
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.data.collate import Collator
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
@@ -27,8 +27,9 @@ from posttrain.data.prepare import PrepareOptions, prepare_dataset
 from posttrain.data.renderer import Renderer
 from posttrain.data.row_formats import RowFormat
 from posttrain.models.activation_offloading import offloaded_activations
+from posttrain.models.checkpointing import allow_selective_checkpointing
 from posttrain.models.load import CAUSAL_LM, LoadOptions, load_model, load_tokenizer
-from posttrain.models.memory import checkpointing_needed
+from posttrain.models.memory import NONE, SELECTIVE, checkpointing_needed
 from posttrain.models.reference import Reference
 from posttrain.models.token_scores import score_tokens
 from posttrain.trainer.config import BaseConfig
@@ -112,7 +113,7 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
 
     # ---- what a method provides --------------------------------------------------------------------------------------
 
-    def prepare_options(self) -> dict[str, Any]:
+    def prepare_options(self, is_training: bool) -> dict[str, Any]:
         """Arguments of PrepareOptions that are peculiar to the method."""
         return {}
 
@@ -169,7 +170,7 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
             use_liger_kernel=args.wants_liger,
             peft_config=peft_config,
             quantization_config=quantization_config,
-            layout=args.layout,
+            layout=args.layout if args.neftune_noise_alpha is None else PADDED,
             router_aux_loss_coef=args.router_aux_loss_coef,
             device=args.device,
             sharded=bool(args.fsdp or args.deepspeed),
@@ -197,11 +198,18 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
         self._eval_terms: list[tuple[list[float | Tensor], StepTotals]] = []
         self.add_callback(RunLifecycle(self))
         display_callbacks(self)
+        allow_selective_checkpointing(self.model)
         if args.gradient_checkpointing is None:
-            args.gradient_checkpointing, why = checkpointing_needed(
-                self.model, args.device, args.per_device_train_batch_size * len(self.roles) * (args.max_length or 4096)
-            )
-            logger.info(why)
+            self._checkpoint_by_need()
+
+    def _checkpoint_by_need(self) -> None:
+        args = self.args
+        tokens = args.per_device_train_batch_size * len(self.roles) * (args.max_length or 4096)
+        level, why = checkpointing_needed(self.model, args.device, tokens)
+        logger.info(why)
+        args.gradient_checkpointing = level != NONE
+        if level == SELECTIVE:
+            args.gradient_checkpointing_kwargs = {**args.gradient_checkpointing_kwargs, SELECTIVE: True}
 
     @property
     def uses_router_loss(self) -> bool:
@@ -222,7 +230,8 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
             formatting_func=self.formatting_func,
             cache_dir=args.dataset_cache_dir,
             bad_rows_file=str(Path(args.output_dir) / f"bad_rows_{name}.jsonl"),
-            **self.prepare_options(),
+            shuffle_seed=args.seed if args.shuffle_dataset and name == "train" else None,
+            **self.prepare_options(is_training=name == "train"),
         )
         with args.main_process_first(desc=f"preparing the {name} dataset"):
             prepared = prepare_dataset(dataset, self.formats, self.renderer, options, name, args.dataset_num_proc)
@@ -346,6 +355,8 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(model)
         if not self._own_formats or (self.finite is not None and self.finite.optimizer is optimizer):
+            return optimizer
+        if self.args.fp16:  # the gradient scaler unscales, checks and skips by itself
             return optimizer
         if has_low_precision(p for group in optimizer.param_groups for p in group["params"]):
             self.masters = MasterWeights(optimizer)

@@ -12,7 +12,7 @@ import importlib.util
 import json
 import os
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
@@ -34,6 +34,7 @@ def option(default: Any, help: str, **metadata: Any) -> Any:
 class BaseConfig(TrainingArguments):
     """Options shared by all methods, on top of transformers.TrainingArguments."""
 
+    reads_label_smoothing_factor: ClassVar[bool] = False
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "chat_template_kwargs"]
 
     # ---- how the run is shown and computed
@@ -149,6 +150,18 @@ class BaseConfig(TrainingArguments):
             raise ValueError(f"`max_length` is {self.max_length}; a sequence that trains a token has at least 2.")
         if self.auto_find_batch_size:
             raise ValueError("`auto_find_batch_size` restarts the run; set `per_device_train_batch_size` instead.")
+        if self.label_smoothing_factor and not self.reads_label_smoothing_factor:
+            raise ValueError(f"`label_smoothing_factor` smooths token labels; {type(self).__name__} does not read it.")
+        if not self.average_tokens_across_devices:
+            raise ValueError(
+                "Losses are always divided by the counts of all processes: `average_tokens_across_devices` is on."
+            )
+        if self.accelerator_config.split_batches or self.accelerator_config.dispatch_batches:
+            raise ValueError("Every process makes its own batches: leave `split_batches` and `dispatch_batches` out.")
+        if self.neftune_noise_alpha is not None and self.padding_free:
+            raise ValueError(
+                "NEFTune scales its noise by the length of a row, which a ragged row does not have: no `padding_free`."
+            )
         if self.max_skipped_steps < 1:
             raise ValueError(f"`max_skipped_steps` is {self.max_skipped_steps}; it must be at least 1.")
         if self.chunk_tokens is not None and self.chunk_tokens < 1:

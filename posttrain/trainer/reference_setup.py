@@ -18,7 +18,9 @@ from posttrain.data.prepare import PrepareOptions, cache_folder
 from posttrain.models.adapters import freeze_copy_of_adapter, is_peft_model
 from posttrain.models.load import LoadOptions, load_model
 from posttrain.models.reference import (
+    GIVEN_SUMS,
     PRECOMPUTED,
+    GivenSums,
     Precomputed,
     Reference,
     adapter_off,
@@ -63,6 +65,8 @@ def make_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Referen
     args = trainer.args
     if ref_model is not None and ref_model is trainer.model:
         raise ValueError("`ref_model` is the model that is trained: it would move. Leave it out, or pass a copy.")
+    if _rows_carry_reference(trainer.train_dataset):
+        return _given(args, ref_model)
     reference = _live_reference(trainer, ref_model, policy)
     if args.precompute_ref_log_probs:
         trainer.train_dataset = precomputed(trainer, reference, trainer.train_dataset, "train")
@@ -72,6 +76,25 @@ def make_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Referen
         trainer.add_callback(SyncRefModelCallback(reference, trainer.accelerator))
     logger.info(f"The reference is {reference}.")
     return reference
+
+
+def _rows_carry_reference(dataset: Any) -> bool:
+    return hasattr(dataset, "__len__") and len(dataset) > 0 and GIVEN_SUMS in dataset[0][0].scalars
+
+
+def _given(args: Any, ref_model: Any) -> Reference:
+    """The rows bring the reference's numbers along; whatever would compute others contradicts them."""
+    for name, value in (
+        ("ref_model", ref_model),
+        ("sync_ref_model", args.sync_ref_model),
+        ("precompute_ref_log_probs", args.precompute_ref_log_probs),
+        ("ld_alpha", getattr(args, "ld_alpha", None)),
+    ):
+        if value:
+            raise ValueError(
+                f"The dataset brings sums of reference log-probs (ref_chosen_logps); `{name}` cannot go with them."
+            )
+    return GivenSums()
 
 
 def _live_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Reference:

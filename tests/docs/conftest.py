@@ -20,7 +20,12 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path]
     """path -> {"failure", "seconds"}"""
     home = tmp_path_factory.mktemp("home")
     places = {"HOME": home, "HF_HOME": home, "HF_DATASETS_CACHE": home / "datasets", "TMPDIR": home}
-    settings = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"}
+    settings = {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
     dropped = {"HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "XDG_CACHE_HOME"}
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
     process = subprocess.Popen(

@@ -40,7 +40,11 @@ def blocks_of(page: Path) -> list[Block]:
 
 def pages() -> list[Path]:
     """Every Markdown page that a reader meets."""
-    return [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "examples").rglob("*.md"))]
+    return [
+        *sorted(ROOT.glob("*.md")),
+        *sorted((ROOT / "docs").rglob("*.md")),
+        *sorted((ROOT / "examples").rglob("*.md")),
+    ]
 
 
 def after_diff(code: str) -> str:

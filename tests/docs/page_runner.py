@@ -58,7 +58,7 @@ def in_a_fork(path: Path) -> dict[str, Any]:
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     text = log.read_text(encoding="utf-8", errors="replace")
     shutil.rmtree(folder)
-    failure = None if status == 0 else f"{path.relative_to(ROOT)} ended with {status}:\n{text[-6000:]}"
+    failure = None if status == 0 else f"{path} ended with {status}:\n{text[-6000:]}"
     return {"failure": failure, "seconds": time.monotonic() - started}
 
 

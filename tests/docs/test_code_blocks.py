@@ -13,7 +13,7 @@ from tests.docs.fenced_blocks import ROOT, blocks_of, pages
 
 KNOWN_LANGUAGES = {"python", "diff", "bash", "output", "text", "json", "bibtex"}
 """The first three are run, `output` is compared with what was printed, the rest is not code."""
-LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
 
 def name_of(page: Path) -> str:
@@ -29,7 +29,9 @@ def test_blocks_run(page, runner):
 @pytest.mark.parametrize("page", pages(), ids=name_of)
 def test_every_block_says_what_it_is(page):
     """A block without a known language would be code that nobody runs."""
-    unknown = [f"line {block.line}: {block.language!r}" for block in blocks_of(page) if block.language not in KNOWN_LANGUAGES]
+    unknown = [
+        f"line {block.line}: {block.language!r}" for block in blocks_of(page) if block.language not in KNOWN_LANGUAGES
+    ]
     assert not unknown, f"{page}: {unknown}; use one of {sorted(KNOWN_LANGUAGES)}"
 
 
@@ -46,7 +48,9 @@ def commands() -> list[tuple[str, list[str]]]:
 
 def test_commands_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    extras = set(tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"])
+    extras = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    )
     faults = []
     for place, words in commands():
         check = CHECKS.get(words[0])
@@ -93,7 +97,7 @@ def test_links_lead_somewhere(page):
     for target, anchor in LINK.findall(page.read_text(encoding="utf-8")):
         if "://" in target or target.startswith("mailto:"):
             continue
-        path = page.parent / target
+        path = page.parent / target if target else page
         if not path.exists():
             faults.append(f"{target} does not exist")
         elif anchor and anchor[1:] not in anchors_of(path):

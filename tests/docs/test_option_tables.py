@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import re
 
 import pytest
+from transformers import TrainingArguments
 
 from posttrain.methods.table import METHODS
 from posttrain.trainer.config import BaseConfig, is_ours
 from scripts.write_option_tables import DOCS, TABLE, configs, outdated, own_options, row, table
 
 CONFIGS = configs()
+PACKAGE = DOCS.parent / "posttrain"
 
 
 def tables_in_docs() -> dict[str, list[str]]:
@@ -47,7 +51,7 @@ def test_every_field_declared_in_this_library_has_a_help_text(name):
     config = CONFIGS[name]
     for field in dataclasses.fields(config):
         declared_here = any(
-            field.name in base.__dict__.get("__annotations__", {})
+            field.name in inspect.get_annotations(base)
             for base in config.__mro__
             if base.__module__.startswith("posttrain.")
         )
@@ -64,3 +68,16 @@ def test_a_row_shows_type_default_and_help():
     assert "| `loss_weights` | `list[float] \\| None` | `None` |" in table(CONFIGS["DPOConfig"])
     assert "`precompute_ref_log_probs`" in table(CONFIGS["DPOConfig"])
     assert "max_length" not in table(CONFIGS["DPOConfig"])
+
+
+def test_every_option_is_read_somewhere():
+    """An option that is accepted and ignored is a lie. Read means: an attribute of that name, or a parameter of a loss."""
+    read: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        read |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        if path.parent.name == "losses":
+            read |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    ours = {field.name for config in CONFIGS.values() for field in own_options(config)}
+    of_transformers = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert ours - of_transformers - read == set()

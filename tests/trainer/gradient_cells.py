@@ -88,9 +88,7 @@ def two_processes() -> list[Cell]:
 
 def pairwise(axes: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     """A small set of rows in which every pair of values of two axes occurs together (greedy cover)."""
-    todo = {
-        (i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]
-    }
+    todo = {(i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]}
     rows = []
     candidates = list(itertools.product(*axes))
     while todo:
@@ -267,7 +265,9 @@ def _sft_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
 
 
 def _dpo_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
-    fields: dict[str, list[Any]] = {name: [] for name in ("c", "r", "ref_c", "ref_r", "len_c", "len_r", "nll", "weight")}
+    fields: dict[str, list[Any]] = {
+        name: [] for name in ("c", "r", "ref_c", "ref_r", "len_c", "len_r", "nll", "weight")
+    }
     chosen_tokens = 0
     for pair in units("dpo"):
         own = [_log_probs(policy, sample) for sample in pair]
@@ -334,5 +334,3 @@ def check(cell: Cell, found: dict[str, torch.Tensor]) -> None:
     for name, gradient in expected.items():
         error = (found[name].double() - gradient).norm() / whole
         assert error <= TOLERANCE[cell.dtype], f"{name} is off by {error:.2e} of the gradient's norm"
-
-

@@ -39,7 +39,15 @@ class Slow(TrainerCallback):
         time.sleep(self.seconds)
 
 
-def main(method: str, folder: Path, *, resume: bool = False, rows: int = 20, callbacks: list[Any] | None = None, **options: Any):
+def main(
+    method: str,
+    folder: Path,
+    *,
+    resume: bool = False,
+    rows: int = 20,
+    callbacks: list[Any] | None = None,
+    **options: Any,
+):
     torch.manual_seed(0)
     name, *flags = method.split("-")
     model = tiny.reward_model() if name == "reward" else tiny.causal_lm(attention_dropout=0.1)

@@ -33,7 +33,9 @@ def run(method: str, folder: Path, **options: Any) -> None:
 
 def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[dict]]:
     last = files.checkpoints(folder)[0]
-    weights = load_file(last / ("adapter_model.safetensors" if (last / "adapter_config.json").exists() else "model.safetensors"))
+    weights = load_file(
+        last / ("adapter_model.safetensors" if (last / "adapter_config.json").exists() else "model.safetensors")
+    )
     metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     kept = [{k: v for k, v in line.items() if not k.endswith(TIMINGS) and "_per_second" not in k} for line in metrics]
     return weights, load_file(last / "optimizer.safetensors"), kept
@@ -102,7 +104,6 @@ def trained(tmp_path_factory):
     return folder
 
 
-
 @pytest.mark.parametrize("kind", ["cut", "flipped", "missing"])
 def test_any_damaged_file_is_noticed_and_the_one_before_is_taken(trained, tmp_path, kind):
     newest = files.checkpoints(trained)[0]
@@ -152,7 +153,9 @@ def test_resume_under_changed_options_or_data_is_refused_with_the_difference(tra
 def test_a_change_that_is_named_is_allowed(trained, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(trained, copy)
-    resumable_run.main("sft", copy, resume=True, max_steps=10, learning_rate=5e-4, resume_allow_changes=["learning_rate"])
+    resumable_run.main(
+        "sft", copy, resume=True, max_steps=10, learning_rate=5e-4, resume_allow_changes=["learning_rate"]
+    )
     assert files.checkpoints(copy)[0].name == "checkpoint-10"
 
 

@@ -8,6 +8,7 @@ import pytest
 import transformers
 
 from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.hub import HubTrainer
 from posttrain.trainer.persistence import PersistentTrainer
 
 SEAMS = {
@@ -30,6 +31,9 @@ SEAMS = {
     "log": "logs start_time",
     "floating_point_ops": "inputs",
     "_track_num_input_tokens": "inputs",
+    # the hub
+    "push_to_hub": "commit_message blocking token revision kwargs",
+    "_push_from_checkpoint": "checkpoint_folder",
     "create_model_card": None,  # ours takes what push_to_hub hands on, by name
     # saving and resuming
     "train": "resume_from_checkpoint trial ignore_keys_for_eval",
@@ -54,7 +58,7 @@ def test_the_seam_is_as_we_know_it(name):
 def test_no_override_is_missing_from_the_list():
     own = {
         name
-        for cls in (BaseTrainer, PersistentTrainer)
+        for cls in (BaseTrainer, PersistentTrainer, HubTrainer)
         for name, value in vars(cls).items()
         if callable(value) and hasattr(transformers.Trainer, name) and not name.startswith("__")
     }

@@ -1,0 +1,20 @@
+"""The deliberate differences that a comparison of numbers can show. docs/differences-from-trl.md tells each at length."""
+
+from __future__ import annotations
+
+DIFFERENCES: dict[str, str] = {
+    "step-means": "logged means are over all tokens of the step; TRL averages the means of its micro-batches",
+    "sft-term": "the sft term of a DPO mix is divided by the chosen tokens of the step; TRL's, of the micro-batch",
+    "sorted-step": "aot and aot_unpaired sort the pairs of the whole step; TRL sorts within each micro-batch",
+    "pairs-of-the-step": "every pair of a step weighs the same; in TRL a short last micro-batch weighs as much as a full one",
+    "evaluation-whole": "evaluation numbers are those of all rows as one batch; TRL averages over its batches",
+    "eval-num-tokens": "the running total num_tokens is logged with training; TRL repeats it in each evaluation as eval_num_tokens",
+    "mask-columns": "a completion_mask column is used when it is there; TRL ignores it unless completion_only_loss=True",
+    "formatting-func-columns": "formatting_func may read prompt and completion columns; TRL refuses them, or ignores the function",
+    "weighted-hinge": "use_weighting works with hinge; TRL's backward pass fails",
+    "tokenised-pairs": "rows of prompt_ids, chosen_ids and rejected_ids are read; TRL fails with a KeyError",
+    "unread-options": "an option that none of the chosen losses reads is an error; TRL ignores it",
+    "option-ranges": "values outside the range in which a loss means something are errors; TRL trains",
+    "bad-rows": "rows that cannot teach anything are refused before training; TRL drops them or trains on them",
+}
+"""Key -> one line. A key in cases.py that is not here, or not on the page, fails the test suite."""

@@ -1,0 +1,313 @@
+"""The methods as a user meets them: formats, options, streams, packing, evaluation, errors before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+
+from posttrain import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, Sample, SFTConfig, SFTTrainer
+from posttrain.methods.table import METHODS
+from tests import tiny
+
+TRAINERS = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig), "reward": (RewardTrainer, RewardConfig)}
+
+
+def make(method, tmp_path, rows, *, eval_rows=None, given=None, model=None, **changes):
+    trainer, config = TRAINERS[method]
+    options = {
+        "output_dir": str(tmp_path),
+        "max_steps": 3,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "save_strategy": "no",
+        "report_to": "none",
+        "use_cpu": True,
+        "dataset_cache_dir": str(tmp_path / "cache"),
+        **changes,
+    }
+    made = model or (tiny.reward_model() if method == "reward" else tiny.causal_lm())
+    return trainer(
+        model=made,
+        args=config(**options),
+        train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
+        eval_dataset=Dataset.from_list(eval_rows) if isinstance(eval_rows, list) else eval_rows,
+        processing_class=tiny.tokenizer(),
+        **(given or {}),
+    )
+
+
+def losses(trainer):
+    return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def said(role, content):
+    return {"role": role, "content": content}
+
+
+FORMATS = {
+    "text": [{"text": f"row {i} says {i * i}"} for i in range(12)],
+    "messages": tiny.chats(12),
+    "prompt-completion": [{"prompt": f"{i} + 1 =", "completion": f" {i + 1}"} for i in range(12)],
+    "prompt-completion chat": [
+        {"prompt": [said("user", f"{i} + 1?")], "completion": [said("assistant", str(i + 1))]} for i in range(12)
+    ],
+    "alpaca": [{"instruction": f"Add 1 to {i}.", "input": "", "output": str(i + 1)} for i in range(12)],
+    "sharegpt": [
+        {"conversations": [{"from": "human", "value": f"{i}?"}, {"from": "gpt", "value": str(i)}]} for i in range(12)
+    ],
+    "tokenised": [{"input_ids": [i + 3, 5, 6, 7], "labels": [-100, -100, 6, 7]} for i in range(12)],
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_sft_learns_every_format(tmp_path, name):
+    trainer = make("sft", tmp_path, FORMATS[name], per_device_train_batch_size=12)
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0]
+
+
+@pytest.mark.parametrize(("option", "expected"), [({}, "completion"), ({"completion_only_loss": False}, "everything")])
+def test_what_is_trained_of_a_completion(tmp_path, option, expected):
+    trainer = make("sft", tmp_path, FORMATS["prompt-completion"], **option)
+    (sample,) = trainer.train_dataset[0]
+    trained = tiny.tokenizer().decode(sample.input_ids[sample.trained])
+    assert trained == (" 1<|im_end|>" if expected == "completion" else "0 + 1 = 1<|im_end|>")
+
+
+def test_assistant_only_loss_trains_the_turn_and_its_end(tmp_path):
+    trainer = make("sft", tmp_path, FORMATS["messages"], assistant_only_loss=True)
+    (sample,) = trainer.train_dataset[1]
+    assert tiny.tokenizer().decode(sample.input_ids[sample.trained]) == "It is 2. Indeed.<|im_end|>"
+
+
+@pytest.mark.parametrize("strategy", ["bfd", "bfd_split", "wrapped"])
+def test_packing_puts_all_tokens_into_blocks(tmp_path, strategy):
+    trainer = make("sft", tmp_path, tiny.chats(12), packing=True, packing_strategy=strategy, max_length=128)
+    tokens = sum(len(sample) for unit in trainer.train_dataset for sample in unit)
+    assert tokens == sum(
+        len(s) for i in range(12) for s in make("sft", tmp_path / "b", tiny.chats(12)).train_dataset[i]
+    )
+    assert all(sum(map(len, unit)) <= 128 for unit in trainer.train_dataset)
+    trainer.train()
+    assert all(math.isfinite(loss) for loss in losses(trainer))
+
+
+def test_eval_packing_can_differ_from_packing(tmp_path):
+    trainer = make(
+        "sft", tmp_path, tiny.chats(12), eval_rows=tiny.chats(6), packing=True, eval_packing=False, max_length=200
+    )
+    assert len(trainer.eval_dataset) == 6
+    assert len(trainer.train_dataset) < 12
+
+
+def test_packed_and_unpacked_losses_are_equal(tmp_path):
+    """The same rows in one step: blocks change the layout, not the loss."""
+    rows = tiny.chats(8)
+    plain = make("sft", tmp_path / "a", rows, per_device_train_batch_size=8, max_steps=1)
+    packed = make("sft", tmp_path / "b", rows, per_device_train_batch_size=8, max_steps=1, packing=True, max_length=256)
+    plain.train()
+    packed.train()
+    assert losses(packed)[0] == pytest.approx(losses(plain)[0], rel=1e-5)
+
+
+def test_streams_are_checked_and_trained(tmp_path):
+    stream = Dataset.from_list(tiny.chats(30)).to_iterable_dataset()
+    trainer = make("sft", tmp_path, stream, max_steps=4)
+    whole = make("sft", tmp_path / "b", tiny.chats(30), max_steps=4, train_sampling_strategy="sequential")
+    trainer.train()
+    whole.train()
+    assert losses(trainer) == pytest.approx(losses(whole), rel=1e-6)
+
+
+def test_evaluation_loss_is_that_of_all_rows_at_once(tmp_path):
+    for batch_size in (1, 4, 6):
+        trainer = make("sft", tmp_path, tiny.chats(4), eval_rows=tiny.chats(6), per_device_eval_batch_size=batch_size)
+        found = trainer.evaluate()
+        if batch_size == 1:
+            first = found
+        assert found["eval_loss"] == pytest.approx(first["eval_loss"], rel=1e-6)
+        assert found["eval_entropy"] == pytest.approx(first["eval_entropy"], rel=1e-5)
+
+
+def test_evaluate_takes_raw_rows_and_several_datasets(tmp_path):
+    several = {"short": Dataset.from_list(tiny.chats(3)), "long": Dataset.from_list(tiny.chats(9))}
+    trainer = make("sft", tmp_path, tiny.chats(4), eval_rows=several)
+    found = trainer.evaluate()
+    assert {"eval_short_loss", "eval_long_loss"} <= found.keys()
+    raw = trainer.evaluate(Dataset.from_list(tiny.chats(9)))
+    assert raw["eval_loss"] == pytest.approx(found["eval_long_loss"], rel=1e-6)
+
+
+def test_compute_metrics_sees_what_was_predicted(tmp_path):
+    def accuracy(prediction):
+        known = prediction.label_ids != -100
+        return {"share": float((prediction.predictions == prediction.label_ids)[known].mean())}
+
+    given = {"compute_metrics": accuracy}
+    trainer = make("sft", tmp_path, tiny.chats(4), eval_rows=tiny.chats(6), given=given, per_device_eval_batch_size=6)
+    trainer.train()
+    found = trainer.evaluate()
+    assert found["eval_share"] == pytest.approx(found["eval_mean_token_accuracy"])
+    for method in ("dpo", "reward"):
+
+        def first_wins(prediction):
+            return {"wins": float((prediction.predictions[:, 0] > prediction.predictions[:, 1]).mean())}
+
+        given = {"compute_metrics": first_wins}
+        trainer = make(method, tmp_path / method, tiny.pairs(6), eval_rows=tiny.pairs(6), given=given)
+        trainer.train()
+        found = trainer.evaluate()
+        assert found["eval_wins"] == pytest.approx(found.get("eval_rewards/accuracies", found.get("eval_accuracy")))
+
+
+def test_a_loss_of_ones_own(tmp_path):
+    trainer = make("sft", tmp_path, tiny.chats(8), given={"loss": lambda logps: -2 * logps}, max_steps=1)
+    plain = make("sft", tmp_path / "b", tiny.chats(8), max_steps=1)
+    trainer.train()
+    plain.train()
+    assert losses(trainer)[0] == pytest.approx(2 * losses(plain)[0], rel=1e-5)
+    doubled = make(
+        "dpo", tmp_path / "c", tiny.pairs(8), given={"loss": lambda pair, *, beta: 3.0 + 0 * pair.margins}, max_steps=1
+    )
+    doubled.train()
+    assert losses(doubled)[0] == 3.0
+
+
+def test_samples_of_ones_own(tmp_path):
+    units = [(Sample(np.arange(3, 9), np.arange(6) > 2, row=i),) for i in range(8)]
+    trainer = make("sft", tmp_path, None, dataset_kwargs={"skip_prepare_dataset": True}, max_steps=1)
+    trainer.train_dataset = units
+    trainer.train()
+    assert math.isfinite(losses(trainer)[0])
+
+
+def test_rows_that_bring_their_reference_along(tmp_path):
+    """beta * ((c - ref_c) - (r - ref_r)) with the given sums, in -log sigmoid."""
+    sums = {"ref_chosen_logps": -20.0, "ref_rejected_logps": -30.0}
+    rows = [{"prompt": f"{i}?", "chosen": " yes", "rejected": " no", **sums} for i in range(4)]
+    trainer = make("dpo", tmp_path, rows, max_steps=1)
+    trainer.train()
+    line = trainer.state.log_history[0]
+    assert str(trainer.reference).startswith("the log-probs in the columns")
+    assert line["rewards/chosen"] == pytest.approx(0.1 * (line["logps/chosen"] + 20), rel=1e-4)
+    assert line["rewards/rejected"] == pytest.approx(0.1 * (line["logps/rejected"] + 30), rel=1e-4)
+
+
+def test_selective_checkpointing_gives_the_same_gradient(tmp_path):
+    found = {}
+    for name, kwargs in (("none", None), ("full", {"use_reentrant": False}), ("selective", {"selective": True})):
+        trainer = make(
+            "sft", tmp_path / name, tiny.chats(8), max_steps=2,
+            gradient_checkpointing=kwargs is not None, gradient_checkpointing_kwargs=kwargs,
+        )  # fmt: skip
+        trainer.train()
+        found[name] = [p.detach().clone() for p in trainer.model.parameters()]
+    for name in ("full", "selective"):
+        for one, other in zip(found["none"], found[name]):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_neftune_moves_the_loss_and_asks_for_padding(tmp_path):
+    noisy = make("sft", tmp_path, tiny.chats(8), neftune_noise_alpha=20.0, max_steps=1)
+    plain = make("sft", tmp_path / "b", tiny.chats(8), max_steps=1)
+    assert noisy.loaded.layout == "padded"
+    noisy.train()
+    plain.train()
+    assert abs(losses(noisy)[0] - losses(plain)[0]) > 1e-4
+
+
+@pytest.mark.parametrize("order", ["random", "sequential", "group_by_length", "batch_rebalance"])
+def test_every_order_visits_every_row_once_an_epoch(tmp_path, order):
+    trainer = make("sft", tmp_path, tiny.chats(11), train_sampling_strategy=order, gradient_accumulation_steps=2)
+    loader = trainer.get_train_dataloader()
+    loader.set_epoch(1)
+    assert sorted(row for batch in loader for row in batch.rows) == list(range(11))
+
+
+BAD_OPTIONS = [
+    ("sft", {"loss_type": "nl"}, "`loss_type` is 'nl'"),
+    ("sft", {"packing_strategy": "best"}, "`packing_strategy` is 'best'"),
+    ("sft", {"packing": True, "max_length": None}, "set `max_length`"),
+    ("sft", {"truncation_mode": "cut"}, "`truncation_mode` is 'cut'"),
+    ("sft", {"max_length": 1}, "at least 2"),
+    ("sft", {"loss_type": "dft", "label_smoothing_factor": 0.1}, "belongs to loss_type 'nll'"),
+    ("sft", {"dataset_kwargs": {"add_special": True}}, "knows skip_prepare_dataset only"),
+    ("sft", {"on_bad_rows": "ignore"}, "`on_bad_rows` is 'ignore'"),
+    ("sft", {"auto_find_batch_size": True}, "auto_find_batch_size"),
+    ("dpo", {"loss_type": ["sigmoid", "hing"]}, "hing"),
+    ("dpo", {"loss_type": ["sigmoid"], "loss_weights": [1.0, 2.0]}, "loss_weights"),
+    ("dpo", {"beta": 0.0}, "`beta` is 0.0"),
+    ("dpo", {"loss_type": "exo_pair"}, "label_smoothing"),
+    ("dpo", {"label_smoothing": 0.1}, "none of the losses sigmoid reads it"),
+    ("dpo", {"discopop_tau": 0.1}, "none of the losses sigmoid reads it"),
+    ("dpo", {"loss_type": "aot", "use_weighting": True}, "use_weighting"),
+    ("dpo", {"loss_type": "apo_zero", "f_divergence_type": "forward_kl"}, "reverse_kl only"),
+    ("dpo", {"ld_alpha": 1.5}, "`ld_alpha` is 1.5"),
+    ("dpo", {"sync_ref_model": True, "precompute_ref_log_probs": True}, "Choose one"),
+    ("dpo", {"label_smoothing_factor": 0.1}, "does not read it"),
+    ("reward", {"center_rewards_coefficient": -1.0}, "center_rewards_coefficient"),
+]
+
+
+@pytest.mark.parametrize(("method", "options", "message"), BAD_OPTIONS, ids=lambda v: str(v)[:40])
+def test_a_bad_option_is_refused_when_the_config_is_made(tmp_path, method, options, message):
+    with pytest.raises(ValueError, match=r".*") as error:
+        TRAINERS[method][1](output_dir=str(tmp_path), use_cpu=True, **options)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_has_a_help_text_and_trl_names_are_there(method):
+    config = METHODS[method].config_class
+    ours = [f for f in dataclasses.fields(config) if f.metadata.get("posttrain")]
+    assert all(f.metadata["help"].endswith((".", ")")) for f in ours)
+    shared = {
+        "learning_rate",
+        "model_init_kwargs",
+        "trust_remote_code",
+        "dataset_num_proc",
+        "max_length",
+        "pad_to_multiple_of",
+    }
+    own = {
+        "sft": "chat_template_path dataset_text_field dataset_kwargs eos_token truncation_mode shuffle_dataset packing "
+        "packing_strategy padding_free eval_packing completion_only_loss assistant_only_loss loss_type activation_offloading "
+        "pad_token router_aux_loss_coef",
+        "dpo": "disable_dropout truncation_mode padding_free precompute_ref_log_probs precompute_ref_batch_size loss_type "
+        "loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef label_smoothing beta use_weighting discopop_tau "
+        "activation_offloading sync_ref_model ref_model_mixup_alpha ref_model_sync_steps pad_token router_aux_loss_coef",
+        "reward": "chat_template_path disable_dropout eos_token center_rewards_coefficient activation_offloading pad_token",
+    }[method].split()
+    assert shared | set(own) <= {f.name for f in dataclasses.fields(config)}
+
+
+def test_a_bad_row_is_found_before_the_model_is_looked_at(tmp_path):
+    rows = tiny.chats(20)
+    rows[13]["messages"][1]["content"] = ""
+    with pytest.raises(ValueError, match=r"row 13.*messages"):
+        SFTTrainer("no/such-model", SFTConfig(output_dir=str(tmp_path), use_cpu=True, report_to="none"),
+                   train_dataset=Dataset.from_list(rows), processing_class=tiny.tokenizer())  # fmt: skip
+
+
+def test_the_model_that_is_trained_cannot_be_its_reference(tmp_path):
+    model = tiny.causal_lm()
+    with pytest.raises(ValueError, match="it would move"):
+        make("dpo", tmp_path, tiny.pairs(4), model=model, given={"ref_model": model})
+
+
+def test_a_plain_training_arguments_object_is_taken(tmp_path):
+    from transformers import TrainingArguments
+
+    plain = TrainingArguments(output_dir=str(tmp_path), max_steps=1, report_to="none", use_cpu=True, learning_rate=3e-4)
+    trainer = SFTTrainer(
+        tiny.causal_lm(), plain, train_dataset=Dataset.from_list(tiny.chats(8)), processing_class=tiny.tokenizer()
+    )
+    assert isinstance(trainer.args, SFTConfig)
+    assert trainer.args.learning_rate == 3e-4
+    trainer.train()
