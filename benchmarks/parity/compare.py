@@ -1,6 +1,6 @@
 """Compares what the two libraries logged and what the weights became.
 
-    python compare.py RESULTS [CASE ...]
+    python -m benchmarks.parity.compare RESULTS [CASE ...]
 
 Prints one line for each case and, below it, every number that differs by more than the tolerance, with its declared reason. Exit
 code 1 when a difference is not declared in cases.py, or when a declared one is no longer there.
@@ -16,10 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-from cases import CASES, STEP_MEANS, Case, chosen  # noqa: E402
-from differences import DIFFERENCES  # noqa: E402
+from benchmarks.parity.cases import CASES, STEP_MEANS, Case, chosen
+from benchmarks.parity.differences import DIFFERENCES, WITNESSED
 
 TOLERANCE = 1e-4
 SMALL = {"*rewards/*": 0.1, "*": 1e-2}
@@ -55,7 +53,7 @@ class Verdict:
         """Key of the declared difference, where the witness, if there is one, agrees with us."""
         declared = {**(STEP_MEANS if self.case.name.endswith("@2x2") else {}), **self.case.differs}
         key = next((key for pattern, key in declared.items() if fnmatch.fnmatch(name, pattern)), None)
-        if key is None or self.from_witness is None:
+        if key not in WITNESSED or self.from_witness is None:
             return key
         return None if self.from_witness.differs(name) else key
 
@@ -139,7 +137,9 @@ def main(results: Path, patterns: list[str]) -> int:
     wrong = [v for v in verdicts if v.undeclared or v.unseen]
     declared = sorted({v.reason(name) for v in verdicts for name in v.beyond} - {None})
     equal = sum(not v.beyond for v in verdicts)
-    print(f"\n{len(verdicts)} cases: {equal} equal to {TOLERANCE:g}, {len(verdicts) - equal - len(wrong)} with declared")
+    print(
+        f"\n{len(verdicts)} cases: {equal} equal to {TOLERANCE:g}, {len(verdicts) - equal - len(wrong)} with declared"
+    )
     print(f"differences only, {len(wrong)} with others. Declared differences that were seen:")
     for key in declared:
         print(f"  {key}: {DIFFERENCES[key]}")

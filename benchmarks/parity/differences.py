@@ -8,6 +8,7 @@ DIFFERENCES: dict[str, str] = {
     "sorted-step": "aot and aot_unpaired sort the pairs of the whole step; TRL sorts within each micro-batch",
     "pairs-of-the-step": "every pair of a step weighs the same; in TRL a short last micro-batch weighs as much as a full one",
     "evaluation-whole": "evaluation numbers are those of all rows as one batch; TRL averages over its batches",
+    "grouped-order": "group_by_length orders the rows by its own seeded rule, a function of seed and epoch; TRL by transformers'",
     "eval-num-tokens": "the running total num_tokens is logged with training; TRL repeats it in each evaluation as eval_num_tokens",
     "mask-columns": "a completion_mask column is used when it is there; TRL ignores it unless completion_only_loss=True",
     "formatting-func-columns": "formatting_func may read prompt and completion columns; TRL refuses them, or ignores the function",
@@ -18,3 +19,6 @@ DIFFERENCES: dict[str, str] = {
     "bad-rows": "rows that cannot teach anything are refused before training; TRL drops them or trains on them",
 }
 """Key -> one line. A key in cases.py that is not here, or not on the page, fails the test suite."""
+
+WITNESSED = ("step-means", "sft-term", "sorted-step", "pairs-of-the-step", "evaluation-whole", "mask-columns")
+"""Differences whose numbers are proven by a run in which TRL is given the same question: ours must equal that run."""

@@ -1,6 +1,6 @@
 """Writes what both sides load: tokenizers, models of a few thousand weights, adapters with one saved initialisation, rows.
 
-    python benchmarks/parity/materials.py FOLDER
+    python -m benchmarks.parity.materials FOLDER
 
 Run with posttrain's own environment (it takes the tiny models of the test suite); the folder is then read by both sides.
 """
@@ -12,15 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+from peft import LoraConfig, get_peft_model
+
+from benchmarks.parity.rows import ROWS, rows
+from tests import tiny
+
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
-
-import torch  # noqa: E402
-from peft import LoraConfig, get_peft_model  # noqa: E402
-from rows import ROWS, rows  # noqa: E402
-
-from tests import tiny  # noqa: E402
-
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"], "lora_dropout": 0.0}
 LORA_TASK = {"causal": "CAUSAL_LM", "reward": "SEQ_CLS"}
 MODELS = {

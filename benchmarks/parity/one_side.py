@@ -1,6 +1,6 @@
 """Runs cases with one of the two libraries and writes what it logged and what the weights became, as JSON.
 
-    python one_side.py trl|posttrain MATERIALS RESULTS [CASE ...]
+    python -m benchmarks.parity.one_side trl|posttrain MATERIALS RESULTS [CASE ...]
 
 Both libraries are driven by the very same code: trainers, configs, arguments and columns have the same names.
 """
@@ -25,14 +25,14 @@ for name, value in {
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
 }.items():
     os.environ.setdefault(name, value)
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch  # noqa: E402
-from cases import CASES, SHARED_OPTIONS, Case, chosen  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, PeftModel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer  # noqa: E402
+
+from benchmarks.parity.cases import CASES, SHARED_OPTIONS, Case, chosen  # noqa: E402
 
 NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}
 LOADERS = {"sft": AutoModelForCausalLM, "dpo": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}

@@ -42,11 +42,16 @@ class PreparationReport:
             words += f"; {packing.cut_samples:,} samples split"
         return replace(self, packing=words)
 
+    def _counted(self) -> str:
+        if not self.rows_read:
+            return "Its rows are checked and counted as they are read."
+        trained = f", {self.trained_tokens:,} of them trained" if self.trained_tokens else ""
+        return f"{self.rows_read:,} rows read, {self.kept:,} kept; {self.tokens:,} tokens{trained}."
+
     def summary(self) -> str:
         """A few lines for a person."""
         lines = [f"{self.dataset}: {self.explanation}."]
-        counted = f"{self.rows_read:,} rows read, {self.kept:,} kept"
-        lines.append(f"{counted}; {self.tokens:,} tokens, {self.trained_tokens:,} of them trained.")
+        lines.append(self._counted())
         if self.dropped:
             reasons = ", ".join(f"{rows:,} {reason}" for reason, rows in self.dropped.items())
             where = f" (see {self.bad_rows_file})" if self.bad_rows_file else ""

@@ -241,7 +241,8 @@ class Detection:
         signatures = [{self.columns.get(name, name) for name in names} for names in self.format.required]
         needed = next((names for names in signatures if finding.column in names), set())
         known = {name for fmt in FORMATS for names in fmt.required for name in names} | {"conversations", "instruction"}
-        others = [c for c, v in row.items() if c in known - needed and value_kind(v) != NOTHING]
+        foreign = known - needed - set(self.format.optional)
+        others = [c for c, v in row.items() if c in foreign and value_kind(v) != NOTHING]
         if not others:
             return finding
         reason = f"{finding.reason}; the row has {', '.join(map(repr, others))}, the columns of another format"

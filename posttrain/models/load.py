@@ -5,6 +5,7 @@ Every quirk of dtype, quantisation, PEFT and attention is handled here, once, so
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,10 +79,26 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
     if options.use_liger_kernel:
         _use_liger_layers(innermost, notes)
     if options.peft_config is not None:
-        model = add_adapter(model, options.peft_config, options.dtype)
+        model = add_adapter(model, _adapter_config(options), _adapter_dtype(innermost, options, given))
     _install(innermost, options.task)
     layout = _choose_layout(model, innermost, options, notes)
     return LoadedModel(model, layout, name, notes, _router_loss_weight(innermost, options.router_aux_loss_coef, name))
+
+
+def _adapter_config(options: LoadOptions) -> Any:
+    """A reward model's head is new: PEFT trains and saves it with the adapter when it is told what the task is."""
+    config = options.peft_config
+    if options.task == SEQUENCE_REWARD and getattr(config, "task_type", "") is None:
+        config = copy.deepcopy(config)
+        config.task_type = "SEQ_CLS"
+    return config
+
+
+def _adapter_dtype(innermost: nn.Module, options: LoadOptions, given: bool) -> torch.dtype:
+    """Adapters compute in the dtype of the model around them; a quantised base says nothing about it."""
+    if not given or is_quantized(innermost):
+        return options.dtype
+    return next(p.dtype for p in innermost.parameters() if p.is_floating_point())
 
 
 def _refuse_arguments_for_a_module(options: LoadOptions) -> None:

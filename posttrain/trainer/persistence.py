@@ -21,7 +21,7 @@ from posttrain.trainer import checkpoint as files
 from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.metrics import MetricStore
 from posttrain.trainer.optimizer import FiniteSteps, MasterWeights
-from posttrain.trainer.run_state import RunIdentity, RunState, load_rng, save_rng
+from posttrain.trainer.run_state import RNG_FILE, RunIdentity, RunState, load_rng, load_sums, save_rng, save_sums
 from posttrain.trainer.skipped import NonFiniteTraining
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ class PersistentTrainer(transformers.Trainer):
     finite: FiniteSteps | None = None
     stop_signal: int | None = None
     run_state: RunState
+    resumed_from: Path | None = None
 
     def identity(self) -> RunIdentity:
         """What this run is made of; two runs of equal identity take equal steps."""
@@ -57,7 +58,7 @@ class PersistentTrainer(transformers.Trainer):
                 stack.enter_context(files.locked(self.args.output_dir))
                 files.remove_leftovers(self.args.output_dir)
             stack.enter_context(self._stopping_on_signals())
-            resume = self._checkpoint_to_resume(resume_from_checkpoint)
+            resume = self.resumed_from = self._checkpoint_to_resume(resume_from_checkpoint)
             self.run_state = RunState(self.identity()) if resume is None else self._accepted_state(resume)
             if resume is not None:
                 for callback in self._callbacks_with_files():
@@ -83,6 +84,10 @@ class PersistentTrainer(transformers.Trainer):
     def _accepted_state(self, folder: Path) -> RunState:
         """The state of a checkpoint, if it belongs to this run; else an error that shows what changed."""
         state = RunState.load(folder)
+        if not (folder / RNG_FILE.format(rank=0)).with_suffix(".json").exists():
+            raise ValueError(
+                f"{folder} holds the model only (`save_only_model=True`): load it as the model of a new run instead of resuming."
+            )
         changes = self.identity().differences(state.identity, self.args.resume_allow_changes)
         if changes:
             raise ValueError(
@@ -167,19 +172,18 @@ class PersistentTrainer(transformers.Trainer):
 
     def _capture_run_state(self) -> RunState:
         state = self.run_state
-        state.metrics = self.metrics.state()
-        state.loss_since_log = float(self._tr_loss)
         state.loss_total = self._total_loss_scalar
         state.last_logged_step = self._globalstep_last_logged
         return state
 
     def restore_run_state(self) -> None:
         """Called when training begins, after Trainer has reset its own sums."""
-        state = self.run_state
-        if not state.metrics:
+        if self.resumed_from is None:
             return
-        self.metrics.load_state(state.metrics, self.args.device)
-        self._tr_loss = torch.tensor(state.loss_since_log, device=self.args.device, dtype=self._tr_loss.dtype)
+        state = self.run_state
+        metrics, loss = load_sums(self.resumed_from, self.args.process_index)
+        self.metrics.load_state(metrics, self.args.device)
+        self._tr_loss = torch.tensor(loss, device=self.args.device, dtype=self._tr_loss.dtype)
         self._total_loss_scalar = state.loss_total
         self._globalstep_last_logged = state.last_logged_step
         self._initial_global_step = (
@@ -246,6 +250,7 @@ class PersistentTrainer(transformers.Trainer):
     def _save_rng_state(self, output_dir: str) -> None:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         save_rng(Path(output_dir), self.args.process_index)
+        save_sums(Path(output_dir), self.args.process_index, self.metrics.state(), float(self._tr_loss))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

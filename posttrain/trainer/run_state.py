@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from posttrain.trainer.config import BaseConfig
 
 FILE = "run_state.json"
 RNG_FILE = "rng_state_{rank}"
+SUMS_FILE = "sums_{rank}.json"
 
 # fmt: off
 FREE_TO_CHANGE = frozenset((
@@ -58,6 +59,7 @@ class RunIdentity:
             for f in dataclasses.fields(args)
             if f.init and f.name not in FREE_TO_CHANGE and not f.name.startswith("_")
         }
+        options["world_size"] = args.world_size  # each process has random numbers and sums of its own
         return cls(method, options, dataset, tokenizer, model)
 
     def differences(self, other: RunIdentity, allowed: list[str]) -> list[str]:
@@ -92,8 +94,6 @@ class RunState:
     """What a checkpoint remembers beside weights, optimizer and RNG."""
 
     identity: RunIdentity
-    metrics: dict[str, Any] = field(default_factory=dict)  # MetricStore.state(): added, not yet logged
-    loss_since_log: float = 0.0  # Trainer's running sum
     loss_total: float = 0.0
     last_logged_step: int = 0
     skipped_in_a_row: int = 0
@@ -107,6 +107,16 @@ class RunState:
     def load(cls, folder: Path) -> RunState:
         raw = json.loads((Path(folder) / FILE).read_text(encoding="utf-8"))
         return cls(RunIdentity(**raw.pop("identity")), **raw)
+
+
+def save_sums(folder: Path, rank: int, metrics: dict[str, Any], loss: float) -> None:
+    """What one process has added up and not yet logged: MetricStore.state() and Trainer's running loss."""
+    write_json(Path(folder) / SUMS_FILE.format(rank=rank), {"metrics": metrics, "loss": loss})
+
+
+def load_sums(folder: Path, rank: int) -> tuple[dict[str, Any], float]:
+    raw = json.loads((Path(folder) / SUMS_FILE.format(rank=rank)).read_text(encoding="utf-8"))
+    return raw["metrics"], raw["loss"]
 
 
 def save_rng(folder: Path, rank: int) -> None:

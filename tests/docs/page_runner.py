@@ -68,7 +68,7 @@ def child(path: Path, folder: Path, log: Path) -> int:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
-    shutil.copytree(ROOT / "examples", folder / "examples")
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("runs", "__pycache__"))
     os.chdir(folder)
     try:
         RUNNERS[path.suffix](path)

@@ -206,3 +206,24 @@ def test_two_adapters_or_the_wrong_type_are_refused(tmp_path):
         sft(tmp_path, peft_config={"r": 4})
     with pytest.raises(ValueError, match="loaded already"):
         sft(tmp_path, quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+
+
+def test_a_reward_head_is_trained_and_saved_with_its_adapter(tmp_path):
+    """No task type is given: the head is new, so an adapter without it would be worth nothing."""
+    trainer = RewardTrainer(
+        tiny.reward_model(),
+        RewardConfig(**options(tmp_path)),
+        train_dataset=Dataset.from_list(tiny.pairs(12)),
+        processing_class=tiny.tokenizer(),
+        peft_config=LoraConfig(r=4, target_modules=LINEAR),
+    )
+    trainer.train()
+    trainer.save_model()
+    batch = trainer.data_collator([trainer.train_dataset[0]])
+    ours = trainer.score(trainer.model.eval(), batch, ()).rewards
+    again = PeftModel.from_pretrained(tiny.reward_model(seed=0), tmp_path).eval()
+    with torch.no_grad():
+        for p in again.base_model.model.score.original_module.parameters():
+            p.zero_()  # whatever head the base came with
+    ids = torch.from_numpy(trainer.train_dataset[0][0].input_ids.astype(np.int64))[None]
+    torch.testing.assert_close(again(input_ids=ids).logits[0, 0], ours[0], rtol=1e-4, atol=1e-5)

@@ -1,0 +1,50 @@
+"""Keeps TRL's numbers of a dozen cases for the test suite, which then guards parity where TRL is not installed.
+
+python -m benchmarks.parity.record RESULTS tests/methods/trl_recorded.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+RECORDED = (
+    "sft-text@1x4",
+    "sft-text@2x2",
+    "sft-assistant-only-turns@1x4",
+    "sft-prompt-completion-chat@2x2",
+    "sft-dft@1x4",
+    "sft-packed@1x4",
+    "sft-lora@2x2",
+    "dpo-loss-sigmoid@1x4",
+    "dpo-mpo@1x4",
+    "dpo-ld-alpha@2x2",
+    "dpo-tr-dpo@2x2",
+    "dpo-lora-loaded@1x4",
+    "reward-margin-centred@2x2",
+    "reward-lora@1x4",
+)
+COMMAND = "benchmarks/parity/run.sh --record"
+
+
+def shortened(value: Any) -> Any:
+    """Eight significant digits: float32 has no more."""
+    if isinstance(value, float):
+        return float(f"{value:.8g}")
+    if isinstance(value, dict):
+        return {name: shortened(item) for name, item in value.items()}
+    return [shortened(item) for item in value] if isinstance(value, list) else value
+
+
+def record(results: Path, target: Path) -> None:
+    runs = {name: json.loads((results / "trl" / f"{name}.json").read_text(encoding="utf-8")) for name in RECORDED}
+    kept = {name: shortened({part: run[part] for part in ("logs", "weights")}) for name, run in runs.items()}
+    header = {"what": "numbers logged by TRL 1.16.0, float32 on the CPU", "command": COMMAND}
+    lines = [f"{json.dumps(name)}: {json.dumps(run, separators=(',', ':'))}" for name, run in kept.items()]
+    target.write_text(f'{{"header": {json.dumps(header)},\n' + ",\n".join(lines) + "}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    record(Path(sys.argv[1]), Path(sys.argv[2]))

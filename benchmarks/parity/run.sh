@@ -1,0 +1,38 @@
+#!/usr/bin/env bash
+# Trains the same tiny models with TRL 1.16.0 and with posttrain, on the same rows, and compares every number.
+#   benchmarks/parity/run.sh [--record] [CASE ...]        e.g. benchmarks/parity/run.sh 'dpo-*@2x2'
+# TRL lives in an environment of its own, .venv-trl, which borrows torch and the rest from .venv; posttrain never sees it.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+OURS=${PARITY_PYTHON:-.venv/bin/python}
+THEIRS=${PARITY_TRL_PYTHON:-.venv-trl/bin/python}
+WORK=${PARITY_WORK:-runs/parity}
+export OMP_NUM_THREADS=1
+
+record=no
+if [ "${1:-}" = "--record" ]; then record=yes; shift; fi
+
+if [ ! -x "$THEIRS" ]; then
+    echo "Making .venv-trl with TRL 1.16.0 ..."
+    "$OURS" -m venv .venv-trl
+    shared=$("$OURS" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+    echo "$shared" > "$(.venv-trl/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/shared.pth"
+    .venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0
+    THEIRS=.venv-trl/bin/python
+fi
+
+mkdir -p "$WORK"
+rm -rf "$WORK/materials"
+mkdir -p "$WORK/materials"
+"$OURS" -m benchmarks.parity.materials "$WORK/materials" > "$WORK/materials.log" 2>&1
+for side in trl posttrain; do
+    python=$OURS
+    if [ "$side" = trl ]; then python=$THEIRS; fi
+    echo "Running the cases with $side (log: $WORK/$side.log) ..."
+    "$python" -m benchmarks.parity.one_side "$side" "$WORK/materials" "$WORK/$side" "$@" > "$WORK/$side.log" 2>&1
+done
+status=0
+"$OURS" -m benchmarks.parity.compare "$WORK" "$@" || status=$?
+if [ "$record" = yes ]; then "$OURS" -m benchmarks.parity.record "$WORK" tests/methods/trl_recorded.json; fi
+exit $status
