@@ -12,10 +12,20 @@ os.environ.setdefault("HF_DATASETS_CACHE", _CACHE)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from tests.forked import end_all
+
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_child_outlives_its_test() -> Iterator[None]:
+    yield
+    end_all()
 
 
 @pytest.fixture(autouse=True)

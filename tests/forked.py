@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+
+RUNNING: set[int] = set()
+
+
+def end_all() -> None:
+    """Kill the children that a failed test left behind."""
+    while RUNNING:
+        pid = RUNNING.pop()
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
 
 
 class Child:
@@ -21,20 +32,21 @@ class Child:
         self.pid = os.fork()
         if self.pid == 0:
             os._exit(_run(function, log))
+        RUNNING.add(self.pid)
 
     def wait(self, seconds: float = 120) -> int:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
+                RUNNING.discard(pid)
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.01)
-        os.kill(self.pid, 9)
-        os.waitpid(self.pid, 0)
+        end_all()
         raise TimeoutError(f"the child ran longer than {seconds} s:\n{self.log.read_text()}")
 
     def output(self) -> str:
-        return self.log.read_text()
+        return self.log.read_text() if self.log.exists() else ""
 
 
 def _run(function: Callable[[], object], log: Path) -> int:

@@ -34,6 +34,7 @@ class Verdict:
     case: Case
     apart: dict[str, float] = field(default_factory=dict)  # name of a number -> largest relative difference
     examples: dict[str, str] = field(default_factory=dict)  # the same -> what was seen
+    without_floor: dict[str, float] = field(default_factory=dict)  # the same as `apart`, purely relative
     steps: int = 0
     weights: int = 0
     from_witness: Verdict | None = None  # our numbers against TRL's in the case that must agree
@@ -41,6 +42,7 @@ class Verdict:
     def note(self, name: str, ours: Any, theirs: Any, place: str, scale: float | None = None) -> None:
         if scale is None:
             scale = next(small for pattern, small in SMALL.items() if fnmatch.fnmatch(name, pattern))
+        self.without_floor[name] = max(self.without_floor.get(name, 0.0), relative(ours, theirs, 0.0))
         distance = relative(ours, theirs, scale)
         if distance > self.apart.get(name, -1.0):
             self.apart[name] = distance
@@ -72,16 +74,22 @@ class Verdict:
         return sorted(set(self.case.differs.values()) - seen)
 
     @property
+    def only_by_floor(self) -> list[str]:
+        """Numbers that agree absolutely, being small, and not relatively."""
+        logged = [name for name in self.apart if name not in ("weights:moved", "weights:direction")]
+        return [name for name in logged if self.without_floor[name] > TOLERANCE and not self.differs(name)]
+
+    @property
     def worst_equal(self) -> float:
         """Largest distance among the logged numbers and norms that agree."""
         return max((d for name, d in self.apart.items() if d <= TOLERANCE), default=0.0)
 
 
 def relative(ours: Any, theirs: Any, scale: float) -> float:
-    """|a - b| / max(|a|, |b|, scale); infinite where only one side has a number, or the texts differ."""
+    """|a - b| / max(|a|, |b|, scale), 0 for two zeros; infinite where only one side has a number, or texts differ."""
     if not isinstance(ours, (int, float)) or not isinstance(theirs, (int, float)):
         return 0.0 if ours == theirs else float("inf")
-    return abs(ours - theirs) / max(abs(ours), abs(theirs), scale)
+    return 0.0 if ours == theirs else abs(ours - theirs) / max(abs(ours), abs(theirs), scale)
 
 
 def show(value: Any) -> str:
@@ -140,7 +148,11 @@ def main(results: Path, patterns: list[str]) -> int:
     print(
         f"\n{len(verdicts)} cases: {equal} equal to {TOLERANCE:g}, {len(verdicts) - equal - len(wrong)} with declared"
     )
-    print(f"differences only, {len(wrong)} with others. Declared differences that were seen:")
+    print(f"differences only, {len(wrong)} with others.")
+    small = [name for verdict in verdicts for name in verdict.only_by_floor]
+    count = sum(len(verdict.apart) for verdict in verdicts)
+    print(f"{len(small)} of {count} numbers agree only absolutely, being near 0: {', '.join(sorted(set(small))) or 'none'}.")
+    print("Declared differences that were seen:")
     for key in declared:
         print(f"  {key}: {DIFFERENCES[key]}")
     return 1 if wrong else 0

@@ -1,0 +1,51 @@
+"""Our numbers equal those that TRL 1.16.0 logged, without TRL: its numbers were recorded by `benchmarks/parity/run.sh --record`.
+
+Every logged loss, metric and gradient norm of every step and the norm of every trained tensor at the end, to 1e-4. The whole comparison, some
+250 runs, is `make parity`; here are its most telling cases.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.parity import materials
+from benchmarks.parity.cases import CASES
+from benchmarks.parity.compare import compare
+from benchmarks.parity.one_side import run_case
+from benchmarks.parity.record import COMMAND, RECORDED
+
+FILE = Path(__file__).with_name("trl_recorded.json")
+THEIRS = json.loads(FILE.read_text(encoding="utf-8"))
+CASE = {case.name: case for case in CASES}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("parity")
+    materials.write(made)
+    return made
+
+
+def test_the_recorded_cases_are_those_of_the_script():
+    assert THEIRS["header"]["command"] == COMMAND
+    assert set(THEIRS) - {"header"} == set(RECORDED)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_numbers_of_trl(name, folder, tmp_path):
+    ours = run_case("posttrain", CASE[name], folder, str(tmp_path))
+    verdict = compare(CASE[name], ours, THEIRS[name])
+    assert verdict.steps >= 4
+    assert not verdict.undeclared, [(number, verdict.examples[number]) for number in verdict.undeclared]
+
+
+def test_a_changed_number_would_be_noticed(folder, tmp_path):
+    """The comparison itself: a metric that is 0.02% off, and one under another name."""
+    case = CASE["sft-text@1x4"]
+    ours = run_case("posttrain", case, folder, str(tmp_path))
+    ours["logs"][2]["entropy"] *= 1.0002
+    ours["logs"][1]["accuracy"] = ours["logs"][1].pop("mean_token_accuracy")
+    assert {"entropy", "mean_token_accuracy"} <= set(compare(case, ours, THEIRS[case.name]).undeclared)
