@@ -53,6 +53,7 @@ def _run(function: Callable[[], object], log: Path) -> int:
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
+    sys.stdout = sys.stderr = os.fdopen(descriptor, "a", buffering=1)  # pytest's capture belongs to the parent
     try:
         function()
         code = 0

@@ -32,10 +32,12 @@ class KillAfter(TrainerCallback):
 class Slow(TrainerCallback):
     """Steps that take long enough to be interrupted."""
 
-    def __init__(self, seconds: float = 0.1) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float = 0.1, asleep: Path | None = None) -> None:
+        self.seconds, self.asleep = seconds, asleep
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.asleep is not None:
+            self.asleep.write_text("yes")
         time.sleep(self.seconds)
 
 
