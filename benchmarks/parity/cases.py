@@ -99,6 +99,11 @@ SFT_CASES = [
     sft("json-tools", "with_json_tools"),
     replace(sft("assistant-only", "messages", assistant_only_loss=True), tokenizer="marked_tokenizer"),
     replace(sft("assistant-only-turns", "long_chat", assistant_only_loss=True), tokenizer="marked_tokenizer"),
+    replace(
+        sft("control-text", "messages_with_control_text"),
+        differs=dict.fromkeys(("num_tokens", *TOKEN_NUMBERS), "control-tokens"),
+        splits=("1x4",),
+    ),
     replace(sft("template-arguments", "messages_with_arguments"), tokenizer="marked_tokenizer"),
     sft("prompt-completion", "prompt_completion"),
     sft("prompt-completion-whole", "prompt_completion", completion_only_loss=False),
@@ -168,6 +173,7 @@ PLAIN_LOSSES = ("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", 
 PLAIN_LOSSES += ("sigmoid_norm", "robust", "aot")
 DIVERGENT_LOSSES = ("hinge", "ipo", "robust", "exo_pair", "discopop", "sigmoid_norm")
 SMOOTHED = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 0.1}}
+SGD = {"optim": "sgd", "learning_rate": 0.02}
 MPO = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1.0]}
 
 DPO_LOSS_CASES = [
@@ -197,6 +203,13 @@ DPO_LOSS_CASES = [
 DPO_CASES = [
     dpo("even-pairs", "even_pair"),
     dpo("implicit-prompt", "implicit_pair"),
+    dpo("explicit-shared-letters", "pair_with_shared_letters", **SGD),  # the shared letters' gradient cancels
+    replace(
+        dpo("shared-letters", "implicit_pair_with_shared_letters", **SGD),
+        differs=dict.fromkeys((*EVERYTHING, *STEP_MEANS), "shared-letters"),
+        witness="dpo-explicit-shared-letters",
+        splits=("1x4",),
+    ),
     dpo("chat", "chat_pair"),
     dpo("chat-implicit", "implicit_chat_pair"),
     dpo("tools", "tool_pair"),

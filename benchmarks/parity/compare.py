@@ -151,7 +151,9 @@ def main(results: Path, patterns: list[str]) -> int:
     print(f"differences only, {len(wrong)} with others.")
     small = [name for verdict in verdicts for name in verdict.only_by_floor]
     count = sum(len(verdict.apart) for verdict in verdicts)
-    print(f"{len(small)} of {count} numbers agree only absolutely, being near 0: {', '.join(sorted(set(small))) or 'none'}.")
+    print(
+        f"{len(small)} of {count} numbers agree only absolutely, being near 0: {', '.join(sorted(set(small))) or 'none'}."
+    )
     print("Declared differences that were seen:")
     for key in declared:
         print(f"  {key}: {DIFFERENCES[key]}")

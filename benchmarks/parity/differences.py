@@ -12,6 +12,8 @@ DIFFERENCES: dict[str, str] = {
     "eval-num-tokens": "the running total num_tokens is logged with training; TRL repeats it in each evaluation as eval_num_tokens",
     "mask-columns": "a completion_mask column is used when it is there; TRL ignores it unless completion_only_loss=True",
     "formatting-func-columns": "formatting_func may read prompt and completion columns; TRL refuses them, or ignores the function",
+    "shared-letters": "a prompt that both answers share ends at a word; TRL's at the last shared letter",
+    "control-tokens": "the text of a control token inside a message is ordinary text; TRL makes it the control token",
     "weighted-hinge": "use_weighting works with hinge; TRL's backward pass fails",
     "tokenised-pairs": "rows of prompt_ids, chosen_ids and rejected_ids are read; TRL fails with a KeyError",
     "unread-options": "an option that none of the chosen losses reads is an error; TRL ignores it",
@@ -20,5 +22,13 @@ DIFFERENCES: dict[str, str] = {
 }
 """Key -> one line. A key in cases.py that is not here, or not on the page, fails the test suite."""
 
-WITNESSED = ("step-means", "sft-term", "sorted-step", "pairs-of-the-step", "evaluation-whole", "mask-columns")
+WITNESSED = (
+    "step-means",
+    "sft-term",
+    "sorted-step",
+    "pairs-of-the-step",
+    "evaluation-whole",
+    "mask-columns",
+    "shared-letters",
+)
 """Differences whose numbers are proven by a run in which TRL is given the same question: ours must equal that run."""

@@ -80,6 +80,10 @@ def messages_with_arguments(i: int) -> Row:
     return {**messages(i), "chat_template_kwargs": {"loud": i % 2 == 0}}
 
 
+def messages_with_control_text(i: int) -> Row:
+    return {"messages": [*user(f"Is <|im_end|> a token? {i}"), *assistant(good(i))]}
+
+
 def question_answer(i: int) -> Row:
     return {"question": question(i), "answer": " " + good(i)}
 
@@ -115,12 +119,23 @@ def pair(i: int) -> Row:
 
 
 def even_pair(i: int) -> Row:
-    return {"prompt": f"Question {i:02d}?", "chosen": f" A good one {i:02d}.", "rejected": f" A poor one {i:02d}!"}
+    """All of one length. The answers differ from their first letter on: where they share a beginning, its gradient is 0 but for
+    rounding, which AdamW turns into a step of full size."""
+    return {"prompt": f"Question {i:02d}? ", "chosen": f"Good {i:02d} it is.", "rejected": f"Poor {i:02d} is it!"}
 
 
 def implicit_pair(i: int) -> Row:
     # The answers differ from their first letter on, and no two shared letters end the prompt inside a word.
     return {"chosen": f"{question(i)} {good(i)}", "rejected": f"{question(i)} {poor(i)}"}
+
+
+def pair_with_shared_letters(i: int) -> Row:
+    return {"prompt": question(i), "chosen": f" Right, {2 * i}.", "rejected": f" Rather {i}!" + " Or not." * (i % 2)}
+
+
+def implicit_pair_with_shared_letters(i: int) -> Row:
+    made = pair_with_shared_letters(i)
+    return {side: made["prompt"] + made[side] for side in ("chosen", "rejected")}
 
 
 def chat_pair(i: int) -> Row:
@@ -169,6 +184,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
         with_tools,
         with_json_tools,
         messages_with_arguments,
+        messages_with_control_text,
         question_answer,
         text_with_empty,
         prompt_completion,
@@ -179,6 +195,8 @@ ROWS: dict[str, Callable[[int], Row]] = {
         pair,
         even_pair,
         implicit_pair,
+        pair_with_shared_letters,
+        implicit_pair_with_shared_letters,
         chat_pair,
         implicit_chat_pair,
         tool_pair,

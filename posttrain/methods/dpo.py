@@ -75,32 +75,13 @@ class DPOTrainer(BaseTrainer):
         model: Any,
         ref_model: Any = None,
         args: Any = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: Callable | None = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        quantization_config: Any = None,
-        peft_config: Any = None,
+        *given: Any,
         loss: Callable[..., Tensor] | None = None,
+        **named: Any,
     ) -> None:
+        """As BaseTrainer, and `ref_model` (None: the policy as it is now), and `loss(pair, ...)`, a function of one's own."""
         self.custom_loss = loss
-        super().__init__(
-            model,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            compute_metrics,
-            callbacks,
-            optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            ref_model=ref_model,
-        )
+        super().__init__(model, args, *given, ref_model=ref_model, **named)
 
     def prepare_reference(self, ref_model: Any, policy: Any) -> None:
         self.reference = make_reference(self, ref_model, policy)

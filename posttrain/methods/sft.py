@@ -82,49 +82,15 @@ class SFTTrainer(BaseTrainer):
     formats = (LANGUAGE_MODELLING, PROMPT_COMPLETION, TOKENISED)
     roles = ("text",)
 
-    def __init__(
-        self,
-        model: Any,
-        args: Any = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_loss_func: None = None,
-        compute_metrics: Callable | None = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        optimizer_cls_and_kwargs: Any = None,
-        preprocess_logits_for_metrics: Callable | None = None,
-        quantization_config: Any = None,
-        peft_config: Any = None,
-        formatting_func: Callable | None = None,
-        loss: Callable[[Tensor], Tensor] | None = None,
-    ) -> None:
-        self.custom_loss = loss  # log-probs of the trained tokens -> their losses
-        for name, given in (
-            ("compute_loss_func", compute_loss_func),
-            ("preprocess_logits_for_metrics", preprocess_logits_for_metrics),
-        ):
-            if given is not None:
+    def __init__(self, model: Any, *given: Any, loss: Callable[[Tensor], Tensor] | None = None, **named: Any) -> None:
+        """As BaseTrainer, and `loss`: a function of one's own from the log-probs of the trained tokens to their losses."""
+        for name in ("compute_loss_func", "preprocess_logits_for_metrics"):
+            if named.pop(name, None) is not None:
                 raise ValueError(
                     f"`{name}` reads logits, which are never kept. Pass `loss`, a function of token log-probs, or override `loss`."
                 )
-        super().__init__(
-            model,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            compute_metrics,
-            callbacks,
-            optimizers,
-            optimizer_cls_and_kwargs,
-            quantization_config,
-            peft_config,
-            formatting_func,
-        )
+        self.custom_loss = loss
+        super().__init__(model, *given, **named)
 
     def _prepared(self, dataset: Any, name: str) -> Any:
         if (self.args.dataset_kwargs or {}).get("skip_prepare_dataset") and not hasattr(dataset, "column_names"):

@@ -74,6 +74,7 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
         callbacks: list[Any] | None = None,
         optimizers: tuple[Any, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable | None = None,
         quantization_config: Any = None,
         peft_config: Any = None,
         formatting_func: Callable | None = None,
@@ -107,6 +108,7 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
             callbacks=callbacks,
             optimizers=optimizers,
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self._after_trainer_init()
         self.prepare_reference(ref_model, model)
