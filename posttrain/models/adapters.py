@@ -27,7 +27,7 @@ def is_quantized(model: nn.Module) -> bool:
 
 def add_adapter(model: nn.Module, peft_config: Any, dtype: torch.dtype) -> nn.Module:
     """Wrap `model` in a new adapter. Its weights take the compute dtype; float32 masters are the optimizer's business."""
-    from peft import PeftConfig, get_peft_model, prepare_model_for_kbit_training
+    from peft import PeftConfig, get_peft_model
 
     if not isinstance(peft_config, PeftConfig):
         raise TypeError(
@@ -38,8 +38,8 @@ def add_adapter(model: nn.Module, peft_config: Any, dtype: torch.dtype) -> nn.Mo
             "This model has an adapter already. Train that one (leave `peft_config` out), or merge it first "
             "with merge_and_unload()."
         )
-    if is_quantized(model):
-        model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+    # Not peft's prepare_model_for_kbit_training: it turns norms, embedding and head into float32, and with them every
+    # activation, which shuts out flash attention. The base is frozen by the next line; masters keep the adapters accurate.
     model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
     for name, parameter in model.named_parameters():
         # DoRA's magnitude is a norm: PEFT computes with it in float32 whatever the rest is.

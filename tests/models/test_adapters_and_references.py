@@ -227,3 +227,35 @@ def test_a_reward_head_is_trained_and_saved_with_its_adapter(tmp_path):
             p.zero_()  # whatever head the base came with
     ids = torch.from_numpy(trainer.train_dataset[0][0].input_ids.astype(np.int64))[None]
     torch.testing.assert_close(again(input_ids=ids).logits[0, 0], ours[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_an_adapter_trains_on_a_quantised_base_that_stays_as_it_is(tmp_path, bits):
+    """QLoRA, with bitsandbytes' CPU kernels: the base keeps its packed bytes, the adapter learns, what is saved loads again."""
+    tiny.causal_lm(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+    packed = {
+        4: BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32),
+        8: BitsAndBytesConfig(load_in_8bit=True),
+    }[bits]
+    trainer = sft(
+        tmp_path / "run",
+        str(tmp_path / "base"),
+        quantization_config=packed,
+        peft_config=ADAPTERS["lora"],
+        settings={"per_device_train_batch_size": 12},
+    )
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    assert any(p.dtype in (torch.uint8, torch.int8) for p in before.values())
+    trainer.train()
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[-1] < losses[0]
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.requires_grad or torch.equal(before[name], parameter), name
+    trainer.save_model()
+    assert (tmp_path / "run" / "adapter_model.safetensors").exists()
+
+
+def test_a_quantised_base_without_an_adapter_is_refused(tmp_path):
+    tiny.causal_lm(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match="adapter"):
+        sft(tmp_path, str(tmp_path / "base"), quantization_config=BitsAndBytesConfig(load_in_8bit=True))
