@@ -12,9 +12,9 @@ help:
 $(STAMP): pyproject.toml requirements-dev.txt
 	@echo "Setting up $(VENV) ..."; start=$$(date +%s); \
 	$(PYTHON) -m venv $(VENV) && \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt && \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps setuptools wheel && \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation -e . && \
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -r requirements-dev.txt && \
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-build-isolation --no-deps setuptools wheel && \
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-build-isolation -e . && \
 	touch $(STAMP) && echo "Set up in $$(( $$(date +%s) - start )) s."
 
 demo: $(STAMP)  ## post-train a real 135M model on embedded data and show what changed

