@@ -79,6 +79,11 @@ def reward(name: str, rows: str = "implicit_chat_pair", **options: Any) -> Case:
     return Case(f"reward-{name}", "reward", rows, options, model="reward")
 
 
+def from_flat(case: Case) -> Case:
+    """Start from a model that finds all tokens about as likely: losses that saturate, and WPO's weights, stay away from 0."""
+    return replace(case, model="flat")
+
+
 def over_the_step(case: Case, key: str) -> Case:
     """A loss that TRL normalises within each micro-batch."""
     return replace(case, differs_when_split=dict.fromkeys(EVERYTHING, key))
@@ -169,7 +174,7 @@ SFT_CASES = [
     sft("schedule-and-decay", lr_scheduler_type="linear", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.3),
 ]
 
-PLAIN_LOSSES = ("sigmoid", "hinge", "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
+PLAIN_LOSSES = ("sigmoid", "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
 PLAIN_LOSSES += ("sigmoid_norm", "robust", "aot")
 DIVERGENT_LOSSES = ("hinge", "ipo", "robust", "exo_pair", "discopop", "sigmoid_norm")
 SMOOTHED = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 0.1}}
@@ -178,6 +183,7 @@ MPO = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1
 
 DPO_LOSS_CASES = [
     *(dpo(f"loss-{name}", loss_type=[name]) for name in PLAIN_LOSSES),
+    from_flat(dpo("loss-hinge", loss_type=["hinge"])),
     dpo("loss-exo_pair", loss_type=["exo_pair"], label_smoothing=0.1),
     over_the_step(dpo("loss-aot_unpaired", loss_type=["aot_unpaired"]), "sorted-step"),
     over_the_step(replace(dpo("loss-aot-reference", "even_pair", loss_type=["aot"]), reference="other"), "sorted-step"),
@@ -185,19 +191,21 @@ DPO_LOSS_CASES = [
     dpo("loss-sft-even", "even_pair", loss_type=["sft"]),
     *(dpo(f"smoothed-{name}", loss_type=[name], label_smoothing=0.2) for name in ("robust", "aot")),
     over_the_step(dpo("smoothed-aot_unpaired", loss_type=["aot_unpaired"], label_smoothing=0.2), "sorted-step"),
-    *(dpo(f"divergence-{n}", f_divergence_type=n) for n in ("forward_kl", "js_divergence", "alpha_divergence")),
-    dpo("divergence-alpha-0.3", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.3),
+    dpo("divergence-js_divergence", f_divergence_type="js_divergence"),
+    from_flat(dpo("divergence-forward_kl", f_divergence_type="forward_kl")),
+    from_flat(dpo("divergence-alpha_divergence", f_divergence_type="alpha_divergence")),
+    from_flat(dpo("divergence-alpha-0.3", f_divergence_type="alpha_divergence", f_alpha_divergence_coef=0.3)),
     *(
-        dpo(f"js-{name}", loss_type=[name], f_divergence_type="js_divergence", **SMOOTHED.get(name, {}))
+        from_flat(dpo(f"js-{name}", loss_type=[name], f_divergence_type="js_divergence", **SMOOTHED.get(name, {})))
         for name in DIVERGENT_LOSSES
     ),
     dpo("ld-alpha", ld_alpha=0.5),
-    dpo("weighting", use_weighting=True),
+    from_flat(dpo("weighting", use_weighting=True)),
     over_the_step(dpo("mpo", **MPO), "sft-term"),
     dpo("mpo-even", "even_pair", **MPO),
-    dpo("weighted-mix", loss_type=["sigmoid", "apo_zero"], use_weighting=True),
+    from_flat(dpo("weighted-mix", loss_type=["sigmoid", "apo_zero"], use_weighting=True)),
     one_sided(dpo("weighted-hinge", loss_type=["hinge"], use_weighting=True), "weighted-hinge"),
-    dpo("beta", beta=0.5),
+    from_flat(dpo("beta", beta=0.5)),
 ]
 
 DPO_CASES = [

@@ -23,7 +23,8 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj
 LORA_TASK = {"causal": "CAUSAL_LM", "reward": "SEQ_CLS"}
 MODELS = {
     "causal": lambda: _fitted(tiny.causal_lm(seed=0)),
-    "other": lambda: _fitted(tiny.causal_lm(seed=7)),  # an explicit reference
+    "other": lambda: _fitted(tiny.causal_lm(seed=0), steps=32),  # an explicit reference, near enough to be a rival
+    "flat": lambda: tiny.causal_lm(seed=0),  # all tokens about as likely
     "llama": lambda: _fitted(tiny.causal_lm(seed=1, family="llama")),
     "moe": lambda: _fitted(tiny.causal_lm(seed=2, family="qwen3_moe", output_router_logits=True)),
     "reward": lambda: _livelier(tiny.reward_model(seed=3)),

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 BATCH_ROWS = 1000
 ROWS_PER_WORKER = 2000  # fewer are not worth a process
 TELL_EVERY_S = 10
-TALLY = "tally.pickle"
+TALLY = "tally.json"
 LOCK_DEADLINE_S = 6 * 3600
 ENCODING_VERSION = 1
 """Raised by one whenever rows are read or encoded differently, so that older stores are not used."""
@@ -211,8 +211,7 @@ def build_store(
         _in_processes(build_part, parts)
     tally = Tally()
     for part in parts:
-        with open(part / TALLY, "rb") as file:  # written by our own worker a moment ago
-            tally.add(pickle.load(file))
+        tally.add(Tally.of_json(json.loads((part / TALLY).read_text(encoding="utf-8"))))
     join_parts(parts, folder)
     for part in parts:
         remove_folder(part)
@@ -259,8 +258,7 @@ def _build_part(source: RowSource, start: int, stop: int, examiner: RowExaminer,
         writer.add(units)
     writer.close()
     log.flush()
-    with open(folder / TALLY, "wb") as file:
-        pickle.dump(examiner.tally, file)
+    (folder / TALLY).write_text(json.dumps(examiner.tally.as_json()), encoding="utf-8")
 
 
 def _in_processes(build_part: Callable[[int], None], parts: list[Path]) -> None:

@@ -41,7 +41,6 @@ class ScoreRequest:
     summed: bool = False  # the loss is the plain sum of nll: its gradient may be computed in the forward
     label_smoothing: float = 0.0  # only with `summed`
     router_loss: bool = False
-    min_chunks: int = 0  # equal number of head calls on all ranks, where the head is sharded
 
 
 # ---- statistics: (logits, log-normaliser, targets) -> (n,) ------------------------------------------------------------
@@ -183,9 +182,8 @@ def _scores_of_hidden(causal_lm: nn.Module, hidden: Tensor, request: ScoreReques
                 result[name] = TOKEN_STATS[name](logits.detach(), log_z.detach(), targets)
         return result
 
-    result = map_over_logits(
-        hidden, head, per_token, request.targets, chunk_tokens=chunk, min_chunks=request.min_chunks
-    )
+    chunks = chunks_on_every_process(head.module, len(hidden), chunk)
+    result = map_over_logits(hidden, head, per_token, request.targets, chunk_tokens=chunk, min_chunks=chunks)
     if request.summed and not request.label_smoothing:
         result["nll_sum"] = -result["logps"].sum()
     return result
@@ -217,6 +215,20 @@ def map_over_logits(
     if len(parts) == 1:
         return parts[0]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def chunks_on_every_process(head: nn.Module, rows: int, chunk_tokens: int) -> int:
+    """How often the head must be called. A sharded head is a collective: processes with fewer tokens call it on none.
+
+    Where the head is whole, each process may count for itself, and 0 is said.
+    """
+    weight = getattr(head, "weight", None)
+    is_sharded = hasattr(weight, "placements") or hasattr(weight, "ds_id")
+    if not is_sharded or not torch.distributed.is_initialized():
+        return 0
+    count = torch.tensor(-(-rows // chunk_tokens), device=weight.device)
+    torch.distributed.all_reduce(count, op=torch.distributed.ReduceOp.MAX)
+    return int(count)
 
 
 def default_chunk_tokens(device: torch.device, vocabulary: int) -> int:

@@ -28,10 +28,6 @@ class MetricStore:
             store = self._sums[mode]
             store[name] = store[name] + pair if name in store else pair
 
-    def add_extremes(self, mode: str, values: dict[str, Tensor]) -> None:
-        """`min_...` and `max_...` metrics: the mean over micro-batches of each one's extreme."""
-        self.add(mode, {n: (v.min() if n.startswith("min") else v.max())[None] for n, v in values.items() if v.numel()})
-
     def count(self, name: str, amount: float) -> None:
         """Add to a running total, such as the tokens seen since the beginning of the run."""
         self.totals[name] = self.totals.get(name, 0) + amount
