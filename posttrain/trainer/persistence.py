@@ -247,6 +247,25 @@ class PersistentTrainer(transformers.Trainer):
         self.lr_scheduler.load_state_dict(files.load_tree(Path(checkpoint) / SCHEDULER))
         return None
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        with self._dtypes_kept():
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        with self._dtypes_kept():
+            super()._load_best_model()
+        if self.masters is not None:
+            self.masters.reload()
+
+    @contextmanager
+    def _dtypes_kept(self) -> Iterator[None]:
+        """peft's `load_adapter` turns adapters into float32, whatever they were."""
+        before = {name: parameter.dtype for name, parameter in self.model.named_parameters()}
+        yield
+        for name, parameter in self.model.named_parameters():
+            if parameter.dtype != before[name]:
+                parameter.data = parameter.data.to(before[name])
+
     def _save_rng_state(self, output_dir: str) -> None:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         save_rng(Path(output_dir), self.args.process_index)

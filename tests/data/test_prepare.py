@@ -342,16 +342,6 @@ def test_packed_dataset(renderer, cache):
     assert len({packed.fingerprint, split.fingerprint, wrapped.fingerprint}) == 3
 
 
-def test_scalars_can_be_added(renderer, cache):
-    rows = [{"prompt": "Q", "chosen": " a", "rejected": " b"}] * 2
-    prepared = prepare_dataset(rows, DPO, renderer, PrepareOptions(cache_dir=cache))
-    with_logps = prepared.with_scalars("ref_logps", np.array([[1, 2], [3, 4]]))
-    assert [[s.scalars["ref_logps"] for s in unit] for unit in with_logps] == [[1, 2], [3, 4]]
-    assert prepared[0][0].scalars == {}
-    with pytest.raises(ValueError, match=r"'ref_logps' has shape \(2,\) for 2 units of 2 samples"):
-        prepared.with_scalars("ref_logps", np.zeros(2))
-
-
 def test_dataset_travels_to_loader_workers(renderer, cache):
     prepared = prepare_dataset(texts(3, 8, 20), SFT, renderer, PrepareOptions(cache_dir=cache, max_length=6))
     copy: PreparedDataset = pickle.loads(pickle.dumps(prepared))

@@ -41,6 +41,8 @@ SEAMS = {
     "_save": "output_dir state_dict",
     "_save_optimizer_and_scheduler": "output_dir",
     "_load_optimizer_and_scheduler": "checkpoint",
+    "_load_from_checkpoint": "resume_from_checkpoint model",
+    "_load_best_model": "",
     "_save_rng_state": "output_dir",
     "_load_rng_state": "checkpoint",
 }
