@@ -29,7 +29,7 @@ QUESTIONS = (
     "A book costs 8 dollars. How much do 6 books cost?",
 )
 ROWS_PER_STEP = 4
-TRAINING_COST = 2.3  # of one token, in forward passes of one token: forward, backward without weight gradients, adapters
+TRAINING_COST = 2.3  # of one token of LoRA training, in forward passes of one token
 
 
 def main(words: list[str]) -> int:

@@ -90,9 +90,12 @@ class TokenBatch:
         return real.view(self.num_units, len(self.roles), *values.shape[1:])[:, self.roles.index(name)]
 
     def role_tokens(self, values: Tensor, name: str) -> Tensor:
-        """(N,) -> the numbers about the trained tokens of the samples that play `name`."""
+        """(N,) -> (N,): NaN at the trained tokens of samples that do not play `name`; a metric leaves NaN out.
+
+        Picking the others would need their number on the host, and make it wait for the device.
+        """
         plays = torch.arange(len(self.rows), device=values.device) % len(self.roles) == self.roles.index(name)
-        return values[self.expand(plays)]
+        return values.masked_fill(~self.expand(plays), float("nan"))
 
     def totals(self) -> StepTotals:
         """What this micro-batch adds to the denominators of its optimizer step."""

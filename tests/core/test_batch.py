@@ -75,8 +75,8 @@ def test_roles_pick_samples_and_their_tokens():
     assert batch.role(numbers(10, 20, 30, 40), "chosen").tolist() == [10, 30]
     assert batch.role(numbers(10, 20, 30, 40), "rejected").tolist() == [20, 40]
     values = numbers(1, 2, 3, 4, 5, 6, 7)
-    assert batch.role_tokens(values, "chosen").tolist() == [1, 2, 4]
-    assert batch.role_tokens(values, "rejected").tolist() == [3, 5, 6, 7]
+    assert batch.role_tokens(values, "chosen").nan_to_num(0).tolist() == [1, 2, 0, 4, 0, 0, 0]
+    assert batch.role_tokens(values, "rejected").nan_to_num(0).tolist() == [0, 0, 3, 0, 5, 6, 7]
 
 
 def test_roles_of_numbers_with_more_axes():
