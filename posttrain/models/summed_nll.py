@@ -74,24 +74,26 @@ class _SummedNLL(torch.autograd.Function):
         for start in range(0, len(hidden), chunk_tokens):
             part = slice(start, start + chunk_tokens)
             rows, goals = hidden[part], targets[part, None]
-            logits = nn.functional.linear(rows, weight, bias).to(accurate)
+            logits = nn.functional.linear(rows, weight, bias)
             if scale != 1.0:
-                logits *= scale
-            log_z = torch.logsumexp(logits, -1)
-            logps[part] = logits.gather(-1, goals).squeeze(-1) - log_z
-            for value, stat in zip(values, stats):
-                value[part] = stat(logits, log_z, targets[part])
+                logits = logits.to(accurate) * scale
+            all_logps = torch.log_softmax(logits, -1, dtype=accurate)  # one kernel: reads `logits`, writes float32
+            logps[part] = all_logps.gather(-1, goals).squeeze(-1)
+            if stats:
+                exact = logits.to(accurate)
+                log_z = exact.gather(-1, goals).squeeze(-1) - logps[part]
+                for value, stat in zip(values, stats):
+                    value[part] = stat(exact, log_z, targets[part])
             total -= (1 - smoothing) * logps[part].sum()
             if smoothing:
-                total -= smoothing * (logits.mean(-1) - log_z).sum()
-            # From here on `logits` becomes d loss / d logits, in place.
-            logits.sub_(log_z[:, None]).exp_()
+                total -= smoothing * all_logps.mean(-1).sum()
+            slope = all_logps.exp_()  # from here on d loss / d logits, in place
             if smoothing:
-                logits.sub_(smoothing / logits.shape[-1])
-            logits.scatter_add_(-1, goals, torch.full_like(goals, smoothing - 1, dtype=accurate))
+                slope.sub_(smoothing / slope.shape[-1])
+            slope.scatter_add_(-1, goals, torch.full_like(goals, smoothing - 1, dtype=accurate))
             if scale != 1.0:
-                logits *= scale
-            gradient = logits.to(hidden.dtype)
+                slope *= scale
+            gradient = slope.to(hidden.dtype)
             torch.mm(gradient, weight, out=grad_hidden[part])
             if grad_weight is not None:
                 if accurate == hidden.dtype:
@@ -99,7 +101,7 @@ class _SummedNLL(torch.autograd.Function):
                 else:
                     grad_weight += gradient.T @ rows
             if grad_bias is not None:
-                grad_bias += logits.sum(0)
+                grad_bias += slope.sum(0)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(logps, *values)

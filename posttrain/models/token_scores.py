@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from posttrain.core.batch import PADDED, TokenBatch
@@ -173,8 +174,11 @@ def _scores_of_hidden(causal_lm: nn.Module, hidden: Tensor, request: ScoreReques
         return summed_nll(hidden, head, request.targets, chunk, stats, request.label_smoothing)
 
     def per_token(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        log_z = torch.logsumexp(logits, -1)
-        result = {"logps": logits.gather(-1, targets[:, None]).squeeze(-1) - log_z}
+        # One fused kernel forward and one backward, where logsumexp and gather would write several copies of the logits.
+        logps = -cross_entropy(logits, targets, reduction="none")
+        result = {"logps": logps}
+        if request.stats or request.differentiable_stats:
+            log_z = logits.gather(-1, targets[:, None]).squeeze(-1) - logps
         for name in request.differentiable_stats:
             result[name] = TOKEN_STATS[name](logits, log_z, targets)
         with torch.no_grad():
