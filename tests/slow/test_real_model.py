@@ -50,7 +50,7 @@ def test_the_model_is_the_real_one(folder):
             for layout in ("ragged", "padded")
         )
         torch.testing.assert_close(ragged, padded, rtol=1e-4, atol=1e-4)
-        ids = torch.from_numpy(units[0][0].input_ids).long()
+        ids = torch.tensor(units[0][0].input_ids).long()
         full = loaded.model(input_ids=ids[None]).logits[0].log_softmax(-1)
         wanted = torch.from_numpy(units[0][0].trained)
         by_hand = full[:-1].gather(-1, ids[1:, None])[:, 0][wanted[1:]]
