@@ -174,7 +174,7 @@ SFT_CASES = [
     sft("schedule-and-decay", lr_scheduler_type="linear", warmup_steps=2, weight_decay=0.1, max_grad_norm=0.3),
 ]
 
-PLAIN_LOSSES = ("sigmoid", "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop")
+PLAIN_LOSSES = ("sigmoid", "ipo", "nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
 PLAIN_LOSSES += ("sigmoid_norm", "robust", "aot")
 DIVERGENT_LOSSES = ("hinge", "ipo", "robust", "exo_pair", "discopop", "sigmoid_norm")
 SMOOTHED = {"robust": {"label_smoothing": 0.1}, "exo_pair": {"label_smoothing": 0.1}}
@@ -183,6 +183,9 @@ MPO = {"loss_type": ["sigmoid", "bco_pair", "sft"], "loss_weights": [0.8, 0.2, 1
 
 DPO_LOSS_CASES = [
     *(dpo(f"loss-{name}", loss_type=[name]) for name in PLAIN_LOSSES),
+    # Its sigmoid has a slope of 20 at the default temperature: it turns float32's rounding of log-probs into 1e-5 of the
+    # gradient, and AdamW's first steps, which are as long for small gradients as for large ones, into 1e-4.
+    dpo("loss-discopop", loss_type=["discopop"], **SGD),
     from_flat(dpo("loss-hinge", loss_type=["hinge"])),
     dpo("loss-exo_pair", loss_type=["exo_pair"], label_smoothing=0.1),
     over_the_step(dpo("loss-aot_unpaired", loss_type=["aot_unpaired"]), "sorted-step"),
