@@ -49,7 +49,8 @@ class Verdict:
             self.examples[name] = f"{show(ours)} here, {show(theirs)} in TRL ({place})"
 
     def differs(self, name: str) -> bool:
-        return self.apart[name] > (CHANGE_TOLERANCE if name in ("weights:moved", "weights:direction") else TOLERANCE)
+        bound = CHANGE_TOLERANCE if name in ("weights:moved", "weights:direction") else TOLERANCE
+        return self.apart[name] > bound * self.case.rounding
 
     def reason(self, name: str) -> str | None:
         """Key of the declared difference, where the witness, if there is one, agrees with us."""
