@@ -145,7 +145,7 @@ def run(model: str, options: argparse.Namespace) -> None:
         output_dir=str(options.output),
         per_device_train_batch_size=ROWS_PER_STEP,
         per_device_eval_batch_size=ROWS_PER_STEP,
-        learning_rate=1e-3,
+        learning_rate=5e-4,
         lr_scheduler_type="linear",
         max_steps=8,
         logging_steps=1,
