@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from posttrain.core.batch import PADDED, RAGGED
 from posttrain.models.adapters import add_adapter, is_prompt_learning, is_quantized
@@ -168,18 +168,6 @@ def load_tokenizer(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | 
         source, kwargs = locate(model, init_kwargs)
     kept = {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
     return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kept)
-
-
-def vocabulary_size(
-    model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None, trust_remote_code: bool
-) -> int | None:
-    """Rows of the model's embedding, read from its config, before any weight is loaded."""
-    if isinstance(model, nn.Module):
-        return innermost_model(model).get_input_embeddings().num_embeddings
-    source, kwargs = locate(model, init_kwargs)
-    kept = {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
-    config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, **kept)
-    return getattr(config.get_text_config(), "vocab_size", None)
 
 
 def innermost_model(model: nn.Module) -> nn.Module:

@@ -324,7 +324,7 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
         return_outputs: bool = False,
         num_items_in_batch: StepTotals | None = None,
     ) -> Any:
-        output, policy = self._loss_output(model, inputs, "train" if self.is_in_train and model.training else "eval")
+        output, policy = self._loss_output(model, inputs, "train")  # evaluation goes through `prediction_step`
         totals = inputs.totals() if num_items_in_batch is None else num_items_in_batch
         loss = output.reduce(totals, 1 if num_items_in_batch is None else self.args.world_size)
         return (loss, policy) if return_outputs else loss

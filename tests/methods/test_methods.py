@@ -183,8 +183,11 @@ def test_samples_of_ones_own(tmp_path):
     units = [(Sample(np.arange(3, 9), np.arange(6) > 2, row=i),) for i in range(8)]
     trainer = make("sft", tmp_path, None, dataset_kwargs={"skip_prepare_dataset": True}, max_steps=1)
     trainer.train_dataset = units
+    with torch.no_grad():
+        logits = trainer.model(input_ids=torch.arange(3, 9)[None]).logits[0].log_softmax(-1)
+    by_hand = -sum(logits[position, position + 4] for position in (2, 3, 4)) / 3  # tokens 6, 7 and 8 are trained
     trainer.train()
-    assert math.isfinite(losses(trainer)[0])
+    assert losses(trainer)[0] == pytest.approx(by_hand.item(), rel=1e-5)
 
 
 def test_rows_that_bring_their_reference_along(tmp_path):
