@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.core.batch import PADDED, TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.models.attention import segment_kwargs
-from posttrain.models.summed_nll import can_sum_in_forward, summed_nll
+from posttrain.models.fused_head import can_fuse, summed_nll, token_logps
 
 CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
-"""Size of one chunk of float32 logits: large enough to fill a GPU, small enough for a CPU's cache to help."""
+"""Size of one chunk of logits: large enough to fill a GPU, small enough for a CPU's cache to help."""
 
 
 @dataclass(frozen=True)
@@ -168,10 +168,17 @@ def _shifted(request: ScoreRequest, width: int) -> Tensor:
 
 def _scores_of_hidden(causal_lm: nn.Module, hidden: Tensor, request: ScoreRequest) -> dict[str, Tensor]:
     head = LanguageHead.of(causal_lm, request.temperature)
-    chunk = request.chunk_tokens or default_chunk_tokens(hidden.device, head.vocabulary)
-    if request.summed and torch.is_grad_enabled() and can_sum_in_forward(head):
+    fused = can_fuse(head)
+    chunk = request.chunk_tokens or default_chunk_tokens(
+        hidden.device, head.vocabulary, hidden.element_size() if fused else 4
+    )
+    if fused:
         stats = {name: TOKEN_STATS[name] for name in request.stats}
-        return summed_nll(hidden, head, request.targets, chunk, stats, request.label_smoothing)
+        if request.summed and torch.is_grad_enabled():
+            return summed_nll(hidden, head, request.targets, chunk, stats, request.label_smoothing)
+        if not request.differentiable_stats:
+            result = token_logps(hidden, head, request.targets, chunk, stats)
+            return result | ({"nll_sum": -result["logps"].sum()} if request.summed else {})
 
     def per_token(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
         # One fused kernel forward and one backward, where logsumexp and gather would write several copies of the logits.
@@ -235,8 +242,10 @@ def chunks_on_every_process(head: nn.Module, rows: int, chunk_tokens: int) -> in
     return int(count)
 
 
-def default_chunk_tokens(device: torch.device, vocabulary: int) -> int:
-    return max(CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (4 * vocabulary), 16)
+def default_chunk_tokens(device: torch.device, vocabulary: int, item: int = 4) -> int:
+    """Rows whose logits, of `item` bytes each, fill a chunk; on a GPU a multiple of the tiles of its products."""
+    rows = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (item * vocabulary)
+    return max(rows // 128 * 128 if rows > 128 else rows, 16)
 
 
 # ---- the head ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,213 @@
+"""The language head and what is asked about its logits as one autograd function, a chunk of rows at a time.
+
+`summed_nll`: a loss that is a plain sum of -log p needs no second pass over the head: d nll / d logits = softmax(logits) - onehot
+is at hand while the chunk of logits exists. Three products with the vocabulary instead of four (6VH instead of 8VH a token).
+
+`token_logps`: a loss that is any function of log-probs learns its slopes only later; the logits are computed again in the backward
+from the hidden states and log Z.
+
+Both write slopes over the logits (`head_kernels`) and add the weight's gradient up in float32 inside the product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.head_kernels import Rows, read_rows, slopes_of_rows
+
+Statistic = Callable[[Tensor, Tensor, Tensor], Tensor]
+KERNEL_STATISTICS = ("entropy", "is_most_likely")
+"""Statistics that come with the pass over a row; any other needs the chunk in float32."""
+
+
+class Head(Protocol):
+    module: nn.Module
+    scale: float
+    softcap: float | None
+
+
+def can_fuse(head: Head) -> bool:
+    """Only a plain, unsharded linear head: an adapter on it, a soft-cap or a shard needs autograd's own backward."""
+    module = head.module
+    return (
+        type(module) is nn.Linear
+        and head.softcap is None
+        and not hasattr(module.weight, "placements")  # DTensor: FSDP2, tensor parallel
+        and not hasattr(module.weight, "ds_id")  # ZeRO-3
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+    )
+
+
+def summed_nll(
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    chunk_tokens: int,
+    stats: dict[str, Statistic],
+    label_smoothing: float,
+) -> dict[str, Tensor]:
+    """{"nll_sum": differentiable, "logps": detached, and the detached statistics}."""
+    linear = head.module
+    nll_sum, logps, *values = _SummedNLL.apply(
+        hidden, linear.weight, linear.bias, targets, head.scale, chunk_tokens, stats, label_smoothing
+    )
+    return {"nll_sum": nll_sum, "logps": logps, **dict(zip(stats, values))}
+
+
+def token_logps(
+    hidden: Tensor, head: Head, targets: Tensor, chunk_tokens: int, stats: dict[str, Statistic]
+) -> dict[str, Tensor]:
+    """{"logps": differentiable, and the detached statistics}."""
+    linear = head.module
+    logps, *values = _TokenLogps.apply(hidden, linear.weight, linear.bias, targets, head.scale, chunk_tokens, stats)
+    return {"logps": logps, **dict(zip(stats, values))}
+
+
+class _Reader:
+    """Walks over chunks of logits and keeps what is asked about their rows."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float, chunk_tokens: int
+    ) -> None:
+        self.hidden, self.weight, self.bias = hidden, weight, bias
+        self.targets, self.scale, self.chunk_tokens = targets, scale, chunk_tokens
+        self.accurate = torch.promote_types(hidden.dtype, torch.float32)
+
+    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
+        """(which rows, their logits)"""
+        for start in range(0, len(self.hidden), self.chunk_tokens):
+            part = slice(start, start + self.chunk_tokens)
+            yield part, nn.functional.linear(self.hidden[part], self.weight, self.bias)
+
+    def ask(self, stats: dict[str, Statistic]) -> None:
+        """Make room for the answers."""
+        of_kernel = any(name in stats for name in KERNEL_STATISTICS)
+        self.rows = Rows(len(self.hidden), self.hidden.device, self.accurate, of_kernel)
+        self.other = {name: fn for name, fn in stats.items() if name not in KERNEL_STATISTICS}
+        self.values = {name: torch.empty_like(self.rows.logps) for name in self.other}
+
+    def read(self, part: slice, logits: Tensor, smoothing: float = 0.0, slopes: bool = False) -> Tensor | None:
+        targets = self.targets[part]
+        exact = logits.to(self.accurate, copy=True).mul_(self.scale) if self.other else None  # `logits` are overwritten
+        answer = read_rows(logits, targets, self.rows, part, scale=self.scale, smoothing=smoothing, slopes=slopes)
+        for name, statistic in self.other.items():
+            self.values[name][part] = statistic(exact, self.rows.log_z[part], targets)
+        return answer
+
+    def answers(self, stats: dict[str, Statistic]) -> list[Tensor]:
+        known = {"entropy": self.rows.entropy, "is_most_likely": self.rows.is_most_likely, **self.values}
+        return [known[name] for name in stats]
+
+
+class _Gradients:
+    """Gradients of hidden states, weight and bias, added up over chunks."""
+
+    def __init__(self, reader: _Reader, wanted: tuple[bool, ...]) -> None:
+        self.reader = reader
+        wants_hidden, wants_weight, wants_bias = wanted
+        self.hidden = torch.empty_like(reader.hidden) if wants_hidden else None
+        self.weight = torch.zeros_like(reader.weight, dtype=reader.accurate) if wants_weight else None
+        self.bias = torch.zeros_like(reader.bias, dtype=reader.accurate) if wants_bias else None
+
+    def add(self, part: slice, slopes: Tensor) -> None:
+        if self.hidden is not None:
+            torch.mm(slopes, self.reader.weight, out=self.hidden[part])
+        if self.weight is not None:
+            _add_product(self.weight, slopes.T, self.reader.hidden[part])
+        if self.bias is not None:
+            self.bias += slopes.sum(0, dtype=self.bias.dtype)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in the dtype of `total`."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)  # the product is never rounded to bfloat16
+    else:
+        total += left @ right
+
+
+class _SummedNLL(torch.autograd.Function):
+    """(1 - e) * sum_t -log p(y_t) + e * sum_t mean_v -log p(v), with gradients for hidden states, weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scale: float,
+        chunk_tokens: int,
+        stats: dict[str, Statistic],
+        smoothing: float,
+    ) -> tuple[Tensor, ...]:
+        reader = _Reader(hidden, weight, bias, targets, scale, chunk_tokens)
+        reader.ask(stats)
+        gradients = _Gradients(reader, ctx.needs_input_grad[:3])
+        for part, logits in reader.chunks():
+            gradients.add(part, reader.read(part, logits, smoothing, slopes=True))
+        total = -(1 - smoothing) * reader.rows.logps.sum()
+        if smoothing:
+            total = total - smoothing * reader.rows.mean_logps.sum()
+        ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
+        ctx.weight_dtype = weight.dtype
+        answers = reader.answers(stats)
+        ctx.mark_non_differentiable(reader.rows.logps, *answers)
+        return total, reader.rows.logps, *answers
+
+    @staticmethod
+    def backward(ctx: Any, grad_sum: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
+        return (
+            None if grad_hidden is None else grad_hidden * grad_sum.to(grad_hidden.dtype),
+            None if grad_weight is None else (grad_weight * grad_sum).to(ctx.weight_dtype),
+            None if grad_bias is None else (grad_bias * grad_sum).to(ctx.weight_dtype),
+            *[None] * 5,
+        )
+
+
+class _TokenLogps(torch.autograd.Function):
+    """log p(y_t) of each row; the backward computes the logits once more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        scale: float,
+        chunk_tokens: int,
+        stats: dict[str, Statistic],
+    ) -> tuple[Tensor, ...]:
+        reader = _Reader(hidden, weight, bias, targets, scale, chunk_tokens)
+        reader.ask(stats)
+        for part, logits in reader.chunks():
+            reader.read(part, logits)
+        ctx.save_for_backward(hidden, weight, bias, targets, reader.rows.log_z)
+        ctx.scale, ctx.chunk_tokens = scale, chunk_tokens
+        answers = reader.answers(stats)
+        ctx.mark_non_differentiable(*answers)
+        return reader.rows.logps, *answers
+
+    @staticmethod
+    def backward(ctx: Any, grad_logps: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_z = ctx.saved_tensors
+        reader = _Reader(hidden, weight, bias, targets, ctx.scale, ctx.chunk_tokens)
+        gradients = _Gradients(reader, ctx.needs_input_grad[:3])
+        for part, logits in reader.chunks():
+            factors = -grad_logps[part].contiguous()
+            gradients.add(part, slopes_of_rows(logits, targets[part], log_z[part], factors, ctx.scale))
+        return (
+            gradients.hidden,
+            None if gradients.weight is None else gradients.weight.to(weight.dtype),
+            None if gradients.bias is None else gradients.bias.to(bias.dtype),
+            *[None] * 4,
+        )
