@@ -7,22 +7,44 @@ were laid out for the model (one ragged row, or padded rows) is the business of 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-RAGGED, PADDED = "ragged", "padded"
+RAGGED, PADDED, SHARED = "ragged", "padded", "shared"
+"""One row without padding; a row per sample; one row in which samples of a unit that begin alike share their beginning."""
+
+
+@dataclass(frozen=True)
+class SharedPrefixes:
+    """Where the shared beginnings of a SHARED batch lie: G groups of samples that begin with the same tokens.
+
+    The row is [the G prefixes][samples that share nothing][the continuations, group by group][filling].
+    """
+
+    cu_prefixes: Tensor  # (G + 1,) int32 start of each prefix
+    cu_continuations: Tensor  # (G + 1,) int32 start of each group's continuations, counted from `start`
+    num_prefix_tokens: int  # of all prefixes together
+    start: int  # where the continuations begin in the row
+    stop: int  # where they end
+    longest_prefix: int
+    longest_continuations: int  # tokens of all continuations of one group
+
+    def mapped(self, function: Callable[[Any], Any]) -> SharedPrefixes:
+        """The same with `function` applied to its tensors."""
+        return replace(self, **{f.name: function(getattr(self, f.name)) for f in fields(self)})
 
 
 @dataclass
 class TokenBatch:
     """One micro-batch. N trained tokens, S samples, U units (a unit is one pair, one text, one packed block)."""
 
-    layout: str  # RAGGED: one row, `segment_lengths` apart; PADDED: a row per sample, `attention_mask`
+    layout: str  # RAGGED, PADDED or SHARED
     input_ids: Tensor  # (rows, width)
-    position_ids: Tensor  # (rows, width); restarts at 0 in each sample
+    position_ids: Tensor  # (rows, width); restarts at 0 in each sample, goes on after a shared prefix
     positions: Tensor  # (N,) flat index, into rows*width, of the position that predicts each trained token
     targets: Tensor  # (N,) the trained tokens
     counts: Tensor  # (S,) trained tokens of each sample
@@ -31,8 +53,9 @@ class TokenBatch:
     num_units: int
     roles: tuple[str, ...]  # names of the samples of a unit; one name where units hold any number of samples
     rows: tuple[int, ...]  # dataset row of each sample, for reports
-    cu_segments: Tensor | None = None  # (S + 1,) int32 start of each sample in the one ragged row
-    longest: int = 0  # tokens of the longest sample
+    cu_segments: Tensor | None = None  # int32 start of each segment of the one row: samples; prefixes and continuations
+    longest: int = 0  # tokens of the longest segment
+    prefixes: SharedPrefixes | None = None  # SHARED layout, where anything is shared
     attention_mask: Tensor | None = None  # (rows, width), padded layout only
     per_token: dict[str, Tensor] = field(default_factory=dict)  # name -> (N,)
     scalars: dict[str, Tensor] = field(default_factory=dict)  # name -> (S,)
@@ -42,27 +65,21 @@ class TokenBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """The same batch on another device. Nothing is cast: log-probs and advantages stay in their own dtype."""
-
-        def move(value: Any) -> Any:
-            if isinstance(value, Tensor):
-                return value.to(device, non_blocking=non_blocking)
-            if isinstance(value, dict):
-                return {name: move(item) for name, item in value.items()}
-            return value
-
-        return replace(self, **{f.name: move(getattr(self, f.name)) for f in fields(self)})
+        return self._mapped(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> TokenBatch:
         """Called by torch's DataLoader: host tensors in page-locked memory, so that the copy to the device overlaps."""
+        return self._mapped(Tensor.pin_memory)
 
-        def pin(value: Any) -> Any:
+    def _mapped(self, function: Callable[[Tensor], Tensor]) -> TokenBatch:
+        def of(value: Any) -> Any:
             if isinstance(value, Tensor):
-                return value.pin_memory()
+                return function(value)
             if isinstance(value, dict):
-                return {name: pin(item) for name, item in value.items()}
-            return value
+                return {name: of(item) for name, item in value.items()}
+            return value.mapped(of) if isinstance(value, SharedPrefixes) else value
 
-        return replace(self, **{f.name: pin(getattr(self, f.name)) for f in fields(self)})
+        return replace(self, **{f.name: of(getattr(self, f.name)) for f in fields(self)})
 
     @property
     def device(self) -> torch.device:
@@ -104,6 +121,28 @@ class TokenBatch:
             for name in self.roles:
                 counts[f"token:{name}"] = int(self.role(self.counts, name).sum())
         return StepTotals(counts)
+
+
+@dataclass
+class Passes:
+    """A micro-batch with more tokens than one forward pass may hold: it is run part by part, with one gradient."""
+
+    parts: list[TokenBatch]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Passes:
+        return Passes([part.to(device, non_blocking) for part in self.parts])
+
+    def pin_memory(self) -> Passes:
+        return Passes([part.pin_memory() for part in self.parts])
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(part.num_tokens for part in self.parts)
+
+
+def passes_of(batch: TokenBatch | Passes) -> list[TokenBatch]:
+    """The forward passes that a micro-batch is made of."""
+    return batch.parts if isinstance(batch, Passes) else [batch]
 
 
 def segment_sum(values: Tensor, counts: Tensor) -> Tensor:

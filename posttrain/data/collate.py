@@ -9,21 +9,51 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.core.batch import PADDED, RAGGED, TokenBatch
+from posttrain.core.batch import PADDED, RAGGED, SHARED, Passes, SharedPrefixes, TokenBatch
 from posttrain.core.sample import Sample, Unit
 
 
 @dataclass
 class Collator:
-    """Callable for a DataLoader; `layout` may be changed until the first batch is made."""
+    """Callable for a DataLoader; `layout` may be changed until the first batch is made.
+
+    Units with more than `max_tokens` tokens together become several passes; the step's gradient does not depend on it.
+    """
 
     roles: tuple[str, ...]
     pad_token_id: int
     layout: str = RAGGED
     pad_to_multiple_of: int | None = None
+    max_tokens: int | None = None
 
-    def __call__(self, units: Sequence[Unit]) -> TokenBatch:
+    def __call__(self, units: Sequence[Unit]) -> TokenBatch | Passes:
+        parts = [self.one_pass(part) for part in split_by_tokens(units, self.layout, self.max_tokens)]
+        return parts[0] if len(parts) == 1 else Passes(parts)
+
+    def one_pass(self, units: Sequence[Unit]) -> TokenBatch:
         return collate(units, self.roles, self.layout, self.pad_token_id, self.pad_to_multiple_of)
+
+
+def split_by_tokens(units: Sequence[Unit], layout: str, max_tokens: int | None) -> list[Sequence[Unit]]:
+    """Runs of units, in order, that lie on at most `max_tokens` tokens each; a unit is never split."""
+    if max_tokens is None or not units:
+        return [units]
+    parts: list[list[Unit]] = []
+    tokens = longest = rows = 0
+    for unit in units:
+        mine = laid_out_tokens([unit], layout)
+        tokens, longest, rows = tokens + mine, max(longest, *map(len, unit)), rows + len(unit)
+        if not parts or (rows * longest if layout == PADDED else tokens) > max_tokens:
+            parts.append([])
+            tokens, longest, rows = mine, max(map(len, unit)), len(unit)
+        parts[-1].append(unit)
+    return parts
+
+
+def laid_out_tokens(units: Sequence[Unit], layout: str) -> int:
+    """Tokens of these units that a forward pass computes, padding left out."""
+    shared = sum((len(unit) - 1) * shared_prefix(unit) for unit in units) if layout == SHARED else 0
+    return sum(len(sample) for unit in units for sample in unit) - shared
 
 
 def collate(
@@ -41,34 +71,33 @@ def collate(
     """
     samples = [sample for unit in units for sample in unit] or [_untrained_token(pad_token_id)]
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
-    starts = np.concatenate([[0], np.cumsum(lengths)])
-    width, row_starts = _widths(layout, lengths, starts, pad_to_multiple_of)
+    plan = _plan(layout, units, lengths, pad_to_multiple_of)
 
     trained_at = [np.flatnonzero(sample.trained[1:]) for sample in samples]  # t - 1 for each trained token t
-    positions = np.concatenate([at + start for at, start in zip(trained_at, row_starts)])
     targets = np.concatenate([sample.input_ids[1:][at] for sample, at in zip(samples, trained_at)])
-    ids = np.full(_shape(layout, len(samples), width), pad_token_id, dtype=np.int64).reshape(-1)
+    ids = np.full(plan.shape, pad_token_id, dtype=np.int64)
     position_ids = np.zeros_like(ids)
-    for sample, start in zip(samples, row_starts):
-        ids[start : start + len(sample)] = sample.input_ids
-        position_ids[start : start + len(sample)] = np.arange(len(sample))
+    for sample, places in zip(samples, plan.places):
+        ids.reshape(-1)[places] = sample.input_ids
+        position_ids.reshape(-1)[places] = np.arange(len(sample))
 
-    shape = _shape(layout, len(samples), width)
+    width = plan.shape[1]
     is_padded = layout == PADDED
     return TokenBatch(
         layout=layout,
-        input_ids=torch.from_numpy(ids.reshape(shape)),
-        position_ids=torch.from_numpy(position_ids.reshape(shape)),
-        positions=torch.from_numpy(positions),
+        input_ids=torch.from_numpy(ids),
+        position_ids=torch.from_numpy(position_ids),
+        positions=torch.from_numpy(np.concatenate([places[at] for places, at in zip(plan.places, trained_at)])),
         targets=torch.from_numpy(targets.astype(np.int64)),
         counts=torch.tensor([len(at) for at in trained_at], dtype=torch.int64),
         lengths=torch.from_numpy(lengths),
-        ends=torch.from_numpy(row_starts + lengths - 1),
+        ends=torch.tensor([places[-1] for places in plan.places], dtype=torch.int64),
         num_units=len(units),
         roles=roles,
         rows=tuple(sample.row for sample in samples),
-        cu_segments=None if is_padded else torch.from_numpy(_segment_bounds(starts, width)),
-        longest=int(max(lengths.max(), 0 if is_padded else width - starts[-1])),
+        cu_segments=None if is_padded else torch.from_numpy(np.cumsum([0, *plan.segments]).astype(np.int32)),
+        longest=int(max(plan.segments)),
+        prefixes=plan.prefixes,
         attention_mask=torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64)) if is_padded else None,
         per_token=_per_token(samples, trained_at),
         scalars=_scalars(samples),
@@ -82,24 +111,106 @@ def _untrained_token(pad_token_id: int) -> Sample:
     return Sample([pad_token_id], [False])
 
 
-def _shape(layout: str, num_samples: int, width: int) -> tuple[int, int]:
-    return (num_samples, width) if layout == PADDED else (1, width)
+@dataclass
+class _Plan:
+    """Where the tokens of each sample go."""
+
+    shape: tuple[int, int]
+    places: list[np.ndarray]  # of each sample: the flat index of each of its tokens
+    segments: list[int]  # lengths of what attends to itself, in order
+    prefixes: SharedPrefixes | None = None
 
 
-def _widths(layout: str, lengths: np.ndarray, starts: np.ndarray, multiple: int | None) -> tuple[int, np.ndarray]:
-    """Width of the laid-out rows, and the flat index at which each sample begins."""
-    if layout not in (RAGGED, PADDED):
-        raise ValueError(f"A batch is laid out {RAGGED!r} or {PADDED!r}, not {layout!r}.")
-    width = int(lengths.max() if layout == PADDED else starts[-1])
-    if multiple:
-        width = -(-width // multiple) * multiple
-    return width, np.arange(len(lengths)) * width if layout == PADDED else starts[:-1]
+def _plan(layout: str, units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) -> _Plan:
+    if layout not in _PLANS:
+        raise ValueError(f"A batch is laid out {', '.join(map(repr, _PLANS))}, not {layout!r}.")
+    return _PLANS[layout](units, lengths, multiple)
 
 
-def _segment_bounds(starts: np.ndarray, width: int) -> np.ndarray:
-    """Segment starts of the ragged row; filling up to a multiple adds a last segment that nobody attends to."""
-    bounds = starts if starts[-1] == width else np.append(starts, width)
-    return bounds.astype(np.int32)
+def _padded(units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) -> _Plan:
+    width = _filled(int(lengths.max()), multiple)
+    places = [row * width + np.arange(length) for row, length in enumerate(lengths)]
+    return _Plan((len(lengths), width), places, lengths.tolist())
+
+
+def _ragged(units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) -> _Plan:
+    starts = np.cumsum(lengths) - lengths
+    places = [start + np.arange(length) for start, length in zip(starts, lengths)]
+    return _one_row(places, lengths.tolist(), int(lengths.sum()), multiple)
+
+
+def _shared(units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) -> _Plan:
+    """[prefixes of the units whose samples begin alike][the other samples][continuations]; see SharedPrefixes."""
+    shared = [shared_prefix(unit) for unit in units]
+    if not any(shared):
+        return _ragged(units, lengths, multiple)
+    groups = [(unit, prefix) for unit, prefix in zip(units, shared) if prefix]
+    alone = [len(sample) for unit, prefix in zip(units, shared) if not prefix for sample in unit]
+    prefix_lengths = [prefix for _, prefix in groups]
+    rests = [[len(sample) - prefix for sample in unit] for unit, prefix in groups]
+    segments = [*prefix_lengths, *alone, *(rest for group in rests for rest in group)]
+    starts = np.cumsum([0, *segments])
+    of_prefixes, of_alone, of_rests = (iter(part) for part in np.split(starts, [len(groups), len(groups) + len(alone)]))
+    places = []
+    for unit, prefix in zip(units, shared):
+        if not prefix:
+            places += [next(of_alone) + np.arange(len(sample)) for sample in unit]
+            continue
+        beginning = next(of_prefixes) + np.arange(prefix)
+        places += [np.concatenate([beginning, next(of_rests) + np.arange(len(sample) - prefix)]) for sample in unit]
+    group_sizes = [sum(group) for group in rests]
+    start = sum(prefix_lengths) + sum(alone)
+    prefixes = SharedPrefixes(
+        cu_prefixes=torch.from_numpy(np.cumsum([0, *prefix_lengths]).astype(np.int32)),
+        cu_continuations=torch.from_numpy(np.cumsum([0, *group_sizes]).astype(np.int32)),
+        num_prefix_tokens=sum(prefix_lengths),
+        start=start,
+        stop=start + sum(group_sizes),
+        longest_prefix=max(prefix_lengths),
+        longest_continuations=max(group_sizes),
+    )
+    return _one_row(places, segments, sum(segments), multiple, prefixes)
+
+
+def shared_prefix(unit: Unit) -> int:
+    """Tokens with which all samples of a unit begin, none of them trained, and after which each of them goes on.
+
+    The last shared position may predict a trained token of each: it is computed once and asked several times. Samples with
+    images share nothing, since the model matches images and tokens by their order.
+    """
+    if len(unit) < 2 or any(sample.media for sample in unit):
+        return 0
+    limit = min(_first_trained(sample) for sample in unit)
+    first = unit[0].input_ids[:limit]
+    differs = np.zeros(limit, dtype=bool)
+    for sample in unit[1:]:
+        differs |= sample.input_ids[:limit] != first
+    return int(differs.argmax()) if differs.any() else limit
+
+
+def _first_trained(sample: Sample) -> int:
+    """Place of the first token that is trained, or of the last token."""
+    trained = np.flatnonzero(sample.trained[1:])
+    return int(trained[0]) + 1 if len(trained) else len(sample) - 1
+
+
+def _one_row(
+    places: list[np.ndarray],
+    segments: list[int],
+    tokens: int,
+    multiple: int | None,
+    prefixes: SharedPrefixes | None = None,
+) -> _Plan:
+    """Filling up to a multiple adds a last segment that nobody attends to."""
+    width = _filled(tokens, multiple)
+    return _Plan((1, width), places, segments if width == tokens else [*segments, width - tokens], prefixes)
+
+
+def _filled(width: int, multiple: int | None) -> int:
+    return -(-width // multiple) * multiple if multiple else width
+
+
+_PLANS = {PADDED: _padded, RAGGED: _ragged, SHARED: _shared}
 
 
 def _per_token(samples: list[Sample], trained_at: list[np.ndarray]) -> dict[str, torch.Tensor]:

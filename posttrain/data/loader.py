@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -104,10 +106,60 @@ ORDERS: dict[str, Callable[[EpochBatches], np.ndarray]] = {
 class UnitLoader(DataLoader):
     """torch's DataLoader over units, told about epochs. Batches are this process's own: nothing shards them again."""
 
+    def __iter__(self) -> Iterator[Any]:
+        batches = super().__iter__()
+        # Batches of a stream are read and tokenised as they come, so a thread makes them early. Those of a token store are
+        # ready in 2 ms, which the queue of a GPU hides; there a second thread only takes the interpreter's lock away from the
+        # first one (H200, SFT of 0.5B: 290 ms a step without, 342 ms with it).
+        return read_ahead(batches) if isinstance(self.dataset, IterableDataset) else batches
+
     def set_epoch(self, epoch: int) -> None:
         for part in (self.batch_sampler, self.dataset):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(epoch)
+
+
+BATCHES_AHEAD = 2
+
+
+def read_ahead(batches: Iterator[Any], depth: int = BATCHES_AHEAD) -> Iterator[Any]:
+    """The same batches in the same order, up to `depth` of them made early by a thread. What the thread raises is raised here.
+
+    Batches are functions of (seed, epoch, process): making one early, or one that is never used, changes nothing.
+    """
+    made: queue.Queue = queue.Queue(depth)
+    leaving = threading.Event()
+
+    def put(item: tuple[Any, BaseException | None]) -> None:
+        while not leaving.is_set():
+            try:
+                return made.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def fill() -> None:
+        try:
+            for batch in batches:
+                put((batch, None))
+                if leaving.is_set():
+                    return
+            put((None, StopIteration()))
+        except BaseException as error:
+            put((None, error))
+
+    thread = threading.Thread(target=fill, name="posttrain-batches", daemon=True)
+    thread.start()
+    try:
+        while True:
+            batch, problem = made.get()
+            if isinstance(problem, StopIteration):
+                return
+            if problem is not None:
+                raise problem
+            yield batch
+    finally:
+        leaving.set()
+        thread.join()
 
 
 class StreamBatches(IterableDataset):

@@ -5,6 +5,8 @@
 varlen flash kernel on CUDA, with one SDPA call per segment elsewhere. Without bounds the call is passed on to transformers'
 `sdpa` and its masks, so that `generate`, padded batches and freshly loaded models behave as ever.
 
+Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/prefix_attention`.
+
 transformers would build a dense mask from position ids that restart. It returns a mask of four dimensions as it is, so a ragged
 batch carries a four-dimensional placeholder of one element, which this module's function ignores.
 """
@@ -18,15 +20,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from posttrain.core.batch import SharedPrefixes, TokenBatch
+from posttrain.models.prefix_attention import shared_prefix_flash, shared_prefix_loop
+
 RAGGED_ATTENTION = "posttrain_ragged"
 
 
-def segment_kwargs(cu_segments: Tensor, longest: int) -> dict[str, Any]:
-    """Forward keyword arguments that keep the segments of a ragged row apart.
+def segment_kwargs(batch: TokenBatch) -> dict[str, Any]:
+    """Forward keyword arguments that keep the segments of a ragged row apart, and tie continuations to their prefixes.
 
     They travel as arguments, never in a context variable: gradient checkpointing recomputes on autograd's own thread.
     """
-    return {
+    cu_segments, longest = batch.cu_segments, batch.longest
+    shared = {} if batch.prefixes is None else {"shared_prefixes": batch.prefixes}
+    return shared | {
         "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=cu_segments.device),
         "cu_seq_lens_q": cu_segments,
         "cu_seq_lens_k": cu_segments,
@@ -55,6 +62,7 @@ def ragged_attention(
     cu_seq_lens_q: Tensor | None = None,
     max_length_q: int | None = None,
     sliding_window: int | None = None,
+    shared_prefixes: SharedPrefixes | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """(1, heads, tokens, dim) -> (1, tokens, heads, dim), segments apart where bounds are given."""
@@ -66,6 +74,13 @@ def ragged_attention(
         )
     if kwargs.get("softcap"):
         raise NotImplementedError("Ragged attention has no soft-cap: this model must use the padded layout.")
+    if shared_prefixes is not None:
+        if sliding_window:
+            raise NotImplementedError("Prefixes are not shared under a sliding window: use the ragged layout.")
+        shared_attention = shared_prefix_flash if _flash_can_run(query) else shared_prefix_loop
+        return shared_attention(
+            query, key, value, cu_seq_lens_q, max_length_q, shared_prefixes, scaling, dropout
+        ).unsqueeze(0), None
     if _flash_can_run(query):
         output = _varlen_flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window)
     else:

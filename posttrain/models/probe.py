@@ -1,4 +1,4 @@
-"""Can this model run ragged batches? Two short segments are run ragged and padded, and the answers compared."""
+"""Can this model run ragged batches, and share prefixes? Short segments are run in two layouts, and the answers compared."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import numpy as np
 import torch
 from torch import nn
 
-from posttrain.core.batch import PADDED, RAGGED, TokenBatch
+from posttrain.core.batch import PADDED, RAGGED, SHARED, SharedPrefixes, TokenBatch
 from posttrain.models.attention import RAGGED_ATTENTION
 from posttrain.models.heads import score_sequences
 from posttrain.models.token_scores import score_tokens
 
 PROBE_LENGTHS = (5, 11)
+COMMON = 2  # tokens with which both segments begin
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.15, torch.float16: 0.05}
 
 
@@ -33,15 +34,36 @@ def why_not_ragged(model: nn.Module, innermost: nn.Module, task: str) -> str | N
         return f"{type(innermost).__name__} could not run two ragged segments ({type(error).__name__}: {error})"
     finally:
         model.train(training)
-    bound = TOLERANCE.get(padded.dtype if padded.dtype in TOLERANCE else torch.float32, 1e-3)
-    bound = max(bound, TOLERANCE.get(next(innermost.parameters()).dtype, bound))
-    difference = (padded - ragged).abs().max().item()
-    if difference <= bound:
+    difference = _difference(padded, ragged, innermost)
+    if difference is None:
         return None
     innermost.set_attn_implementation(before)
     return (
         f"{type(innermost).__name__} answers differently on ragged segments (by {difference:.2g}), so it reads its mask"
     )
+
+
+def why_not_shared(model: nn.Module, innermost: nn.Module, task: str) -> str | None:
+    """None when a model that runs ragged batches gives the same answers where two samples share their beginning."""
+    training = model.training
+    model.eval()
+    try:
+        ragged, shared = (_answers(model, task, layout) for layout in (RAGGED, SHARED))
+    except Exception as error:  # as above
+        return f"{type(innermost).__name__} could not run a shared prefix ({type(error).__name__}: {error})"
+    finally:
+        model.train(training)
+    difference = _difference(ragged, shared, innermost)
+    if difference is None:
+        return None
+    return f"{type(innermost).__name__} answers differently where a prefix is shared (by {difference:.2g})"
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor, innermost: nn.Module) -> float | None:
+    """How far two answers are apart, or None where that is rounding."""
+    dtypes = (one.dtype, next(innermost.parameters()).dtype)
+    difference = (one - other).abs().max().item()
+    return None if difference <= max(TOLERANCE.get(dtype, 1e-3) for dtype in dtypes) else difference
 
 
 @torch.no_grad()
@@ -53,24 +75,36 @@ def _answers(model: nn.Module, task: str, layout: str) -> torch.Tensor:
 
 
 def _probe_batch(layout: str) -> TokenBatch:
-    """Every token of two segments, in the given layout. Made by hand: `models` does not import `data`."""
-    first, second = PROBE_LENGTHS
-    lengths = torch.tensor(PROBE_LENGTHS)
+    """Every token but the first `COMMON` of two segments that begin alike. Made by hand: `models` does not import `data`."""
     tokens = [torch.arange(1, n + 1) for n in PROBE_LENGTHS]
-    if layout == RAGGED:
-        ids, places, starts = (
-            torch.cat(tokens)[None],
-            torch.cat([torch.arange(n) for n in PROBE_LENGTHS])[None],
-            [0, first],
-        )
-        mask, bounds = None, torch.tensor([0, first, first + second], dtype=torch.int32)
-    else:
+    tokens[1][COMMON:] += 1
+    mask = bounds = prefixes = None
+    if layout == PADDED:
         ids = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
-        places = torch.arange(second).expand(2, second) * (ids > 0)
-        mask, bounds, starts = (ids > 0).long(), None, [0, second]
-    positions = np.concatenate([start + np.arange(n - 1) for start, n in zip(starts, PROBE_LENGTHS)])
+        mask = (ids > 0).long()
+        places = [row * ids.shape[1] + torch.arange(n) for row, n in enumerate(PROBE_LENGTHS)]
+        segments = list(PROBE_LENGTHS)
+    elif layout == RAGGED:
+        ids = torch.cat(tokens)[None]
+        places = [torch.arange(PROBE_LENGTHS[0]), PROBE_LENGTHS[0] + torch.arange(PROBE_LENGTHS[1])]
+        segments = list(PROBE_LENGTHS)
+    else:
+        rests = [n - COMMON for n in PROBE_LENGTHS]
+        ids = torch.cat([tokens[0][:COMMON], *(part[COMMON:] for part in tokens)])[None]
+        starts = (COMMON, COMMON + rests[0])
+        places = [torch.cat([torch.arange(COMMON), start + torch.arange(n)]) for start, n in zip(starts, rests)]
+        segments = [COMMON, *rests]
+        edges = [torch.tensor([0, size], dtype=torch.int32) for size in (COMMON, sum(rests))]
+        prefixes = SharedPrefixes(*edges, COMMON, COMMON, ids.shape[1], COMMON, sum(rests))
+    if layout != PADDED:
+        bounds = torch.tensor(np.cumsum([0, *segments]), dtype=torch.int32)
+    position_ids = torch.zeros_like(ids)
+    for place in places:
+        position_ids.view(-1)[place] = torch.arange(len(place))
+    lengths = torch.tensor(PROBE_LENGTHS)
     return TokenBatch(
-        layout, ids, places, torch.from_numpy(positions), torch.cat([t[1:] for t in tokens]), lengths - 1, lengths,
-        torch.tensor(starts) + lengths - 1, 2, ("text",), (0, 1), bounds, second, mask,
-        num_tokens=first + second, num_trained=first + second - 2,
+        layout, ids, position_ids, torch.cat([place[COMMON - 1 : -1] for place in places]),
+        torch.cat([part[COMMON:] for part in tokens]), lengths - COMMON, lengths,
+        torch.stack([place[-1] for place in places]), 2, ("text",), (0, 1), bounds, max(segments), prefixes, mask,
+        num_tokens=sum(PROBE_LENGTHS), num_trained=sum(PROBE_LENGTHS) - 2 * COMMON,
     )  # fmt: skip

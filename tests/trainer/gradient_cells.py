@@ -12,9 +12,9 @@ import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
 
-from posttrain.core.batch import PADDED, RAGGED
+from posttrain.core.batch import PADDED, RAGGED, SHARED, passes_of
 from posttrain.core.sample import Sample
-from posttrain.data.collate import collate
+from posttrain.data.collate import Collator
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES
 from tests import tiny
@@ -22,7 +22,8 @@ from tests.losses.test_preference_oracle import naive_total
 
 PACKED = "packed"
 CHUNKS = (1, 7, None)
-SPLITS = {"1x8": (8,), "2x4": (4, 4), "8x1": (1,) * 8, "partial": (3, 3, 2)}
+SPLITS = {"1x8": (8,), "2x4": (4, 4), "8x1": (1,) * 8, "partial": (3, 3, 2), "passes": (8,)}
+TOKENS_PER_PASS = {"passes": 25}
 DTYPES = (torch.float64, torch.float32)
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 SMOOTHING = {"exo_pair": 0.1, "robust": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
@@ -61,7 +62,7 @@ def variants() -> list[tuple[str, str]]:
 
 
 def layouts(method: str) -> tuple[str, ...]:
-    return (RAGGED, PADDED, PACKED) if method == "sft" else (RAGGED, PADDED)
+    return (RAGGED, PADDED, PACKED if method == "sft" else SHARED)
 
 
 @lru_cache
@@ -107,7 +108,10 @@ def _pairs_of(row: tuple[Any, ...]) -> set[tuple[Any, ...]]:
 
 @lru_cache
 def units(method: str) -> list[tuple[Sample, ...]]:
-    """Eight units of different lengths; some tokens of the texts are context, one text trains a single token."""
+    """Eight units of different lengths; some tokens of the texts are context, one text trains a single token.
+
+    The two samples of a pair begin with the same prompt, but for those of row 5, which have nothing in common.
+    """
     rng = np.random.default_rng(7)
     made = []
     for row in range(8):
@@ -120,7 +124,8 @@ def units(method: str) -> list[tuple[Sample, ...]]:
             prompt = rng.integers(0, 250, int(rng.integers(1, 6)))
             answers = [rng.integers(0, 250, int(rng.integers(1, 8))) for _ in range(2)]
             margin = {"margin": float(np.float32(rng.normal()))}  # scalars travel in float32
-            made.append(tuple(Sample.of_text(prompt, answer, row=row, **margin) for answer in answers))
+            prompts = (prompt, prompt[::-1] + 1 if row == 5 else prompt)
+            made.append(tuple(Sample.of_text(*texts, row=row, **margin) for texts in zip(prompts, answers)))
     return made
 
 
@@ -156,6 +161,8 @@ def models(method: str, dtype: torch.dtype, lora: bool) -> tuple[Any, Any]:
     """(policy, reference): different weights, so that log-ratios are not 0; equal in every process."""
     make = tiny.reward_model if method == "reward" else tiny.causal_lm
     policy, reference = make(0, dtype), make(1, dtype)
+    if dtype == torch.float64:
+        policy, reference = tiny.with_exact_norms(policy), tiny.with_exact_norms(reference)
     return (with_adapter(policy, method) if lora else policy), (reference if method == "dpo" else None)
 
 
@@ -219,13 +226,15 @@ def micro_batches(cell: Cell, made: Any, rank: int) -> list[Any]:
 
 
 def _collated(cell: Cell, made: Any, mine: list[tuple[Sample, ...]]) -> Any:
-    layout = PADDED if cell.layout == PADDED else RAGGED
+    layout = RAGGED if cell.layout == PACKED else cell.layout
     chosen = packed(mine) if cell.layout == PACKED else mine
-    batch = collate(chosen, made.roles, layout, made.processing_class.pad_token_id)
-    if cell.method == "reward" and cell.loss != "margin":
-        batch.scalars.pop("margin", None)
-    # Numbers about samples arrive in float32; in a float64 cell they must not be what limits the comparison.
-    batch.scalars = {name: value.to(cell.dtype) for name, value in batch.scalars.items()}
+    collator = Collator(made.roles, made.processing_class.pad_token_id, layout, None, TOKENS_PER_PASS.get(cell.split))
+    batch = collator(chosen)
+    for part in passes_of(batch):
+        if cell.method == "reward" and cell.loss != "margin":
+            part.scalars.pop("margin", None)
+        # Numbers about samples arrive in float32; in a float64 cell they must not be what limits the comparison.
+        part.scalars = {name: value.to(cell.dtype) for name, value in part.scalars.items()}
     return batch
 
 
