@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint docs parity trust clean help
+.PHONY: demo test test-slow lint docs parity speed trust clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /'
@@ -21,7 +21,7 @@ demo: $(STAMP)  ## post-train a real 135M model on embedded data and show what c
 	@$(BIN)/posttrain demo
 
 test: $(STAMP)  ## every test but the slow ones
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not trust"
 
 test-slow: $(STAMP)  ## tests with the real model
 	$(BIN)/python -m pytest -m slow
@@ -36,6 +36,15 @@ docs: $(STAMP)  ## write the option tables of docs/ from the configs
 
 parity: $(STAMP)  ## side by side with TRL 1.16.0, in an environment of its own
 	benchmarks/parity/run.sh
+
+SPEED ?= sft-135m-cpu dpo-135m-cpu data import --device cpu
+speed: $(STAMP)  ## against TRL 1.16.0 for speed and memory; SPEED="sft-0.5b --device cuda" picks rows
+	benchmarks/speed/run.sh $(SPEED)
+
+SOAK_MINUTES ?= 60
+trust: $(STAMP)  ## the long fault suite, with an hour under fire (SOAK_MINUTES=60); the table is in runs/trust/report.md
+	OMP_NUM_THREADS=1 SOAK_MINUTES=$(SOAK_MINUTES) TRUST_REPORT=runs/trust/report.md \
+	$(BIN)/python -m pytest tests/trust -k "not short" --durations=0 --durations-min=60
 
 clean:
 	rm -rf $(VENV) .venv-trl runs build dist *.egg-info

@@ -34,7 +34,8 @@ class Child:
             os._exit(_run(function, log))
         RUNNING.add(self.pid)
 
-    def wait(self, seconds: float = 120) -> int:
+    def wait(self, seconds: float = 120, end: bool = True) -> int:
+        """Until it has ended. After `seconds` it is killed, unless `end` is False, and TimeoutError is raised."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -42,7 +43,8 @@ class Child:
                 RUNNING.discard(pid)
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.01)
-        end_all()
+        if end:
+            end_all()
         raise TimeoutError(f"the child ran longer than {seconds} s:\n{self.log.read_text()}")
 
     def output(self) -> str:

@@ -14,12 +14,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from posttrain.models.lora_products import LORA_PRODUCT
+
 SELECTIVE = "selective"
 _NAMES = (
     "mm", "addmm", "bmm", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_flash_attention_for_cpu", "_flash_attention_forward",
 )  # fmt: skip
-KEPT = {getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name)}
+KEPT = {getattr(torch.ops.aten, name).default for name in _NAMES if hasattr(torch.ops.aten, name)} | {LORA_PRODUCT}
 """Operations whose results are kept."""
 
 

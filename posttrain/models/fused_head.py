@@ -133,6 +133,11 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
+def _rounded_product(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """gradient * factor in another dtype, in one pass."""
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+
+
 class _SummedNLL(torch.autograd.Function):
     """(1 - e) * sum_t -log p(y_t) + e * sum_t mean_v -log p(v), with gradients for hidden states, weight and bias."""
 
@@ -167,8 +172,8 @@ class _SummedNLL(torch.autograd.Function):
         grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
         return (
             None if grad_hidden is None else grad_hidden * grad_sum.to(grad_hidden.dtype),
-            None if grad_weight is None else (grad_weight * grad_sum).to(ctx.weight_dtype),
-            None if grad_bias is None else (grad_bias * grad_sum).to(ctx.weight_dtype),
+            None if grad_weight is None else _rounded_product(grad_weight, grad_sum, ctx.weight_dtype),
+            None if grad_bias is None else _rounded_product(grad_bias, grad_sum, ctx.weight_dtype),
             *[None] * 5,
         )
 

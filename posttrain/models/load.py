@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from posttrain.core.batch import PADDED, RAGGED
-from posttrain.models.adapters import add_adapter, is_prompt_learning, is_quantized
+from posttrain.core.batch import PADDED, RAGGED, SHARED
+from posttrain.models.adapters import add_adapter, is_peft_model, is_prompt_learning, is_quantized
 from posttrain.models.attention import install_ragged_attention
+from posttrain.models.fused_lora import fuse_lora, lora_layers
 from posttrain.models.heads import install_sequence_scores
-from posttrain.models.probe import why_not_ragged
+from posttrain.models.layer_kernels import APPLY, COMPILED, KERNELS_IN_WORDS, PLAIN, fastest_kernels
+from posttrain.models.probe import why_not_ragged, why_not_shared
 from posttrain.models.token_scores import install_token_scores
 
 logger = logging.getLogger(__name__)
@@ -37,10 +39,12 @@ class LoadOptions:
     model_init_kwargs: dict[str, Any] = field(default_factory=dict)
     trust_remote_code: bool = False
     disable_dropout: bool = True
-    use_liger_kernel: bool = False
+    layer_kernels: tuple[str, ...] = (PLAIN,)  # candidates; of several the fastest
     peft_config: Any = None
+    fuse_lora: bool = True
     quantization_config: Any = None
     layout: str | None = None  # None: ragged when the probe agrees
+    share_prefixes: bool = False  # samples of a unit that begin alike are computed once up to where they part
     router_aux_loss_coef: float | None = None
     device: torch.device | None = None  # None: the model stays where it is
     sharded: bool = False  # FSDP or DeepSpeed will place the weights
@@ -55,6 +59,7 @@ class LoadedModel:
     name: str
     notes: list[str]
     router_loss_weight: float = 0.0
+    kernels: str = PLAIN
 
 
 def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedModel:
@@ -76,13 +81,17 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         model.to(options.device)  # the probe below, and Liger's kernels in it, run where training will
     if options.disable_dropout:
         disable_dropout(model)
-    if options.use_liger_kernel:
-        _use_liger_layers(innermost, notes)
+    kernels = _choose_kernels(model, innermost, options, notes)
     if options.peft_config is not None:
         model = add_adapter(model, _adapter_config(options), _adapter_dtype(innermost, options, given))
+    if options.fuse_lora and is_peft_model(model):
+        _fuse_adapters(model, notes)
     _install(innermost, options.task)
+    router_loss_weight = _router_loss_weight(innermost, options.router_aux_loss_coef, name)
     layout = _choose_layout(model, innermost, options, notes)
-    return LoadedModel(model, layout, name, notes, _router_loss_weight(innermost, options.router_aux_loss_coef, name))
+    if options.share_prefixes and layout == RAGGED:
+        layout = _shared_if_possible(model, innermost, options, router_loss_weight, notes)
+    return LoadedModel(model, layout, name, notes, router_loss_weight, kernels)
 
 
 def _adapter_config(options: LoadOptions) -> Any:
@@ -206,12 +215,49 @@ def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions,
     return PADDED
 
 
-def _use_liger_layers(innermost: nn.Module, notes: list[str]) -> None:
-    """Liger's norm, rotary and SwiGLU; its fused losses stay off, our own head never keeps logits anyway."""
-    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+def _shared_if_possible(
+    model: nn.Module, innermost: nn.Module, options: LoadOptions, router_loss_weight: float, notes: list[str]
+) -> str:
+    """SHARED where a probe of two samples that begin alike gives the ragged answer."""
+    if router_loss_weight:
+        reason = "the routers' loss counts the tokens of a prompt once for each answer"
+    else:
+        reason = why_not_shared(model, innermost, options.task)
+    if reason is None:
+        return SHARED
+    notes.append(f"The prompt of a pair is computed once for each answer: {reason}.")
+    return RAGGED
 
-    _apply_liger_kernel_to_instance(innermost, fused_linear_cross_entropy=False, cross_entropy=False)
-    notes.append("Norm, rotary and SwiGLU layers are Liger's.")
+
+def _choose_kernels(model: nn.Module, innermost: nn.Module, options: LoadOptions, notes: list[str]) -> str:
+    """Apply the one candidate, or the one that runs a layer fastest."""
+    candidates = options.layer_kernels
+    if options.peft_config is not None or is_peft_model(model) or is_quantized(innermost):
+        if candidates == (COMPILED,):
+            raise ValueError(
+                "`compile_layers` is for models that are trained whole: adapters come and go inside of a layer, and a quantised "
+                "one unpacks its weights there. Leave it out."
+            )
+        candidates = tuple(name for name in candidates if name != COMPILED)
+    chosen, times = candidates[0], {}
+    if len(candidates) > 1:
+        chosen, times = fastest_kernels(innermost, candidates)
+    APPLY[chosen](innermost)
+    if chosen != PLAIN or times:
+        measured = ", ".join(f"{name} {value:.2f} ms" for name, value in times.items())
+        notes.append(KERNELS_IN_WORDS[chosen] + (f" (one layer, forward and backward: {measured})." if times else "."))
+    return chosen
+
+
+def _fuse_adapters(model: nn.Module, notes: list[str]) -> None:
+    fused, layers = fuse_lora(model), lora_layers(model)
+    if fused:
+        notes.append(f"{fused} LoRA linears are fused; `fuse_lora=False` leaves them to PEFT.")
+    if fused < layers:
+        notes.append(
+            f"{layers - fused} LoRA layers run PEFT's own, slower forward: for dropout, DoRA, a bias, an embedding, a quantised "
+            "base, or an adapter whose dtype is not its base's."
+        )
 
 
 def _router_loss_weight(innermost: nn.Module, wanted: float | None, name: str) -> float:

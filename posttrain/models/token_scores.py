@@ -24,8 +24,11 @@ from posttrain.core.results import TokenScores
 from posttrain.models.attention import segment_kwargs
 from posttrain.models.fused_head import can_fuse, summed_nll, token_logps
 
-CHUNK_BYTES = {"cuda": 512 * 2**20, "cpu": 64 * 2**20}
+CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 """Size of one chunk of logits: large enough to fill a GPU, small enough for a CPU's cache to help."""
+
+
+UNFUSED_BYTES = 8  # of a logit that autograd keeps: in float32, and its gradient
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ def forward_kwargs(batch: TokenBatch) -> dict[str, Any]:
     kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
     if batch.layout == PADDED:
         return kwargs | {"attention_mask": batch.attention_mask}
-    return kwargs | segment_kwargs(batch.cu_segments, batch.longest)
+    return kwargs | segment_kwargs(batch)
 
 
 def install_token_scores(causal_lm: nn.Module) -> None:
@@ -245,7 +248,8 @@ def chunks_on_every_process(head: nn.Module, rows: int, chunk_tokens: int) -> in
 def default_chunk_tokens(device: torch.device, vocabulary: int, item: int = 4) -> int:
     """Rows whose logits, of `item` bytes each, fill a chunk; on a GPU a multiple of the tiles of its products."""
     rows = CHUNK_BYTES.get(device.type, CHUNK_BYTES["cuda"]) // (item * vocabulary)
-    return max(rows // 128 * 128 if rows > 128 else rows, 16)
+    tile = next((tile for tile in (1024, 128) if rows >= tile), 1)
+    return max(rows // tile * tile, 16)
 
 
 # ---- the head ----------------------------------------------------------------------------------------------------------

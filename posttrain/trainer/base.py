@@ -7,19 +7,20 @@ pairs of a whole optimizer step). None of them loads a model, pads a tensor, or 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
-from transformers import TrainingArguments, set_seed
+from transformers import TrainingArguments, enable_full_determinism, set_seed
 from transformers.trainer_utils import EvalLoopOutput
 
-from posttrain.core.batch import PADDED, StepTotals, TokenBatch
+from posttrain.core import faults
+from posttrain.core.batch import PADDED, Passes, StepTotals, TokenBatch, passes_of
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.data.collate import Collator
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
@@ -27,14 +28,18 @@ from posttrain.data.prepare import PrepareOptions, prepare_dataset
 from posttrain.data.renderer import Renderer
 from posttrain.data.row_formats import RowFormat
 from posttrain.models.activation_offloading import offloaded_activations
-from posttrain.models.checkpointing import allow_selective_checkpointing
-from posttrain.models.load import CAUSAL_LM, LoadOptions, load_model, load_tokenizer
-from posttrain.models.memory import NONE, SELECTIVE, checkpointing_needed
+from posttrain.models.checkpointing import SELECTIVE, allow_selective_checkpointing
+from posttrain.models.layer_kernels import COMPILED, PLAIN, uncompile_layers
+from posttrain.models.load import CAUSAL_LM, LoadOptions, innermost_model, load_model, load_tokenizer
+from posttrain.models.memory import EIGHT_BIT
 from posttrain.models.reference import Reference
 from posttrain.models.token_scores import score_tokens
-from posttrain.trainer.config import BaseConfig
+from posttrain.trainer.adam8bit import adamw_8bit
+from posttrain.trainer.checkpoint import refuse_unwritable
+from posttrain.trainer.config import BaseConfig, PairConfig
 from posttrain.trainer.display import display_callbacks
 from posttrain.trainer.hub import HubTrainer
+from posttrain.trainer.memory_fit import fit_memory
 from posttrain.trainer.metrics import MetricStore
 from posttrain.trainer.model_card import write_model_card
 from posttrain.trainer.optimizer import FiniteSteps, MasterWeights, has_low_precision
@@ -42,8 +47,6 @@ from posttrain.trainer.persistence import PersistentTrainer, RunLifecycle
 from posttrain.trainer.run_state import RunIdentity
 from posttrain.trainer.skipped import SkippedSteps
 from posttrain.trainer.tokenizer import adopt_vocabulary, prepare_tokenizer
-
-logger = logging.getLogger(__name__)
 
 STAT_METRICS = {"entropy": "entropy", "is_most_likely": "mean_token_accuracy"}
 """Token statistics that every language-model method logs, and TRL's names for them."""
@@ -85,6 +88,10 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
             raise ValueError(
                 "nn.DataParallel is not supported: start one process per GPU (accelerate launch or torchrun)."
             )
+        if args.full_determinism:  # before the first kernel: cuBLAS reads its part of it once
+            enable_full_determinism(args.seed)
+        if args.should_save and train_dataset is not None:
+            refuse_unwritable(args.output_dir)
         set_seed(args.seed)
         self.formatting_func = formatting_func
         tokenizer = self._tokenizer(model, processing_class)
@@ -94,7 +101,7 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
         train_dataset = self._prepared(train_dataset, "train")
         eval_dataset = self._prepared_evaluation(eval_dataset)
         set_seed(args.seed)  # adapters start from the same numbers whatever the preparation drew
-        self.loaded = load_model(model, self._load_options(peft_config, quantization_config))
+        self.loaded = load_model(model, self._load_options(peft_config, quantization_config, train_dataset))
         adopt_vocabulary(self.loaded.model, tokenizer, args)
         self.metrics = MetricStore()
         super().__init__(
@@ -112,6 +119,10 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
         )
         self._after_trainer_init()
         self.prepare_reference(ref_model, model)
+        fit_memory(self)  # now that the reference is on the device too
+        if self.loaded.kernels == COMPILED and (args.gradient_checkpointing_kwargs or {}).get(SELECTIVE):
+            uncompile_layers(innermost_model(self.model))  # it decides operation by operation what is kept
+            self.loaded.kernels = PLAIN
 
     # ---- what a method provides --------------------------------------------------------------------------------------
 
@@ -161,7 +172,7 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
             )
         return processing_class
 
-    def _load_options(self, peft_config: Any, quantization_config: Any) -> LoadOptions:
+    def _load_options(self, peft_config: Any, quantization_config: Any, train_dataset: Any) -> LoadOptions:
         args = self.args
         return LoadOptions(
             dtype=args.compute_dtype,
@@ -169,14 +180,24 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
             model_init_kwargs=dict(args.model_init_kwargs or {}),
             trust_remote_code=args.trust_remote_code,
             disable_dropout=args.disable_dropout,
-            use_liger_kernel=args.wants_liger,
+            layer_kernels=args.layer_kernels(self._steps_ahead(train_dataset)),
             peft_config=peft_config,
+            fuse_lora=args.fuse_lora,
             quantization_config=quantization_config,
             layout=args.layout if args.neftune_noise_alpha is None else PADDED,
+            share_prefixes=isinstance(args, PairConfig) and args.share_prompts,
             router_aux_loss_coef=args.router_aux_loss_coef,
             device=args.device,
             sharded=bool(args.fsdp or args.deepspeed),
         )
+
+    def _steps_ahead(self, train_dataset: Any) -> int:
+        """Optimizer steps of the run, as far as they can be known before the model is there."""
+        args = self.args
+        if args.max_steps > 0 or not hasattr(train_dataset, "__len__"):
+            return max(args.max_steps, 0)
+        rows_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+        return int(args.num_train_epochs * len(train_dataset) / rows_a_step)
 
     def _collator(self, given: Any, tokenizer: Any) -> Collator:
         if given is None:
@@ -201,17 +222,6 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
         self.add_callback(RunLifecycle(self))
         display_callbacks(self)
         allow_selective_checkpointing(self.model)
-        if args.gradient_checkpointing is None:
-            self._checkpoint_by_need()
-
-    def _checkpoint_by_need(self) -> None:
-        args = self.args
-        tokens = args.per_device_train_batch_size * len(self.roles) * (args.max_length or 4096)
-        level, why = checkpointing_needed(self.model, args.device, tokens)
-        logger.info(why)
-        args.gradient_checkpointing = level != NONE
-        if level == SELECTIVE:
-            args.gradient_checkpointing_kwargs = {**args.gradient_checkpointing_kwargs, SELECTIVE: True}
 
     @property
     def uses_router_loss(self) -> bool:
@@ -251,7 +261,8 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
             raise ValueError(f"{type(self).__name__}.train() needs a `train_dataset`.")
         args = self.args
         order = args.train_sampling_strategy
-        return self._loader(self.train_dataset, self._train_batch_size, order, args.dataloader_drop_last)
+        collator = replace(self.data_collator, max_tokens=args.max_tokens_per_pass)
+        return self._loader(self.train_dataset, self._train_batch_size, order, args.dataloader_drop_last, collator)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> UnitLoader:
         if isinstance(eval_dataset, str):
@@ -259,12 +270,12 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
         dataset = self.eval_dataset if eval_dataset is None else self._prepared(eval_dataset, "eval")
         if dataset is None:
             raise ValueError(f"{type(self).__name__}.evaluate() needs an `eval_dataset`.")
-        return self._loader(dataset, self.args.eval_batch_size, "sequential", drop_last=False)
+        return self._loader(dataset, self.args.eval_batch_size, "sequential", False, self.data_collator)
 
     def get_test_dataloader(self, test_dataset: Any) -> UnitLoader:
         return self.get_eval_dataloader(test_dataset)
 
-    def _loader(self, dataset: Any, batch_size: int, order: str, drop_last: bool) -> UnitLoader:
+    def _loader(self, dataset: Any, batch_size: int, order: str, drop_last: bool, collator: Collator) -> UnitLoader:
         args = self.args
         workers = {
             "num_workers": args.dataloader_num_workers,
@@ -273,9 +284,15 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
             "prefetch_factor": args.dataloader_prefetch_factor,
         }
         if isinstance(dataset, IterableDataset):
-            stream = StreamBatches(dataset, batch_size, args.process_index, args.world_size, self.data_collator)
+            stream = StreamBatches(dataset, batch_size, args.process_index, args.world_size, collator)
             return UnitLoader(stream, batch_size=1, collate_fn=first_of, **workers)
-        batches = EpochBatches(
+        batches = self.epoch_batches(dataset, batch_size, order, drop_last)
+        return UnitLoader(dataset, batch_sampler=batches, collate_fn=collator, **workers)
+
+    def epoch_batches(self, dataset: Any, batch_size: int, order: str, drop_last: bool) -> EpochBatches:
+        """Which rows this process reads together."""
+        args = self.args
+        return EpochBatches(
             len(dataset),
             batch_size,
             rank=args.process_index,
@@ -286,36 +303,46 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
             drop_last=drop_last,
             lengths=getattr(dataset, "unit_lengths", None),
         )
-        return UnitLoader(dataset, batch_sampler=batches, collate_fn=self.data_collator, **workers)
 
     def _prepare_inputs(self, inputs: TokenBatch) -> TokenBatch:
         return inputs.to(self.args.device, non_blocking=True)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
-    def _get_num_items_in_batch(self, batch_samples: list[TokenBatch], device: torch.device) -> StepTotals | None:
+    def _get_num_items_in_batch(
+        self, batch_samples: list[TokenBatch | Passes], device: torch.device
+    ) -> StepTotals | None:
         """Denominators of the step, over its micro-batches and over the processes. Trainer shows all micro-batches first."""
         if not batch_samples:
             return None
-        self._step_rows = list(dict.fromkeys(row for batch in batch_samples for row in batch.rows))
-        totals = StepTotals.of(batch_samples)
+        passes = [part for batch in batch_samples for part in passes_of(batch)]
+        self._step_rows = list(dict.fromkeys(row for part in passes for row in part.rows))
+        totals = StepTotals.of(passes)
         if self.args.world_size > 1:
             counts = torch.tensor(list(totals.counts.values()), dtype=torch.float64, device=device)
             torch.distributed.all_reduce(counts)
             totals = StepTotals(dict(zip(totals.counts, counts.unbind())))
-        self.before_step(batch_samples)
+        self.before_step(passes)
+        faults.fault_point("data")
         return totals
 
-    def training_step(self, model: nn.Module, inputs: TokenBatch, num_items_in_batch: Any = None) -> Tensor:
-        with ExitStack() as stack:
-            if self.masters is not None and self.args.world_size > 1:
-                stack.enter_context(self.accelerator.no_sync(model))  # MasterWeights.all_reduce averages whole steps
-            if self.args.activation_offloading:
-                stack.enter_context(offloaded_activations(self.args.device))
-            loss = super().training_step(model, inputs, num_items_in_batch)
+    def training_step(self, model: nn.Module, inputs: TokenBatch | Passes, num_items_in_batch: Any = None) -> Tensor:
+        """Forward and backward of a micro-batch, in one pass or in several; what is divided by are the totals of the step."""
+        passes = passes_of(inputs)
+        losses = [self._one_pass(model, part, num_items_in_batch, part is passes[-1]) for part in passes]
+        loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
         self._step_loss = self._step_loss + loss
         # A loss that is not finite is reported by `skipped`; in Trainer's running sum it would stay for ever.
         return torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss))
+
+    def _one_pass(self, model: nn.Module, inputs: TokenBatch, totals: Any, is_last: bool) -> Tensor:
+        with ExitStack() as stack:
+            # MasterWeights.all_reduce averages whole steps; without masters DDP reduces with the last pass.
+            if self.args.world_size > 1 and (self.masters is not None or not is_last):
+                stack.enter_context(self.accelerator.no_sync(model))
+            if self.args.activation_offloading:
+                stack.enter_context(offloaded_activations(self.args.device))
+            return super().training_step(model, inputs, totals)
 
     def compute_loss(
         self,
@@ -326,7 +353,10 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
     ) -> Any:
         output, policy = self._loss_output(model, inputs, "train")  # evaluation goes through `prediction_step`
         totals = inputs.totals() if num_items_in_batch is None else num_items_in_batch
+        faults.fault_point("forward")
         loss = output.reduce(totals, 1 if num_items_in_batch is None else self.args.world_size)
+        if faults.armed():
+            loss.register_hook(faults.in_backward)
         return (loss, policy) if return_outputs else loss
 
     def _loss_output(self, model: nn.Module, batch: TokenBatch, mode: str) -> tuple[LossOutput, TokenScores]:
@@ -354,6 +384,13 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
 
     # ---- the optimizer -----------------------------------------------------------------------------------------------
 
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: BaseConfig, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
+        """transformers' table, but "adamw_8bit" is our own; bitsandbytes' is "adamw_bnb_8bit", and it serves sharded weights."""
+        if args.optim == EIGHT_BIT and not (args.fsdp or args.deepspeed):
+            return adamw_8bit(args)
+        return PersistentTrainer.get_optimizer_cls_and_kwargs(args, model)
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         optimizer = super().create_optimizer(model)
         if not self._own_formats or (self.finite is not None and self.finite.optimizer is optimizer):
@@ -361,8 +398,11 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
         if self.args.fp16:  # the gradient scaler unscales, checks and skips by itself
             return optimizer
         if has_low_precision(p for group in optimizer.param_groups for p in group["params"]):
-            self.masters = MasterWeights(optimizer)
-        self.finite = FiniteSteps(optimizer, self.args.world_size)
+            one_pass = (
+                self.args.gradient_accumulation_steps == self.args.world_size == 1 and not self.args.max_tokens_per_pass
+            )
+            self.masters = MasterWeights(optimizer, accumulates=not one_pass)
+        self.finite = FiniteSteps(optimizer, self.args.world_size, self.masters)
         return optimizer
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
@@ -377,6 +417,8 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
         if self.masters is not None and self.args.world_size > 1:
             self.masters.all_reduce()
         loss = torch.as_tensor(self._step_loss, device=self.args.device)
+        if faults.fault_point("gradient"):
+            self.finite.gradients()[0].fill_(torch.nan)
         norm = self.finite.clip(max_norm, loss, (self.state.global_step + 1, self._step_rows))
         self._step_loss = 0.0
         return norm
@@ -447,7 +489,7 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
         torch.distributed.all_reduce(total)
         return total.item()
 
-    def floating_point_ops(self, inputs: TokenBatch) -> int:
+    def floating_point_ops(self, inputs: TokenBatch | Passes) -> int:
         return 6 * inputs.num_tokens * self._num_parameters
 
     @property
@@ -456,7 +498,7 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
             self._parameter_count = sum(p.numel() for p in self.model.parameters())
         return self._parameter_count
 
-    def _track_num_input_tokens(self, inputs: TokenBatch) -> None:
+    def _track_num_input_tokens(self, inputs: TokenBatch | Passes) -> None:
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += int(self._over_processes(inputs.num_tokens))
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from posttrain.trainer import checkpoint as files
-from posttrain.trainer.config import check_range
+from posttrain.trainer.config import BaseConfig, check_range
 
 BEMA_FOLDER = "bema"
 STATE_FILE = "bema_state"
@@ -167,6 +167,9 @@ class BEMACallback(TrainerCallback):
         self._was_loaded = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Under transformers' own Trainer; ours has called `save_state_files`, and the folder may not be there yet."""
+        if isinstance(args, BaseConfig):
+            return
         folder = Path(args.output_dir) / f"{files.PREFIX}{state.global_step}"
         is_there = (folder / STATE_FILE).with_suffix(".json").exists()
         if state.is_world_process_zero and folder.is_dir() and not is_there:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import TrainerCallback
 
 from posttrain.models.reference import Reference, frozen_copy
+from posttrain.trainer import checkpoint as files
 from posttrain.trainer.bema import BEMACallback
 from posttrain.trainer.log_completions import LogCompletionsCallback
 from posttrain.trainer.progress import RichProgressCallback
 
 __all__ = ["BEMACallback", "LogCompletionsCallback", "RichProgressCallback", "SyncRefModelCallback"]
+
+
+MOVED_REFERENCE = "moved_reference"
 
 
 class SyncRefModelCallback(TrainerCallback):
@@ -31,3 +37,13 @@ class SyncRefModelCallback(TrainerCallback):
             if self.accelerator is not None:
                 model = self.accelerator.unwrap_model(model)
             self.reference.sync(model, args.ref_model_mixup_alpha)
+
+    def save_state_files(self, folder: Path) -> None:
+        """A reference that has moved is a part of the run's state."""
+        files.save_tree(Path(folder) / MOVED_REFERENCE, dict(self.reference.model.named_parameters()))
+
+    def load_state_files(self, folder: Path) -> None:
+        saved = files.load_tree(Path(folder) / MOVED_REFERENCE)
+        with torch.no_grad():
+            for name, parameter in self.reference.model.named_parameters():
+                parameter.copy_(saved[name])

@@ -1,7 +1,7 @@
 """Checkpoints that are whole or absent: written beside their place, checksummed, renamed; verified before they are trusted.
 
     checkpoint-40.tmp-<pid>/      everything is written here and flushed to the disk
-    checkpoint-40.tmp-<pid>/manifest.json    written last: name, size and SHA-256 of every file
+    checkpoint-40.tmp-<pid>/manifest.json    written last: name, size and SHA-256 of every file, and a checksum of itself
     checkpoint-40/                the rename; a reader trusts only folders with a manifest that holds
 
 Our own state is safetensors and JSON. Nothing is ever unpickled.
@@ -17,21 +17,32 @@ import logging
 import os
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+from posttrain.core.faults import fault_point
+from posttrain.trainer.snapshot import json_text, write_json, write_tensors
+from posttrain.trainer.tensor_file import FileRecord, SaveCancelled
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 PREFIX = "checkpoint-"
 STAGING = ".tmp-"
+DELETED = f"{STAGING}deleted-"
+FORMAT = 2  # 1 had no seal
+LOADED_BY_NAME = ("config.json", "model*.safetensors*", "pytorch_model*", "adapter_config.json", "adapter_model*")
+"""Files that change what is loaded by their mere presence."""
+ROOM_TO_SPARE = 2**20
+"""Bytes for what is not counted: headers, the manifest, the blocks of a filesystem, the log."""
 LOCK = ".posttrain.lock"
 
 
@@ -47,28 +58,53 @@ def staging_folder(output_dir: str | Path, step: int) -> Path:
     return Path(output_dir) / f"{PREFIX}{step}{STAGING}{os.getpid()}"
 
 
-def publish(staged: Path) -> Path:
-    """Flush, write the manifest, flush, rename, flush: after a power cut the folder is whole or not there."""
+def publish(
+    staged: Path, known: Mapping[Path, FileRecord] | None = None, go_on: Callable[[], bool] = lambda: True
+) -> Path:
+    """Flush, write the manifest, flush, rename, flush: after a power cut the folder is whole or not there.
+
+    `known` has the sizes and checksums of files that were hashed and flushed while they were written; the others are read.
+    """
+    fault_point("save.manifest")
+    known = known or {}
     files = sorted(path for path in staged.rglob("*") if path.is_file())
-    for path in files:
-        _flush(path)
-    manifest = {
-        "format": 1,
-        "files": {
-            str(path.relative_to(staged)): {"size": path.stat().st_size, "sha256": sha256(path)} for path in files
-        },
-    }
-    write_json(staged / MANIFEST, manifest)
+    listed = {str(path.relative_to(staged)): asdict(known.get(path) or _recorded(path)) for path in files}
+    write_json(staged / MANIFEST, {"format": FORMAT, "files": listed, "seal": _seal(listed)})
     for folder in {path.parent for path in files} | {staged}:
         _flush(folder)
-    final = staged.with_name(staged.name.split(STAGING)[0])
-    if (
-        final.exists()
-    ):  # the same step saved again, e.g. after a resume: the old one goes only when the new one is complete
-        shutil.rmtree(final)
+    fault_point("save.rename")
+    if not go_on():
+        raise SaveCancelled(str(staged))
+    final = final_name(staged)
+    replaced = _put_aside(final) if final.exists() else None  # the same step saved again, e.g. after a damage
     os.rename(staged, final)
     _flush(final.parent)
+    if replaced is not None:
+        shutil.rmtree(replaced)
+    fault_point("save.published")
     return final
+
+
+def _seal(listed: dict[str, Any]) -> str:
+    """A checksum of the list of checksums: a manifest that was changed is noticed too."""
+    return hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+
+
+def final_name(staged: Path) -> Path:
+    return staged.with_name(staged.name.split(STAGING)[0])
+
+
+def _put_aside(checkpoint: Path) -> Path:
+    """Take a checkpoint's name away before it is deleted: what is half deleted must not look like a checkpoint."""
+    aside = checkpoint.with_name(f"{checkpoint.name}{DELETED}{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    os.rename(checkpoint, aside)
+    return aside
+
+
+def _recorded(path: Path) -> FileRecord:
+    _flush(path)
+    return FileRecord(path.stat().st_size, sha256(path))
 
 
 def _flush(path: Path) -> None:
@@ -79,36 +115,90 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_json(path: Path, value: Any) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, sort_keys=True)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def remove_leftovers(output_dir: str | Path) -> None:
-    """Staging folders of runs that were killed while they saved."""
-    for path in Path(output_dir).glob(f"{PREFIX}*{STAGING}*"):
-        shutil.rmtree(path, ignore_errors=True)
+def recover_or_remove_leftovers(output_dir: str | Path) -> None:
+    """Staging folders of runs that were killed while they saved. One that verifies lacks nothing but its name, and gets it."""
+    for path in sorted(Path(output_dir).glob(f"{PREFIX}*{STAGING}*")):
+        final = final_name(path)
+        if DELETED not in path.name and is_whole(path) and not is_whole(final):
+            shutil.rmtree(final, ignore_errors=True)
+            os.rename(path, final)
+            _flush(path.parent)
+            logger.warning(f"{final} was complete when its run was killed and is kept.")
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
-def rotate(output_dir: str | Path, keep: int | None, also: list[str | None]) -> None:
+def is_whole(folder: Path) -> bool:
+    try:
+        verify(folder)
+    except DamagedCheckpoint:
+        return False
+    return True
+
+
+def rotate(output_dir: str | Path, keep: int | None, also: Iterable[str | None]) -> None:
     """Delete all but the newest `keep` checkpoints, after the newest has been verified. `also` names ones that stay."""
     if not keep or keep < 1:
         return
-    kept = {Path(path).resolve() for path in also if path}
     newest_first = checkpoints(output_dir)
     if not newest_first:
         return
     verify(newest_first[0])
-    for path in newest_first[keep:]:
+    _delete(newest_first[keep:], also)
+
+
+def _delete(paths: Iterable[Path], except_for: Iterable[str | None]) -> None:
+    kept = {Path(path).resolve() for path in except_for if path}
+    for path in paths:
         if path.resolve() not in kept:
-            shutil.rmtree(path)
+            aside = _put_aside(path)
+            fault_point("save.rotate")
+            shutil.rmtree(aside)
+
+
+# ---- room for it ---------------------------------------------------------------------------------------------------------
+
+
+def make_room(output_dir: Path, needed: int, keep: int | None, also: Iterable[str | None]) -> None:
+    """Raise an OSError if `needed` bytes do not fit, before the disk is filled with half a checkpoint.
+
+    Where `save_total_limit` would delete old checkpoints after this save anyway, they are deleted before it, as long as an older
+    one that verifies stays.
+    """
+    needed += ROOM_TO_SPARE
+    if shutil.disk_usage(output_dir).free >= needed:
+        return
+    if keep:
+        existing = checkpoints(output_dir)
+        good = next((index for index, path in enumerate(existing) if is_whole(path)), None)
+        if good is not None:
+            _delete(existing[max(keep - 1, good + 1) :], also)
+    free = shutil.disk_usage(output_dir).free
+    if free < needed:
+        raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free", str(output_dir))
+
+
+def refuse_unwritable(output_dir: str | Path) -> None:
+    """Raise before training if checkpoints could never be written."""
+    folder = Path(output_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.write_text("yes", encoding="utf-8")
+        probe.unlink()
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            return  # a full disk may have room again by the first save; a read-only one stays read-only
+        raise PermissionError(
+            error.errno,
+            f"`output_dir` cannot be written to ({error.strerror}), so nothing of this run could be saved; choose another",
+            str(output_dir),
+        ) from None
 
 
 # ---- reading -------------------------------------------------------------------------------------------------------------
@@ -127,24 +217,43 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
 def verify(checkpoint: str | Path) -> None:
     """Raise DamagedCheckpoint unless every file of the manifest is there, of its size and with its checksum."""
     checkpoint = Path(checkpoint)
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
-        files = manifest["files"]
-        entries = [(name, int(entry["size"]), str(entry["sha256"])) for name, entry in files.items()]
-    except FileNotFoundError:
-        raise DamagedCheckpoint(
-            f"{checkpoint} has no {MANIFEST}: its save did not finish, or another tool wrote it."
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{checkpoint / MANIFEST} cannot be read ({error}).") from None
-    for name, size, digest in entries:
+    listed = _manifest(checkpoint)
+    for name, record in listed.items():
         path = checkpoint / name
         if not path.is_file():
             raise DamagedCheckpoint(f"{path} is missing.")
-        if path.stat().st_size != size:
-            raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes instead of {size}.")
-        if sha256(path) != digest:
+        if path.stat().st_size != record["size"]:
+            raise DamagedCheckpoint(f"{path} has {path.stat().st_size} bytes instead of {record['size']}.")
+        try:
+            found = sha256(path)
+        except OSError as error:
+            raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror}).") from None
+        if found != record["sha256"]:
             raise DamagedCheckpoint(f"{path} does not have the checksum of its manifest.")
+    for path in sorted(checkpoint.iterdir()):
+        if path.name not in listed and any(fnmatch(path.name, pattern) for pattern in LOADED_BY_NAME):
+            raise DamagedCheckpoint(
+                f"{path} is not in the manifest, and a loader would take it for a part of the model."
+            )
+
+
+def _manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    path = checkpoint / MANIFEST
+    try:
+        text = path.read_text(encoding="utf-8")
+        manifest = json.loads(text)
+        listed, seal, version = manifest["files"], manifest["seal"], manifest["format"]
+    except (FileNotFoundError, NotADirectoryError):
+        raise DamagedCheckpoint(
+            f"{checkpoint} has no {MANIFEST}: its save did not finish, or another tool wrote it."
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{path} cannot be read ({error!r}).") from None
+    if version != FORMAT:
+        raise DamagedCheckpoint(f"{path} has the format {version!r}; this version of posttrain reads {FORMAT}.")
+    if seal != _seal(listed) or text != json_text(manifest):
+        raise DamagedCheckpoint(f"{path} was changed after it was written: its own checksum does not hold.")
+    return listed
 
 
 def newest_good_checkpoint(output_dir: str | Path) -> Path | None:
@@ -170,7 +279,7 @@ def save_tree(path: Path, tree: Any) -> None:
     """Any nesting of dicts, lists, numbers, strings and tensors -> `path`.safetensors and `path`.json."""
     tensors: dict[str, Tensor] = {}
     skeleton = _take_tensors(tree, "", tensors)
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path.with_suffix(".safetensors"))
+    write_tensors(path.with_suffix(".safetensors"), tensors)
     write_json(path.with_suffix(".json"), skeleton)
 
 
@@ -183,7 +292,7 @@ def load_tree(path: Path, device: torch.device | str = "cpu") -> Any:
 def _take_tensors(tree: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     """Dicts become lists of [key, value] so that integer keys survive; tensors move to `tensors`."""
     if isinstance(tree, Tensor):
-        tensors[place] = tree.detach().clone()
+        tensors[place] = tree.detach()
         return {"tensor": place}
     if isinstance(tree, dict):
         return {"dict": [[key, _take_tensors(value, f"{place}/{key}", tensors)] for key, value in tree.items()]}

@@ -18,7 +18,10 @@ import torch
 from transformers import TrainingArguments
 
 from posttrain.core.batch import PADDED, RAGGED
+from posttrain.models.layer_kernels import COMPILED, LIGER, PLAIN
 
+STEPS_WORTH_COMPILING_FOR = 300
+"""Compiling costs about as much time as it saves in a few dozen steps."""
 TRUNCATION_MODES = ("keep_start", "keep_end", "error", "drop")
 
 
@@ -40,7 +43,8 @@ class BaseConfig(TrainingArguments):
     # ---- how the run is shown and computed
     logging_steps: float = option(10, "Log every so many optimizer steps; below 1, a fraction of all steps.")
     gradient_checkpointing: bool | None = option(
-        None, "Recompute activations in the backward. None: only when the estimated activations do not fit the device."
+        None,
+        "Recompute activations in the backward. None: as far as the measured need of the device's memory makes it necessary.",
     )
     bf16: bool | None = option(
         None,
@@ -49,7 +53,14 @@ class BaseConfig(TrainingArguments):
     use_liger_kernel: bool | None = option(
         None, "Replace norm, rotary and SwiGLU layers by Liger's. None: on CUDA when liger-kernel is installed."
     )
-    activation_offloading: bool = option(False, "Keep saved activations in host memory until the backward needs them.")
+    compile_layers: bool | None = option(
+        None,
+        "Compile the decoder layers. None: on CUDA in runs of 300 steps or more, if one layer then runs faster than Liger's.",
+    )
+    activation_offloading: bool | None = option(
+        None,
+        "Saved activations (of checkpointed layers: their inputs) wait in host memory. None: when nothing less fits.",
+    )
     chunk_tokens: int | None = option(None, "Tokens whose logits exist at once. None: as many as fit the chunk budget.")
 
     # ---- the model
@@ -58,6 +69,10 @@ class BaseConfig(TrainingArguments):
     )
     trust_remote_code: bool = option(False, "Allow Python code from the model's repository to run.")
     disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
+    fuse_lora: bool = option(
+        True,
+        "Compute LoRA linears and gated MLPs as single functions: less time and memory. False: PEFT's own forwards.",
+    )
     router_aux_loss_coef: float | None = option(
         None, "Weight of a mixture-of-experts' load-balancing loss. None: the model's own; 0: off."
     )
@@ -76,7 +91,9 @@ class BaseConfig(TrainingArguments):
     on_bad_rows: str = option(
         "error", "Rows that fail the check: 'error' stops before training, 'drop' leaves them out."
     )
-    dataset_num_proc: int | None = option(None, "Processes that render and tokenise. None: one.")
+    dataset_num_proc: int | None = option(
+        None, "Processes that render and tokenise. None: one for every 2,000 rows, at most one a core."
+    )
     dataset_cache_dir: str | None = option(None, "Where tokenised data is kept. None: the Hugging Face datasets cache.")
     shuffle_dataset: bool = option(False, "Shuffle the dataset once, with `seed`, before it is packed or batched.")
     padding_free: bool | None = option(
@@ -86,10 +103,20 @@ class BaseConfig(TrainingArguments):
         "auto", "Fill batches up to a multiple of this many tokens; 'auto' and None: no filling."
     )
 
+    max_tokens_per_pass: int | None = option(
+        None,
+        "A micro-batch with more tokens runs in several passes, rows kept whole, with the same gradient. None: on CUDA, what "
+        "memory allows.",
+    )
+
     # ---- trust
     max_skipped_steps: int = option(3, "Stop after this many optimizer steps in a row whose gradient was not finite.")
     resume_allow_changes: list[str] = option(
         [], "Options (or 'dataset', 'tokenizer', 'model') that may differ from those of the checkpoint on resume."
+    )
+    save_in_background: bool = option(
+        True,
+        "Copy the state to host memory and write checkpoints on a thread. With several processes they are written at once.",
     )
     alerts: bool = option(True, "Say in words when loss, gradient norm, entropy or rewards drift.")
 
@@ -164,6 +191,17 @@ class BaseConfig(TrainingArguments):
             )
         if self.max_skipped_steps < 1:
             raise ValueError(f"`max_skipped_steps` is {self.max_skipped_steps}; it must be at least 1.")
+        if self.max_tokens_per_pass is not None and (self.max_tokens_per_pass < 1 or self.deepspeed):
+            raise ValueError(
+                f"`max_tokens_per_pass` is {self.max_tokens_per_pass}; it must be at least 1, and left out under DeepSpeed, which "
+                "counts backward passes itself."
+            )
+        if self.compile_layers and self.use_liger_kernel:
+            raise ValueError("Set at most one of `compile_layers` and `use_liger_kernel`.")
+        if self.compile_layers and self._engine_owns_masters():
+            raise ValueError(
+                "`compile_layers` is for whole models; FSDP and DeepSpeed gather the weights of a layer as it runs."
+            )
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ValueError(f"`chunk_tokens` is {self.chunk_tokens}; it must be at least 1.")
 
@@ -172,14 +210,18 @@ class BaseConfig(TrainingArguments):
         """The layout the user asked for, or None where the model decides."""
         return None if self.padding_free is None else RAGGED if self.padding_free else PADDED
 
-    @property
-    def wants_liger(self) -> bool:
-        """Liger's kernels are Triton: they need CUDA and the liger-kernel package."""
-        if self.use_liger_kernel is None:
-            return self.device.type == "cuda" and importlib.util.find_spec("liger_kernel") is not None
-        if self.use_liger_kernel and importlib.util.find_spec("liger_kernel") is None:
+    def layer_kernels(self, steps: int) -> tuple[str, ...]:
+        """Candidates for the kernels of the decoder layers in a run of `steps`; of several, a probe takes the fastest."""
+        has_liger = importlib.util.find_spec("liger_kernel") is not None
+        if self.use_liger_kernel and not has_liger:
             raise ImportError("`use_liger_kernel=True` needs the liger-kernel package: pip install posttrain[gpu].")
-        return self.use_liger_kernel
+        if self.device.type != "cuda":
+            return (LIGER,) if self.use_liger_kernel else (PLAIN,)
+        if self.compile_layers:
+            return (COMPILED,)
+        uncompiled = LIGER if (has_liger if self.use_liger_kernel is None else self.use_liger_kernel) else PLAIN
+        is_free = self.compile_layers is None and self.use_liger_kernel is None and not self._engine_owns_masters()
+        return (uncompiled, COMPILED) if is_free and steps >= STEPS_WORTH_COMPILING_FOR else (uncompiled,)
 
     @property
     def pad_multiple(self) -> int | None:
@@ -188,6 +230,16 @@ class BaseConfig(TrainingArguments):
     def set_by_user(self) -> set[str]:
         """Names of our options whose value differed from the default when the config was made."""
         return set(self._set_by_user)
+
+
+@dataclass
+class PairConfig:
+    """Options of methods that train on pairs of answers; mixed into their configs."""
+
+    share_prompts: bool = option(
+        True,
+        "Compute the prompt of a pair once for both answers, wherever the model allows it. Same gradient, less work.",
+    )
 
 
 def is_ours(field: dataclasses.Field) -> bool:

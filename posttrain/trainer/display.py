@@ -11,6 +11,7 @@ from transformers import trainer as transformers_trainer
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
+from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.trainer.alerts import AlertsCallback
 from posttrain.trainer.model_card import may_be_overwritten
 from posttrain.trainer.progress import RichProgressCallback, count, duration, number, say, several
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
 
 METRICS_FILE = "metrics.jsonl"
+LAYOUTS = {RAGGED: "ragged batches", SHARED: "ragged batches with shared prompts", PADDED: "padded batches"}
 
 
 def display_callbacks(trainer: BaseTrainer) -> None:
@@ -46,7 +48,7 @@ class MetricsFile(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.file.begin(state.global_step)
+            self.file.begin(state.global_step, but_not="train_runtime")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
@@ -174,7 +176,7 @@ def _compute(trainer: BaseTrainer) -> str:
     dtype = str(args.compute_dtype).removeprefix("torch.")
     masters = " with float32 masters" if trainer.masters is not None else ""
     checkpointing = "activations recomputed" if args.gradient_checkpointing else "activations kept"
-    return f"{dtype}{masters} on {args.device.type}, {trainer.loaded.layout} batches, {checkpointing}"
+    return f"{dtype}{masters} on {args.device.type}, {LAYOUTS[trainer.loaded.layout]}, {checkpointing}"
 
 
 def _kept(args: Any) -> str:

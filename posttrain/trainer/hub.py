@@ -30,7 +30,7 @@ KEPT_AT_HOME = (
 """Patterns of what is never pushed from a run folder."""
 STATE_OF_A_RUN = (
     "optimizer*", "scheduler*", "scaler*", "rng_state_*", "sums_*", "run_state.json", "trainer_state.json", "manifest.json",
-    "training_args.*", "bema_state.*",
+    "training_args.*", "bema_state.*", "moved_reference.*",
 )  # fmt: skip
 """Files of a checkpoint that are no part of the model."""
 

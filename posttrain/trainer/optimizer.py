@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from posttrain.trainer import master_adamw
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 REDUCE_BUCKET_ELEMENTS = 2**25
@@ -26,22 +27,31 @@ class MasterWeights:
     """Puts float32 masters in the place of an optimizer's low-precision parameters.
 
     Use it on an optimizer that has not stepped yet. `parameter.grad` is folded into `master.grad` by a hook as soon as autograd
-    has written it, so a low-precision gradient never outlives its micro-batch.
+    has written it, so a low-precision gradient never outlives its micro-batch. Where a step is one micro-batch on one process
+    (`accumulates=False`) there is nothing to add up: if the optimizer can read it as it is, the gradient stays where it is.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, accumulates: bool = True) -> None:
         self.optimizer = optimizer
         self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (parameter, master)
+        self._low_of: dict[int, nn.Parameter] = {}
         self._hooks = []
+        in_one_pass = master_adamw.can_run(optimizer)
+        self.folds = accumulates or not in_one_pass
         for group in optimizer.param_groups:
             group["params"] = [self._master_of(parameter) for parameter in group["params"]]
-        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self.publish()))
+        if in_one_pass:
+            master_adamw.MasterAdamW.take_over(optimizer, self)
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_step(copies=not in_one_pass)))
 
     def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.dtype not in LOW_PRECISION:
             return parameter
         master = nn.Parameter(parameter.detach().float())
         self.pairs.append((parameter, master))
+        self._low_of[id(master)] = parameter
+        if not self.folds:
+            return master
 
         def fold(low: Tensor) -> None:
             if master.grad is None:
@@ -53,13 +63,26 @@ class MasterWeights:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(fold))
         return master
 
+    def low_of(self, master: Tensor) -> nn.Parameter | None:
+        """The parameter that `master` is the accurate copy of; None for a parameter that needs no master."""
+        return self._low_of.get(id(master))
+
+    def gradient_of(self, master: Tensor) -> Tensor | None:
+        """Its accumulated gradient, or the one that autograd wrote for the low-precision parameter."""
+        low = self.low_of(master)
+        return low.grad if master.grad is None and low is not None else master.grad
+
+    def _after_step(self, copies: bool) -> None:
+        if copies:
+            self.publish()
+        for low, master in self.pairs:
+            low.grad = master.grad = None
+
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the parameters and drop the spent gradients."""
+        """Round the masters into the parameters."""
         if self.pairs:
             torch._foreach_copy_([low for low, _ in self.pairs], [master for _, master in self.pairs])
-        for _, master in self.pairs:
-            master.grad = None
 
     @torch.no_grad()
     def reload(self) -> None:
@@ -79,7 +102,7 @@ class MasterWeights:
         bucket: list[Tensor] = []
         size = 0
         for _, master in self.pairs:
-            if master.grad is None:
+            if master.grad is None:  # a process whose rows trained nothing
                 master.grad = torch.zeros_like(master)
             bucket.append(master.grad)
             size += master.grad.numel()
@@ -102,36 +125,61 @@ def has_low_precision(parameters: Iterable[nn.Parameter]) -> bool:
     return any(parameter.requires_grad and parameter.dtype in LOW_PRECISION for parameter in parameters)
 
 
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """Euclidean norm of all of them, in float32 or better whatever their dtype."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    norms = []
+    for dtype, group in by_dtype.items():
+        norms += torch._foreach_norm(group, 2.0, dtype=torch.promote_types(dtype, torch.float32))
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].dtype) for norm in norms]))
+
+
 class FiniteSteps:
     """Decides, on the device, whether an optimizer step is taken, and tells the host later without waiting for it."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, world_size: int = 1) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, world_size: int = 1, masters: MasterWeights | None = None
+    ) -> None:
         self.optimizer = optimizer
+        self.masters = masters
         self.world_size = world_size
         self.on_device = all(group.get("fused") for group in optimizer.param_groups) and getattr(
             optimizer, "_step_supports_amp_scaling", False
         )
         self._pending: list[tuple[Any, Tensor, Any]] = []  # (context, host flag, event)
 
-    def parameters(self) -> list[nn.Parameter]:
-        return [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+    def gradients(self) -> list[Tensor]:
+        """Every gradient that the coming step will read."""
+        found = (
+            parameter.grad if self.masters is None else self.masters.gradient_of(parameter)
+            for group in self.optimizer.param_groups
+            for parameter in group["params"]
+        )
+        return [gradient for gradient in found if gradient is not None]
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, loss: Tensor, context: Any) -> Tensor:
         """Clip to `max_norm`, arm or disarm the coming step, remember `context` for the report. Returns the norm."""
-        parameters = self.parameters()
-        gradients = [p.grad for p in parameters]
-        norm = get_total_norm(gradients) if gradients else torch.zeros((), device=loss.device)
+        gradients = self.gradients()
+        norm = total_norm(gradients) if gradients else torch.zeros((), device=loss.device)
         bad = ~(torch.isfinite(norm) & torch.isfinite(loss))
         if self.world_size > 1:  # every process must take the same decision
             flag = bad.to(torch.float32)
             dist.all_reduce(flag, op=dist.ReduceOp.MAX)
             bad = flag > 0
         if max_norm and gradients:
-            clip_grads_with_norm_(parameters, max_norm, norm)
+            self._clip(gradients, (max_norm / (norm + 1e-6)).clamp(max=1.0))
         self._arm(bad)
         self._remember(bad, context)
         return norm
+
+    def _clip(self, gradients: list[Tensor], factor: Tensor) -> None:
+        if isinstance(self.optimizer, master_adamw.MasterAdamW):
+            self.optimizer.clip = factor.float()  # it multiplies while it reads
+        else:
+            torch._foreach_mul_(gradients, factor)
 
     def _arm(self, bad: Tensor) -> None:
         if self.on_device:
@@ -140,6 +188,9 @@ class FiniteSteps:
             for group in self.optimizer.param_groups:
                 for parameter in group["params"]:
                     parameter.grad = None
+            if self.masters is not None:
+                for low, _ in self.masters.pairs:
+                    low.grad = None
 
     def _remember(self, bad: Tensor, context: Any) -> None:
         if bad.is_cuda:

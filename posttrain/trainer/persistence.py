@@ -1,4 +1,4 @@
-"""PersistentTrainer: everything about saving, resuming, stopping and refusing to resume, as overrides of transformers.Trainer."""
+"""PersistentTrainer: how a run begins, is resumed, is refused to be resumed, and ends. Saving is in `saving.py`."""
 
 from __future__ import annotations
 
@@ -12,32 +12,27 @@ from types import FrameType
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
 
+from posttrain.core.faults import fault_point
 from posttrain.trainer import checkpoint as files
+from posttrain.trainer.background_save import CheckpointNotSaved
 from posttrain.trainer.config import BaseConfig
-from posttrain.trainer.metrics import MetricStore
-from posttrain.trainer.optimizer import FiniteSteps, MasterWeights
-from posttrain.trainer.run_state import RNG_FILE, RunIdentity, RunState, load_rng, load_sums, save_rng, save_sums
-from posttrain.trainer.skipped import NonFiniteTraining
+from posttrain.trainer.run_state import RNG_FILE, RunIdentity, RunState, load_rng, load_sums
+from posttrain.trainer.saving import OPTIMIZER, SCHEDULER, SavingTrainer
 
 logger = logging.getLogger(__name__)
 
-OPTIMIZER, SCHEDULER, TRAINER_STATE, OPTIONS = "optimizer", "scheduler", "trainer_state.json", "training_args.json"
+
+DEFAULT_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
+"""For a second signal where the first would have been ignored, as SIGINT is in a shell's background job."""
 
 
-class PersistentTrainer(transformers.Trainer):
-    """transformers.Trainer with exact, verified checkpoints. Methods derive from BaseTrainer, not from this."""
+class PersistentTrainer(SavingTrainer):
+    """A trainer with exact, verified checkpoints. Methods derive from BaseTrainer, not from this."""
 
-    args: BaseConfig
-    metrics: MetricStore
-    masters: MasterWeights | None = None
-    finite: FiniteSteps | None = None
     stop_signal: int | None = None
-    run_state: RunState
     resumed_from: Path | None = None
 
     def identity(self) -> RunIdentity:
@@ -55,15 +50,20 @@ class PersistentTrainer(transformers.Trainer):
         """Train. `resume_from_checkpoint=True` takes the newest checkpoint that verifies, or starts afresh with none."""
         with ExitStack() as stack:
             if self.args.should_save:
+                files.refuse_unwritable(self.args.output_dir)
                 stack.enter_context(files.locked(self.args.output_dir))
-                files.remove_leftovers(self.args.output_dir)
+                files.recover_or_remove_leftovers(self.args.output_dir)
             stack.enter_context(self._stopping_on_signals())
+            stack.enter_context(self._finishing_saves())  # before the folder is given free
             resume = self.resumed_from = self._checkpoint_to_resume(resume_from_checkpoint)
             self.run_state = RunState(self.identity()) if resume is None else self._accepted_state(resume)
             if resume is not None:
                 for callback in self._callbacks_with_files():
                     callback.load_state_files(resume)
             output = super().train(None if resume is None else str(resume), trial, ignore_keys_for_eval)
+        if self._unsaved is not None:
+            logger.error(f"{self._unsaved} It was the last one of this run.")
+            raise CheckpointNotSaved(self._unsaved)
         if self.stop_signal == signal.SIGINT:
             raise KeyboardInterrupt("stopped by SIGINT after a checkpoint was saved")
         if self.stop_signal is not None:
@@ -98,6 +98,13 @@ class PersistentTrainer(transformers.Trainer):
             )
         return state
 
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer asks whether the run is over only after a step: resumed at its end, it would take one step too many."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
         """SIGTERM and SIGINT: finish the step, save, leave. A second signal leaves at once."""
@@ -110,7 +117,7 @@ class PersistentTrainer(transformers.Trainer):
             self.stop_signal = number
             logger.warning(f"{signal.Signals(number).name}: finishing the step and saving; once more to leave at once.")
             for known, handler in before.items():
-                signal.signal(known, handler)
+                signal.signal(known, DEFAULT_HANDLERS[known] if handler is signal.SIG_IGN else handler)
 
         self.stop_signal = None
         for number in before:
@@ -121,60 +128,7 @@ class PersistentTrainer(transformers.Trainer):
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    # ---- saving --------------------------------------------------------------------------------------------------------
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Write the checkpoint beside its place, verify it by its manifest, rename it. Overrides Trainer's in-place save."""
-        self.settle_skipped_steps(wait=True)
-        if self.args.should_save and self._refuse_to_save_nonfinite_weights():
-            return
-        if self.hp_search_backend is None and trial is None:
-            self.store_flos()
-        run_dir = Path(self._get_output_dir(trial=trial))
-        staged = files.staging_folder(run_dir, self.state.global_step)
-        if self.args.world_size > 1:  # every process writes into the folder of the first
-            staged = staged.with_name(f"checkpoint-{self.state.global_step}{files.STAGING}shared")
-        final = run_dir / f"checkpoint-{self.state.global_step}"
-        self._remember_best(run_dir, final)
-        self.save_model(str(staged), _internal_call=True)
-        if not self.args.save_only_model:
-            self._save_optimizer_and_scheduler(str(staged))
-            self._save_scaler(str(staged))
-            self._save_rng_state(str(staged))
-        if self.args.should_save:
-            self._capture_run_state().save(staged)
-            self._save_trainer_state(staged / TRAINER_STATE)
-            for callback in self._callbacks_with_files():
-                callback.save_state_files(staged)
-        self.accelerator.wait_for_everyone()
-        if self.args.should_save:
-            files.publish(staged)
-            files.rotate(run_dir, self.args.save_total_limit, [self.state.best_model_checkpoint])
-        self.accelerator.wait_for_everyone()
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(final))
-
-    def _callbacks_with_files(self) -> list[Any]:
-        """Callbacks whose tensors belong into checkpoints, such as BEMACallback."""
-        return [c for c in self.callback_handler.callbacks if hasattr(c, "save_state_files")]
-
-    def _remember_best(self, run_dir: Path, final: Path) -> None:
-        if self.state.best_global_step:
-            best = run_dir / f"checkpoint-{self.state.best_global_step}"
-            if best.exists() or best == final:
-                self.state.best_model_checkpoint = str(best)
-
-    def _save_trainer_state(self, path: Path) -> None:
-        for callback in [*self.callback_handler.callbacks, self.control]:
-            if isinstance(callback, ExportableState):
-                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
-        self.state.save_to_json(str(path))
-
-    def _capture_run_state(self) -> RunState:
-        state = self.run_state
-        state.loss_total = self._total_loss_scalar
-        state.last_logged_step = self._globalstep_last_logged
-        return state
+    # ---- resuming ------------------------------------------------------------------------------------------------------
 
     def restore_run_state(self) -> None:
         """Called when training begins, after Trainer has reset its own sums."""
@@ -189,50 +143,6 @@ class PersistentTrainer(transformers.Trainer):
         self._initial_global_step = (
             0  # the mean loss of the run is over all of its steps, not over those since the resume
         )
-
-    def _refuse_to_save_nonfinite_weights(self) -> bool:
-        bad = [n for n, p in self.model.named_parameters() if p.is_floating_point() and not torch.isfinite(p).all()]
-        if not bad:
-            return False
-        found = (
-            f"No checkpoint is saved at step {self.state.global_step}: {len(bad)} tensors hold NaN or infinity, the first is "
-            f"{bad[0]}. The last good checkpoint stays as it is."
-        )
-        if not self.run_state.skipped_in_a_row:
-            # No gradient shows it (an embedding row that no token uses, say): the run would go on and never save again.
-            raise NonFiniteTraining(
-                found + " The steps taken since were finite, so the model came with it: check its weights."
-            )
-        logger.error(found)
-        return True
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
-        """Weights, tokenizer and options; options as JSON instead of Trainer's pickle."""
-        folder = Path(output_dir or self.args.output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
-        model.save_pretrained(str(folder), state_dict=state_dict)
-        if self.args.should_save:
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(str(folder))
-            files.write_json(folder / OPTIONS, self.args.to_dict())
-
-    @property
-    def _own_formats(self) -> bool:
-        """FSDP and DeepSpeed write sharded states of their own."""
-        return not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._own_formats:
-            return super()._save_optimizer_and_scheduler(output_dir)
-        if not self.args.should_save:
-            return None
-        tree: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
-        if self.masters is not None:
-            tree["masters"] = [master.data for _, master in self.masters.pairs]
-        files.save_tree(Path(output_dir) / OPTIMIZER, tree)
-        files.save_tree(Path(output_dir) / SCHEDULER, _without_functions(self.lr_scheduler.state_dict()))
-        return None
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not self._own_formats:
@@ -252,6 +162,7 @@ class PersistentTrainer(transformers.Trainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
+        self.settle_saves(wait=True)
         with self._dtypes_kept():
             super()._load_best_model()
         if self.masters is not None:
@@ -266,38 +177,31 @@ class PersistentTrainer(transformers.Trainer):
             if parameter.dtype != before[name]:
                 parameter.data = parameter.data.to(before[name])
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        save_rng(Path(output_dir), self.args.process_index)
-        save_sums(Path(output_dir), self.args.process_index, self.metrics.state(), float(self._tr_loss))
-
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             load_rng(Path(checkpoint), self.args.process_index)
 
-    def settle_skipped_steps(self, wait: bool = False) -> None:
-        """Hear from the device which steps were skipped. Implemented by BaseTrainer."""
-        raise NotImplementedError
-
-
-def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
-    """A LambdaLR keeps its functions in its state; they are made anew from the options."""
-    return {name: value for name, value in state.items() if not callable(value) and name != "lr_lambdas"} | (
-        {"lr_lambdas": [None] * len(state["lr_lambdas"])} if "lr_lambdas" in state else {}
-    )
-
 
 class RunLifecycle(TrainerCallback):
-    """Restores sums when training begins, stops it after a signal or too many skipped steps."""
+    """Restores sums when training begins, hears of saves, stops training after a signal or too many skipped steps."""
 
     def __init__(self, trainer: PersistentTrainer) -> None:
         self.trainer = trainer
 
     def on_train_begin(self, args: BaseConfig, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.restore_run_state()
+        self.trainer.skipped.begin(state.global_step)
+        self.trainer.prepare_to_save()
+
+    def on_pre_optimizer_step(self, args: BaseConfig, state: Any, control: Any, **kwargs: Any) -> None:
+        fault_point("step.before")
+
+    def on_optimizer_step(self, args: BaseConfig, state: Any, control: Any, **kwargs: Any) -> None:
+        fault_point("step.after")
 
     def on_step_end(self, args: BaseConfig, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.settle_skipped_steps()
+        self.trainer.settle_saves()
         if self._anybody_was_signalled(args, state):
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
@@ -309,8 +213,7 @@ class RunLifecycle(TrainerCallback):
         # Processes must stop at one step. Asking costs a synchronisation, so on a GPU it is done when a log makes one anyway.
         if args.device.type != "cpu" and state.global_step % max(int(state.logging_steps or 1), 1):
             return False
-        flag = torch.tensor(float(signalled), device=args.device)
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-        if flag.item() and not signalled:
+        anybody = self.trainer.any_process(signalled)
+        if anybody and not signalled:
             self.trainer.stop_signal = signal.SIGTERM
-        return bool(flag.item())
+        return anybody

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
 from torch import nn
 
-from posttrain.data.annotated import AnnotatedDataset, trained_starts
-from posttrain.data.loader import EpochBatches, UnitLoader
+from posttrain.core.batch import RAGGED, SHARED
 from posttrain.data.prepare import PrepareOptions, cache_folder
 from posttrain.models.adapters import freeze_copy_of_adapter, is_peft_model
-from posttrain.models.load import LoadOptions, load_model
+from posttrain.models.layer_kernels import COMPILED, compile_layers
+from posttrain.models.load import LoadOptions, innermost_model, load_model
 from posttrain.models.reference import (
     GIVEN_SUMS,
-    PRECOMPUTED,
     GivenSums,
+    ModelReference,
     Precomputed,
     Reference,
     adapter_off,
@@ -28,9 +24,9 @@ from posttrain.models.reference import (
     frozen_adapter,
     frozen_copy,
 )
-from posttrain.models.weights import weights_fingerprint
 from posttrain.trainer.callbacks import SyncRefModelCallback
 from posttrain.trainer.config import check_range, option
+from posttrain.trainer.reference_cache import store_of, with_reference_logps
 
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
@@ -43,9 +39,11 @@ class ReferenceConfig:
     """Options of methods that compare the policy with a reference; mixed into their configs."""
 
     precompute_ref_log_probs: bool = option(
-        False, "Run the reference over the data once before training and keep its log-probs on disk."
+        False, "Run the reference over the rows it has never seen, before training, and keep its log-probs on disk."
     )
-    precompute_ref_batch_size: int | None = option(None, "Rows per batch of that pass. None: as in training.")
+    precompute_ref_batch_size: int | None = option(
+        None, "Rows per batch of that pass. None: as many as fill the device, by their tokens."
+    )
     sync_ref_model: bool = option(False, "TR-DPO: move the reference towards the policy every `ref_model_sync_steps`.")
     ref_model_mixup_alpha: float = option(0.6, "reference = alpha * policy + (1 - alpha) * reference.")
     ref_model_sync_steps: int = option(512, "Optimizer steps between two moves of the reference.")
@@ -69,9 +67,7 @@ def make_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Referen
         return _given(args, ref_model)
     reference = _live_reference(trainer, ref_model, policy)
     if args.precompute_ref_log_probs:
-        trainer.train_dataset = precomputed(trainer, reference, trainer.train_dataset, "train")
-        trainer.eval_dataset = precomputed(trainer, reference, trainer.eval_dataset, "eval")
-        reference = Precomputed()
+        reference = precomputed(trainer, reference)
     if args.sync_ref_model:
         trainer.add_callback(SyncRefModelCallback(reference, trainer.accelerator))
     logger.info(f"The reference is {reference}.")
@@ -100,16 +96,20 @@ def _given(args: Any, ref_model: Any) -> Reference:
 def _live_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Reference:
     model = trainer.loaded.model
     if ref_model is not None:
-        if not isinstance(ref_model, nn.Module):
-            ref_model = load_model(ref_model, _reference_options(trainer)).model
-        else:
-            load_model(ref_model, LoadOptions(layout=trainer.loaded.layout, device=trainer.args.device))
-        return frozen_copy(_placed(trainer, ref_model))
+        is_loaded = isinstance(ref_model, nn.Module)
+        options = LoadOptions(device=trainer.args.device) if is_loaded else _reference_options(trainer)
+        loaded = load_model(ref_model, replace(options, **_layout_of(trainer)))
+        if loaded.layout != trainer.loaded.layout:  # the policy shares prefixes, this reference cannot
+            trainer.loaded.layout = trainer.data_collator.layout = loaded.layout
+        return frozen_copy(_placed(trainer, loaded.model))
     if is_peft_model(model):
         if isinstance(policy, nn.Module) and is_peft_model(policy):  # an adapter that is trained further
             return frozen_adapter(model, freeze_copy_of_adapter(model, model.active_adapter))
         return adapter_off(model)
-    return frozen_copy(_placed(trainer, create_reference_model(model)))
+    copy = create_reference_model(model)
+    if trainer.loaded.kernels == COMPILED:
+        compile_layers(innermost_model(copy))  # a copy leaves the compiled code behind
+    return frozen_copy(_placed(trainer, copy))
 
 
 def _reference_options(trainer: BaseTrainer) -> LoadOptions:
@@ -118,10 +118,17 @@ def _reference_options(trainer: BaseTrainer) -> LoadOptions:
         dtype=args.compute_dtype,
         model_init_kwargs=dict(args.model_init_kwargs or {}),
         trust_remote_code=args.trust_remote_code,
-        use_liger_kernel=args.wants_liger,
+        layer_kernels=(trainer.loaded.kernels,),
+        fuse_lora=args.fuse_lora,
         layout=trainer.loaded.layout,
         device=args.device,
     )
+
+
+def _layout_of(trainer: BaseTrainer) -> dict[str, Any]:
+    """The layout that the policy runs, as options: a reference that cannot share prefixes runs ragged."""
+    is_shared = trainer.loaded.layout == SHARED
+    return {"layout": RAGGED if is_shared else trainer.loaded.layout, "share_prefixes": is_shared}
 
 
 def _placed(trainer: BaseTrainer, model: nn.Module) -> nn.Module:
@@ -132,50 +139,23 @@ def _placed(trainer: BaseTrainer, model: nn.Module) -> nn.Module:
 # ---- precomputed log-probs -----------------------------------------------------------------------------------------------
 
 
-def precomputed(trainer: BaseTrainer, reference: Reference, dataset: Any, name: str) -> Any:
-    """The dataset with the reference's log-prob on every trained token, from the cache where it was computed before."""
-    if dataset is None:
-        return None
-    if isinstance(dataset, dict):
-        return {key: precomputed(trainer, reference, part, key) for key, part in dataset.items()}
-    if not hasattr(dataset, "__len__"):
-        raise ValueError(
-            f"`precompute_ref_log_probs` needs the whole {name} dataset; this one is streamed. Turn it off."
-        )
-    key = hashlib.sha256(
-        f"{dataset.fingerprint}|{weights_fingerprint(reference.model)}|{reference}".encode()
-    ).hexdigest()
-    path = cache_folder(PrepareOptions(cache_dir=trainer.args.dataset_cache_dir)) / f"reference_logps_{key[:32]}.npy"
-    starts = trained_starts(dataset)
-    if not path.exists():
-        _write_logps(trainer, reference, dataset, starts, path, name)
-    trainer.accelerator.wait_for_everyone()
-    return AnnotatedDataset(dataset, PRECOMPUTED, np.load(path, mmap_mode="r"), starts)
-
-
-def _write_logps(
-    trainer: BaseTrainer, reference: Reference, dataset: Any, starts: np.ndarray, path: Path, name: str
-) -> None:
-    """One pass over the data, each process its share; the first process writes the file."""
+def precomputed(trainer: BaseTrainer, reference: ModelReference) -> Reference:
+    """Put the reference's log-probs on the rows of the trainer's datasets; nothing of the reference is needed afterwards."""
     args = trainer.args
-    rows = args.precompute_ref_batch_size or args.per_device_train_batch_size
-    batches = EpochBatches(len(dataset), rows, rank=args.process_index, world_size=args.world_size, order="sequential")
-    loader = UnitLoader(dataset, batch_sampler=batches, collate_fn=trainer.data_collator)
-    values = torch.zeros(int(starts[-1]), dtype=torch.float32)
-    logger.info(f"Reference log-probs of {len(dataset)} {name} rows are computed once and kept in {path}.")
-    for units, batch in zip(batches, loader):
-        logps = reference.scores(batch.to(args.device)).logps.float().cpu()
-        place = 0
-        for unit in units:
-            size = int(starts[unit + 1] - starts[unit])
-            values[starts[unit] : starts[unit + 1]] = logps[place : place + size]
-            place += size
-    if args.world_size > 1:
-        values = values.to(args.device)
-        torch.distributed.all_reduce(values)  # each process filled its own rows, the others are 0
-        values = values.cpu()
-    if args.should_save:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        staged = path.with_suffix(".tmp.npy")
-        np.save(staged, values.numpy())
-        staged.rename(path)
+    folder = cache_folder(PrepareOptions(cache_dir=args.dataset_cache_dir))
+    store = store_of(reference, folder, args.world_size)
+
+    def annotated(dataset: Any, name: str) -> Any:
+        if dataset is None:
+            return None
+        if isinstance(dataset, dict):
+            return {key: annotated(part, key) for key, part in dataset.items()}
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"`precompute_ref_log_probs` needs the whole {name} dataset; this one is streamed. Turn it off."
+            )
+        return with_reference_logps(trainer, reference, store, dataset, name)
+
+    trainer.train_dataset = annotated(trainer.train_dataset, "train")
+    trainer.eval_dataset = annotated(trainer.eval_dataset, "eval")
+    return Precomputed()

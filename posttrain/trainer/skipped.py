@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
 from posttrain.trainer.run_state import RunState
+from posttrain.trainer.step_file import StepFile
 
 logger = logging.getLogger(__name__)
 
@@ -22,9 +22,16 @@ class SkippedSteps:
 
     def __init__(self, output_dir: str, limit: int, writes: bool) -> None:
         self.path = Path(output_dir) / FILE
+        self.file = StepFile(self.path)
         self.limit = limit
         self.writes = writes
         self._rows_of_the_streak: list[int] = []
+
+    def begin(self, step: int) -> None:
+        """A run that goes on at `step` keeps the records up to it; a new one has none."""
+        if self.writes and self.path.exists():
+            self.file.begin(step)
+        self._rows_of_the_streak = []
 
     def record(self, step: int, rows: list[int], was_skipped: bool, state: RunState) -> None:
         if not was_skipped:
@@ -37,9 +44,7 @@ class SkippedSteps:
         self._rows_of_the_streak += rows
         logger.warning(f"Step {step} was not taken: its loss or gradient was not finite. Its rows are in {self.path}.")
         if self.writes:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, "rows": rows}) + "\n")
+            self.file.append(step, {"rows": rows})
         if state.skipped_in_a_row >= self.limit:
             raise NonFiniteTraining(
                 f"{state.skipped_in_a_row} optimizer steps in a row had a loss or gradient that was not finite, up to step {step}. "

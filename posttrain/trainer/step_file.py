@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import math
+import os
 from pathlib import Path
 from typing import Any
+
+from posttrain.core.faults import fault_point
+
+logger = logging.getLogger(__name__)
 
 NO_STEP = 2**62
 
@@ -15,18 +22,47 @@ class StepFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._unwritten: list[str] = []
 
-    def begin(self, step: int) -> None:
-        """Start the file anew, or, for a run that goes on at `step`, drop what was written after that step."""
+    def begin(self, step: int, but_not: str | None = None) -> None:
+        """Start the file anew, or, for a run that goes on at `step`, drop what was written after that step.
+
+        Lines with the field `but_not` are dropped too: what is said at the end of a run, and will be said again.
+        """
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() and step else []
-        kept = [line for line in lines if _step_of(line) <= step]
-        self.path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        lines = self.lines() if step else []
+        kept = [line for line in lines if _step_of(line, but_not) <= step]
+        anew = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")  # a crash in here must not cost the history
+        anew.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        os.replace(anew, self.path)
 
     def append(self, step: int, entry: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **{name: _json_ready(value) for name, value in entry.items()}}) + "\n")
+        line = json.dumps({"step": step, **{name: _json_ready(value) for name, value in entry.items()}})
+        self._unwritten.append(f"{line}\n")
+        fault_point("log")
+        try:
+            self._write_lines()
+        except OSError as error:  # a full disk must not end a run; the lines are kept and tried again with the next one
+            if len(self._unwritten) == 1:
+                logger.warning(
+                    f"{self.path} could not be written ({error.strerror}); its lines are kept in memory for now."
+                )
+        fault_point("log.after")
+
+    def _write_lines(self) -> None:
+        """All lines or none: half a line would spoil the next."""
+        with open(self.path, "ab", buffering=0) as file:
+            end = file.tell()
+            content = "".join(self._unwritten).encode()
+            if file.write(content) != len(content):
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self._unwritten = []
+
+    def lines(self) -> list[str]:
+        """What has been written. A crash may have left bytes that are no text; they belong to a line that will be dropped."""
+        return self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
 
 
 def _json_ready(value: Any) -> Any:
@@ -36,9 +72,10 @@ def _json_ready(value: Any) -> Any:
     return value
 
 
-def _step_of(line: str) -> int:
+def _step_of(line: str, but_not: str | None) -> int:
     """A line that was cut off by a crash belongs to no step."""
     try:
-        return int(json.loads(line)["step"])
+        entry = json.loads(line)
+        return NO_STEP if but_not in entry else int(entry["step"])
     except (ValueError, KeyError, TypeError):
         return NO_STEP

@@ -13,8 +13,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config, TrainerCallback
 
 from posttrain import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, Sample, SFTConfig, SFTTrainer
 from posttrain.data.collate import collate
+from posttrain.models.layer_kernels import fastest_kernels
 from posttrain.models.load import LoadOptions, load_model
 from posttrain.models.token_scores import score_tokens
+from posttrain.trainer.master_adamw import MasterAdamW
+from posttrain.trainer.optimizer import FiniteSteps, MasterWeights
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -57,6 +60,67 @@ def test_varlen_flash_and_every_other_way_give_the_float32_padded_answer(dtype, 
             assert (mine[1] - truth[1]).norm() / truth[1].norm() < gradient
 
 
+def pairs():
+    rng = np.random.default_rng(0)
+    made = []
+    for row in range(6):
+        prompt = rng.integers(0, 4096, int(rng.integers(1, 300)))
+        prompts = (prompt, prompt[::-1]) if row == 3 else (prompt, prompt)  # one pair has nothing in common
+        made.append(tuple(Sample.of_text(p, rng.integers(0, 4096, int(rng.integers(1, 200)))) for p in prompts))
+    return made
+
+
+@pytest.mark.parametrize(("dtype", "logps", "gradient"), [(torch.float32, 1e-4, 1e-5), (torch.bfloat16, 0.05, 0.03)])
+def test_shared_prompts_give_the_float32_answer_of_repeated_ones(dtype, logps, gradient):
+    found = {}
+    for case_dtype, layout in ((torch.float32, "padded"), (dtype, "ragged"), (dtype, "shared")):
+        made = model(case_dtype)
+        assert load_model(made, LoadOptions(share_prefixes=True)).layout == "shared"
+        batch = collate(pairs(), ("chosen", "rejected"), layout).to("cuda")
+        scores = score_tokens(made, batch)
+        weights = torch.linspace(-1, 1, batch.num_trained, device="cuda")
+        (scores.logps * weights).sum().backward()
+        gradients = torch.cat([p.grad.float().flatten() for p in made.parameters()])
+        found[layout] = (scores.logps.float().detach(), gradients)
+    truth = found["padded"]
+    for layout in ("ragged", "shared"):
+        assert (found[layout][0] - truth[0]).abs().max() < logps
+        assert (found[layout][1] - truth[1]).norm() / truth[1].norm() < gradient
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_one_pass_adamw_takes_the_steps_of_adamw_in_float64(accumulates):
+    """bfloat16 weights, clipping, one skipped step; masters against AdamW on the same (rounded) gradients in float64."""
+    torch.manual_seed(0)
+    low = [torch.nn.Parameter(torch.randn(shape, device="cuda").bfloat16()) for shape in ((300, 17), (5,), (4096,))]
+    exact = [torch.nn.Parameter(p.detach().double()) for p in low]
+    options = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.9, 0.98)}
+    optimizer = torch.optim.AdamW(low, fused=True, **options)
+    truth = torch.optim.AdamW(exact, **options)
+    masters = MasterWeights(optimizer, accumulates=accumulates)
+    assert isinstance(optimizer, MasterAdamW)
+    assert masters.folds == accumulates
+    finite = FiniteSteps(optimizer, masters=masters)
+    for step in range(6):
+        scale = 100.0 if step % 2 else 0.01  # clipped and not
+        gradients = [torch.randn_like(p) * scale for p in low]
+        bad = step == 3
+        for p, q, g in zip(low, exact, gradients):
+            (p * g).sum().backward()
+            q.grad = g.double()
+        finite.clip(1.0, torch.tensor(float("nan") if bad else 1.0, device="cuda"), None)
+        optimizer.step()
+        if not bad:
+            torch.nn.utils.clip_grad_norm_(exact, 1.0)
+            truth.step()
+        truth.zero_grad()
+    for (parameter, master), q in zip(masters.pairs, exact):
+        assert (master.double() - q).abs().max() < 1e-6 * q.abs().max() + 1e-6
+        assert torch.equal(parameter, master.bfloat16())
+        assert parameter.grad is None
+        assert optimizer.state[master]["step"] == 5
+
+
 class NoSync(TrainerCallback):
     """From the fifth step on, any operation that makes the host wait for the device is an error."""
 
@@ -68,24 +132,26 @@ class NoSync(TrainerCallback):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
-def test_ordinary_steps_do_not_synchronise(tmp_path, method):
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("method", ["sft", "sft-compiled", "sft-passes", "dpo", "dpo-compiled", "reward"])
+def test_ordinary_steps_do_not_synchronise(tmp_path, method, accumulation):
     """bfloat16 with masters, finite check, accumulation: torch's sync debug mode sees none. (A log reads the device, of course.)"""
     trainer, config = {
         "sft": (SFTTrainer, SFTConfig),
         "dpo": (DPOTrainer, DPOConfig),
         "reward": (RewardTrainer, RewardConfig),
-    }[method]
+    }[method.split("-")[0]]
     made = (
         tiny.reward_model(dtype=torch.bfloat16, **WIDE)
         if method == "reward"
         else tiny.causal_lm(dtype=torch.bfloat16, **WIDE)
     )
     args = config(
-        output_dir=str(tmp_path), max_steps=10, logging_steps=100, per_device_train_batch_size=4, gradient_accumulation_steps=2,
-        report_to="none", save_strategy="no", learning_rate=1e-3, bf16=True,
+        output_dir=str(tmp_path), max_steps=10, logging_steps=100, per_device_train_batch_size=4, report_to="none",
+        gradient_accumulation_steps=accumulation, save_strategy="no", learning_rate=1e-3, bf16=True,
+        compile_layers=True if "compiled" in method else None, max_tokens_per_pass=100 if "passes" in method else None,
     )  # fmt: skip
-    rows = tiny.chats(40) if method == "sft" else tiny.pairs(40)
+    rows = tiny.chats(40 * accumulation) if "sft" in method else tiny.pairs(40 * accumulation)
     made = trainer(
         model=made, args=args, train_dataset=Dataset.from_list(rows), processing_class=tiny.tokenizer(), callbacks=[NoSync()]
     )  # fmt: skip
@@ -93,10 +159,23 @@ def test_ordinary_steps_do_not_synchronise(tmp_path, method):
         made.train()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert made.loaded.layout == "ragged"
-    assert made.masters is not None
+    assert made.loaded.layout == ("ragged" if "sft" in method else "shared")
+    assert made.masters.folds == (accumulation > 1 or "passes" in method)
     assert made.finite.on_device
     assert made.state.global_step == 10
+
+
+def test_the_probe_measures_every_candidate_and_leaves_the_familys_module_alone():
+    from transformers.models.qwen2 import modeling_qwen2
+
+    before = dict(vars(modeling_qwen2))
+    made = model(torch.bfloat16)
+    chosen, times = fastest_kernels(made, ("plain", "compiled"))
+    print(f"one layer, forward and backward: {times}")
+    assert set(times) == {"plain", "compiled"}
+    assert chosen in times
+    assert all(vars(modeling_qwen2)[name] is value for name, value in before.items())
+    assert len(made.model.layers) == 4
 
 
 def test_a_nan_gradient_on_the_device_is_skipped_and_heard_of_later(tmp_path):

@@ -131,15 +131,6 @@ def test_every_kind_of_reference_is_the_policy_at_the_start_and_stays_there(tmp_
     assert trainer.state.log_history[0]["loss"] == pytest.approx(np.log(2), abs=1e-5)
 
 
-def test_precomputed_log_probs_are_read_from_the_cache_the_second_time(tmp_path, monkeypatch):
-    settings = {"precompute_ref_log_probs": True, "dataset_cache_dir": str(tmp_path / "cache")}
-    first = reference_logps(dpo(tmp_path, settings=settings))
-    monkeypatch.setattr("posttrain.trainer.reference_setup._write_logps", lambda *a: pytest.fail("computed again"))
-    torch.testing.assert_close(reference_logps(dpo(tmp_path, settings=settings)), first)
-    with pytest.raises(pytest.fail.Exception, match="computed again"):
-        dpo(tmp_path, tiny.causal_lm(seed=5), settings=settings)
-
-
 def test_the_reference_moves_by_the_share_it_is_told(tmp_path):
     """TR-DPO: reference = 0.25 policy + 0.75 reference, after steps 2 of 3."""
     model = tiny.causal_lm()

@@ -15,7 +15,10 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from posttrain.methods.table import METHODS
+from posttrain.trainer.step_file import StepFile
 from tests import tiny
+
+CACHE = tempfile.mkdtemp(prefix="posttrain-tokens-")
 
 
 class KillAfter(TrainerCallback):
@@ -27,6 +30,23 @@ class KillAfter(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == self.step:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class RowOrder(TrainerCallback):
+    """Which rows each step was made of, in `row_order.jsonl`."""
+
+    trainer: Any = None
+
+    def __init__(self, folder: Path) -> None:
+        self.file = StepFile(folder / "row_order.jsonl")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.file.begin(state.global_step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.file.append(state.global_step, {"rows": self.trainer._step_rows})
 
 
 class Slow(TrainerCallback):
@@ -48,6 +68,22 @@ def main(
     resume: bool = False,
     rows: int = 20,
     callbacks: list[Any] | None = None,
+    tokenizer: Any = None,
+    **options: Any,
+):
+    """Make a trainer of `method` ("sft", "dpo-lora", "reward-bf16", ...) and train it in `folder`."""
+    trainer = make(method, folder, rows=rows, callbacks=callbacks, tokenizer=tokenizer, **options)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def make(
+    method: str,
+    folder: Path,
+    *,
+    rows: int = 20,
+    callbacks: list[Any] | None = None,
+    tokenizer: Any = None,
     **options: Any,
 ):
     torch.manual_seed(0)
@@ -65,7 +101,7 @@ def main(
         "learning_rate": 1e-3,
         "report_to": "none",
         "use_cpu": True,
-        "dataset_cache_dir": tempfile.mkdtemp(),
+        "dataset_cache_dir": CACHE,
         **options,
     }
     extra = {"args": METHODS[name].config_class(**chosen)}
@@ -74,13 +110,14 @@ def main(
     if "lora" in flags:
         extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.2)
     data = tiny.chats(rows) if name == "sft" else tiny.pairs(rows)
+    order = RowOrder(Path(folder))
     trainer = METHODS[name].trainer_class(
         model=model,
         train_dataset=Dataset.from_list(data),
         eval_dataset=Dataset.from_list(data[:6]),
-        processing_class=tiny.tokenizer(),
-        callbacks=callbacks,
+        processing_class=tokenizer or tiny.tokenizer(),
+        callbacks=[order, *(callbacks or [])],
         **extra,
     )
-    trainer.train(resume_from_checkpoint=resume)
+    order.trainer = trainer
     return trainer

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from posttrain.trainer import checkpoint as files
 from tests.forked import Child
 from tests.trainer import resumable_run
-
-TIMINGS = ("train_runtime", "train_samples_per_second", "train_steps_per_second", "eval_runtime")
+from tests.trust.runs import differences
 
 
 def start(method: str, folder: Path, **options: Any) -> Child:
@@ -31,66 +26,34 @@ def run(method: str, folder: Path, **options: Any) -> None:
     assert child.wait() == 0, child.output()
 
 
-def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[dict]]:
-    last = files.checkpoints(folder)[0]
-    weights = load_file(
-        last / ("adapter_model.safetensors" if (last / "adapter_config.json").exists() else "model.safetensors")
-    )
-    metrics = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    kept = [{k: v for k, v in line.items() if not k.endswith(TIMINGS) and "_per_second" not in k} for line in metrics]
-    return weights, load_file(last / "optimizer.safetensors"), kept
-
-
 def assert_identical(one: Path, other: Path) -> None:
-    (w1, o1, m1), (w2, o2, m2) = final_state(one), final_state(other)
-    assert w1.keys() == w2.keys()
-    assert o1.keys() == o2.keys()
-    for name in w1:
-        assert torch.equal(w1[name], w2[name]), name
-    for name in o1:
-        assert torch.equal(o1[name], o2[name]), name
-    assert m1 == m2
+    assert not differences(one, other)
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "reward", "sft-bf16-lora"])
-def test_killed_at_a_step_boundary_and_resumed_is_bit_identical(method, tmp_path):
-    """SIGKILL right after step 5 of 8; checkpoints every 2 steps, logs every 3 (out of step with them on purpose)."""
-    run(method, tmp_path / "whole")
-    child = start(method, tmp_path / "killed", callbacks=[resumable_run.KillAfter(5)])
+MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("method", "options"), [("sft-bf16-lora", {}), ("dpo", MOVING)], ids=["bf16-lora", "moving-reference"]
+)
+def test_killed_at_a_step_boundary_and_resumed_is_bit_identical(method, options, tmp_path):
+    """SIGKILL right after step 5 of 8; checkpoints every 2 steps, logs every 3 (out of step with them on purpose).
+
+    tests/trust does this at random instants, for each method.
+    """
+    run(method, tmp_path / "whole", **options)
+    child = start(method, tmp_path / "killed", callbacks=[resumable_run.KillAfter(5)], **options)
     assert child.wait() == -signal.SIGKILL, child.output()
-    assert [path.name for path in files.checkpoints(tmp_path / "killed")] == ["checkpoint-4", "checkpoint-2"]
-    run(method, tmp_path / "killed", resume=True)
+    run(method, tmp_path / "killed", resume=True, **options)
     assert_identical(tmp_path / "whole", tmp_path / "killed")
 
 
-def test_sigterm_saves_and_leaves(tmp_path):
-    child = start("sft", tmp_path / "run", callbacks=[resumable_run.Slow()], max_steps=200)
-    wait_for(tmp_path / "run" / "metrics.jsonl", child)
-    os.kill(child.pid, signal.SIGTERM)
-    assert child.wait() == 128 + signal.SIGTERM, child.output()
-    saved = files.checkpoints(tmp_path / "run")
-    assert saved, child.output()
-    files.verify(saved[0])
-    step = json.loads((saved[0] / "trainer_state.json").read_text())["global_step"]
-    assert saved[0].name == f"checkpoint-{step}"
-    assert step < 200
-
-
-def test_a_second_signal_leaves_at_once(tmp_path):
-    asleep = tmp_path / "asleep"
-    child = start("sft", tmp_path / "run", callbacks=[resumable_run.Slow(30, asleep)])
-    wait_for(asleep, child)
-    os.kill(child.pid, signal.SIGTERM)
-    time.sleep(0.5)
-    os.kill(child.pid, signal.SIGTERM)
-    assert child.wait(10) == -signal.SIGTERM
-
-
-def wait_for(path: Path, child: Child) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists() or not path.read_text():
-        assert time.monotonic() < deadline, child.output()
-        time.sleep(0.02)
+def test_resumed_at_its_end_a_run_takes_no_further_step(trained, tmp_path):
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    trainer = resumable_run.main("sft", copy, resume=True)
+    assert trainer.state.global_step == 8
+    assert_identical(trained, copy)
 
 
 def test_second_run_on_the_same_folder_is_refused(tmp_path):

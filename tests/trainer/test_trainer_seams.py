@@ -10,6 +10,7 @@ import transformers
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.hub import HubTrainer
 from posttrain.trainer.persistence import PersistentTrainer
+from posttrain.trainer.saving import SavingTrainer
 
 SEAMS = {
     # how a step is computed
@@ -19,6 +20,7 @@ SEAMS = {
     "_get_num_items_in_batch": "batch_samples device",
     # the optimizer
     "create_optimizer": "model",
+    "get_optimizer_cls_and_kwargs": "args model",
     "_clip_grad_norm": "model",
     "_get_grad_norm": "model grad_norm",
     # data
@@ -37,7 +39,9 @@ SEAMS = {
     "create_model_card": None,  # ours takes what push_to_hub hands on, by name
     # saving and resuming
     "train": "resume_from_checkpoint trial ignore_keys_for_eval",
+    "_run_epoch": None,  # all of it is handed on
     "_save_checkpoint": "model trial",
+    "_finalize_training": "trial num_train_samples start_time",
     "_save": "output_dir state_dict",
     "_save_optimizer_and_scheduler": "output_dir",
     "_load_optimizer_and_scheduler": "checkpoint",
@@ -60,7 +64,7 @@ def test_the_seam_is_as_we_know_it(name):
 def test_no_override_is_missing_from_the_list():
     own = {
         name
-        for cls in (BaseTrainer, PersistentTrainer, HubTrainer)
+        for cls in (BaseTrainer, PersistentTrainer, SavingTrainer, HubTrainer)
         for name, value in vars(cls).items()
         if callable(value) and hasattr(transformers.Trainer, name) and not name.startswith("__")
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -11,13 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from tests.trainer.test_resume import assert_identical, final_state
+from posttrain.core import faults
+from posttrain.trainer import checkpoint as files
+from tests.trust.runs import differences
 
 ROOT = Path(__file__).parents[2]
 
 
-def launch(processes: int, folder: Path, method: str, rows: int, *words: str) -> list[int]:
+def launch(processes: int, folder: Path, method: str, rows: int, *words: str, fault_of_last: str = "") -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -27,9 +31,16 @@ def launch(processes: int, folder: Path, method: str, rows: int, *words: str) ->
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
         world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
         environment = {**os.environ, **({k: str(v) for k, v in world.items()} if processes > 1 else {})}
+        if rank == processes - 1:
+            environment[faults.VARIABLE] = fault_of_last
         log = open(folder.with_name(f"{folder.name}-{rank}.log"), "a")  # noqa: SIM115
         started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
     return [process.wait(timeout=240) for process in started]
+
+
+def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return load_file(files.checkpoints(folder)[0] / "model.safetensors"), [json.loads(line) for line in lines]
 
 
 def logs(folder: Path) -> str:
@@ -41,8 +52,8 @@ def test_two_processes_equal_one_and_resume_exactly(method, tmp_path):
     one, two, killed = tmp_path / "one", tmp_path / "two", tmp_path / "killed"
     assert launch(1, one, method, 4) == [0], logs(one)
     assert launch(2, two, method, 2) == [0, 0], logs(two)
-    weights, _, metrics = final_state(one)
-    weights_of_two, _, metrics_of_two = final_state(two)
+    weights, metrics = final_state(one)
+    weights_of_two, metrics_of_two = final_state(two)
     for name, tensor in weights.items():
         torch.testing.assert_close(weights_of_two[name], tensor, rtol=1e-4, atol=1e-6)
     for line, other in zip(metrics, metrics_of_two, strict=True):
@@ -52,4 +63,13 @@ def test_two_processes_equal_one_and_resume_exactly(method, tmp_path):
     if method == "sft":
         assert launch(2, killed, method, 2, "--kill-after", "3") == [-signal.SIGKILL] * 2, logs(killed)
         assert launch(2, killed, method, 2, "--resume") == [0, 0], logs(killed)
-        assert_identical(two, killed)
+        assert not differences(two, killed)
+
+
+def test_a_disk_error_of_one_process_is_heard_by_all_and_the_next_save_succeeds(tmp_path):
+    folder = tmp_path / "two"
+    assert launch(2, folder, "sft", 2, fault_of_last="oserror:save.write:1") == [0, 0], logs(folder)
+    assert logs(folder).count("step 2 was not saved") == 2
+    assert [path.name for path in files.checkpoints(folder)] == ["checkpoint-6", "checkpoint-4"]
+    assert not list(folder.glob("*.tmp-*"))
+    files.verify(folder / "checkpoint-4")

@@ -1,0 +1,249 @@
+"""The memory ladder: what is counted, and what is decided about made-up amounts of free memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from torch.autograd.graph import saved_tensors_hooks
+
+from posttrain import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from posttrain.models import memory
+from posttrain.models.load import LoadOptions, load_model
+from posttrain.models.memory import FULL, NONE, SELECTIVE, ActivationCost, BatchTokens, StateCost, Wishes, memory_plan
+from posttrain.trainer import memory_fit
+from tests import tiny
+
+GIB = 2**30
+KIB = 2**10
+
+
+def cost_of(model):
+    return memory.activation_cost(model.model, model.config)
+
+
+def kept(body, config, tokens):
+    """Bytes that a forward of `body` keeps, counted here independently: every saved tensor's storage once, weights not."""
+    weights = {p.untyped_storage().data_ptr() for p in body.parameters()}
+    storages = {}
+
+    def pack(tensor):
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = body(**memory._probe_inputs(config, tokens, torch.device("cpu")), use_cache=False)
+    del output
+    return sum(storage.nbytes() for address, storage in storages.items() if address not in weights)
+
+
+# ---- counting -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama"])
+def test_activations_are_measured_and_grow_with_tokens(family):
+    model = load_model(tiny.causal_lm(family=family), LoadOptions()).model
+    cost = cost_of(model)
+    found = kept(model.model, model.config, 600) - kept(model.model, model.config, 100)
+    assert cost.kept[NONE] == pytest.approx(found / 500, rel=0.01)
+    assert cost.is_measured
+
+
+def test_full_checkpointing_keeps_the_layer_inputs():
+    model = load_model(tiny.causal_lm(num_hidden_layers=6), LoadOptions()).model
+    cost = cost_of(model)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    model.enable_input_require_grads()
+    found = (kept(model.model, model.config, 600) - kept(model.model, model.config, 100)) / 500
+    assert cost.kept[FULL] == 6 * 16 * 4
+    assert found - cost.kept[FULL] < 0.2 * cost.kept[NONE]  # cos, sin, the last norm and ids come on top of it
+    assert cost.kept[FULL] < cost.kept[SELECTIVE] < cost.kept[NONE]
+
+
+def test_the_probe_leaves_no_trace():
+    model = load_model(tiny.causal_lm(), LoadOptions()).model.train()
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    state = torch.get_rng_state()
+    cost_of(model)
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None and torch.equal(p, before[n]) for n, p in model.named_parameters())
+
+
+def test_a_lora_keeps_less_when_it_is_fused_and_trains_only_its_own_weights():
+    config = LoraConfig(r=4, target_modules="all-linear")
+    costs = []
+    for fused in (True, False):
+        loaded = load_model(
+            tiny.causal_lm(intermediate_size=96), LoadOptions(peft_config=config, fuse_lora=fused)
+        ).model
+        costs.append(cost_of(loaded.base_model.model).kept[NONE])
+    assert costs[0] < 0.75 * costs[1]
+    state = memory.state_cost(loaded.parameters(), None)
+    trained = sum(p.numel() for p in loaded.parameters() if p.requires_grad)
+    assert state.trained == trained
+    assert state.gradients == 4 * trained
+
+
+def test_state_of_bfloat16_weights_is_16_bytes_a_weight_and_of_float32_12():
+    for dtype, masters, gradients in ((torch.bfloat16, 4, 4), (torch.float32, 0, 4)):
+        model = tiny.causal_lm(dtype=dtype)
+        count = sum(p.numel() for p in model.parameters())
+        state = memory.state_cost(model.parameters(), None)
+        assert state.masters == masters * count
+        largest = max(p.numel() for p in model.parameters()) * 2 if dtype == torch.bfloat16 else 0
+        assert state.gradients == gradients * count + largest
+        assert state.moments("adamw_torch_fused") == 8 * count
+        assert state.moments("adamw_8bit") == pytest.approx(2.03 * count, rel=1e-3)
+        assert state.moments("sgd") == 0
+    assert memory.state_cost(model.parameters(), None, world_size=2).gradients == 8 * count  # DDP's buckets
+
+
+def test_sharded_models_are_estimated():
+    cost = memory.activation_cost(tiny.causal_lm().model, tiny.config(), is_sharded=True)
+    assert not cost.is_measured
+    assert cost.kept[FULL] < cost.kept[SELECTIVE] < cost.kept[NONE]
+
+
+# ---- deciding -----------------------------------------------------------------------------------------------------------
+
+COST = ActivationCost({NONE: 1000 * KIB, SELECTIVE: 500 * KIB, FULL: 100 * KIB}, 4 * KIB, 36 * KIB)
+STATE = StateCost(
+    trained=GIB, masters=4 * GIB, gradients=4 * GIB, head=GIB
+)  # 17 GiB with float32 moments, 11 with 8 bits
+TOKENS = 16384  # 16 GiB of activations if all are kept
+
+
+def plan(free, **wishes):
+    return memory_plan(free * GIB / memory.HEAD_ROOM, BatchTokens(TOKENS, TOKENS), COST, STATE, Wishes(**wishes))
+
+
+def test_a_large_micro_batch_is_split_before_anything_is_recomputed():
+    room = STATE.total("adamw") + 20000 * COST.of(NONE, False)
+    batch = BatchTokens(largest=100_000, longest=2048)
+    found = memory_plan(room / memory.HEAD_ROOM, batch, COST, STATE, Wishes())
+    assert (found.checkpointing, found.offload, found.eight_bit) == (NONE, False, False)
+    assert found.tokens_per_pass == pytest.approx(20000, abs=1)
+    assert f"up to 100000 tokens, run in passes of up to {found.tokens_per_pass}," in found.sentence
+    unsplit = memory_plan(room / memory.HEAD_ROOM, BatchTokens(100_000, 2048, can_split=False), COST, STATE, Wishes())
+    assert unsplit.checkpointing == FULL
+    assert unsplit.tokens_per_pass is None
+    given = memory_plan(room / memory.HEAD_ROOM, batch, COST, STATE, Wishes(tokens_per_pass=5000))
+    assert (given.checkpointing, given.tokens_per_pass) == (NONE, 5000)
+
+
+def need(level, offload=False, eight_bit=False):
+    return (STATE.total("adamw_8bit" if eight_bit else "adamw") + TOKENS * COST.of(level, offload)) / GIB
+
+
+@pytest.mark.parametrize("rung", memory.rungs(Wishes()), ids=str)
+def test_the_mildest_rung_that_fits_is_taken(rung):
+    level, offload, eight_bit = rung
+    amount = need(level, offload, eight_bit)
+    chosen = plan(amount + 0.001)
+    milder = next(r for r in memory.rungs(Wishes()) if need(*r) <= amount + 0.001)
+    assert (chosen.checkpointing, chosen.offload, chosen.eight_bit) == milder
+    assert "too much" not in chosen.sentence
+
+
+def test_the_order_of_the_ladder():
+    found = [(c.checkpointing, c.offload, c.eight_bit) for c in map(plan, (200, 27, 20, 18.4, 12.2))]
+    assert found == [
+        (NONE, False, False), (SELECTIVE, False, False), (FULL, False, False), (FULL, True, False), (FULL, True, True),
+    ]  # fmt: skip
+
+
+def test_the_sentence_has_the_numbers_and_the_largest_term():
+    said = plan(27).sentence
+    assert "kept where they are dear" in said
+    assert "16384 tokens would keep 16.19 GiB (1036 KiB a token, measured)" in said
+    assert "the optimizer's moments 8.00 GiB, masters 4.00 GiB, gradients 4.00 GiB, the head 1.00 GiB" in said
+    assert "27.00 GiB of 30.00 GiB free may be used" in said
+    assert "The largest term is activations" in said
+    short = plan(5)
+    assert (short.checkpointing, short.offload, short.eight_bit) == (FULL, True, True)
+    assert "too much: lower `per_device_train_batch_size`" in short.sentence
+
+
+@pytest.mark.parametrize(
+    ("wishes", "expected"),
+    [
+        ({"checkpointing": NONE, "offload": False, "optim": "adamw_torch"}, (NONE, False, False)),
+        ({"checkpointing": NONE, "offload": False}, (NONE, False, True)),
+        ({"checkpointing": FULL, "optim": "adamw_torch"}, (FULL, True, False)),
+        ({"checkpointing": FULL, "offload": False, "optim": "sgd"}, (FULL, False, False)),
+        ({"offload": True, "optim": "adamw_torch"}, (FULL, True, False)),
+        ({"checkpointing": NONE, "offload": True, "optim": "adamw_torch"}, (NONE, True, False)),
+        ({"checkpointing": SELECTIVE, "optim": "adamw_8bit"}, (SELECTIVE, False, True)),
+    ],
+)
+def test_what_the_user_has_set_stays(wishes, expected):
+    found = plan(1, **wishes)
+    assert (found.checkpointing, found.offload, found.eight_bit) == expected
+
+
+def test_a_model_that_cannot_recompute_is_not_asked_to():
+    found = memory_plan(GIB, BatchTokens(TOKENS, TOKENS), COST, STATE, Wishes(), can_recompute=False)
+    assert (found.checkpointing, found.offload, found.eight_bit) == (NONE, False, True)
+
+
+# ---- in the trainer -----------------------------------------------------------------------------------------------------
+
+
+def trainer(tmp_path, **options):
+    args = SFTConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True, max_steps=1, **options)
+    rows = Dataset.from_list(tiny.chats(12))
+    return SFTTrainer(tiny.causal_lm(), args, train_dataset=rows, processing_class=tiny.tokenizer())
+
+
+def test_wishes_are_read_from_the_options(tmp_path):
+    made = trainer(tmp_path, gradient_checkpointing=True)
+    assert memory_fit.wishes_of(made) == Wishes(FULL, None, None)
+    made.args.gradient_checkpointing_kwargs = {"selective": True}
+    made.args.optim = "adafactor"
+    assert memory_fit.wishes_of(made) == Wishes(SELECTIVE, None, "adafactor")
+    made = trainer(tmp_path, activation_offloading=False)
+    assert made.args.gradient_checkpointing is False  # decided: host memory is assumed to be enough
+    assert memory_fit.wishes_of(made) == Wishes(NONE, False, None)
+
+
+def test_the_largest_micro_batch_is_one_that_the_run_will_make(tmp_path):
+    made = trainer(tmp_path, per_device_train_batch_size=3, num_train_epochs=2)
+    lengths = [sum(map(len, made.train_dataset[i])) for i in range(12)]
+    seen = []
+    loader = made.get_train_dataloader()
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        seen += [batch.num_tokens for batch in loader]
+    assert memory_fit.batch_tokens(made) == BatchTokens(max(seen), max(lengths))
+    made.train_dataset = None
+    assert memory_fit.batch_tokens(made) == BatchTokens(3 * 1024, 1024)
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"), [(NONE, (False, False)), (SELECTIVE, (True, True)), (FULL, (True, False))]
+)
+def test_a_plan_is_carried_out(tmp_path, level, expected):
+    made = trainer(tmp_path)
+    made.args.gradient_checkpointing = None
+    memory_fit.apply(made, memory.MemoryPlan(level, False, level == FULL, ""))
+    assert (made.args.gradient_checkpointing, "selective" in made.args.gradient_checkpointing_kwargs) == expected
+    assert (made.args.optim == "adamw_8bit") == (level == FULL)
+    made.train()
+    assert made.state.global_step == 1
+
+
+def test_the_decision_is_taken_when_the_reference_is_there(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr("posttrain.trainer.base.fit_memory", lambda trainer: seen.append(trainer.reference))
+    args = DPOConfig(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    rows = Dataset.from_list(tiny.pairs(4))
+    DPOTrainer(tiny.causal_lm(), args=args, train_dataset=rows, processing_class=tiny.tokenizer())
+    assert seen[0].model is not None
+
+
+def test_peft_models_are_asked_through_their_wrappers():
+    model = get_peft_model(tiny.causal_lm(), LoraConfig(target_modules=["q_proj"]))
+    innermost = memory_fit.innermost_model(model)
+    assert cost_of(innermost).kept[NONE] > 0
