@@ -9,18 +9,17 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from posttrain.core.sample import Sample, Unit
+from posttrain.data.row_store import RowStore, row_key
 
 
 class AnnotatedDataset(Dataset):
-    """`dataset` whose Samples also carry `per_token[name]`, taken from a flat array over its trained tokens.
+    """`dataset` whose Samples also carry `per_token[name]`, looked up in a store by what the sample is.
 
-    The array may be a memory map: nothing is read before its unit is.
+    Nothing is read before its unit is; rows may come in any order, and twice.
     """
 
-    def __init__(self, dataset: Any, name: str, values: np.ndarray, starts: np.ndarray) -> None:
-        if len(values) != starts[-1]:
-            raise ValueError(f"{name!r} has {len(values)} numbers for {starts[-1]} trained tokens.")
-        self.dataset, self.name, self.values, self.starts = dataset, name, values, starts
+    def __init__(self, dataset: Any, name: str, store: RowStore) -> None:
+        self.dataset, self.name, self.store = dataset, name, store
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -31,21 +30,10 @@ class AnnotatedDataset(Dataset):
         return getattr(self.dataset, name)
 
     def __getitem__(self, index: int) -> Unit:
-        place = int(self.starts[index])
-        annotated = []
-        for sample in self.dataset[index]:
-            values = self.values[place : place + sample.num_trained]
-            place += sample.num_trained
-            annotated.append(self._with_numbers(sample, values))
-        return tuple(annotated)
+        return tuple(self._with_numbers(sample) for sample in self.dataset[index])
 
-    def _with_numbers(self, sample: Sample, values: np.ndarray) -> Sample:
+    def _with_numbers(self, sample: Sample) -> Sample:
         numbers = np.zeros(len(sample), dtype=np.float32)
-        numbers[1:][sample.trained[1:]] = values
+        if sample.num_trained:
+            numbers[1:][sample.trained[1:]] = self.store.read(row_key(sample))
         return replace(sample, per_token={**sample.per_token, self.name: numbers})
-
-
-def trained_starts(dataset: Any) -> np.ndarray:
-    """(units + 1,) where each unit begins in a flat array over the trained tokens of the whole dataset."""
-    counts = [sum(sample.num_trained for sample in dataset[index]) for index in range(len(dataset))]
-    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +33,7 @@ from posttrain.data.response_parser import ResponseParser
 from posttrain.data.skeletons import Skeletons, shape_of
 from posttrain.data.special_tokens import ControlTokens, whole_texts
 from posttrain.data.template_checks import probe_template
+from posttrain.data.word_encoding import WordEncoder, trained_tokens
 
 __all__ = ["TRAIN_MODES", "Conversation", "RenderError", "Renderer"]
 
@@ -76,6 +76,7 @@ class Renderer:
         self._control = ControlTokens(tokenizer)
         self._provenance = Provenance(self._render, self._control)
         self._skeletons = Skeletons()
+        self._words = WordEncoder()
         self._role_is_safe: dict[str, bool] = dict.fromkeys(KNOWN_ROLES, True)
 
     @property
@@ -89,8 +90,8 @@ class Renderer:
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over all that decides ids and masks: the tokenizer, the template, the special tokens, the flags."""
-        backend = json.loads(self.tokenizer.backend_tokenizer.to_str())
-        backend["truncation"] = backend["padding"] = None
+        with whole_texts(self.tokenizer) as tokenizer:
+            backend = tokenizer.to_str()
         state = [
             backend,
             self.chat_template,
@@ -105,8 +106,7 @@ class Renderer:
     def encode_texts(self, texts: list[str], add_special_tokens: bool = True) -> list[np.ndarray]:
         """Ids of plain texts, parsed as `tokenizer(text)` parses them: control tokens in them are control tokens."""
         with whole_texts(self.tokenizer) as backend:
-            encodings = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+            return self._words.encode(backend, texts, add_special_tokens)
 
     def count_control_tokens(self, texts: list[str]) -> int:
         """How many of the texts hold the text of a control token."""
@@ -325,31 +325,50 @@ class Renderer:
         return results
 
     def _encode_chunk(self, chunk: list[Rendered]) -> list[Sample | RenderError]:
+        texts = [item.text for item in chunk]
+        masks: list[np.ndarray | None] = [None] * len(chunk)
         with whole_texts(self.tokenizer) as backend:
-            encode = backend.encode_batch if any(item.spans for item in chunk) else backend.encode_batch_fast
-            encodings = encode([item.text for item in chunk], add_special_tokens=False)
-        return [self._sample(item, encoding) for item, encoding in zip(chunk, encodings)]
+            if not any(item.spans for item in chunk):
+                ids = self._words.encode(backend, texts)
+            elif self._words.can_cut(backend, len(chunk)):
+                ids = self._words.encode(backend, texts)
+                if not self._words.can_cut(backend, len(chunk)):  # it was found out just now
+                    return self._encode_chunk(chunk)
+                masks = [self._words.trained(backend, item.text, item.spans or []) for item in chunk]
+            else:
+                encodings = backend.encode_batch(texts, add_special_tokens=False)
+                ids = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+                masks = [trained_tokens(one, item.spans or []) for one, item in zip(encodings, chunk)]
+        return [self._sample(item, one, mask) for item, one, mask in zip(chunk, ids, masks)]
 
-    def _sample(self, item: Rendered, encoding: Any) -> Sample | RenderError:
-        if not self.allow_control_tokens_in_content:
+    def _sample(self, item: Rendered, ids: np.ndarray, trained: np.ndarray | None) -> Sample | RenderError:
+        if not self.allow_control_tokens_in_content and not self._has_expected_control_tokens(item, ids):
             try:
-                encoding = self._without_foreign_control_tokens(item, encoding)
+                encoding = self._literal_encoding(item)
             except RenderError as error:
                 return error
-        ids = encoding.ids
-        return Sample(ids, np.ones(len(ids), dtype=bool) if item.spans is None else _trained(encoding, item.spans))
+            ids = np.array(encoding.ids, dtype=np.int32)
+            trained = trained_tokens(encoding, item.spans or [])
+        if item.spans is None:
+            trained = np.ones(len(ids), dtype=bool)
+        return Sample(ids, trained)
 
-    def _without_foreign_control_tokens(self, item: Rendered, encoding: Any) -> Any:
-        """The encoding, made anew if the tokenizer found control tokens in it that are not the template's."""
-        control, text = self._control, item.text
-        found = control.find(text)
+    def _has_expected_control_tokens(self, item: Rendered, ids: np.ndarray) -> bool:
+        """Whether the control tokens of the text and of the ids are those that the template wrote."""
+        found = self._control.find(item.text)
         owned = found if item.owned_control_tokens is None else item.owned_control_tokens
-        expected = sum(text[start:end] != control.unknown for start, end in owned)
-        if owned == found and control.count_ids(encoding.ids) == expected:
-            return encoding
+        return owned == found and self._control.count_ids(ids) == self._expected_control_tokens(item.text, owned)
+
+    def _expected_control_tokens(self, text: str, owned: list[Span]) -> int:
+        return sum(text[start:end] != self._control.unknown for start, end in owned)
+
+    def _literal_encoding(self, item: Rendered) -> Any:
+        """The encoding in which nothing but the template's control tokens are control tokens."""
+        control, text = self._control, item.text
+        owned = control.find(text) if item.owned_control_tokens is None else item.owned_control_tokens
         # Texts that are no control tokens may be taken for some, as the tokenizer normalises them; aliases cannot.
         encoding = control.literal_backend.encode(control.with_aliases(text, owned), add_special_tokens=False)
-        count = control.count_ids(encoding.ids)
+        count, expected = control.count_ids(encoding.ids), self._expected_control_tokens(text, owned)
         if count != expected:
             raise RenderError(f"The tokenizer gives {count} control tokens where the template wrote {expected}.", text)
         return encoding
@@ -361,26 +380,6 @@ def _continuation(marked: MarkedRender, turn: int, continued: str) -> int | None
         return None
     place = next(place for place in marked.places_of(turn) if place.piece.kind == "content")
     return place.start + len(continued)
-
-
-def _trained(encoding: Any, spans: list[Span]) -> np.ndarray:
-    """The mask of tokens that hold at least one character of a span.
-
-    A token across the edge of a span counts: the model has to produce it as a whole, and the prompt alone ends in other ids.
-    """
-    trained = np.zeros(len(encoding.ids), dtype=bool)
-    tokens = range(len(trained))
-    for start, end in spans:
-        first = bisect_right(tokens, start, key=lambda token: encoding.token_to_chars(token)[1])
-        stop = bisect_left(tokens, end, key=lambda token: _first_character(encoding, token))
-        trained[first:stop] = True
-    return trained
-
-
-def _first_character(encoding: Any, token: int) -> int:
-    """Where a token begins. Byte-level tokenizers that trim offsets leave nothing of a space but its end."""
-    start, end = encoding.token_to_chars(token)
-    return start if start < end else start - 1
 
 
 def _check_blocks(number: int, blocks: list[Any], text: str) -> None:

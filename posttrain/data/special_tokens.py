@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 
 ALIAS_BASE = 0xF0000  # plane 15 of Unicode: private use; the marks of provenance live in plane 16
@@ -75,8 +76,16 @@ class ControlTokens:
         """Places of all added tokens, special or not."""
         return [match.span() for match in self._find_added.finditer(text)]
 
-    def count_ids(self, ids: list[int]) -> int:
-        return sum(map(self.ids.__contains__, ids))
+    def count_ids(self, ids: Any) -> int:
+        """How many of the ids are control tokens."""
+        return int(np.count_nonzero(self._is_control[ids])) if len(ids) else 0
+
+    @cached_property
+    def _is_control(self) -> np.ndarray:
+        """By id; tokens may be added after this was made, but none that was a control token then."""
+        flags = np.zeros(max(len(self._tokenizer), *self.ids, 0) + 1, dtype=bool)
+        flags[list(self.ids)] = True
+        return flags
 
     def with_aliases(self, text: str, owned: list[tuple[int, int]]) -> str:
         """`text` with the control tokens at `owned` written as their aliases, which are as long as the tokens."""

@@ -232,8 +232,11 @@ def build_store(
 
 
 def _shares(num_rows: int, num_proc: int | None) -> list[tuple[int, int]]:
-    """Contiguous shares of the rows, one for each worker."""
-    workers = max(1, min(num_proc or 1, num_rows // ROWS_PER_WORKER))
+    """Contiguous shares of the rows, one for each worker: as many as asked for, or as the machine has cores."""
+    wanted = len(os.sched_getaffinity(0)) if num_proc is None and hasattr(os, "sched_getaffinity") else num_proc or 1
+    workers = max(1, min(wanted, num_rows // ROWS_PER_WORKER))
+    if multiprocessing.current_process().daemon:  # which may not have children
+        workers = 1
     if workers > 1 and "fork" not in multiprocessing.get_all_start_methods():
         logger.warning("This system cannot fork; the dataset is prepared by one process instead of %d.", workers)
         workers = 1

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 import torch.utils.data
 
+from posttrain.data import prepare, store_building
 from posttrain.data import row_formats as formats
-from posttrain.data import store_building
 from posttrain.data.prepare import PreparedDataset, PrepareOptions, prepare_dataset
 from posttrain.data.renderer import Renderer
 from posttrain.data.row_checks import BadRowsError
@@ -152,7 +152,7 @@ def test_other_things_than_datasets_are_refused(renderer):
 def test_cache_is_found_again_and_another_length_costs_nothing(renderer, cache, monkeypatch):
     dataset = datasets.Dataset.from_list(texts(3, 8, 20))
     first = prepare_dataset(dataset, SFT, renderer, PrepareOptions(cache_dir=cache, max_length=8))
-    monkeypatch.setattr(store_building, "build_store", None)
+    monkeypatch.setattr(prepare, "build_store", None)
     again = prepare_dataset(dataset, SFT, renderer, PrepareOptions(cache_dir=cache, max_length=8))
     assert again.fingerprint == first.fingerprint
     assert ids_of(again) == ids_of(first)
@@ -161,6 +161,25 @@ def test_cache_is_found_again_and_another_length_costs_nothing(renderer, cache, 
     assert [len(unit[0]) for unit in shorter] == [3, 4, 4]
     copy = datasets.Dataset.from_list([{"id": i, **row} for i, row in enumerate(texts(3, 8, 20))])
     prepare_dataset(copy, SFT, renderer, PrepareOptions(cache_dir=cache))  # columns that are not read do not matter
+
+
+def test_lengths_packing_and_order_are_decided_when_the_store_is_opened(renderer, cache, monkeypatch):
+    dataset = datasets.Dataset.from_list(texts(3, 8, 20, 5))
+    prepare_dataset(dataset, SFT, renderer, PrepareOptions(cache_dir=cache))
+    for name in ("encode_texts", "encode_chats", "encode_prompts"):
+        monkeypatch.setattr(type(renderer), name, None)  # whoever tokenises now fails
+    for mode in ("keep_start", "keep_end", "drop"):
+        options = PrepareOptions(cache_dir=cache, max_length=6, truncation_mode=mode)
+        cut = [len(unit[0]) for unit in prepare_dataset(dataset, SFT, renderer, options)]
+        assert cut == ([3, 5] if mode == "drop" else [3, 6, 6, 5])
+    for strategy, length in (("bfd", 8), ("bfd", 11), ("bfd_split", 8), ("wrapped", 9)):
+        options = PrepareOptions(cache_dir=cache, max_length=length, packing=strategy)
+        blocks = prepare_dataset(dataset, SFT, renderer, options)
+        kept = 3 + 8 + 5 + (length if strategy == "bfd" else 20)
+        assert sum(len(sample) for block in blocks for sample in block) == kept
+        assert all(sum(map(len, block)) <= length for block in blocks)
+    shuffled = prepare_dataset(dataset, SFT, renderer, PrepareOptions(cache_dir=cache, shuffle_seed=1))
+    assert sorted(len(unit[0]) for unit in shuffled) == [3, 5, 8, 20]
 
 
 def test_cache_key_is_what_decides_the_content(renderer, cache):
@@ -439,3 +458,10 @@ def test_chat_rows_are_checked_fast(renderer, cache):
 @pytest.mark.slow
 def test_hundred_thousand_chat_rows_in_two_minutes(renderer, cache):
     assert timed_check(100_000, renderer, cache) < 120
+
+
+def test_as_many_workers_as_asked_for_or_as_there_are_cores_but_none_for_few_rows():
+    many = store_building.ROWS_PER_WORKER * 1000
+    assert len(store_building._shares(many, None)) == len(os.sched_getaffinity(0))
+    assert len(store_building._shares(many, 3)) == 3
+    assert store_building._shares(store_building.ROWS_PER_WORKER * 2 - 1, None) == [(0, 3999)]

@@ -1,0 +1,146 @@
+"""Numbers about the tokens of rows, kept on disk under a hash of the row: append-only, checksummed, safe for many processes.
+
+A store is a folder of segments. A segment is written beside its place and renamed, never changed afterwards, and carries a
+checksum of all of its bytes; so a killed writer leaves nothing half-made, several processes write at once without a lock, and a
+damaged segment is noticed and put aside: its rows count as never seen.
+
+    "PTROWS1\n"  rows (u64)  values (u64)  keys (16 bytes each)  sizes (i32 each)  values (f32 each)  xxh3-128 of all before it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import struct
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from posttrain.core.sample import Sample
+
+logger = logging.getLogger(__name__)
+
+MAGIC = b"PTROWS1\n"
+HEADER = struct.Struct("<8sQQ")
+KEY_BYTES = 16
+SUFFIX = ".rows"
+
+
+def row_key(sample: Sample) -> bytes:
+    """128 bits of what the model is shown and asked: token ids, trained mask, media. Dataset, place and epoch do not matter."""
+    digest = xxhash.xxh3_128(struct.pack("<q", len(sample)))
+    digest.update(np.ascontiguousarray(sample.input_ids, dtype="<i4").tobytes())
+    digest.update(np.packbits(sample.trained).tobytes())
+    for name, value in sorted(sample.media.items()):
+        array = np.ascontiguousarray(value)
+        digest.update(f"{name}|{array.dtype}|{array.shape}|".encode() + array.tobytes())
+    return digest.digest()
+
+
+class RowStore:
+    """key -> float32 numbers. `refresh` reads what others have written since."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self._known: set[str] = set()
+        self._index: dict[bytes, tuple[Path, int, int]] = {}  # key -> (segment, first value, values)
+        self._maps: dict[Path, np.ndarray] = {}
+        self.refresh()
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_maps": {}}  # a worker opens the files itself; pickled maps would be copies of them
+
+    def refresh(self) -> None:
+        for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+            if path.name not in self._known:
+                self._known.add(path.name)
+                self._open(path)
+
+    def read(self, key: bytes) -> np.ndarray:
+        path, start, size = self._index[key]
+        if path not in self._maps:
+            self._maps[path] = _values_of(path)
+        return self._maps[path][start : start + size]
+
+    def add(self, rows: Iterable[tuple[bytes, np.ndarray]]) -> None:
+        """Write rows as one new segment, on the disk before this returns."""
+        rows = list(rows)
+        if not rows:
+            return
+        sizes = np.array([len(values) for _, values in rows], dtype="<i4")
+        values = np.concatenate([np.asarray(values, dtype="<f4") for _, values in rows])
+        content = HEADER.pack(MAGIC, len(rows), len(values)) + b"".join(key for key, _ in rows)
+        content += sizes.tobytes() + values.tobytes()
+        path = self.folder / f"{uuid.uuid4().hex}{SUFFIX}"
+        _write_durably(path, content + xxhash.xxh3_128_digest(content))
+        self._known.add(path.name)
+        self._remember(path, [key for key, _ in rows], sizes)
+
+    def _remember(self, path: Path, keys: list[bytes], sizes: np.ndarray) -> None:
+        ends = np.cumsum(sizes, dtype=np.int64)
+        for key, end, size in zip(keys, ends.tolist(), sizes.tolist()):
+            self._index.setdefault(key, (path, end - size, size))
+
+    def _open(self, path: Path) -> None:
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # another process has put it aside
+            return
+        reason = _damage(content)
+        if reason is not None:
+            logger.warning(f"{path} is damaged ({reason}): it is put aside, and its rows will be computed again.")
+            _put_aside(path)
+            return
+        _, rows, _ = HEADER.unpack_from(content)
+        keys_end = HEADER.size + KEY_BYTES * rows
+        keys = [content[at : at + KEY_BYTES] for at in range(HEADER.size, keys_end, KEY_BYTES)]
+        self._remember(path, keys, np.frombuffer(content, dtype="<i4", count=rows, offset=keys_end))
+
+
+def _damage(content: bytes) -> str | None:
+    if len(content) < HEADER.size + KEY_BYTES:
+        return f"it has {len(content)} bytes"
+    magic, rows, values = HEADER.unpack_from(content)
+    if magic != MAGIC:
+        return "it does not begin like a segment"
+    expected = HEADER.size + (KEY_BYTES + 4) * rows + 4 * values + KEY_BYTES
+    if len(content) != expected:
+        return f"it has {len(content)} bytes instead of {expected}"
+    if xxhash.xxh3_128_digest(memoryview(content)[:-KEY_BYTES]) != content[-KEY_BYTES:]:
+        return "its checksum does not hold"
+    return None
+
+
+def _values_of(path: Path) -> np.ndarray:
+    with open(path, "rb") as file:
+        _, rows, values = HEADER.unpack(file.read(HEADER.size))
+    return np.memmap(path, dtype="<f4", mode="r", offset=HEADER.size + (KEY_BYTES + 4) * rows, shape=(values,))
+
+
+def _put_aside(path: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # another process was faster
+        path.rename(path.with_suffix(".damaged"))
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    staged = path.with_suffix(f".tmp-{os.getpid()}")
+    try:
+        with open(staged, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(staged, path)
+    finally:
+        staged.unlink(missing_ok=True)
