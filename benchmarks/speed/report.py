@@ -1,0 +1,111 @@
+"""From the lines of both libraries to one table: medians, ratios, memory, and whether the losses agree."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.speed.rows import GUARD, ROWS
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+GIB = 2**30
+HEADER = "| row | setting | tokens/s | ours is | peak GiB | ours needs | losses | micro-batch, checkpointing, other options |"
+RULE = "|---|---|---:|---:|---:|---:|---|---|"
+SHOWN_APART = ("per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "weights")
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown. `ours` is the median of the runs before and after TRL's; `void` where the losses disagree."""
+    lines = [HEADER, RULE]
+    for row in dict.fromkeys(one["row"] for one in results):
+        mine = [one for one in results if one["row"] == row]
+        lines += [line(one, mine) for one in representative(mine)]
+    return "\n".join(lines)
+
+
+def representative(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry for each setting; runs of the same setting are merged by the median of their rates."""
+    merged = []
+    for setting in ("ours", "default", "tuned", "packed", "matched"):
+        runs = [one for one in results if one["setting"] == setting]
+        good = [one for one in runs if "error" not in one]
+        if good:
+            rates = [one["rate"] for one in good]
+            peak = max(one["peak_bytes"] for one in good)
+            merged.append({**good[0], "rate": statistics.median(rates), "rates": rates, "peak_bytes": peak})
+        elif runs:
+            merged.append(runs[0])
+    return merged
+
+
+def line(one: dict[str, Any], of_row: list[dict[str, Any]]) -> str:
+    merged = {entry["setting"]: entry for entry in representative(of_row)}
+    ours = merged.get("ours", {})
+    name = {"default": "TRL as it comes", "tuned": "TRL tuned", "packed": "TRL tuned, packed"}
+    setting = name.get(one["setting"], one["setting"])
+    if "error" in one:
+        return f"| {one['row']} | {setting} | | {bound(one)} | | | | {one['error']} |"
+    is_theirs = one["setting"] in name
+    speed = f"{ours['rate'] / one['rate']:.2f}x" if is_theirs and "rate" in ours else ""
+    rival = merged.get("matched", ours) if one["setting"] == "tuned" else ours
+    memory = f"{rival['peak_bytes'] / one['peak_bytes']:.2f}x" if is_theirs and "peak_bytes" in rival else ""
+    verdict = losses_agree(ours, one)[1] if "losses" in ours and one["setting"] != "ours" else ""
+    return (
+        f"| {one['row']} | {setting} | {one['rate']:,.0f} | {speed} | {one['peak_bytes'] / GIB:.1f} | {memory} | {verdict} | "
+        f"{options_in_words(one['options'])} |"
+    )
+
+
+def bound(one: dict[str, Any]) -> str:
+    """Where TRL was stopped: at least so many times our step."""
+    return f"> {one['at_least']:.1f}x" if "at_least" in one else ""
+
+
+def options_in_words(options: dict[str, Any]) -> str:
+    size, steps = options["per_device_train_batch_size"], options["gradient_accumulation_steps"]
+    checkpointing = {True: "on", False: "off"}.get(options["gradient_checkpointing"], options["gradient_checkpointing"])
+    others = ", ".join(f"{name}={value}" for name, value in options.items() if name not in SHOWN_APART)
+    return f"{steps} x {size}, checkpointing {checkpointing}, {options['weights']} weights, {others}"
+
+
+def losses_agree(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, str]:
+    """Relative difference of each of the first losses, the direction they move in, and the weights they start from."""
+    pairs = list(zip(ours["losses"], theirs["losses"]))
+    low = "bfloat16" in (precision(ours["options"]), precision(theirs["options"]))
+    allowed = TOLERANCE["bfloat16" if low else "float32"]
+    worst = max(abs(a - b) / max(abs(a), abs(b)) for a, b in pairs)
+    told = f"{len(pairs)} within {worst:.0e}"
+    if ours["checksum"] != theirs["checksum"]:
+        return False, "**void**: other weights"
+    if worst > allowed:
+        return False, f"**void**: {worst:.1e} apart, {allowed:.0e} allowed"
+    if not same_trend(*map(list, zip(*pairs))):
+        return False, f"**void**: {told}, but they move in opposite directions"
+    return True, told
+
+
+def precision(options: dict[str, Any]) -> str:
+    return "bfloat16" if options["weights"] == "bfloat16" or options.get("bf16") else "float32"
+
+
+def same_trend(ours: list[float], theirs: list[float]) -> bool:
+    """Both fall or both rise from the first third to the last; movements below 0.1 % are none."""
+    part = max(1, len(ours) // 3)
+    moves = [statistics.mean(one[-part:]) / statistics.mean(one[:part]) - 1 for one in (ours, theirs)]
+    return all(abs(move) < 1e-3 for move in moves) or moves[0] * moves[1] > 0 or abs(moves[0] - moves[1]) < 1e-3
+
+
+def goals(results: list[dict[str, Any]]) -> list[str]:
+    """For each row: what was asked for and what was reached."""
+    lines = []
+    for row in (*ROWS, GUARD):
+        merged = {one["setting"]: one for one in representative([r for r in results if r["row"] == row.name])}
+        if "rate" not in merged.get("ours", {}):
+            continue
+        for setting, goal in zip(("default", "tuned"), row.goal):
+            if "rate" in merged.get(setting, {}):
+                ratio = merged["ours"]["rate"] / merged[setting]["rate"]
+                lines.append(
+                    f"{row.name}: {ratio:.2f}x TRL {setting}, goal {goal}x{'' if ratio >= goal else ' (missed)'}"
+                )
+    return lines
