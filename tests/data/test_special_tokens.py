@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import copy
 from collections import Counter
 from functools import cache
@@ -286,6 +287,15 @@ def test_the_literal_tokenizer_differs_in_control_tokens_only(name: str):
         assert written.ids[-1] == tokenizer.convert_tokens_to_ids(text)
         assert written.offsets[-1] == (0, len(text))
     assert tokenizer.backend_tokenizer.encode_special_tokens is False
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_editing_the_vocabulary_as_text_gives_the_tokenizer_of_editing_it_as_data(name: str):
+    control = ControlTokens(KINDS[name]())
+    text = control._backend.to_str()
+    quick, whole = control._renamed_in_text(text), control._renamed_in_full(json.loads(text))
+    assert quick is not None
+    assert json.loads(quick.to_str()) == json.loads(whole.to_str())
 
 
 def test_the_unknown_token_is_excused_only_where_characters_can_be_unknown():
