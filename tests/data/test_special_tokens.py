@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import copy
+import json
 from collections import Counter
 from functools import cache
 
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from posttrain.core.sample import Sample
 from posttrain.data.chat_templates import use_chat_format
 from posttrain.data.renderer import Conversation, Renderer, RenderError
-from posttrain.data.special_tokens import ControlTokens, whole_texts
+from posttrain.data.special_tokens import FEW_CONTROL_TOKENS, ControlTokens, whole_texts
 from tests.data.chat_cases import TOOLS, said, template_text, user
 from tests.data.tiny_tokenizers import KINDS, PLAIN_ADDED, byte_level_without_control_tokens, tokenizer_for
 
@@ -294,8 +294,10 @@ def test_editing_the_vocabulary_as_text_gives_the_tokenizer_of_editing_it_as_dat
     control = ControlTokens(KINDS[name]())
     text = control._backend.to_str()
     quick, whole = control._renamed_in_text(text), control._renamed_in_full(json.loads(text))
-    assert quick is not None
-    assert json.loads(quick.to_str()) == json.loads(whole.to_str())
+    if len(control.texts) > FEW_CONTROL_TOKENS:
+        assert quick is None
+    else:
+        assert json.loads(quick.to_str()) == json.loads(whole.to_str())
 
 
 def test_the_unknown_token_is_excused_only_where_characters_can_be_unknown():
