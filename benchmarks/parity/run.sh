@@ -1,26 +1,18 @@
 #!/usr/bin/env bash
 # Trains the same tiny models with TRL 1.16.0 and with posttrain, on the same rows, and compares every number.
 #   benchmarks/parity/run.sh [--record] [CASE ...]        e.g. benchmarks/parity/run.sh 'dpo-*@2x2'
-# TRL lives in an environment of its own, .venv-trl, which borrows torch and the rest from .venv; posttrain never sees it.
+# TRL lives in an environment of its own (benchmarks/trl_environment.sh).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
 OURS=${PARITY_PYTHON:-.venv/bin/python}
-THEIRS=${PARITY_TRL_PYTHON:-.venv-trl/bin/python}
+THEIRS=${PARITY_TRL_PYTHON:-$(benchmarks/trl_environment.sh "$OURS")}
 WORK=${PARITY_WORK:-runs/parity}
 export OMP_NUM_THREADS=1
 
 record=no
 if [ "${1:-}" = "--record" ]; then record=yes; shift; fi
 
-if [ ! -x "$THEIRS" ]; then
-    echo "Making .venv-trl with TRL 1.16.0 ..."
-    "$OURS" -m venv .venv-trl
-    shared=$("$OURS" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-    echo "$shared" > "$(.venv-trl/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/shared.pth"
-    .venv-trl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps trl==1.16.0
-    THEIRS=.venv-trl/bin/python
-fi
 
 mkdir -p "$WORK"
 rm -rf "$WORK/materials"

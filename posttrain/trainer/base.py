@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments, enable_full_determinism, set_seed
-from transformers.trainer_utils import EvalLoopOutput
 
 from posttrain.core import faults
 from posttrain.core.batch import PADDED, Passes, StepTotals, TokenBatch, passes_of
@@ -38,6 +37,7 @@ from posttrain.trainer.adam8bit import adamw_8bit
 from posttrain.trainer.checkpoint import refuse_unwritable
 from posttrain.trainer.config import BaseConfig, PairConfig
 from posttrain.trainer.display import display_callbacks
+from posttrain.trainer.evaluation import EvaluatingTrainer
 from posttrain.trainer.hub import HubTrainer
 from posttrain.trainer.memory_fit import fit_memory
 from posttrain.trainer.metrics import MetricStore
@@ -52,7 +52,7 @@ STAT_METRICS = {"entropy": "entropy", "is_most_likely": "mean_token_accuracy"}
 """Token statistics that every language-model method logs, and TRL's names for them."""
 
 
-class BaseTrainer(HubTrainer, PersistentTrainer):
+class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     """transformers.Trainer on Samples. See the module's docstring for what a method provides."""
 
     method: ClassVar[str]
@@ -218,7 +218,7 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
         self.skipped = SkippedSteps(args.output_dir, args.max_skipped_steps, args.should_save)
         self._step_loss: Tensor | float = 0.0
         self._step_rows: list[int] = []
-        self._eval_terms: list[tuple[list[float | Tensor], StepTotals]] = []
+        self._eval_terms = []
         self.add_callback(RunLifecycle(self))
         display_callbacks(self)
         allow_selective_checkpointing(self.model)
@@ -428,47 +428,6 @@ class BaseTrainer(HubTrainer, PersistentTrainer):
         if self.finite is not None:
             for (step, rows), was_skipped in self.finite.finished(wait):
                 self.skipped.record(step, rows, was_skipped, self.run_state)
-
-    # ---- evaluation --------------------------------------------------------------------------------------------------
-
-    def prediction_step(
-        self, model: nn.Module, inputs: TokenBatch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor, Any, Any]:
-        batch = self._prepare_inputs(inputs)
-        with torch.no_grad():
-            output, policy = self._loss_output(model, batch, "eval")
-        sums = [term.weight * term.values.sum() for term in output.terms]
-        self._eval_terms.append(([*zip(sums, [term.per for term in output.terms])], batch.totals()))
-        predictions, labels = (None, None) if prediction_loss_only else self.predictions(batch, policy, output)
-        return output.local(batch).detach(), predictions, labels
-
-    def predictions(self, batch: TokenBatch, policy: TokenScores, output: LossOutput) -> tuple[Any, Any]:
-        """What `compute_metrics` is given: (predictions, labels)."""
-        return None, None
-
-    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> EvalLoopOutput:
-        """Trainer's loop; the loss is that of all rows as one batch, not a mean over batches of different size."""
-        self._eval_terms = []
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        if self._eval_terms:
-            output.metrics[f"{metric_key_prefix}_loss"] = self._evaluation_loss()
-        shown = self.metrics.flush("eval", self.args.device, self.args.world_size)
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in shown.items()})
-        return output
-
-    def _evaluation_loss(self) -> float:
-        names = dict.fromkeys(per for terms, _ in self._eval_terms for _, per in terms)
-        pairs = []
-        for name in names:
-            total = sum(value for terms, _ in self._eval_terms for value, per in terms if per == name)
-            pairs.append(torch.stack([total.double(), total.new_tensor(self._eval_count(name)).double()]))
-        sums = torch.stack(pairs)
-        if self.args.world_size > 1:
-            torch.distributed.all_reduce(sums)
-        return float((sums[:, 0] / sums[:, 1].clamp(min=1)).sum())
-
-    def _eval_count(self, per: str) -> float:
-        return sum(totals.counts[per] for _, totals in self._eval_terms)
 
     # ---- the log and the rest ----------------------------------------------------------------------------------------
 

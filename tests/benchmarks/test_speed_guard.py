@@ -7,10 +7,8 @@ there is none it is made, if a package index answers; otherwise the test is skip
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -28,24 +26,11 @@ def trl_python() -> str:
     """The Python of an environment with TRL 1.16.0 that borrows everything else from this one."""
     if given := os.environ.get("SPEED_TRL_PYTHON"):
         return given
-    home = TREE / ".venv-trl"
-    if not home.exists():
-        make_environment(home)
-    return str(home / "bin" / "python")
-
-
-def make_environment(home: Path) -> None:
-    """As benchmarks/speed/run.sh does; removed again if TRL cannot be had, so that nobody takes it for whole."""
-    python = home / "bin" / "python"
-    subprocess.run([sys.executable, "-m", "venv", home], check=True)
-    ask = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    packages = subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
-    (Path(packages) / "shared.pth").write_text(sysconfig.get_paths()["purelib"] + "\n", encoding="utf-8")
-    install = [python, "-m", "pip", "install", "--quiet", "--retries", "0", "--timeout", "10", "--no-deps"]
-    done = subprocess.run([*install, "trl==1.16.0"], capture_output=True, text=True)
-    if done.returncode:
-        shutil.rmtree(home)
-        pytest.skip(f"TRL 1.16.0 is not installed and could not be: {done.stderr.strip().splitlines()[-1]}")
+    script = TREE / "benchmarks" / "trl_environment.sh"
+    made = subprocess.run([script, sys.executable], capture_output=True, text=True)
+    if made.returncode:
+        pytest.skip(f"TRL 1.16.0 is not installed and could not be: {made.stderr.strip().splitlines()[-1]}")
+    return str(TREE / made.stdout.strip())
 
 
 def fastest_step(results: list[dict[str, Any]], setting: str) -> float:

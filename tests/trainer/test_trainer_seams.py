@@ -8,6 +8,7 @@ import pytest
 import transformers
 
 from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.evaluation import EvaluatingTrainer
 from posttrain.trainer.hub import HubTrainer
 from posttrain.trainer.persistence import PersistentTrainer
 from posttrain.trainer.saving import SavingTrainer
@@ -64,7 +65,7 @@ def test_the_seam_is_as_we_know_it(name):
 def test_no_override_is_missing_from_the_list():
     own = {
         name
-        for cls in (BaseTrainer, PersistentTrainer, SavingTrainer, HubTrainer)
+        for cls in (BaseTrainer, EvaluatingTrainer, PersistentTrainer, SavingTrainer, HubTrainer)
         for name, value in vars(cls).items()
         if callable(value) and hasattr(transformers.Trainer, name) and not name.startswith("__")
     }
