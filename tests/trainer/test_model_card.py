@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -91,7 +92,7 @@ def test_card_of_a_whole_model(tmp_path, base_folders, capsys):
     assert report.truncated > 0
     loss = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry][-1]
     assert f"| loss | {number(loss)} |" in body
-    assert f"| torch | {torch.__version__} |" in body
+    assert f"| torch | {metadata.version('torch')} |" in body
     assert f"| posttrain | {posttrain.__version__} |" in body
     assert "## Citation" not in body
     assert run_code(body, "my-model", tmp_path / "my-model", capsys).strip()
