@@ -120,9 +120,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         self._after_trainer_init()
         self.prepare_reference(ref_model, model)
         fit_memory(self)  # now that the reference is on the device too
-        if self.loaded.kernels == COMPILED and (args.gradient_checkpointing_kwargs or {}).get(SELECTIVE):
-            uncompile_layers(innermost_model(self.model))  # it decides operation by operation what is kept
-            self.loaded.kernels = PLAIN
+        self._uncompile_if_selective()
 
     # ---- what a method provides --------------------------------------------------------------------------------------
 
@@ -222,6 +220,17 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         self.add_callback(RunLifecycle(self))
         display_callbacks(self)
         allow_selective_checkpointing(self.model)
+
+    def _uncompile_if_selective(self) -> None:
+        """Selective checkpointing decides operation by operation what is kept; compiled layers show it none."""
+        args = self.args
+        is_selective = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(SELECTIVE)
+        if is_selective and self.loaded.kernels == COMPILED:
+            uncompile_layers(innermost_model(self.model))
+            self.loaded.kernels = PLAIN
+            self.loaded.notes.append(
+                "Decoder layers run uncompiled: selective checkpointing needs to see their operations."
+            )
 
     @property
     def uses_router_loss(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from posttrain import SFTConfig, SFTTrainer
 from posttrain.core.batch import SHARED
 from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
@@ -99,3 +100,15 @@ def test_compiled_layers_have_the_gradient_of_plain_ones_and_other_lengths_compi
         gradients[is_compiled] = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert len(set(graphs)) == 1
     assert (gradients[True] - gradients[False]).norm() <= 1e-6 * gradients[False].norm()
+
+
+@pytest.mark.parametrize(("selective", "kernels"), [(True, PLAIN), (False, COMPILED)])
+def test_selective_checkpointing_wants_uncompiled_layers(tmp_path, monkeypatch, selective, kernels):
+    monkeypatch.setattr(SFTConfig, "layer_kernels", lambda self, steps: (COMPILED,))
+    args = SFTConfig(
+        output_dir=str(tmp_path), report_to="none", use_cpu=True, padding_free=False, gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False, "selective": selective},
+    )  # fmt: skip
+    made = SFTTrainer(tiny.causal_lm(), args, processing_class=tiny.tokenizer())
+    assert made.loaded.kernels == kernels
+    assert all((layer._compiled_call_impl is None) == selective for layer in made.model.model.layers)
