@@ -60,7 +60,20 @@ def compile_layers(innermost: nn.Module) -> None:
     _put_back(_family(innermost), _pristine.get(_family(innermost).__name__, {}))
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VERSIONS_OF_A_LAYER)
     for layer in decoder_layers(innermost):
-        layer.compile(dynamic=True)
+        layer.compile(dynamic=True, backend=recomputing_inductor)
+
+
+def recomputing_inductor(graph: Any, inputs: list[Any]) -> Any:
+    """torch's own backend, but results that the backward can make again from what it reads anyway are not kept.
+
+    By default a result that the backward writes to memory is kept, such as the product of SwiGLU, which is a third of all that a
+    layer keeps. H200, 1.5B: 2085 -> 1403 KiB a token at the same speed (52.9k and 53.0k tokens/s).
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(ban_recompute_materialized_backward=False):
+        return compile_fx(graph, inputs)
 
 
 _pristine: dict[str, dict[str, Any]] = {}  # module of a family -> its names before Liger first changed it

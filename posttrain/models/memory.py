@@ -99,16 +99,16 @@ def _kept_by(body: nn.Module, config: Any, tokens: int) -> tuple[int, int]:
     own = {t.untyped_storage().data_ptr() for t in (*body.parameters(), *body.buffers())}
     saved: dict[int, Any] = {}
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> None:
+        """Nothing is handed back: an operation that keeps its own result would own itself, and a graph without a backward stay."""
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
             saved[storage.data_ptr()] = storage
-        return tensor
 
     device = next(body.parameters()).device
     inputs = _probe_inputs(config, tokens, device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
+        with saved_tensors_hooks(pack, lambda nothing: nothing):
             output = body(**inputs, use_cache=False)
         del output
         # A compiled layer has no single operations to look at, and selective checkpointing runs without it.

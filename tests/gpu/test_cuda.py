@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config, TrainerCallback
 
 from posttrain import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, Sample, SFTConfig, SFTTrainer
 from posttrain.data.collate import collate
-from posttrain.models.layer_kernels import fastest_kernels
+from posttrain.models.attention import RAGGED_ATTENTION, install_ragged_attention
+from posttrain.models.layer_kernels import compile_layers, fastest_kernels
 from posttrain.models.load import LoadOptions, load_model
+from posttrain.models.memory import activation_cost
 from posttrain.models.token_scores import score_tokens
 from posttrain.trainer.master_adamw import MasterAdamW
 from posttrain.trainer.optimizer import FiniteSteps, MasterWeights
@@ -176,6 +178,17 @@ def test_the_probe_measures_every_candidate_and_leaves_the_familys_module_alone(
     assert chosen in times
     assert all(vars(modeling_qwen2)[name] is value for name, value in before.items())
     assert len(made.model.layers) == 4
+
+
+def test_compiled_layers_keep_less_than_uncompiled_ones():
+    install_ragged_attention()
+    plain, compiled = (model(torch.bfloat16) for _ in range(2))
+    for each in (plain, compiled):
+        each.set_attn_implementation(RAGGED_ATTENTION)
+    compile_layers(compiled)
+    kept = [activation_cost(each.model, each.config).kept["none"] for each in (compiled, plain)]
+    print(f"a token keeps {kept[0] / 2**10:.1f} KiB compiled, {kept[1] / 2**10:.1f} KiB else")
+    assert kept[0] < 0.6 * kept[1]
 
 
 def test_a_nan_gradient_on_the_device_is_skipped_and_heard_of_later(tmp_path):

@@ -87,25 +87,3 @@ def test_peak_memory_is_below_pefts():
     (_, with_peft), (_, with_fusion) = gradients(plain, 8192), gradients(fused, 8192)
     print(f"peak beside the weights: PEFT {with_peft / 2**20:.0f} MiB, fused {with_fusion / 2**20:.0f} MiB")
     assert with_fusion <= 0.75 * with_peft
-
-
-def test_a_step_is_faster_than_pefts():
-    plain = adapted(torch.bfloat16, layers=4)
-    fused = copy.deepcopy(plain)
-    fuse_lora(fused)
-    taken = {name: milliseconds(model) for name, model in (("fused", fused), ("PEFT", plain))}
-    print(f"forward and backward of 16384 tokens: {taken}")
-    assert (
-        taken["fused"] < 1.1 * taken["PEFT"]
-    )  # at this width launches count more than bytes; 7B is in benchmarks/speed
-
-
-def milliseconds(model, repeats=10):
-    gradients(model, 16384)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(repeats):
-        gradients(model, 16384)
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) / repeats
