@@ -9,9 +9,6 @@ from torch import Tensor
 
 from posttrain.core.batch import StepTotals, TokenBatch
 
-PER = ("token", "sequence", "unit", "batch")
-"""What a loss may ask to be divided by; `token:NAME` is the number of trained tokens of one role."""
-
 
 @dataclass
 class TokenScores:

@@ -28,9 +28,6 @@ CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 """Size of one chunk of logits: large enough to fill a GPU, small enough for a CPU's cache to help."""
 
 
-UNFUSED_BYTES = 8  # of a logit that autograd keeps: in float32, and its gradient
-
-
 @dataclass(frozen=True)
 class ScoreRequest:
     """What is asked about which positions. Travels as one keyword argument through every wrapper of the model."""
