@@ -17,6 +17,8 @@ MESSAGE_KEYS = frozenset(
     + ("recipient", "content_type", "tool_plan", "citations", "documents")
 )
 MEDIA_BLOCKS = frozenset(("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio"))
+BLANK_USER = "blank_user"
+"""A user's turn without words: the only finding that leaves a message usable (see PrepareOptions.allow_blank_prompts)."""
 CALL_IN_TEXT = re.compile(r'tool_call|<function|<\|python_tag\|>|\[TOOL|"name"\s*:|functions\.|Action\s*:')
 
 
@@ -41,7 +43,7 @@ def read_messages(
         return None
     before = len(found)
     messages = [_read_message(message, f"message {i}", column, found) for i, message in enumerate(value)]
-    if len(found) > before:
+    if any(finding.kind != BLANK_USER for finding in found[before:]):
         return None
     if unknown_keys is not None:
         for message in messages:
@@ -102,7 +104,8 @@ def _read_content(message: dict[str, Any], role: str, place: str, column: str, f
     elif not content or content.isspace():
         if role == "user" or (role == "assistant" and not _speaks_otherwise(message)):
             what = "holds only white space" if content else "is empty"
-            found.append(Finding(f"blank_{role}", column, f"{place}: the content of the {role} turn {what}"))
+            kind = BLANK_USER if role == "user" else "blank_assistant"
+            found.append(Finding(kind, column, f"{place}: the content of the {role} turn {what}"))
     elif "\x00" in content or not content.isascii():
         details: list[Finding] = []
         check_characters(content, column, details)

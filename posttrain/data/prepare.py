@@ -64,6 +64,10 @@ class PrepareOptions:
     """Row -> text to train on, in place of the row's columns."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Arguments for the chat template; those of a row's own `chat_template_kwargs` column come first."""
+    tools: list[dict[str, Any]] | None = None
+    """Schemas of tools that conversations are rendered with; those of a row's own `tools` column come first."""
+    allow_blank_prompts: bool = False
+    """A user's turn may be empty: an environment writes it when an episode begins."""
     append_eos: bool = True
     """Put the end-of-sequence text after plain texts and completions that do not end on it."""
     step_separator: str = "\n"
@@ -87,6 +91,8 @@ class PrepareOptions:
         "completion_only_loss",
         "assistant_only_loss",
         "chat_template_kwargs",
+        "tools",
+        "allow_blank_prompts",
         "append_eos",
         "step_separator",
         "train_on_last_step_only",

@@ -87,6 +87,11 @@ class Renderer:
     def has_template(self) -> bool:
         return self.chat_template is not None
 
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids that texts of messages never give."""
+        return self._control.ids
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over all that decides ids and masks: the tokenizer, the template, the special tokens, the flags."""

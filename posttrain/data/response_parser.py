@@ -41,6 +41,9 @@ class CallSyntax(Protocol):
         `schemas` (name of a tool -> its properties) tell whether a value without quotes is a string.
         """
 
+    def begins_in(self, text: str) -> bool:
+        """Whether the text holds what a call begins with, be it well formed or not."""
+
 
 @dataclass(frozen=True)
 class Turn:
@@ -78,6 +81,10 @@ class ObjectCalls:
                 return text[: lead.start()], calls
             position = joint.end()
 
+    def begins_in(self, text: str) -> bool:
+        has_mark = self.lead.search("{") is None  # without one, any object at the beginning of a text looks like a call
+        return has_mark and self.lead.search(text) is not None
+
 
 @dataclass(frozen=True)
 class NamedCalls:
@@ -95,6 +102,9 @@ class NamedCalls:
                 return None
             calls.append(_call(head[1].strip(), found[0]))
         return (_without_ending(text[: heads[0].start()], self.wrapper), calls) if calls else None
+
+    def begins_in(self, text: str) -> bool:
+        return self.head.search(text) is not None
 
 
 @dataclass(frozen=True)
@@ -121,6 +131,9 @@ class ArgumentCalls:
             calls.append(_call(head[1], arguments))
             head = self.head.search(text, position)
         return (_without_ending(text[: first.start()], self.wrapper), calls) if calls else None
+
+    def begins_in(self, text: str) -> bool:
+        return self.head.search(text) is not None
 
     def _read_value(self, text: str, position: int, is_text: bool) -> tuple[Any, int] | None:
         if self.quote and not text.startswith(self.quote, position):
@@ -190,6 +203,10 @@ class ResponseParser:
         if found is not None:
             message["content"], message["tool_calls"] = found[0].strip(), found[1]
         return message
+
+    def begins_call(self, text: str) -> bool:
+        """Whether the text begins a call; where `parse` found none in it, it is malformed."""
+        return self._calls is not None and self._calls.begins_in(text)
 
     # ---------------------------------------------------------------------------------------------------- learning
 
@@ -345,7 +362,7 @@ def _read_json(text: str, position: int) -> tuple[Any, int] | None:
         position += 1
     try:
         return DECODER.raw_decode(text, position)
-    except ValueError:
+    except (ValueError, RecursionError):  # the latter: ten thousand brackets
         return None
 
 

@@ -244,7 +244,7 @@ def _chat(
     row: Row, messages: list[Row], options: PrepareOptions, num_prompt_messages: int | None = None
 ) -> Conversation:
     kwargs = {**(options.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
-    return Conversation(messages, row.get("tools"), kwargs or None, num_prompt_messages)
+    return Conversation(messages, row.get("tools") or options.tools, kwargs or None, num_prompt_messages)
 
 
 def _ended(text: str, renderer: Renderer, options: PrepareOptions) -> str:

@@ -14,6 +14,7 @@ import xxhash
 from posttrain.core.sample import Unit
 from posttrain.data.foreign_formats import Row
 from posttrain.data.label_report import LabelReport, answer_hashes, label_report
+from posttrain.data.message_checks import BLANK_USER
 from posttrain.data.row_checks import Finding, describe
 from posttrain.data.row_formats import Detection
 
@@ -145,6 +146,8 @@ class RowExaminer:
             if found:
                 return {}, found
         clean, found, unknown_keys = self.detection.read(row, self.vocab_size)
+        if self.options.allow_blank_prompts:
+            found = [finding for finding in found if finding.kind != BLANK_USER]
         if isinstance(row, dict):
             found = found + self._check_other_columns(row, number)
         for key in unknown_keys:

@@ -5,7 +5,8 @@
 varlen flash kernel on CUDA, with one SDPA call per segment elsewhere. Without bounds the call is passed on to transformers'
 `sdpa` and its masks, so that `generate`, padded batches and freshly loaded models behave as ever.
 
-Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/prefix_attention`.
+Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/prefix_attention`. A call that
+carries `kv_cache` is one of the rollout engine, which keeps keys and values itself: see `rollout/native_engine`.
 
 transformers would build a dense mask from position ids that restart. It returns a mask of four dimensions as it is, so a ragged
 batch carries a four-dimensional placeholder of one element, which this module's function ignores.
@@ -14,7 +15,7 @@ batch carries a four-dimensional placeholder of one element, which this module's
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,22 @@ from posttrain.core.batch import SharedPrefixes, TokenBatch
 from posttrain.models.prefix_attention import shared_prefix_flash, shared_prefix_loop
 
 RAGGED_ATTENTION = "posttrain_ragged"
+
+
+class KeyValueCache(Protocol):
+    """Keeps the keys and values of the tokens so far, and attends to them; travels as the forward argument `kv_cache`."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """(1, heads, tokens, dim) of the new tokens -> (1, tokens, heads, dim)."""
 
 
 def segment_kwargs(batch: TokenBatch) -> dict[str, Any]:
@@ -63,9 +80,12 @@ def ragged_attention(
     max_length_q: int | None = None,
     sliding_window: int | None = None,
     shared_prefixes: SharedPrefixes | None = None,
+    kv_cache: KeyValueCache | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """(1, heads, tokens, dim) -> (1, tokens, heads, dim), segments apart where bounds are given."""
+    if kv_cache is not None:
+        return _attend_cached(kv_cache, module, query, key, value, scaling, sliding_window, kwargs), None
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -81,11 +101,40 @@ def ragged_attention(
         return shared_attention(
             query, key, value, cu_seq_lens_q, max_length_q, shared_prefixes, scaling, dropout
         ).unsqueeze(0), None
+    return segment_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window), None
+
+
+@torch.compiler.disable  # a compiled layer is split around it: what it reads and writes is no argument of the layer
+def _attend_cached(
+    kv_cache: KeyValueCache,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    others: dict[str, Any],
+) -> Tensor:
+    if others.get("s_aux") is not None:
+        raise NotImplementedError("attention sinks are not known to a cache of keys and values")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return kv_cache.attend(module, query, key, value, scale, sliding_window, others.get("softcap"))
+
+
+def segment_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float | None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """(1, heads, tokens, dim) -> (1, tokens, heads, dim): each segment attends causally to itself."""
     if _flash_can_run(query):
-        output = _varlen_flash(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window)
-    else:
-        output = _segment_loop(query, key, value, cu_seq_lens_q, scaling, dropout, sliding_window)
-    return output, None
+        return _varlen_flash(query, key, value, bounds, longest, scaling, dropout, sliding_window)
+    return _segment_loop(query, key, value, bounds, scaling, dropout, sliding_window)
 
 
 def _flash_can_run(query: Tensor) -> bool:

@@ -1,0 +1,1 @@
+"""Where completions come from: engines that write them, and what runs around an engine."""

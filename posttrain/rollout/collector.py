@@ -1,0 +1,161 @@
+"""RolloutCollector: requests -> episodes -> rewards -> advantages, written on Samples.
+
+Rewards are worked on while other completions are still being written: a group goes to them as soon as its last sample (of this
+process) is over. Groups may lie on several processes; what is compared within a group is therefore gathered first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.core.sample import Sample
+from posttrain.rewards.reward import Judged, RewardResults, RewardSet
+from posttrain.rollout.rollout import ADVANTAGES, Request, Rollout
+
+Write = Callable[[Sequence[Request], Callable[[int, Rollout], None]], None]
+"""Makes a rollout of each request and hands it over, with the number of its request, as soon as it is over."""
+
+
+@dataclass
+class GroupTable:
+    """What advantages are made of: the samples of all processes, groups not necessarily adjacent."""
+
+    rewards: Tensor  # (N, K) float64; NaN: no opinion
+    groups: Tensor  # (N,) number of the group
+    masked: Tensor  # (N,) bool: takes part in nothing
+    lengths: Tensor  # (N,) trained tokens
+    truncated: Tensor  # (N,) bool
+    kl_sums: Tensor  # (N,) sum over a sample's tokens of old - reference log-prob; 0 without a reference
+    start: int = 0  # of this process's samples
+    stop: int = 0
+
+    @property
+    def mine(self) -> slice:
+        return slice(self.start, self.stop)
+
+
+@dataclass
+class Collected:
+    """The rollouts of one call, and the numbers of all processes about them."""
+
+    rollouts: list[Rollout]
+    table: GroupTable
+    totals: Tensor  # (N,) weighted sum of the rewards of each sample of all processes
+    advantages: Tensor  # (N,) of all processes
+    results: RewardResults
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class RolloutCollector:
+    """Collects rollouts for one process. Every process must call `collect` equally often."""
+
+    def __init__(
+        self,
+        write: Write,
+        rewards: RewardSet,
+        credit: Callable[[GroupTable], tuple[Tensor, Tensor]],
+        annotate: Callable[[list[Sample]], None],
+        world_size: int = 1,
+    ) -> None:
+        """`credit` gives (weighted rewards, advantages) of all samples; `annotate` writes old and reference log-probs."""
+        self.write, self.rewards, self.credit, self.annotate = write, rewards, credit, annotate
+        self.world_size = world_size
+
+    def collect(self, requests: Sequence[Request], trainer_state: Any = None) -> Collected:
+        began = time.perf_counter()
+        judging = Judging(requests)
+        with self.rewards.open(trainer_state) as judged:
+            judging.reward_round = judged
+            self.write(requests, judging.hear)
+            written = time.perf_counter()
+            results = judged.finish()
+        scored = time.perf_counter()
+        rollouts = judging.with_rewards(results, self.rewards.names)
+        self.annotate([rollout.sample for rollout in rollouts if not rollout.masked])
+        annotated = time.perf_counter()
+        table = gathered(rollouts, judging.values(results), self.world_size)
+        totals, advantages = self.credit(table)
+        for rollout, total, advantage in zip(rollouts, totals[table.mine].tolist(), advantages[table.mine].tolist()):
+            rollout.reward, rollout.advantage = total, advantage
+            filled = np.full(len(rollout.sample), advantage, dtype=np.float32)
+            rollout.sample.per_token[ADVANTAGES] = filled
+        seconds = {"generate": written - began, "reward_wait": scored - written, "annotate": annotated - scored}
+        return Collected(rollouts, table, totals, advantages, results, seconds)
+
+
+class Judging:
+    """Puts rollouts back into the order of their requests, and hands whole groups to the rewards."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.rollouts: list[Rollout | None] = [None] * len(requests)
+        self.members: dict[int, list[int]] = {}
+        for index, request in enumerate(requests):
+            self.members.setdefault(request.number, []).append(index)
+        self.missing = {number: len(indices) for number, indices in self.members.items()}
+        self.order: list[int] = []  # indices of requests, in the order in which they went to the rewards
+        self.reward_round: Any = None
+
+    def hear(self, index: int, rollout: Rollout) -> None:
+        self.rollouts[index] = rollout
+        number = rollout.request.number
+        self.missing[number] -= 1
+        if self.missing[number]:
+            return
+        indices = [i for i in self.members[number] if not self.rollouts[i].masked]
+        if indices:
+            self.order += indices
+            self.reward_round.add([judged(self.rollouts[i]) for i in indices])
+
+    def with_rewards(self, results: RewardResults, names: list[str]) -> list[Rollout]:
+        places = {index: place for place, index in enumerate(self.order)}
+        failures: dict[int, list[Any]] = {}
+        for failure in results.failures:
+            failures.setdefault(failure.sample, []).append(failure)
+        for index, place in places.items():
+            rollout = self.rollouts[index]
+            rollout.rewards = dict(zip(names, results.values[place].tolist()))
+            rollout.masked = rollout.masked or bool(results.masked[place])
+            rollout.failures = failures.get(place, [])
+        return self.rollouts
+
+    def values(self, results: RewardResults) -> np.ndarray:
+        """(requests, K) in the order of the requests; NaN for what was not judged."""
+        values = np.full((len(self.rollouts), results.values.shape[1]), np.nan)
+        values[self.order] = results.values
+        return values
+
+
+def judged(rollout: Rollout) -> Judged:
+    return Judged(
+        rollout.prompt, rollout.completion, rollout.completion_ids.tolist(), rollout.columns, rollout.environment
+    )
+
+
+def gathered(rollouts: list[Rollout], values: np.ndarray, world_size: int) -> GroupTable:
+    """The samples of all processes in one table, process after process."""
+    kl = [float(rollout.sample.scalars.get("kl_sum", 0.0)) for rollout in rollouts]
+    mine = {
+        "rewards": values,
+        "groups": np.array([rollout.group for rollout in rollouts], dtype=np.int64),
+        "masked": np.array([rollout.masked for rollout in rollouts], dtype=bool),
+        "lengths": np.array([rollout.sample.num_trained for rollout in rollouts], dtype=np.int64),
+        "truncated": np.array([rollout.is_truncated for rollout in rollouts], dtype=bool),
+        "kl_sums": np.array(kl, dtype=np.float64),
+    }
+    parts = [mine]
+    rank = 0
+    if world_size > 1:
+        rank = torch.distributed.get_rank()
+        parts = [{}] * world_size
+        torch.distributed.all_gather_object(parts, mine)
+    sizes = [len(part["groups"]) for part in parts]
+    start = sum(sizes[:rank])
+    columns = {name: torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in mine}
+    return GroupTable(**columns, start=start, stop=start + sizes[rank])

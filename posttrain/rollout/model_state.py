@@ -1,0 +1,34 @@
+"""The trainer's model while an engine runs it: what it may be asked, and the state it must be in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def as_for_generation(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode; every module is put back as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+@contextmanager
+def inference(device: torch.device) -> Iterator[None]:
+    """No gradient and no autocast: the weights say in which dtype an engine computes."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def context_length(innermost: nn.Module, wanted: int | None) -> int | None:
+    """Tokens a sequence may have, prompt and completion together; None where the family sets no bound."""
+    own = getattr(innermost.config.get_text_config(), "max_position_embeddings", None)
+    return min(filter(None, (own, wanted)), default=None)

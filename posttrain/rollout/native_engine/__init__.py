@@ -1,0 +1,11 @@
+"""The default engine: it lives in the trainer's process and reads the trainer's weights in place.
+
+engine.py            NativeEngine and its session: what is asked of it from outside
+scheduler.py         who runs, who waits, whose pages are whose
+cache.py             pages of keys and values, allocated inside of a session only
+attention.py         the attention of a prefill and of a decode step, over those pages
+decode_attention.py  one query a row against its pages, in plain torch; decode_triton.py: the same on CUDA
+step.py              one decode step on the device: model, head, draw, stop test, positions; sampling_triton.py: its end on CUDA
+graphs.py            that step as a CUDA graph
+probe.py             can this model be run so?
+"""

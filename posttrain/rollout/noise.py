@@ -1,0 +1,74 @@
+"""Randomness by counter: the same for the same (seed, key, sample, token), on every device and in numpy.
+
+    base    = m(m(m(seed + g) + key + g) + sample + g)             of a completion
+    word    = m(base + (token + 1) g)                              of one of its tokens
+    u(i)    = (m(word + (i + 1) g) >> 12 + 1/2) / 2^52             float64, strictly between 0 and 1, for i = 0, 1, 2, ...
+    noise   = -log(-log u)                                         Gumbel's distribution
+
+with m the finaliser and g the increment of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), all modulo 2^64.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GOLDEN = 0x9E3779B97F4A7C15
+FIRST, SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+WORD = (1 << 64) - 1
+
+
+def _mixed(word: int) -> int:
+    word = ((word ^ (word >> 30)) * FIRST) & WORD
+    word = ((word ^ (word >> 27)) * SECOND) & WORD
+    return word ^ (word >> 31)
+
+
+def _signed(word: int) -> int:
+    """The same 64 bits as torch's int64."""
+    return word - (1 << 64) if word >> 63 else word
+
+
+def noise_base(seed: int, key: int, sample: int) -> int:
+    """Where the noise of one completion begins, as a signed 64-bit number."""
+    word = 0
+    for part in (seed, key, sample):
+        word = _mixed((word + part + GOLDEN) & WORD)
+    return _signed(word)
+
+
+def words(bases: Tensor, tokens: Tensor) -> Tensor:
+    """int64 bases and token numbers -> the words of those tokens. torch's int64 wraps around as the formula does."""
+    word = bases + (tokens + 1) * _signed(GOLDEN)
+    word = (word ^ _shifted(word, 30)) * _signed(FIRST)
+    word = (word ^ _shifted(word, 27)) * _signed(SECOND)
+    return word ^ _shifted(word, 31)
+
+
+def uniforms(word: Tensor, indices: Tensor) -> Tensor:
+    """float64 in (0, 1); `indices` say which numbers of a word's stream."""
+    return (_shifted(words(word, indices), 12).double() + 0.5) * 2.0**-52
+
+
+def gumbels(word: Tensor, indices: Tensor) -> Tensor:
+    """The noise that makes the largest of (log-weight + noise) a draw from the weights."""
+    return -(-uniforms(word, indices).log()).log()
+
+
+def _shifted(word: Tensor, bits: int) -> Tensor:
+    """A logical shift: torch's own fills in with the sign."""
+    return torch.bitwise_right_shift(word, bits) & ((1 << (64 - bits)) - 1)
+
+
+def words_numpy(bases: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """The same in numpy, for whoever wants to check a draw without torch; unsigned."""
+    with np.errstate(over="ignore"):
+        word = bases.astype(np.uint64) + (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
+        word = (word ^ (word >> np.uint64(30))) * np.uint64(FIRST)
+        word = (word ^ (word >> np.uint64(27))) * np.uint64(SECOND)
+        return word ^ (word >> np.uint64(31))
+
+
+def uniforms_numpy(word: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    return ((words_numpy(word, indices) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52

@@ -1,0 +1,76 @@
+"""Rollout: one finished episode, and everything that is known about it. What is trained on is its Sample."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.sample import Sample
+
+SAMPLING_LOGPS = "sampling_logps"
+"""log-prob of each token under the distribution that it was drawn from (0 where somebody else wrote it)."""
+POLICY_LOGPS = "policy_logps"
+"""log-prob of each token under the engine's untruncated policy at the sampling temperature."""
+OLD_LOGPS = "old_logps"
+"""log-prob of each token under the trainer's weights at the time of generation, computed by the trainer."""
+ADVANTAGES = "advantages"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion that is wanted."""
+
+    row: int  # of the dataset
+    number: int  # of the prompt in the run: what its noise depends on, besides `sample`
+    sample: int  # which of the completions of this prompt
+
+
+@dataclass
+class ToolCall:
+    """What a model asked of a tool, and what came back."""
+
+    name: str
+    arguments: str  # JSON
+    result: str = ""
+    error: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass
+class Rollout:
+    """One completion of one prompt with its tokens, its rewards and its history."""
+
+    request: Request
+    prompt: str | list[dict[str, Any]]
+    completion: str | list[dict[str, Any]]
+    sample: Sample  # prompt and completion; `trained` marks what the model said
+    prompt_length: int  # tokens
+    finish_reason: str = "stop"  # "stop", "length" or "error"
+    error: str | None = None
+    columns: dict[str, Any] = field(
+        default_factory=dict
+    )  # the other columns of its row, and what a rollout function added
+    environment: Any = None
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    # ---- filled in by the collector
+    rewards: dict[str, float] = field(default_factory=dict)
+    reward: float = float("nan")  # weighted sum
+    advantage: float = 0.0
+    masked: bool = False  # takes part in nothing: a reward failed for it, or it could not be generated
+    failures: list[Any] = field(default_factory=list)
+
+    @property
+    def group(self) -> int:
+        return self.request.number
+
+    @property
+    def completion_ids(self) -> np.ndarray:
+        return self.sample.input_ids[self.prompt_length :]
+
+    @property
+    def is_truncated(self) -> bool:
+        return self.finish_reason == "length"

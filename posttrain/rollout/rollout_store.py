@@ -1,0 +1,291 @@
+"""RolloutStore: every rollout is kept, as parquet that any tool of the field reads.
+
+`OUTPUT/rollouts/step=000012/process-0.parquet` holds what process 0 collected for optimizer step 12. Files are written on a thread
+under a temporary name and renamed: a file that has its name is complete. The columns are those of ROLLOUT_SCHEMA.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from posttrain.rollout.rollout import OLD_LOGPS, SAMPLING_LOGPS, Rollout
+
+FOLDER = "rollouts"
+REFERENCE_LOGPS = "reference_logps"
+STEP_FOLDER = re.compile(r"step=(\d+)")
+MOST_WAITING = 4
+"""Writes that may wait for the disk; a further one waits with them, or a slow disk would fill the memory."""
+
+
+def _field(name: str, kind: pa.DataType, description: str) -> pa.Field:
+    return pa.field(name, kind, metadata={"description": description})
+
+
+_TOKENS, _LOGPS, _NUMBERS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.map_(pa.string(), pa.float64())
+_FAILURE = pa.struct([("reward", pa.string()), ("kind", pa.string()), ("message", pa.string())])
+_TOOL_CALL = pa.struct(
+    [
+        ("name", pa.string()),
+        ("arguments", pa.string()),
+        ("result", pa.string()),
+        ("error", pa.string()),
+        ("seconds", pa.float64()),
+    ]
+)
+
+ROLLOUT_SCHEMA = pa.schema(
+    [
+        _field("step", pa.int32(), "optimizer step it was collected for; stands in the name of the folder"),
+        _field("epoch", pa.float64(), "passes over the dataset at that time"),
+        _field("row", pa.int64(), "row of the dataset that the prompt came from"),
+        _field("group", pa.int64(), "number of the prompt in the run; completions of one prompt share it"),
+        _field("sample", pa.int32(), "which of the completions of its prompt"),
+        _field("prompt", pa.string(), "the prompt; messages as JSON"),
+        _field("completion", pa.string(), "what was written after it; messages as JSON"),
+        _field("prompt_ids", _TOKENS, "token ids of the prompt, as the model saw them"),
+        _field("completion_ids", _TOKENS, "token ids after the prompt: the model's, and those of tools in between"),
+        _field("trained", pa.list_(pa.bool_()), "for each completion token: the model wrote it, so it is trained on"),
+        _field("sampling_logps", _LOGPS, "for each completion token: its log-prob where it was drawn; NaN: not known"),
+        _field("old_logps", _LOGPS, "for each completion token: its log-prob under the trainer before the update"),
+        _field(
+            "reference_logps", _LOGPS, "for each completion token: its log-prob under the reference, if there is one"
+        ),
+        _field("advantage", pa.float64(), "what the loss multiplied by; 0: learnt nothing from"),
+        _field("rewards", _NUMBERS, "name of a reward function -> its value; null: no opinion, or it failed"),
+        _field("reward", pa.float64(), "weighted sum of the rewards; null: none had an opinion"),
+        _field(
+            "failures", pa.list_(_FAILURE), "rewards that failed: which, how (error, timeout, invalid, crash), message"
+        ),
+        _field("tool_calls", pa.list_(_TOOL_CALL), "in order: tool, arguments as JSON, its result or error, seconds"),
+        _field("finish_reason", pa.string(), "stop, length or error"),
+        _field("error", pa.string(), "why it could not be written; null: it could"),
+        _field("masked", pa.bool_(), "took no part in the training, nor in the statistics of its group"),
+        _field("truncated", pa.bool_(), "ended because its allowance of tokens was used up"),
+        _field("policy_version", pa.int64(), "version of the weights that wrote it"),
+        _field("seconds", _NUMBERS, "name of a phase (such as generate) -> how long it took for this rollout"),
+    ],
+    metadata={"posttrain.rollouts": "1"},
+)
+"""The columns. docs/rollouts.md lists the same, and a test compares."""
+
+FILE_SCHEMA = ROLLOUT_SCHEMA.remove(0)
+"""What is in a file: `step` is in the name of its folder, where readers of partitioned data look for it."""
+
+TEXT_COLUMNS = [field.name for field in FILE_SCHEMA if pa.types.is_string(field.type)]
+"""Columns of which parquet makes a dictionary. Log-probs hardly repeat: looking for repeats would cost more than the rest."""
+
+
+class RolloutStore:
+    """Writes the rollouts of one process. `close` it, or use it in a `with`."""
+
+    def __init__(self, folder: str | Path, process_index: int = 0) -> None:
+        """`folder` is the output directory; rollouts go to `rollouts` in it."""
+        self.folder = Path(folder) / FOLDER
+        self.process_index = process_index
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-store")
+        self._waiting: list[Future[None]] = []
+
+    def write(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+        """Keep `records`, dicts with the columns of ROLLOUT_SCHEMA but `step`, and return at once.
+
+        They must not be changed afterwards. A column that is missing is null. Raises what went wrong in an earlier write.
+        """
+        self._raise_what_failed(wait_for=max(len(self._waiting) - MOST_WAITING + 1, 0))
+        self._waiting.append(self._thread.submit(write_file, self.folder, step, self.process_index, list(records)))
+
+    def flush(self) -> None:
+        """Wait until everything is on disk. Raises what went wrong."""
+        self._raise_what_failed(wait_for=len(self._waiting))
+
+    def close(self) -> None:
+        """Flush, and end the thread."""
+        try:
+            self.flush()
+        finally:
+            self._thread.shutdown()
+
+    def forget_after(self, step: int) -> list[int]:
+        """Remove the rollouts of later steps, those of all processes, and return their numbers.
+
+        For a run that goes on from a checkpoint of `step`: it makes them again. One process does this before any writes.
+        """
+        self.flush()
+        later = [(number, path) for number, path in _step_folders(self.folder) if number > step]
+        for _, path in later:
+            shutil.rmtree(path)
+        for unfinished in self.folder.glob("step=*/.*.unfinished"):
+            unfinished.unlink()
+        return [number for number, _ in later]
+
+    def __enter__(self) -> RolloutStore:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _raise_what_failed(self, wait_for: int) -> None:
+        for index, write in enumerate(list(self._waiting)):
+            if index < wait_for or write.done():
+                self._waiting.remove(write)
+                write.result()
+
+
+def write_file(folder: Path, step: int, process_index: int, records: list[dict[str, Any]]) -> None:
+    """Write one file of a step. A second write of the same step and process gets a file of its own."""
+    target = folder / f"step={step:06d}"
+    target.mkdir(parents=True, exist_ok=True)
+    name, part = f"process-{process_index}.parquet", 0
+    while (target / name).exists():
+        part += 1
+        name = f"process-{process_index}-{part}.parquet"
+    unfinished = target / f".{name}.unfinished"
+    try:
+        with open(unfinished, "wb") as file:
+            pq.write_table(table_of(records), file, compression="zstd", use_dictionary=TEXT_COLUMNS)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, target / name)
+    except OSError as error:
+        message = f"The rollouts of step {step} could not be written ({error.strerror or error})"
+        raise OSError(error.errno, message, str(target)) from error
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def table_of(records: Sequence[dict[str, Any]]) -> pa.Table:
+    """Records as a table of FILE_SCHEMA."""
+    unknown = sorted({name for record in records for name in record} - set(FILE_SCHEMA.names))
+    if unknown:
+        raise ValueError(f"A rollout has no column {unknown[0]!r}; its columns are {', '.join(FILE_SCHEMA.names)}.")
+    columns = [_column([record.get(field.name) for record in records], field.type) for field in FILE_SCHEMA]
+    return pa.Table.from_arrays(columns, schema=FILE_SCHEMA)
+
+
+def read_rollouts(folder: str | Path, steps: Iterable[int] | None = None) -> pa.Table:
+    """The rollouts of an output directory, in the order of steps and processes; of some `steps` only, if they are given."""
+    wanted = None if steps is None else set(steps)
+    tables = []
+    for step, path in _step_folders(Path(folder) / FOLDER):
+        for file in sorted(path.glob("process-*.parquet"), key=_numbers_in) if wanted is None or step in wanted else []:
+            table = pq.read_table(file, schema=FILE_SCHEMA, partitioning=None)
+            tables.append(table.add_column(0, ROLLOUT_SCHEMA.field("step"), pa.array([step] * len(table), pa.int32())))
+    return pa.concat_tables(tables).cast(ROLLOUT_SCHEMA) if tables else ROLLOUT_SCHEMA.empty_table()
+
+
+def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
+    """A rollout as the store keeps it."""
+    sample, start = rollout.sample, rollout.prompt_length
+
+    def column(name: str) -> np.ndarray | None:
+        return sample.per_token[name][start:] if name in sample.per_token else None
+
+    return {
+        "epoch": epoch,
+        "row": rollout.request.row,
+        "group": rollout.group,
+        "sample": rollout.request.sample,
+        "prompt": _text(rollout.prompt),
+        "completion": _text(rollout.completion),
+        "prompt_ids": sample.input_ids[:start],
+        "completion_ids": rollout.completion_ids,
+        "trained": sample.trained[start:],
+        "sampling_logps": column(SAMPLING_LOGPS),
+        "old_logps": column(OLD_LOGPS),
+        "reference_logps": column(REFERENCE_LOGPS),
+        "advantage": rollout.advantage,
+        "rewards": rollout.rewards,
+        "reward": rollout.reward,
+        "failures": [{"reward": f.reward, "kind": f.kind, "message": f.message} for f in rollout.failures],
+        "tool_calls": [dict(vars(call)) for call in rollout.tool_calls],
+        "finish_reason": rollout.finish_reason,
+        "error": rollout.error,
+        "masked": rollout.masked,
+        "truncated": rollout.is_truncated,
+        "policy_version": sample.policy_version,
+        "seconds": rollout.seconds,
+    }
+
+
+def _text(said: str | list[dict[str, Any]]) -> str:
+    """Content that JSON has no word for (an image) is named, not kept."""
+    return (
+        said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=lambda thing: repr(type(thing)))
+    )
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    for fits, build in _BUILDERS:
+        if fits(kind):
+            return build(values, kind)
+    return pa.array(values, kind)
+
+
+def _number_lists(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Lists of numbers from their concatenation and their lengths, rather than number by number."""
+    dtype = kind.value_type.to_pandas_dtype()
+    arrays = [np.zeros(0, dtype) if value is None else np.asarray(value, dtype) for value in values]
+    offsets = np.concatenate([[0], np.cumsum([len(array) for array in arrays])]).astype(np.int32)
+    flat = pa.array(np.concatenate([np.zeros(0, dtype), *arrays]), kind.value_type, from_pandas=False)
+    absent = pa.array([value is None for value in values], pa.bool_())
+    return pa.ListArray.from_arrays(pa.array(offsets), flat, type=kind, mask=absent)
+
+
+def _number_maps(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Dicts of numbers; NaN is null."""
+    pairs = [None if value is None else [(name, _known(number)) for name, number in value.items()] for value in values]
+    return pa.array(pairs, kind)
+
+
+def _plain_numbers(values: list[Any], kind: pa.DataType) -> pa.Array:
+    return pa.array([None if value is None else _known(value) for value in values], kind)
+
+
+def _texts(values: list[Any], kind: pa.DataType) -> pa.Array:
+    return pa.array([_storable(value) for value in values], kind)
+
+
+def _struct_lists(values: list[Any], kind: pa.DataType) -> pa.Array:
+    def cleaned(items: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        return None if items is None else [{name: _storable(item[name]) for name in item} for item in items]
+
+    return pa.array([cleaned(items) for items in values], kind)
+
+
+def _storable(value: Any) -> Any:
+    """Text that models make up may hold half of a character ("\\ud800" in JSON), which no file can: it becomes "?"."""
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def _known(number: float) -> float | None:
+    number = float(number)
+    return None if number != number else number
+
+
+_BUILDERS: list[tuple[Callable[[pa.DataType], bool], Callable[[list[Any], pa.DataType], pa.Array]]] = [
+    (lambda kind: pa.types.is_list(kind) and not pa.types.is_nested(kind.value_type), _number_lists),
+    (pa.types.is_map, _number_maps),
+    (pa.types.is_floating, _plain_numbers),
+    (pa.types.is_string, _texts),
+    (pa.types.is_list, _struct_lists),
+]
+"""How the columns of a kind are made; anything else, pyarrow makes."""
+
+
+def _step_folders(folder: Path) -> list[tuple[int, Path]]:
+    found = ((STEP_FOLDER.fullmatch(path.name), path) for path in folder.glob("step=*"))
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def _numbers_in(path: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", path.name)]

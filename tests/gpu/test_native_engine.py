@@ -1,0 +1,232 @@
+"""The native engine on a CUDA device: kernels, graphs, memory, speed. Skipped elsewhere.
+
+python -m pytest tests/gpu/test_native_engine.py tests/rollout/test_native_kernels.py -s
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from posttrain import Sample
+from posttrain.data.collate import collate
+from posttrain.models.fused_lora import fuse_lora
+from posttrain.models.layer_kernels import fastest_kernels
+from posttrain.models.load import LoadOptions, load_model
+from posttrain.models.token_scores import score_tokens
+from posttrain.rollout.engine import ENGINES, Prompt, SamplingParams, generate
+from posttrain.rollout.native_engine.engine import NativeEngine
+from posttrain.rollout.transformers_engine import TransformersEngine
+from tests.rollout import families
+from tests.rollout.families import FAMILIES, texts
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+PARAMS = SamplingParams(max_tokens=48, stop_ids=(1, 2), seed=5)
+
+
+def prompts(count=24, **how):
+    return families.prompts(count, **{"samples": 4, "longest": 90, **how})
+
+
+def loaded(family):
+    return families.loaded(family, device="cuda")
+
+
+def middle_model(dtype):
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=32000, hidden_size=512, intermediate_size=1024, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config).to("cuda", dtype)
+    load_model(model, LoadOptions())
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_in_float32_are_the_plain_engines(family, caplog):
+    model = loaded(family)
+    engine = ENGINES["native"](model, max_slots=32)
+    assert isinstance(engine, NativeEngine), caplog.text
+    wanted = generate(TransformersEngine(model), prompts(), PARAMS)
+    with caplog.at_level(logging.WARNING):
+        found = generate(engine, prompts(), PARAMS)
+    different = sum(one != other for one, other in zip(texts(found), texts(wanted)))
+    assert different <= 1
+    assert texts(generate(engine, prompts(), PARAMS)) == texts(found)  # graphs of the first session, memory of a second
+    if "moe" not in family and family != "mixtral":
+        assert "without CUDA graphs" not in caplog.text
+
+
+@pytest.mark.parametrize("options", [{"max_slots": 1}, {"max_slots": 7}, {"max_slots": 64}, {"use_graphs": False}])
+def test_slots_and_graphs_do_not_matter(options):
+    model = loaded("qwen2")
+    wanted = generate(NativeEngine(model), prompts(6), PARAMS)
+    found = generate(NativeEngine(model, **options), prompts(6), PARAMS)
+    assert sum(one != other for one, other in zip(texts(found), texts(wanted))) == 0
+
+
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+def test_log_probs_are_the_trainers_and_a_rerun_is_identical(dtype, close):
+    model = middle_model(dtype)
+    engine = ENGINES["native"](model)
+    assert isinstance(engine, NativeEngine)
+    asked = prompts(40, samples=8, longest=600, vocabulary=32000)
+    params = SamplingParams(max_tokens=200, temperature=0.9, seed=3)
+    found = generate(engine, asked, params)
+    again = generate(engine, asked, params)
+    assert texts(found) == texts(again)
+    assert all(np.array_equal(one.policy_logps, two.policy_logps) for one, two in zip(found, again))
+    for start in range(0, 64, 16):
+        pairs = list(zip(asked, found))[start : start + 16]
+        units = [
+            (Sample(np.concatenate([p.ids, c.ids]), np.arange(len(p.ids) + len(c.ids)) >= len(p.ids)),)
+            for p, c in pairs
+        ]
+        with torch.no_grad():
+            scores = score_tokens(model.eval(), collate(units, ("text",), "ragged").to("cuda"), temperature=0.9).logps
+        ours = torch.from_numpy(np.concatenate([c.policy_logps for _, c in pairs])).cuda()
+        assert (ours - scores).abs().mean() < close / 10
+        assert (ours - scores).abs().max() < close
+
+
+def test_memory_is_given_back_and_graphs_survive_its_return_elsewhere():
+    model = middle_model(torch.bfloat16)
+    engine = ENGINES["native"](model, max_slots=64)
+    asked = prompts(16, vocabulary=32000)
+    wanted = texts(generate(engine, asked, PARAMS))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    captured = dict(engine._made[1]._graphs)
+    torch.cuda.empty_cache()
+    elsewhere = [torch.zeros(1 << 20, device="cuda") for _ in range(40)]  # the pages come back at other addresses
+    assert texts(generate(engine, asked, PARAMS)) == wanted
+    assert engine._made[1]._graphs == captured  # nothing was captured again
+    del elsewhere
+    assert torch.cuda.memory_allocated() <= before + (1 << 20)
+    assert engine._made[0].store.pages == 0
+
+
+def test_preemption_when_memory_is_short():
+    model = loaded("qwen2")
+    engine = NativeEngine(model, max_slots=64)
+    wanted = texts(generate(engine, prompts(), PARAMS))
+    engine.kv_memory = 60 * engine._made[0].store.page_bytes
+    with engine.session(PARAMS) as session:
+        tickets = [session.add(prompt) for prompt in prompts()]
+        found = {}
+        while session.in_flight:
+            found.update(session.advance())
+        assert session.scheduler.preempted > 0
+    assert sum(found[ticket].ids.tolist() != ids for ticket, ids in zip(tickets, wanted)) <= 1
+
+
+def test_adapters_on_and_off_are_different_graphs_and_changed_weights_the_same():
+    base = loaded("llama")
+    plain = texts(generate(NativeEngine(base), prompts(6), PARAMS))
+    model = get_peft_model(base, LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
+    model.to("cuda")
+    fuse_lora(model)
+    engine = ENGINES["native"](model)
+    adapted = texts(generate(engine, prompts(6), PARAMS))
+    with model.disable_adapter():
+        assert texts(generate(engine, prompts(6), PARAMS)) == plain
+    assert adapted != plain
+    assert texts(generate(engine, prompts(6), PARAMS)) == adapted
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(-1)
+    assert texts(generate(engine, prompts(6), PARAMS)) != adapted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_p": 0.8},
+        {"top_k": 20, "min_p": 0.05},
+        {"repetition_penalty": 1.3},
+        {"logit_bias": {5: 3.0}},
+        {"temperature": 0.0},
+    ],
+)
+def test_every_way_to_draw_runs_in_a_graph(changes, caplog):
+    model = loaded("qwen2")
+    params = SamplingParams(**{"max_tokens": 40, "seed": 2, **changes})
+    wanted = texts(generate(TransformersEngine(model), prompts(8), params))
+    with caplog.at_level(logging.WARNING):
+        found = texts(generate(ENGINES["native"](model, max_slots=16), prompts(8), params))
+    assert "without CUDA graphs" not in caplog.text
+    assert sum(one != other for one, other in zip(found, wanted)) <= 1
+
+
+def qwen_half_billion():
+    config = Qwen2Config(
+        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
+        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).to("cuda", torch.bfloat16)
+
+
+def test_speed_of_decode_at_half_a_billion():
+    """256 slots, prompts of 256 tokens in groups of 8: milliseconds a step and tokens a second, for the record."""
+    for kernels in ("plain", "liger", "compiled"):
+        model = qwen_half_billion()
+        if kernels != "plain" and not fastest_kernels(model, (kernels,))[1]:
+            print(f"{kernels}: not available here")
+            continue
+        load_model(model, LoadOptions(layer_kernels=(kernels,)))
+        engine = ENGINES["native"](model, max_slots=256)
+        assert isinstance(engine, NativeEngine)
+        rng = np.random.default_rng(0)
+        ids = [rng.integers(0, 150_000, 256) for _ in range(32)]
+        asked = [Prompt(ids[row // 8], key=row // 8, sample=row % 8) for row in range(256)]
+        params = SamplingParams(max_tokens=512)
+        generate(engine, asked, params)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        with engine.session(params) as session:
+            for prompt in asked:
+                session.add(prompt)
+            session.advance()
+            torch.cuda.synchronize()
+            first, looks = time.perf_counter(), 0
+            while session.in_flight:
+                session.advance()
+                looks += 1
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - first
+        step = 1e3 * seconds / (looks * engine.steps_per_look)
+        rows = engine._made[0].rows
+        replayed = _graph_milliseconds(engine)
+        print(
+            f"{kernels}: {step:.2f} ms a step ({replayed:.2f} ms of it the graph's), {256e3 / step:,.0f} tokens/s; first look with "
+            f"prefill {first - began:.2f} s; {rows.ids.shape[1]} slots"
+        )
+        assert step < 10
+
+
+def _graph_milliseconds(engine):
+    """Of one replay of the largest graph, rows out of use (attention reads nothing)."""
+    program, graphs = engine._made
+    program.store.grow(2)
+    program.rows.device.zero_()
+    program.rows.table.zero_()
+    graph = graphs._graphs[max(graphs._graphs)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    events[0].record()
+    for _ in range(20):
+        program.rows.step.zero_()
+        graph.replay()
+    events[1].record()
+    torch.cuda.synchronize()
+    program.store.free()
+    return events[0].elapsed_time(events[1]) / 20

@@ -1,0 +1,146 @@
+"""The kernels of the native engine: Triton's against plain torch, in Triton's interpreter where there is no GPU:
+
+TRITON_INTERPRET=1 python -m pytest tests/rollout/test_native_kernels.py
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from posttrain.rollout import sampling
+from posttrain.rollout.native_engine import decode_attention as plain
+from posttrain.rollout.native_engine.cache import PAGE, KeyValueStore, LayerShape, PagePool, pages_for
+from posttrain.rollout.native_engine.step import Rows, move_on
+from posttrain.rollout.noise import noise_base, words
+from posttrain.rollout.sampling import DrawRule, draw
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+needs_triton = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a GPU, or triton and TRITON_INTERPRET=1")
+
+
+def pages_of_rows(prefixes, positions, heads, width):
+    """A store with random numbers, and the pages of rows with these prefixes and positions, scattered over it."""
+    store = KeyValueStore({0: LayerShape(heads, width, torch.float32)}, torch.device(DEVICE))
+    needed = [pages_for(prefix) + pages_for(position + 1 - prefix) for prefix, position in zip(prefixes, positions)]
+    store.grow(1 + sum(needed) + 3)
+    pool = PagePool()
+    pool.grow(store.pages)
+    order = torch.randperm(store.pages - 1) + 1
+    table = torch.zeros(len(needed), max(needed), dtype=torch.int32)
+    for row, count in enumerate(needed):
+        table[row, :count] = order[torch.tensor(pool.take(count)) - 1].int()
+    for tensor in (*store.keys, *store.values):
+        tensor.copy_(torch.randn(tensor.shape))
+    return store, table.to(DEVICE)
+
+
+def explicit_attention(query, store, table, row, position, prefix, scale, window, softcap):
+    """Token by token, from the definition of `place` in `cache`."""
+    places = [p if p < prefix else p + (-prefix) % PAGE for p in range(position + 1)]
+    if window:
+        places = places[max(0, position - window + 1) :]
+    parts = []
+    for tensor in (store.keys[0], store.values[0]):
+        parts.append(torch.stack([tensor[table[row, place // PAGE].item(), :, place % PAGE] for place in places], 1))
+    groups = query.shape[0] // parts[0].shape[0]
+    key, value = (part.double().repeat_interleave(groups, 0) for part in parts)
+    scores = (key @ query.double()[:, :, None]).squeeze(-1) * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    return (scores.softmax(-1)[:, None] @ value).squeeze(1)
+
+
+CASES = [
+    pytest.param([0, 5, 16, 33, 70], [0, 5, 30, 100, 150], None, None, id="plain"),
+    pytest.param([0, 5, 16, 33, 70], [3, 9, 30, 100, 71], 12, None, id="window"),
+    pytest.param([0, 15, 17], [40, 15, 90], None, 1.5, id="softcap"),
+    pytest.param([31, 64], [60, 200], 50, 2.0, id="window and softcap"),
+]
+
+
+@pytest.mark.parametrize(("prefixes", "positions", "window", "softcap"), CASES)
+@pytest.mark.parametrize("way", ["torch", *(pytest.param(f"triton {n}", marks=needs_triton) for n in (1, 4))])
+def test_decode_attention_is_the_explicit_sum(way, prefixes, positions, window, softcap):
+    torch.manual_seed(1)
+    heads, key_heads, width, scale = 6, 2, 24, 0.3
+    store, table = pages_of_rows(prefixes, positions, key_heads, width)
+    rows = len(prefixes)
+    query = torch.randn(rows, heads, width, device=DEVICE)
+    key, value = (torch.randn(rows, key_heads, width, device=DEVICE) for _ in range(2))
+    where = (table, torch.tensor(positions, device=DEVICE), torch.tensor(prefixes, device=DEVICE))
+    in_use = torch.ones(rows, dtype=torch.int64, device=DEVICE)
+    if way == "torch":
+        plain.write_token(store.keys[0], store.values[0], key, value, *where, in_use > 0)
+        found = plain.decode_attention(query, store.keys[0], store.values[0], *where, scale, window, softcap)
+    else:
+        from posttrain.rollout.native_engine.decode_triton import decode_attention_triton
+
+        splits = int(way.split()[1])
+        found = decode_attention_triton(
+            query, key, value, store.addresses[0], *where, in_use, scale, window, softcap, splits=splits
+        )
+    for row, (position, prefix) in enumerate(zip(positions, prefixes)):
+        place = position + (-prefix) % PAGE
+        page = table[row, place // PAGE].item()
+        assert torch.equal(store.keys[0][page, :, place % PAGE], key[row])
+        assert torch.equal(store.values[0][page, :, place % PAGE], value[row])
+        wanted = explicit_attention(query[row], store, table, row, position, prefix, scale, window, softcap)
+        assert torch.allclose(found[row].double(), wanted, atol=1e-5), row
+
+
+@pytest.mark.parametrize("way", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_rows_out_of_use_write_to_nobodys_page(way):
+    store, table = pages_of_rows([4, 4], [6, 6], 2, 16)
+    before = store.keys[0][1:].clone()
+    query, key = torch.randn(2, 4, 16, device=DEVICE), torch.randn(2, 2, 16, device=DEVICE)
+    where = (table, torch.tensor([6, 6], device=DEVICE), torch.tensor([4, 4], device=DEVICE))
+    nothing = torch.zeros(2, dtype=torch.int64, device=DEVICE)
+    if way == "torch":
+        plain.write_token(store.keys[0], store.values[0], key, key, *where, nothing > 0)
+    else:
+        from posttrain.rollout.native_engine.decode_triton import decode_attention_triton
+
+        decode_attention_triton(query, key, key, store.addresses[0], *where, nothing, 0.3, None, None)
+    assert torch.equal(store.keys[0][1:], before)
+
+
+def made_rows(count, vocabulary):
+    rows = Rows(count, 4, 3, torch.device(DEVICE))
+    fields = torch.zeros_like(rows.host)
+    fields[0] = 7
+    fields[1] = torch.arange(count) + 10
+    fields[3] = torch.tensor([noise_base(5, row, 1) for row in range(count)])
+    fields[4] = torch.arange(count)
+    fields[5] = torch.arange(count) % 3  # some not in use, some with one token left
+    rows.device.copy_(fields)
+    rows.step += 1
+    return rows
+
+
+@needs_triton
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
+def test_triton_draws_and_moves_on_as_torch_does(temperature, monkeypatch):
+    from posttrain.rollout.native_engine import sampling_triton
+
+    if not ON_GPU:
+        monkeypatch.setattr(sampling, "BLOCK", 64)
+    torch.manual_seed(0)
+    count, vocabulary = 50, 50_000 if ON_GPU else 1000
+    logits = 3 * torch.randn(count, vocabulary, device=DEVICE)
+    logits[3, 200:] = float("-inf")
+    logits[4, :600] = float("-inf")
+    ours, theirs = (made_rows(count, vocabulary) for _ in range(2))
+    noise = words(ours.field("bases", count), ours.field("numbers", count))
+    drawn = draw(logits, noise, DrawRule(temperature=temperature))
+    stop_ids = drawn.ids[[8, 11, 20]].clone()
+    move_on(ours, count, drawn, stop_ids)
+    sampling_triton.draw_and_move_on_triton(logits, theirs, count, temperature, stop_ids)
+    assert torch.equal(ours.ids, theirs.ids)
+    assert torch.equal(ours.device, theirs.device)
+    assert torch.allclose(ours.logps, theirs.logps, atol=1e-5)
+    assert theirs.field("remaining", count)[8] == 0

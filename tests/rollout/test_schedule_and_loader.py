@@ -1,0 +1,221 @@
+"""The arithmetic of groups and windows, and the loader that makes rollouts look like a dataset."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.core.batch import SHARED, passes_of
+from posttrain.core.sample import Sample
+from posttrain.data.collate import Collator
+from posttrain.rollout.loader import PromptStream, RolloutLoader, pack_samples, unpack_samples
+from posttrain.rollout.schedule import Schedule
+
+
+def schedule(**changes):
+    return Schedule.of(**{"num_generations": 4, "batch_size": 8, "world_size": 1, "accumulation": 2, **changes})
+
+
+# ---- arithmetic -----------------------------------------------------------------------------------------------------------
+
+
+def test_by_default_a_generation_feeds_one_optimizer_step():
+    plan = schedule()
+    assert (plan.samples, plan.prompts, plan.window, plan.is_on_policy) == (16, 4, 2, True)
+
+
+def test_generation_batch_size_and_steps_per_generation_say_the_same():
+    assert schedule(generation_batch_size=64) == schedule(steps_per_generation=8)
+    assert not schedule(steps_per_generation=8).is_on_policy
+    assert not schedule(num_iterations=2).is_on_policy
+    assert schedule(steps_per_generation=1).is_on_policy  # two generations, then one step
+
+
+def test_the_sentence_has_every_number():
+    told = schedule(world_size=2, num_iterations=3, steps_per_generation=4).sentence(100)
+    assert told == (
+        "16 prompts x 4 completions = 64 samples a generation (up to 6,400 tokens) feed 6 optimizer steps, in 3 passes; an "
+        "optimizer step sees 32 samples (8 x 2 processes x 2 micro-batches)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"generation_batch_size": 64, "steps_per_generation": 8}, "each follows from the other"),
+        ({"generation_batch_size": 20}, "a multiple of the 8 samples"),
+        ({"num_generations": 5}, "groups would be incomplete"),
+        ({"steps_per_generation": 0}, "at least 1"),
+    ],
+)
+def test_numbers_that_do_not_divide_are_refused(changes, told):
+    with pytest.raises(ValueError, match=told):
+        schedule(**changes)
+
+
+# ---- prompts --------------------------------------------------------------------------------------------------------------
+
+
+def test_every_epoch_has_every_row_once_in_an_order_of_its_own():
+    stream = PromptStream(10, seed=3, shuffle=True)
+    epochs = [[stream.row(epoch * 10 + place) for place in range(10)] for epoch in range(3)]
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert epochs[0] == [PromptStream(10, 3, True).row(place) for place in range(10)]
+    assert [PromptStream(10, 3, False).row(place) for place in range(12)] == [*range(10), 0, 1]
+
+
+@given(st.integers(1, 4), st.integers(1, 6), st.integers(1, 4), st.integers(1, 5))
+def test_the_processes_ask_for_each_sample_of_a_generation_once(world, batch, steps, group):
+    plan = Schedule.of(
+        num_generations=group, batch_size=batch * group, world_size=world, accumulation=1, steps_per_generation=steps
+    )
+    stream = PromptStream(7, 0, True)
+    asked = []
+    for rank in range(world):
+        loader = RolloutLoader(stream, plan, None, Collator(("completion",), 0), rank)
+        loader.take_window()
+        asked += loader.take_window()
+    expected = itertools.product(range(plan.prompts, 2 * plan.prompts), range(group))
+    assert sorted((request.number, request.sample) for request in asked) == list(expected)
+    assert all(request.row == stream.row(request.number) for request in asked)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.integers(1, 3))
+def test_an_optimizer_step_has_the_same_samples_whatever_the_number_of_processes(world, batch, accumulation, steps):
+    def step_samples(processes, size):
+        plan = Schedule.of(
+            num_generations=1, batch_size=size, world_size=processes, accumulation=accumulation,
+            steps_per_generation=accumulation * steps,
+        )  # fmt: skip
+        shares = [plan.places(rank) for rank in range(processes)]
+        a_step = size * accumulation
+        return [sorted(p for share in shares for p in share[i * a_step : (i + 1) * a_step]) for i in range(steps)]
+
+    assert step_samples(world, batch) == step_samples(1, batch * world)
+
+
+def test_a_group_may_lie_on_two_processes():
+    plan = Schedule.of(num_generations=4, batch_size=2, world_size=2, accumulation=1)
+    asked = [RolloutLoader(PromptStream(5, 0, True), plan, None, None, rank).take_window() for rank in range(2)]
+    assert [[(r.number, r.sample) for r in mine] for mine in asked] == [[(0, 0), (0, 1)], [(0, 2), (0, 3)]]
+
+
+def test_groups_in_the_place_of_others_are_dealt_to_the_processes_that_miss_them():
+    plan = Schedule.of(num_generations=2, batch_size=4, world_size=3, accumulation=1)
+    loaders = [RolloutLoader(PromptStream(50, 0, True), plan, None, None, rank) for rank in range(3)]
+    for loader in loaders:
+        loader.take_window()
+    asked = [[r.number for r in loader.take_groups([2, 0, 1])] for loader in loaders]
+    assert asked == [[6, 6, 7, 7], [], [8, 8]]
+    assert {loader.taken for loader in loaders} == {9}
+
+
+# ---- the loader -----------------------------------------------------------------------------------------------------------
+
+
+def sample_of(request):
+    """Its tokens say who it is."""
+    prompt = Sample(np.full(3, request.row), np.zeros(3, bool), row=request.row, group=request.number)
+    return prompt.append([100 + request.sample, request.number % 90], True, advantages=np.array([0.5, 1.5]))
+
+
+def loader_of(plan, rows=6, max_tokens=None):
+    calls = []
+
+    def collect(loader):
+        calls.append(loader.taken)
+        return [sample_of(request) for request in loader.take_window()]
+
+    return RolloutLoader(
+        PromptStream(rows, 0, True), plan, collect, Collator(("completion",), 0, SHARED, None, max_tokens)
+    ), calls
+
+
+def targets(batch):
+    return [part.targets.tolist() for part in passes_of(batch)]
+
+
+def test_an_epoch_is_what_fills_whole_generations_and_the_next_goes_on_from_there():
+    loader, calls = loader_of(schedule(batch_size=4, accumulation=1, num_iterations=2), rows=5)
+    assert len(loader) == 5 * 2
+    first = [targets(batch) for batch in loader]
+    assert len(first) == 10
+    assert all(first[i] == first[i + 1] for i in range(0, 10, 2))  # two passes over each generation
+    loader.set_epoch(1)
+    assert len(list(loader)) == 10
+    assert calls == list(range(10))  # a prompt each
+
+
+def test_fewer_prompts_than_a_generation_holds_are_answered_more_than_once():
+    loader, _ = loader_of(schedule(batch_size=16, accumulation=1), rows=3)
+    assert len(loader) == 1
+    (batch,) = list(loader)
+    assert sorted(set(batch.rows)) == [0, 1, 2]
+    assert len(batch.rows) == 16
+
+
+def test_samples_of_a_group_share_their_prompt():
+    loader, _ = loader_of(schedule(batch_size=8, accumulation=1))
+    batch = next(iter(loader))
+    assert batch.num_units == 2
+    assert batch.prefixes is not None
+    assert batch.input_ids.numel() == 2 * 3 + 8 * 2
+    assert batch.per_token["advantages"].tolist() == [0.5, 1.5] * 8
+
+
+def test_a_group_that_is_too_large_for_a_pass_is_cut():
+    loader, _ = loader_of(schedule(batch_size=8, accumulation=1), max_tokens=8)
+    batch = next(iter(loader))
+    parts = passes_of(batch)
+    assert all(part.input_ids.numel() <= 8 for part in parts)
+    whole = next(iter(loader_of(schedule(batch_size=8, accumulation=1))[0]))
+    assert [target for part in targets(batch) for target in part] == whole.targets.tolist()
+
+
+def test_a_process_whose_samples_all_take_part_in_nothing_sends_an_empty_batch():
+    loader = RolloutLoader(
+        PromptStream(4, 0, True), schedule(accumulation=1), lambda _: [None] * 8, Collator(("completion",), 0)
+    )
+    batch = next(iter(loader))
+    assert (batch.num_units, batch.num_trained) == (0, 0)
+
+
+@pytest.mark.parametrize("stop", range(1, 12))
+def test_a_loader_goes_on_from_its_state_wherever_it_stopped(stop):
+    plan = schedule(batch_size=4, accumulation=1, steps_per_generation=2, num_iterations=2)
+    quiet, _ = loader_of(plan)
+    expected = [targets(batch) for batch in quiet]
+    first, _ = loader_of(plan)
+    batches = iter(first)
+    found = [targets(next(batches)) for _ in range(stop)]
+    second, calls = loader_of(plan)
+    second.load_state(first.state())
+    second.skip_first(stop)
+    found += [targets(batch) for batch in second]
+    assert found == expected
+    assert len(calls) == (12 - stop) // 4  # nothing that was generated is generated again
+    with pytest.raises(RuntimeError, match="stand at micro-batch"):
+        first.skip_first(stop + 1)
+
+
+def test_samples_survive_packing():
+    samples = [sample_of(request) for request in loader_of(schedule())[0].take_window()]
+    samples[2] = None
+    samples[3].scalars["kl_sum"] = 0.25
+    for sample in samples:
+        if sample is not None:
+            sample.scalars.setdefault("kl_sum", 1.0)
+    found = unpack_samples(pack_samples(samples))
+    assert [s is None for s in found] == [s is None for s in samples]
+    for mine, theirs in zip(samples, found):
+        if mine is not None:
+            assert mine.input_ids.tolist() == theirs.input_ids.tolist()
+            assert mine.trained.tolist() == theirs.trained.tolist()
+            assert mine.per_token["advantages"].tolist() == theirs.per_token["advantages"].tolist()
+            assert (mine.row, mine.group, mine.scalars) == (theirs.row, theirs.group, theirs.scalars)
+    assert unpack_samples(pack_samples([None])) == [None]
