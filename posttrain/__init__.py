@@ -39,11 +39,20 @@ _HOMES = {
     ),
     "posttrain.data.renderer": ("Conversation", "RenderError", "Renderer"),
     "posttrain.methods.dpo": ("DPOConfig", "DPOTrainer"),
+    "posttrain.methods.grpo": ("GRPOConfig", "GRPOTrainer"),
     "posttrain.methods.reward_model": ("RewardConfig", "RewardTrainer"),
+    "posttrain.methods.rloo": ("RLOOConfig", "RLOOTrainer"),
     "posttrain.methods.sft": ("SFTConfig", "SFTTrainer"),
     "posttrain.methods.table": ("METHODS",),
     "posttrain.models.chat_template_clone": ("clone_chat_template",),
     "posttrain.models.reference": ("create_reference_model",),
+    "posttrain.rewards.accuracy": ("accuracy_reward", "reasoning_accuracy_reward"),
+    "posttrain.rewards.format": ("answer_format_reward", "think_format_reward"),
+    "posttrain.rewards.length": (
+        "get_cosine_scaled_reward",
+        "get_repetition_penalty_reward",
+        "get_soft_overlong_punishment",
+    ),
     "posttrain.trainer.base": ("BaseTrainer",),
     "posttrain.trainer.callbacks": (
         "BEMACallback",
@@ -52,6 +61,8 @@ _HOMES = {
         "SyncRefModelCallback",
     ),
     "posttrain.trainer.config": ("BaseConfig", "option"),
+    "posttrain.trainer.online": ("OnlineTrainer",),
+    "posttrain.trainer.online_config": ("OnlineConfig",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

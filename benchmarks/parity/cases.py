@@ -8,11 +8,13 @@ micro-batch: the numbers of our 2x2 run are then compared with those of TRL's 1x
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
+from benchmarks.parity.case import Case
 from benchmarks.parity.differences import DIFFERENCES
+from benchmarks.parity.policy_cases import POLICY_CASES
 
 SHARED_OPTIONS: dict[str, Any] = {
     "learning_rate": 1e-3,
@@ -30,40 +32,17 @@ SHARED_OPTIONS: dict[str, Any] = {
 SPLITS = {
     "1x4": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
     "2x2": {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2},
+    "1x8": {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1},
+    "2x4": {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2},
 }
+ONE_MICRO_BATCH = {"2x2": "1x4", "2x4": "1x8"}
+"""A step in two micro-batches -> the same step in one."""
 STEP_MEANS = dict.fromkeys(("entropy", "mean_token_accuracy", "logits/*"), "step-means")
 """Means over tokens: they depend on the split in TRL, never here."""
 TOKEN_NUMBERS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "weights:*")
 EVERYTHING = ("loss", "grad_norm", "rewards/*", "logps/*", "*reward", "accuracy", "margin", "weights:*")
 EVALUATION = {"eval_num_tokens": "eval-num-tokens"}
 UNEVEN_EVALUATION = {**EVALUATION, "eval_*": "evaluation-whole"}
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run of both libraries."""
-
-    name: str
-    method: str  # sft, dpo, reward
-    rows: str  # a kind of row in rows.py
-    options: dict[str, Any] = field(default_factory=dict)  # of the config, for both libraries
-    ours: dict[str, Any] = field(default_factory=dict)  # on our side only, to restore TRL's behaviour
-    trl: dict[str, Any] = field(default_factory=dict)  # on TRL's side only, to ask for ours
-    model: str = "causal"
-    tokenizer: str = "tokenizer"
-    adapter: str | None = None  # "loaded": a PeftModel is given; "new": a peft_config, then the saved initialisation
-    reference: str | None = None  # explicit `ref_model`
-    evaluation: bool = False
-    streamed: bool = False
-    first_rows: int | None = None  # take so many rows only
-    formatting_func: Callable[[dict[str, Any]], str] | None = None
-    differs: dict[str, str] = field(default_factory=dict)  # pattern of numbers that differ -> key of DIFFERENCES
-    differs_when_split: dict[str, str] = field(default_factory=dict)  # the same, at 2x2 only
-    witness: str | None = None  # the case in which TRL's numbers must equal ours where they differ in this one
-    splits: tuple[str, ...] = ("1x4", "2x2")
-    rounding: float = (
-        1.0  # factor on the tolerance, for a loss that amplifies rounding; the reason stands beside the case
-    )
 
 
 def question_and_answer(row: dict[str, Any]) -> str:
@@ -288,7 +267,7 @@ REFUSED_CASES = [
     one_sided(dpo("refused-equal-pair", "pair_with_equal_answers"), "bad-rows"),
 ]
 
-TABLE = [*SFT_CASES, *DPO_LOSS_CASES, *DPO_CASES, *REWARD_CASES, *REFUSED_CASES]
+TABLE = [*SFT_CASES, *DPO_LOSS_CASES, *DPO_CASES, *REWARD_CASES, *REFUSED_CASES, *POLICY_CASES]
 
 
 def expanded(table: Iterable[Case]) -> list[Case]:
@@ -297,8 +276,10 @@ def expanded(table: Iterable[Case]) -> list[Case]:
 
 def _split(case: Case, split: str) -> Case:
     """One of the two cases of an entry. A 2x2 case is witnessed by TRL's 1x4 run unless the entry names a case."""
-    accumulated = split == "2x2"
-    witness = f"{case.witness}@{split}" if case.witness else f"{case.name}@1x4" if accumulated else None
+    accumulated = split in ONE_MICRO_BATCH
+    witness = f"{case.name}@{ONE_MICRO_BATCH[split]}" if accumulated else None
+    if case.witness:
+        witness = f"{case.witness}@{split}"
     return replace(
         case,
         name=f"{case.name}@{split}",

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.parity.cases import CASES, STEP_MEANS, Case, chosen
+from benchmarks.parity.case import Case
+from benchmarks.parity.cases import CASES, ONE_MICRO_BATCH, STEP_MEANS, chosen
 from benchmarks.parity.differences import DIFFERENCES, WITNESSED
 
 TOLERANCE = 1e-4
@@ -54,7 +55,7 @@ class Verdict:
 
     def reason(self, name: str) -> str | None:
         """Key of the declared difference, where the witness, if there is one, agrees with us."""
-        declared = {**(STEP_MEANS if self.case.name.endswith("@2x2") else {}), **self.case.differs}
+        declared = {**(STEP_MEANS if self.case.name.split("@")[1] in ONE_MICRO_BATCH else {}), **self.case.differs}
         key = next((key for pattern, key in declared.items() if fnmatch.fnmatch(name, pattern)), None)
         if key not in WITNESSED or self.from_witness is None:
             return key

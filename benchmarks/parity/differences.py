@@ -18,6 +18,16 @@ DIFFERENCES: dict[str, str] = {
     "tokenised-pairs": "rows of prompt_ids, chosen_ids and rejected_ids are read; TRL fails with a KeyError",
     "unread-options": "an option that none of the chosen losses reads is an error; TRL ignores it",
     "option-ranges": "values outside the range in which a loss means something are errors; TRL trains",
+    "exact-zeros": "a completion with its group's mean reward has the advantage 0; in TRL a rounding error, counted as clipped",
+    "tokens-of-the-step": "dapo divides by the tokens of the step; TRL by those of the generation over its number of steps",
+    "entropy-of-the-step": "the entropy bonus is the mean over the tokens of the step; TRL averages the means of its micro-batches",
+    "entropy-coef-in-force": "entropy_coef is logged as it was in force; TRL logs the one that the next step will have",
+    "unscored-groups": "a group with fewer than two scored completions counts in frac_reward_zero_std; not in TRL",
+    "truncated-loss": "RLOO: a completion left out for its length adds nothing to the loss; in TRL -advantage, without a gradient",
+    "truncated-kl": "RLOO: the divergence of a completion left out for its length stays in its reward; in TRL it is 0",
+    "rollout-order": "samples of a generation are cut into steps in the order of their groups; TRL shuffles them first",
+    "cispo-cap": "cispo caps ratios at 5 unless told otherwise; TRL at epsilon 0.2, so that every token has a weight of 0.2",
+    "luspo-level": "luspo takes the ratio of sequences, as its paper does, unless told otherwise; TRL that of tokens",
     "bad-rows": "rows that cannot teach anything are refused before training; TRL drops them or trains on them",
 }
 """Key -> one line. A key in cases.py that is not here, or not on the page, fails the test suite."""
@@ -30,5 +40,8 @@ WITNESSED = (
     "evaluation-whole",
     "mask-columns",
     "shared-letters",
+    "entropy-of-the-step",
+    "cispo-cap",
+    "luspo-level",
 )
 """Differences whose numbers are proven by a run in which TRL is given the same question: ours must equal that run."""

@@ -32,11 +32,13 @@ from peft import LoraConfig, PeftModel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer  # noqa: E402
 
-from benchmarks.parity.cases import CASES, SHARED_OPTIONS, Case, chosen  # noqa: E402
+from benchmarks.parity import completions  # noqa: E402
+from benchmarks.parity.case import Case  # noqa: E402
+from benchmarks.parity.cases import CASES, SHARED_OPTIONS, chosen  # noqa: E402
 
-NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}
-LOADERS = {"sft": AutoModelForCausalLM, "dpo": AutoModelForCausalLM, "reward": AutoModelForSequenceClassification}
-UNSHARED_LOGS = ("runtime", "per_second", "total_flos", "train_loss", "peak", "memory", "mfu", "tokens/s")
+NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
+LOADERS = {"reward": AutoModelForSequenceClassification}
+UNSHARED_LOGS = ("step_time", "runtime", "per_second", "total_flos", "train_loss", "peak", "memory", "mfu", "tokens/s")
 
 
 def run_case(library: str, case: Case, materials: Path, output: str) -> dict[str, Any]:
@@ -70,8 +72,11 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str) -> Any:
     if case.adapter == "new":
         given["peft_config"] = LoraConfig.from_pretrained(materials / f"{case.model}_adapter")
         given["peft_config"].inference_mode = False
+    model = load(case, materials, case.model, case.adapter == "loaded")
+    if case.rewards:
+        given |= judged_completions(library, case, model, given["processing_class"])
     trainer = getattr(library, f"{title}Trainer")(
-        model=load(case, materials, case.model, case.adapter == "loaded"),
+        model=model,
         args=args,
         train_dataset=train_rows(case, materials),
         **given,
@@ -81,8 +86,31 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str) -> Any:
     return trainer
 
 
+def judged_completions(library: Any, case: Case, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """The arguments of an online trainer: rewards, and who writes completions."""
+    is_ours = library.__name__ == "posttrain"
+    if not is_ours:
+        set_shuffling(case.is_shuffled)
+    given: dict[str, Any] = {"reward_funcs": [completions.REWARDS[name] for name in case.rewards]}
+    if case.written_by == "function":
+        given["rollout_func"] = completions.rollout_func
+    elif is_ours:
+        given["engine"] = completions.scripted_engine(tokenizer)
+    else:
+        completions.script_generate(model, tokenizer)
+    return given
+
+
+def set_shuffling(is_on: bool) -> None:
+    """Whether TRL shuffles the samples of a generation among its micro-batches."""
+    from trl.trainer import grpo_trainer, rloo_trainer, utils
+
+    for module in (grpo_trainer, rloo_trainer):
+        module.shuffle_sequence_dict = utils.shuffle_sequence_dict if is_on else utils.identity
+
+
 def load(case: Case, materials: Path, name: str, with_adapter: bool = False) -> Any:
-    model = LOADERS[case.method].from_pretrained(materials / name, dtype=torch.float32)
+    model = LOADERS.get(case.method, AutoModelForCausalLM).from_pretrained(materials / name, dtype=torch.float32)
     if with_adapter:
         return PeftModel.from_pretrained(model, str(materials / f"{name}_adapter"), is_trainable=True)
     return model

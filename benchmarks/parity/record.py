@@ -1,4 +1,4 @@
-"""Keeps TRL's numbers of a dozen cases for the test suite, which then guards parity where TRL is not installed.
+"""Keeps TRL's numbers of two dozen cases for the test suite, which then guards parity where TRL is not installed.
 
 python -m benchmarks.parity.record RESULTS tests/methods/trl_recorded.json
 """
@@ -25,6 +25,14 @@ RECORDED = (
     "dpo-lora-loaded@1x4",
     "reward-margin-centred@2x2",
     "reward-lora@1x4",
+    "grpo-loss-dapo@1x8",
+    "grpo-loss-vespo@2x4",
+    "grpo-sequence-grpo@2x4",
+    "grpo-kl@1x8",
+    "grpo-some-opinions-normalised@2x4",
+    "grpo-evaluation@1x8",
+    "rloo-normalised@1x8",
+    "rloo-weights@2x4",
 )
 COMMAND = "benchmarks/parity/run.sh --record"
 

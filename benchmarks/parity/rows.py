@@ -168,6 +168,10 @@ def margin_pair(i: int) -> Row:
     return {**implicit_chat_pair(i), "margin": 0.25 * (i % 4)}
 
 
+def prompt_only(i: int) -> Row:
+    return {"prompt": question(i), "answer": float(i % 6)}
+
+
 def tokenised_reward_pair(i: int) -> Row:
     made = tokenised_pair(i)
     return {side: made["prompt_ids"] + made[side] for side in ("chosen_ids", "rejected_ids")}
@@ -204,6 +208,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
         pair_with_equal_answers,
         margin_pair,
         tokenised_reward_pair,
+        prompt_only,
     )
 }
 """Name of a kind of row -> row number -> row."""

@@ -19,6 +19,8 @@ SLOW_SECONDS = 0.5
 EVERY = "*"
 
 POINTS = {
+    "generate": "rollouts are about to be written",
+    "score": "rollouts have been written, their rewards may still be worked on",
     "data": "the batches of a step have been made",
     "forward": "the model has answered, the loss has not been computed",
     "backward": "autograd has begun",

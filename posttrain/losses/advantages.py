@@ -66,6 +66,12 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
     return table.differences * (sizes / (sizes - 1).clamp(min=1))
 
 
+def incomparable(rewards: Tensor, groups: Tensor) -> Tensor:
+    """(N,) bool: completions without a reward, or the only one in their group that has one: no advantage can be told of them."""
+    table = _Groups.of(rewards, groups)
+    return ~table.valid | (table.sizes < 2)[table.index]
+
+
 def batch_normalised(advantages: Tensor, masked: Tensor | None = None, epsilon: float = EPSILON) -> Tensor:
     """(A - mean) / (std + epsilon) over the batch, with the sample std; 0 for masked rows, which are in no statistic.
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import TokenBatch
+from posttrain.losses.extrema import highest, lowest
 from posttrain.losses.kl import bounded_exp, k3
 
 
@@ -117,16 +118,6 @@ def check_correction(mode: str, clip_min: float | None, clip_max: float | None) 
         )
     if mode.endswith("truncate") and clip_min is None and clip_max is None:
         raise ValueError(f"{mode} truncates to nothing when clip_min and clip_max are both None; give one of them.")
-
-
-def lowest(values: Tensor) -> Tensor:
-    """(1,) the smallest, or nothing of nothing."""
-    return values.amin(0, keepdim=True) if len(values) else values
-
-
-def highest(values: Tensor) -> Tensor:
-    """(1,) the largest, or nothing of nothing."""
-    return values.amax(0, keepdim=True) if len(values) else values
 
 
 def _ratios(old_logps: Tensor, sampling_logps: Tensor, batch: TokenBatch, mode: str) -> Tensor:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from posttrain.core.batch import RAGGED, TokenBatch
 from posttrain.core.results import LossOutput, LossTerm
+from posttrain.losses.extrema import highest, lowest
 from posttrain.losses.kl import bounded_exp, k3
 from posttrain.losses.named_options import call, options_taken
 
@@ -213,7 +214,7 @@ def gmpo(
     weights = tokens.batch.expand(bounded_exp(tokens.batch.sequence_mean(bounded)))
     measured = log_ratios.detach()
     below, above = (measured < -low) & (tokens.advantages < 0), (measured > high) & (tokens.advantages > 0)
-    return -weights * tokens.advantages, _clip_shares(below, above, measured)
+    return -weights * tokens.advantages, _clip_shares(tokens.batch, _shares(below, measured), _shares(above, measured))
 
 
 def clip_range(epsilon: float | None, epsilon_high: float | None, default: float) -> tuple[float, float]:
@@ -229,17 +230,20 @@ def clip_metrics(tokens: PolicyTokens, ratios: Ratios, low: float, high: float) 
     """Shares of tokens (of completions, where the ratio is theirs) whose gradient the clip takes away."""
     measured, advantages = _at_level(tokens, ratios)
     below, above = (measured < 1 - low) & (advantages < 0), (measured > 1 + high) & (advantages > 0)
-    return _clip_shares(below, above, measured)
+    is_of_tokens = ratios.log_sequences is None
+    return _clip_shares(tokens.batch, _shares(below, measured), _shares(above, measured), is_of_tokens)
 
 
-def _clip_shares(below: Tensor, above: Tensor, like: Tensor) -> Metrics:
-    """`low_min` and `high_max` are the share in this micro-batch, one number: extrema are taken over micro-batches."""
-    below, above = _shares(below, like), _shares(above, like)
+def _clip_shares(batch: TokenBatch, below: Tensor, above: Tensor, is_of_tokens: bool = True) -> Metrics:
+    """`low_min` and `high_max`, one number each: in the least, and in the most clipped completion of the micro-batch."""
+    lowest_of, highest_of = below, above
+    if is_of_tokens:
+        lowest_of, highest_of = (batch.sequence_mean(share)[: batch.num_samples] for share in (below, above))
     return {
         "clip_ratio/low_mean": below,
-        "clip_ratio/low_min": _mean(below),
+        "clip_ratio/low_min": lowest(lowest_of),
         "clip_ratio/high_mean": above,
-        "clip_ratio/high_max": _mean(above),
+        "clip_ratio/high_max": highest(highest_of),
         "clip_ratio/region_mean": below + above,
     }
 
@@ -254,10 +258,6 @@ def _at_level(tokens: PolicyTokens, ratios: Ratios) -> tuple[Tensor, Tensor]:
 
 def _shares(chosen: Tensor, like: Tensor) -> Tensor:
     return chosen.to(like.dtype)
-
-
-def _mean(values: Tensor) -> Tensor:
-    return values.mean(0, keepdim=True) if len(values) else values
 
 
 # ---- normalisers: what a token counts ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from posttrain.losses.named_options import call, unused_options
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES, check_preference_losses, preference_loss
 from posttrain.trainer.base import BaseTrainer
-from posttrain.trainer.config import BaseConfig, PairConfig, check_range, option
+from posttrain.trainer.config import BaseConfig, SharedPromptsConfig, check_range, option
 from posttrain.trainer.gathering import gathered_rows
 from posttrain.trainer.reference_setup import ReferenceConfig, make_reference
 
@@ -27,7 +27,7 @@ LOSS_OPTIONS = ("label_smoothing", "discopop_tau")
 
 
 @dataclass
-class DPOConfig(ReferenceConfig, PairConfig, BaseConfig):
+class DPOConfig(ReferenceConfig, SharedPromptsConfig, BaseConfig):
     """Options of direct preference optimisation."""
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")

@@ -15,11 +15,11 @@ from posttrain.losses.reward import bradley_terry, centring, reward_metrics
 from posttrain.models.heads import score_sequences
 from posttrain.models.load import SEQUENCE_REWARD
 from posttrain.trainer.base import BaseTrainer
-from posttrain.trainer.config import BaseConfig, PairConfig, check_range, option
+from posttrain.trainer.config import BaseConfig, SharedPromptsConfig, check_range, option
 
 
 @dataclass
-class RewardConfig(PairConfig, BaseConfig):
+class RewardConfig(SharedPromptsConfig, BaseConfig):
     """Options of reward modelling."""
 
     learning_rate: float = option(1e-4, "Initial learning rate of AdamW.")

@@ -30,4 +30,8 @@ METHODS: dict[str, Method] = {
     "sft": Method("posttrain.methods.sft", "SFTTrainer", "SFTConfig", "Supervised fine-tuning"),
     "dpo": Method("posttrain.methods.dpo", "DPOTrainer", "DPOConfig", "Direct preference optimisation, 15 losses"),
     "reward": Method("posttrain.methods.reward_model", "RewardTrainer", "RewardConfig", "Bradley-Terry reward models"),
+    "grpo": Method(
+        "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 9 losses"
+    ),
+    "rloo": Method("posttrain.methods.rloo", "RLOOTrainer", "RLOOConfig", "REINFORCE with a leave-one-out baseline"),
 }

@@ -35,7 +35,7 @@ from posttrain.models.reference import Reference
 from posttrain.models.token_scores import score_tokens
 from posttrain.trainer.adam8bit import adamw_8bit
 from posttrain.trainer.checkpoint import refuse_unwritable
-from posttrain.trainer.config import BaseConfig, PairConfig
+from posttrain.trainer.config import BaseConfig, SharedPromptsConfig
 from posttrain.trainer.display import display_callbacks
 from posttrain.trainer.evaluation import EvaluatingTrainer
 from posttrain.trainer.hub import HubTrainer
@@ -141,6 +141,18 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         """What the method makes of the answers."""
         raise NotImplementedError
 
+    def count_tokens(self, batch: TokenBatch) -> None:
+        """Add a batch that is trained on to the tokens of the run."""
+        self.metrics.count("num_tokens", batch.num_tokens)
+
+    def longest_row(self) -> int:
+        """Tokens of the longest unit, where the data does not tell."""
+        return len(self.roles) * (self.args.max_length or 4096)
+
+    def plan_lines(self, max_steps: int) -> dict[str, str]:
+        """Lines of the block that opens a run which are peculiar to this kind of trainer; those of the same name give way."""
+        return {}
+
     def before_step(self, batches: list[TokenBatch]) -> None:
         """Sees all micro-batches of an optimizer step (on the host) before the first of them is used."""
 
@@ -183,7 +195,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
             fuse_lora=args.fuse_lora,
             quantization_config=quantization_config,
             layout=args.layout if args.neftune_noise_alpha is None else PADDED,
-            share_prefixes=isinstance(args, PairConfig) and args.share_prompts,
+            share_prefixes=isinstance(args, SharedPromptsConfig) and args.share_prompts,
             router_aux_loss_coef=args.router_aux_loss_coef,
             device=args.device,
             sharded=bool(args.fsdp or args.deepspeed),
@@ -243,17 +255,17 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         if dataset is None or hasattr(dataset, "report"):
             return dataset
         args = self.args
-        options = PrepareOptions(
-            max_length=args.max_length,
-            truncation_mode=args.truncation_mode,
-            on_bad_rows=args.on_bad_rows,
-            chat_template_kwargs=args.chat_template_kwargs,
-            formatting_func=self.formatting_func,
-            cache_dir=args.dataset_cache_dir,
-            bad_rows_file=str(Path(args.output_dir) / f"bad_rows_{name}.jsonl"),
-            shuffle_seed=args.seed if args.shuffle_dataset and name == "train" else None,
-            **self.prepare_options(is_training=name == "train"),
-        )
+        shared = {
+            "max_length": args.max_length,
+            "truncation_mode": args.truncation_mode,
+            "on_bad_rows": args.on_bad_rows,
+            "chat_template_kwargs": args.chat_template_kwargs,
+            "formatting_func": self.formatting_func,
+            "cache_dir": args.dataset_cache_dir,
+            "bad_rows_file": str(Path(args.output_dir) / f"bad_rows_{name}.jsonl"),
+            "shuffle_seed": args.seed if args.shuffle_dataset and name == "train" else None,
+        }
+        options = PrepareOptions(**{**shared, **self.prepare_options(is_training=name == "train")})
         with args.main_process_first(desc=f"preparing the {name} dataset"):
             prepared = prepare_dataset(dataset, self.formats, self.renderer, options, name, args.dataset_num_proc)
         if args.should_log:
@@ -379,7 +391,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         shown = {STAT_METRICS[name]: value for name, value in policy.stats.items() if name in STAT_METRICS}
         self.metrics.add(mode, {**shown, **output.metrics})
         if mode == "train":
-            self.metrics.count("num_tokens", batch.num_tokens)
+            self.count_tokens(batch)
         return output, policy
 
     def _step_will_log(self) -> bool:

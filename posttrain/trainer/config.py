@@ -233,12 +233,12 @@ class BaseConfig(TrainingArguments):
 
 
 @dataclass
-class PairConfig:
-    """Options of methods that train on pairs of answers; mixed into their configs."""
+class SharedPromptsConfig:
+    """Options of methods that train on several answers to one prompt; mixed into their configs."""
 
     share_prompts: bool = option(
         True,
-        "Compute the prompt of a pair once for both answers, wherever the model allows it. Same gradient, less work.",
+        "Compute a prompt once for all answers to it in a micro-batch, wherever the model allows it. Same gradient, less work.",
     )
 
 

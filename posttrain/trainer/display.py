@@ -117,14 +117,15 @@ def plan(trainer: BaseTrainer, step: int, max_steps: int) -> list[str]:
     """The lines of the block that opens a run."""
     args = trainer.args
     begins = f", from step {step}" if step else ""
-    lines = [
-        f"{trainer.method.upper()} of {trainer.loaded.name} ({_weights(trainer)}){begins}",
-        f"  data        {_data(trainer.train_dataset)}{_evaluation(trainer)}",
-        f"  steps       {batch_arithmetic(trainer, max_steps)}",
-        f"  compute     {_compute(trainer)}",
-    ]
-    if trainer.reference is not None:
-        lines.append(f"  reference   {trainer.reference}")
+    told = {
+        "data": f"{_data(trainer.train_dataset)}{_evaluation(trainer)}",
+        "steps": batch_arithmetic(trainer, max_steps),
+        "compute": _compute(trainer),
+        **({} if trainer.reference is None else {"reference": str(trainer.reference)}),
+        **trainer.plan_lines(max_steps),
+    }
+    lines = [f"{trainer.method.upper()} of {trainer.loaded.name} ({_weights(trainer)}){begins}"]
+    lines += [f"  {name:<12}{line}" for name, line in told.items()]
     lines += [f"  note        {note}" for note in trainer.loaded.notes]
     lines.append(f"  run         {args.output_dir} ({_kept(args)})")
     return lines

@@ -18,11 +18,23 @@ def gathered_rows(record: T, world_size: int) -> tuple[T, int]:
         return record, 0
     tensors = {f.name: getattr(record, f.name) for f in fields(record) if isinstance(getattr(record, f.name), Tensor)}
     first = next(iter(tensors.values()))
-    counts = [torch.zeros(1, dtype=torch.long, device=first.device) for _ in range(world_size)]
-    dist.all_gather(counts, torch.tensor([len(first)], device=first.device))
-    sizes = [int(count) for count in counts]
+    sizes = _sizes(first, world_size)
     whole = {name: _gather(tensor, sizes) for name, tensor in tensors.items()}
     return replace(record, **whole), sum(sizes[: dist.get_rank()])
+
+
+def gathered_values(values: Tensor, world_size: int) -> Tensor:
+    """(n,) of this process -> those of all processes, whatever their numbers."""
+    if world_size == 1:
+        return values
+    return _gather(values, _sizes(values, world_size))
+
+
+def _sizes(tensor: Tensor, world_size: int) -> list[int]:
+    """How many rows each process holds."""
+    counts = [torch.zeros(1, dtype=torch.long, device=tensor.device) for _ in range(world_size)]
+    dist.all_gather(counts, torch.tensor([len(tensor)], device=tensor.device))
+    return [int(count) for count in counts]
 
 
 def _gather(tensor: Tensor, sizes: list[int]) -> Tensor:

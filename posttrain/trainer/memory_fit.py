@@ -71,7 +71,7 @@ def batch_tokens(trainer: BaseTrainer) -> memory.BatchTokens:
     can_split = not args.deepspeed
     lengths = getattr(trainer.train_dataset, "unit_lengths", None)
     if lengths is None or len(lengths) == 0:
-        longest = len(trainer.roles) * (args.max_length or 4096)
+        longest = trainer.longest_row()
         return memory.BatchTokens(args.per_device_train_batch_size * longest, longest, can_split)
     lengths = np.asarray(lengths) * laid_out_share(trainer)
     batches = trainer.epoch_batches(

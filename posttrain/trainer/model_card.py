@@ -28,7 +28,13 @@ if TYPE_CHECKING:
 FILE = "README.md"
 MARK = "<!-- Written by posttrain; a card without this line is never overwritten on its own account. -->"
 
-METHOD_NAMES = {"sft": "supervised fine-tuning", "dpo": "direct preference optimisation", "reward": "reward modelling"}
+METHOD_NAMES = {
+    "sft": "supervised fine-tuning",
+    "dpo": "direct preference optimisation",
+    "reward": "reward modelling",
+    "grpo": "group relative policy optimisation",
+    "rloo": "REINFORCE with a leave-one-out baseline",
+}
 PAPERS: dict[str, dict[str, str]] = {
     "dpo": {
         "title": "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
@@ -48,6 +54,24 @@ PAPERS: dict[str, dict[str, str]] = {
         "  author    = {Ouyang, Long and Wu, Jeff and Jiang, Xu and others},\n"
         "  booktitle = {Advances in Neural Information Processing Systems 35},\n"
         "  year      = {2022}\n}",
+    },
+    "grpo": {
+        "title": "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+        "id": "2402.03300",
+        "citation": "@article{shao2024deepseekmath,\n"
+        "  title   = {DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models},\n"
+        "  author  = {Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and others},\n"
+        "  journal = {arXiv:2402.03300},\n"
+        "  year    = {2024}\n}",
+    },
+    "rloo": {
+        "title": "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",
+        "id": "2402.14740",
+        "citation": "@inproceedings{ahmadian2024back,\n"
+        "  title     = {Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs},\n"
+        "  author    = {Ahmadian, Arash and Cremer, Chris and Gall{\\'e}, Matthias and others},\n"
+        "  booktitle = {Annual Meeting of the Association for Computational Linguistics},\n"
+        "  year      = {2024}\n}",
     },
 }
 """What to cite for a method; a trainer's own `paper` (title, id, citation) comes first. SFT has no paper of its own."""

@@ -35,15 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class ReferenceConfig:
-    """Options of methods that compare the policy with a reference; mixed into their configs."""
+class MovingReferenceConfig:
+    """Options of methods whose reference may follow the policy; mixed into their configs."""
 
-    precompute_ref_log_probs: bool = option(
-        False, "Run the reference over the rows it has never seen, before training, and keep its log-probs on disk."
-    )
-    precompute_ref_batch_size: int | None = option(
-        None, "Rows per batch of that pass. None: as many as fill the device, by their tokens."
-    )
     sync_ref_model: bool = option(False, "TR-DPO: move the reference towards the policy every `ref_model_sync_steps`.")
     ref_model_mixup_alpha: float = option(0.6, "reference = alpha * policy + (1 - alpha) * reference.")
     ref_model_sync_steps: int = option(512, "Optimizer steps between two moves of the reference.")
@@ -52,6 +46,21 @@ class ReferenceConfig:
         super().__post_init__()
         check_range("ref_model_mixup_alpha", self.ref_model_mixup_alpha, 0, 1)
         check_range("ref_model_sync_steps", self.ref_model_sync_steps, 1)
+
+
+@dataclass
+class ReferenceConfig(MovingReferenceConfig):
+    """Options of methods that compare the policy with a reference on rows that are known; mixed into their configs."""
+
+    precompute_ref_log_probs: bool = option(
+        False, "Run the reference over the rows it has never seen, before training, and keep its log-probs on disk."
+    )
+    precompute_ref_batch_size: int | None = option(
+        None, "Rows per batch of that pass. None: as many as fill the device, by their tokens."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.sync_ref_model and self.precompute_ref_log_probs:
             raise ValueError(
                 "`sync_ref_model` moves the reference; `precompute_ref_log_probs` freezes its numbers. Choose one."
@@ -65,13 +74,18 @@ def make_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Referen
         raise ValueError("`ref_model` is the model that is trained: it would move. Leave it out, or pass a copy.")
     if _rows_carry_reference(trainer.train_dataset):
         return _given(args, ref_model)
-    reference = _live_reference(trainer, ref_model, policy)
+    reference = live_reference(trainer, ref_model, policy)
     if args.precompute_ref_log_probs:
         reference = precomputed(trainer, reference)
-    if args.sync_ref_model:
-        trainer.add_callback(SyncRefModelCallback(reference, trainer.accelerator))
+    follow_policy(trainer, reference)
     logger.info(f"The reference is {reference}.")
     return reference
+
+
+def follow_policy(trainer: BaseTrainer, reference: Reference) -> None:
+    """With `sync_ref_model`, move the reference towards the policy as training goes on."""
+    if trainer.args.sync_ref_model:
+        trainer.add_callback(SyncRefModelCallback(reference, trainer.accelerator))
 
 
 def _rows_carry_reference(dataset: Any) -> bool:
@@ -93,7 +107,7 @@ def _given(args: Any, ref_model: Any) -> Reference:
     return GivenSums()
 
 
-def _live_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Reference:
+def live_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Reference:
     model = trainer.loaded.model
     if ref_model is not None:
         is_loaded = isinstance(ref_model, nn.Module)

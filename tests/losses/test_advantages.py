@@ -14,6 +14,7 @@ from posttrain.losses.advantages import (
     batch_normalised,
     group_normalised,
     group_std,
+    incomparable,
     leave_one_out,
     normalised_then_summed,
     replay_scores,
@@ -243,3 +244,12 @@ def test_wrong_shapes_and_names_are_refused():
         leave_one_out(numbers(1, 2), torch.tensor([0]))
     with pytest.raises(ValueError, match="a column for each function"):
         weighted_rewards(numbers(1, 2))
+
+
+def test_completions_that_cannot_be_compared_do_not_dilute_the_scale():
+    """Group 0 has one reward, group 1 two, group 2 none: the std is that of 1 and -1, and not of 0, 1 and -1."""
+    rewards, groups = numbers(5, NAN, 0, 1, NAN), torch.tensor([0, 0, 1, 1, 2])
+    assert incomparable(rewards, groups).tolist() == [True, True, False, False, True]
+    advantages = leave_one_out(rewards, groups)
+    scale = math.sqrt(2) + 1e-4
+    close(batch_normalised(advantages, incomparable(rewards, groups)), [0, 0, -1 / scale, 1 / scale, 0])

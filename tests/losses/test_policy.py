@@ -164,11 +164,12 @@ def test_clip_metrics_by_hand(golden):
     assert metrics["clip_ratio/high_mean"].tolist() == [1, 0, 0]
     assert metrics["clip_ratio/low_mean"].tolist() == [0, 0, 1]
     assert metrics["clip_ratio/region_mean"].tolist() == [1, 0, 1]
-    assert metrics["clip_ratio/low_min"].tolist() == pytest.approx([1 / 3])
-    assert metrics["clip_ratio/high_max"].tolist() == pytest.approx([1 / 3])
+    assert metrics["clip_ratio/low_min"].tolist() == [0]  # shares of the completions: 0 of 2 tokens, 1 of 1
+    assert metrics["clip_ratio/high_max"].tolist() == [1 / 2]
     _, _, metrics = loss_and_gradient("grpo", golden, {"importance_sampling_level": "sequence"})
     assert metrics["clip_ratio/low_mean"].tolist() == [0, 1]
     assert metrics["clip_ratio/high_mean"].tolist() == [0, 0]
+    assert metrics["clip_ratio/low_min"].tolist() == [0]
     _, _, metrics = loss_and_gradient("cispo", golden, {"epsilon_high": 1.25})
     assert metrics["cispo_clip_ratio"].tolist() == [1, 0, 0]
     _, _, metrics = loss_and_gradient("vespo", golden, {})

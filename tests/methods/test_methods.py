@@ -285,6 +285,19 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         "dpo": "disable_dropout truncation_mode padding_free precompute_ref_log_probs precompute_ref_batch_size loss_type "
         "loss_weights ld_alpha f_divergence_type f_alpha_divergence_coef label_smoothing beta use_weighting discopop_tau "
         "activation_offloading sync_ref_model ref_model_mixup_alpha ref_model_sync_steps pad_token router_aux_loss_coef",
+        "grpo": "disable_dropout num_generations num_generations_eval max_completion_length generation_batch_size "
+        "shuffle_dataset steps_per_generation temperature top_p top_k min_p generation_kwargs chat_template_kwargs "
+        "repetition_penalty beta num_iterations epsilon delta epsilon_high sapo_temperature_neg sapo_temperature_pos "
+        "vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg importance_sampling_level reward_weights "
+        "multi_objective_aggregation scale_rewards loss_type "
+        "mask_truncated_completions sync_ref_model ref_model_mixup_alpha ref_model_sync_steps top_entropy_quantile entropy_coef "
+        "use_adaptive_entropy entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target "
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
+        "vllm_importance_sampling_clip_min off_policy_mask_threshold use_bias_correction_kl log_completions "
+        "num_completions_to_print log_unique_prompts vllm_importance_sampling_cap router_aux_loss_coef",
+        "rloo": "disable_dropout num_generations max_completion_length steps_per_generation temperature beta num_iterations "
+        "epsilon epsilon_high reward_weights normalize_advantages reward_clip_range mask_truncated_completions sync_ref_model "
+        "log_completions num_completions_to_print log_unique_prompts",
         "reward": "chat_template_path disable_dropout eos_token center_rewards_coefficient activation_offloading pad_token",
     }[method].split()
     assert shared | set(own) <= {f.name for f in dataclasses.fields(config)}

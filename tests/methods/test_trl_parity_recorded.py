@@ -1,7 +1,7 @@
 """Our numbers equal those that TRL 1.16.0 logged, without TRL: its numbers were recorded by `benchmarks/parity/run.sh --record`.
 
 Every logged loss, metric and gradient norm of every step and the norm of every trained tensor at the end, to 1e-4. The whole
-comparison, some 250 cases, is `make parity`; here are its most telling ones.
+comparison, some 400 cases, is `make parity`; here are its most telling ones.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES
 from tests import tiny
 from tests.losses.test_preference_oracle import naive_total
+from tests.trainer import policy_cells
 
 PACKED = "packed"
 CHUNKS = (1, 7, None)
@@ -29,6 +30,8 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 SMOOTHING = {"exo_pair": 0.1, "robust": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
 SFT_LOSSES = ("nll", "dft", "smoothed")
 REWARD_LOSSES = ("plain", "margin", "centred")
+POLICY_METHODS = ("grpo", "rloo")
+POLICY_TURNS = (2, 4)  # on one process and on two: which share of the rows of a cover each policy loss takes
 DPO_EXTRAS = ("ld", "wpo", "mpo", "forward_kl", "js_divergence", "alpha_divergence")
 
 
@@ -58,6 +61,8 @@ def variants() -> list[tuple[str, str]]:
         *(("sft", loss) for loss in SFT_LOSSES),
         *(("dpo", loss) for loss in (*PREFERENCE_LOSSES, *DPO_EXTRAS)),
         *(("reward", loss) for loss in REWARD_LOSSES),
+        *(("grpo", loss) for loss in policy_cells.GRPO_VARIANTS),
+        ("rloo", "rloo"),
     ]
 
 
@@ -68,12 +73,12 @@ def layouts(method: str) -> tuple[str, ...]:
 @lru_cache
 def single_process() -> list[Cell]:
     found = []
-    for method, loss in variants():
+    for number, (method, loss) in enumerate(variants()):
         axes = [layouts(method), CHUNKS, tuple(SPLITS), (False, True), DTYPES]
         if (method, loss) in (("sft", "nll"), ("dpo", "sigmoid")):
             rows = list(itertools.product(*axes))
         else:
-            rows = pairwise(axes)
+            rows = taken_in_turn(pairwise(axes), number, method, POLICY_TURNS[0])
         found += [Cell(method, loss, *row) for row in rows]
     return found
 
@@ -81,10 +86,16 @@ def single_process() -> list[Cell]:
 @lru_cache
 def two_processes() -> list[Cell]:
     found = []
-    for method, loss in variants():
+    for number, (method, loss) in enumerate(variants()):
         axes = [layouts(method), CHUNKS, tuple(SPLITS), (False, True), DTYPES, ((5, 3), (1, 0), (0, 1))]
-        found += [Cell(method, loss, *row) for row in pairwise(axes)]
+        rows = taken_in_turn(pairwise(axes), number, method, POLICY_TURNS[1])
+        found += [Cell(method, loss, *row) for row in rows]
     return found
+
+
+def taken_in_turn(rows: list[tuple[Any, ...]], number: int, method: str, turns: int) -> list[tuple[Any, ...]]:
+    """Policy losses are presets of one objective: each takes every so many of the rows, and all of them together take all."""
+    return rows[number % turns :: turns] if method in POLICY_METHODS else rows
 
 
 def pairwise(axes: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
@@ -107,11 +118,15 @@ def _pairs_of(row: tuple[Any, ...]) -> set[tuple[Any, ...]]:
 
 
 @lru_cache
-def units(method: str) -> list[tuple[Sample, ...]]:
+def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
     """Eight units of different lengths; some tokens of the texts are context, one text trains a single token.
 
     The two samples of a pair begin with the same prompt, but for those of row 5, which have nothing in common.
     """
+    if method in POLICY_METHODS:  # what a policy said before is near what it says now: this depends on its adapter
+        policy, reference = models(method, torch.float64, lora)[0], models("dpo", torch.float64, False)[1]
+        with torch.no_grad():
+            return policy_cells.groups(partial(_log_probs, policy), partial(_log_probs, reference))
     rng = np.random.default_rng(7)
     made = []
     for row in range(8):
@@ -141,6 +156,8 @@ def packed(samples: list[tuple[Sample, ...]]) -> list[tuple[Sample, ...]]:
 def options(cell: Cell) -> dict[str, Any]:
     if cell.method == "sft":
         return {"nll": {}, "dft": {"loss_type": "dft"}, "smoothed": {"label_smoothing_factor": 0.2}}[cell.loss]
+    if cell.method in POLICY_METHODS:
+        return policy_cells.options(cell.method, cell.loss)
     if cell.method == "reward":
         return {"centred": {"center_rewards_coefficient": 0.3}}.get(cell.loss, {})
     special = {
@@ -187,6 +204,7 @@ def trainer(method: str, loss: str, lora: bool, dtype: torch.dtype) -> Any:
         output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=True, gradient_checkpointing=False, **options(cell)
     )
     extra = {"ref_model": reference} if reference is not None else {}
+    extra |= policy_cells.arguments() if method in POLICY_METHODS else {}
     return METHODS[method].trainer_class(model=policy, args=args, processing_class=tiny.tokenizer(), **extra)
 
 
@@ -194,6 +212,7 @@ def gradient(cell: Cell, rank: int = 0, world_size: int = 1) -> dict[str, torch.
     """One optimizer step's gradient, as the trainer accumulates it."""
     made = trainer(cell.method, cell.loss, cell.lora, cell.dtype)
     made.args.chunk_tokens = cell.chunk
+    made.args.max_tokens_per_pass = TOKENS_PER_PASS.get(cell.split)
     made.args.gradient_accumulation_steps = len(SPLITS[cell.split])
     batches = micro_batches(cell, made, rank)
     totals = made._get_num_items_in_batch(batches, made.args.device)
@@ -215,14 +234,19 @@ def _nothing() -> Any:
 
 
 def micro_batches(cell: Cell, made: Any, rank: int) -> list[Any]:
-    rows, place, batches = units(cell.method), 0, []
+    return [_collated(cell, made, window[rank]) for window in windows(cell)]
+
+
+def windows(cell: Cell) -> list[list[list[tuple[Sample, ...]]]]:
+    """The units of each micro-batch, for each process."""
+    rows, place, found = units(cell.method, cell.lora and cell.method in POLICY_METHODS), 0, []
+    bounds = np.concatenate([[0], np.cumsum(cell.shares)]) / sum(cell.shares)
     for size in SPLITS[cell.split]:
         window = rows[place : place + size]
         place += size
-        bounds = np.concatenate([[0], np.cumsum(cell.shares)]) / sum(cell.shares) * size
-        mine = window[round(bounds[rank]) : round(bounds[rank + 1])]
-        batches.append(_collated(cell, made, mine))
-    return batches
+        edges = [round(bound * size) for bound in bounds]
+        found.append([window[start:stop] for start, stop in itertools.pairwise(edges)])
+    return found
 
 
 def _collated(cell: Cell, made: Any, mine: list[tuple[Sample, ...]]) -> Any:
@@ -235,17 +259,24 @@ def _collated(cell: Cell, made: Any, mine: list[tuple[Sample, ...]]) -> Any:
             part.scalars.pop("margin", None)
         # Numbers about samples arrive in float32; in a float64 cell they must not be what limits the comparison.
         part.scalars = {name: value.to(cell.dtype) for name, value in part.scalars.items()}
+        part.per_token = {name: value.to(cell.dtype) for name, value in part.per_token.items()}
     return batch
 
 
 # ---- the oracle ----------------------------------------------------------------------------------------------------------
 
 
+def expected_gradient(cell: Cell) -> dict[str, torch.Tensor]:
+    """The oracle's. It does not depend on how a step is cut up, but for two policy losses that do by their definition."""
+    if cell.loss not in policy_cells.DEPEND_ON_THE_CUT:
+        return oracle(Cell(cell.method, cell.loss, lora=cell.lora))
+    return oracle(Cell(cell.method, cell.loss, cell.layout, None, cell.split, cell.lora, shares=cell.shares))
+
+
 @lru_cache
-def oracle(method: str, loss: str, lora: bool) -> dict[str, torch.Tensor]:
-    policy, reference = models(method, torch.float64, lora)
-    cell = Cell(method, loss)
-    total = {"sft": _sft_oracle, "dpo": _dpo_oracle, "reward": _reward_oracle}[method](cell, policy, reference)
+def oracle(cell: Cell) -> dict[str, torch.Tensor]:
+    policy, reference = models(cell.method, torch.float64, cell.lora)
+    total = ORACLES[cell.method](cell, policy, reference)
     total.backward()
     return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
 
@@ -334,9 +365,23 @@ def _reward_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     return total / len(units("reward"))
 
 
+def _policy_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
+    cut = windows(cell), cell.layout, TOKENS_PER_PASS.get(cell.split)
+    return policy_cells.step_loss(cell.method, cell.loss, *cut, partial(_log_probs, policy))
+
+
+ORACLES = {
+    "sft": _sft_oracle,
+    "dpo": _dpo_oracle,
+    "reward": _reward_oracle,
+    "grpo": _policy_oracle,
+    "rloo": _policy_oracle,
+}
+
+
 def check(cell: Cell, found: dict[str, torch.Tensor]) -> None:
     """Relative to the norm of the whole gradient, and of each tensor that matters in it."""
-    expected = oracle(cell.method, cell.loss, cell.lora)
+    expected = expected_gradient(cell)
     assert found.keys() == expected.keys(), f"tensors with a gradient differ: {found.keys() ^ expected.keys()}"
     whole = torch.sqrt(sum((g.double() ** 2).sum() for g in expected.values()))
     assert whole > 0

@@ -14,11 +14,35 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
+import posttrain.rollout.native_engine.engine  # noqa: F401 - forked children should find everything imported
 from posttrain.methods.table import METHODS
 from posttrain.trainer.step_file import StepFile
 from tests import tiny
 
 CACHE = tempfile.mkdtemp(prefix="posttrain-tokens-")
+
+
+ONLINE = ("grpo", "rloo")
+ONLINE_OPTIONS = {
+    "num_generations": 4,
+    "max_completion_length": 5,
+    "steps_per_generation": 4,  # two optimizer steps
+    "num_iterations": 2,
+    "beta": 0.1,
+    "reward_workers": 0,
+}
+
+
+def checksum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """A reward that any other completion would change."""
+    return [float(sum(ids) % 13) for ids in completion_ids]
+
+
+def prompts(rows: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"Say {number}"} for number in range(rows)]
+
+
+DATA = {"sft": tiny.chats, "grpo": prompts, "rloo": prompts}  # the others read pairs
 
 
 class KillAfter(TrainerCallback):
@@ -104,12 +128,16 @@ def make(
         "dataset_cache_dir": CACHE,
         **options,
     }
-    extra = {"args": METHODS[name].config_class(**chosen)}
+    if name in ONLINE:
+        chosen = {**ONLINE_OPTIONS, **chosen}
+    extra: dict[str, Any] = {"args": METHODS[name].config_class(**chosen)}
+    if name in ONLINE:
+        extra["reward_funcs"] = checksum
     if "bf16" in flags:
         model = model.to(torch.bfloat16)
     if "lora" in flags:
         extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.2)
-    data = tiny.chats(rows) if name == "sft" else tiny.pairs(rows)
+    data = DATA.get(name, tiny.pairs)(rows)
     order = RowOrder(Path(folder))
     trainer = METHODS[name].trainer_class(
         model=model,

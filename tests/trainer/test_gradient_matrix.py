@@ -38,13 +38,17 @@ def test_two_processes(workers):
 
 
 def test_no_method_and_no_loss_is_missing():
+    from posttrain.losses.policy import POLICY_LOSSES
     from posttrain.losses.preference import PREFERENCE_LOSSES
     from posttrain.methods.table import METHODS
 
     covered = {cell.method for cell in cells.single_process()} & {cell.method for cell in cells.two_processes()}
     assert covered == set(METHODS), f"not in the gradient matrix: {set(METHODS) - covered}"
-    losses = {cell.loss for cell in cells.single_process() if cell.method == "dpo"}
-    assert losses >= set(PREFERENCE_LOSSES), f"not in the gradient matrix: {set(PREFERENCE_LOSSES) - losses}"
+    for every in (cells.single_process(), cells.two_processes()):
+        losses = {cell.loss for cell in every if cell.method == "dpo"}
+        assert losses >= set(PREFERENCE_LOSSES), f"not in the gradient matrix: {set(PREFERENCE_LOSSES) - losses}"
+        losses = {cell.loss for cell in every if cell.method in cells.POLICY_METHODS}
+        assert losses >= set(POLICY_LOSSES), f"not in the gradient matrix: {set(POLICY_LOSSES) - losses}"
 
 
 def test_full_product_for_sft_and_dpo_sigmoid():

@@ -10,6 +10,7 @@ import transformers
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.evaluation import EvaluatingTrainer
 from posttrain.trainer.hub import HubTrainer
+from posttrain.trainer.online import OnlineTrainer
 from posttrain.trainer.persistence import PersistentTrainer
 from posttrain.trainer.saving import SavingTrainer
 
@@ -65,7 +66,7 @@ def test_the_seam_is_as_we_know_it(name):
 def test_no_override_is_missing_from_the_list():
     own = {
         name
-        for cls in (BaseTrainer, EvaluatingTrainer, PersistentTrainer, SavingTrainer, HubTrainer)
+        for cls in (BaseTrainer, EvaluatingTrainer, OnlineTrainer, PersistentTrainer, SavingTrainer, HubTrainer)
         for name, value in vars(cls).items()
         if callable(value) and hasattr(transformers.Trainer, name) and not name.startswith("__")
     }
@@ -78,3 +79,8 @@ def test_the_loop_still_keeps_its_sums_where_resume_puts_them():
         assert f"self.{name}" in source, name
     loop = inspect.getsource(transformers.Trainer._inner_training_loop)
     assert loop.index("self._tr_loss =") < loop.index("on_train_begin")
+
+
+def test_a_resumed_epoch_is_still_skipped_by_the_function_that_we_stand_in_for():
+    assert callable(transformers.trainer.skip_first_batches)
+    assert "skip_first_batches(train_dataloader" in inspect.getsource(transformers.Trainer._run_epoch)

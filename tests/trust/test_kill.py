@@ -108,7 +108,7 @@ def test_a_checkpoint_that_lacked_only_its_name_is_kept(tmp_path):
 
 
 def test_every_fault_point_is_passed_by_a_real_run(tmp_path):
-    passed, _ = runs.quiet_run("sft", tmp_path / "run", save_total_limit=1)
+    passed, _ = runs.quiet_run("grpo", tmp_path / "run", save_total_limit=1)
     assert {point for point in faults.POINTS if not passed.get(point)} == set()
     assert set(passed) == set(faults.POINTS)
 

@@ -1,0 +1,305 @@
+"""Group relative policy optimisation and the losses that differ from it in one choice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.batch import Passes, TokenBatch, passes_of
+from posttrain.core.results import LossOutput, TokenScores
+from posttrain.losses.advantages import REWARD_SCALES, group_normalised, normalised_then_summed
+from posttrain.losses.entropy import EntropyController, entropy_bonus, entropy_threshold, top_entropy_mask
+from posttrain.losses.importance import check_correction, off_policy_mask, sampler_correction, sampling_metrics
+from posttrain.losses.policy import POLICY_LOSSES, PolicyTokens, check_policy_loss, policy_loss
+from posttrain.models.token_scores import score_tokens
+from posttrain.rollout.collector import GroupTable
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
+from posttrain.trainer.agents import make_agents, refuse_agent_options
+from posttrain.trainer.config import check_choice, check_range, option
+from posttrain.trainer.gathering import gathered_values
+from posttrain.trainer.online import OnlineTrainer
+from posttrain.trainer.online_config import OnlineConfig
+from posttrain.trainer.reference_setup import MovingReferenceConfig
+
+AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
+LOSS_OPTIONS = tuple(
+    sorted(set().union(*(loss.options for loss in POLICY_LOSSES.values())) - {"beta", "max_completion_length"})
+)
+"""Options that only some losses read; setting one that the chosen loss does not read is an error."""
+
+
+@dataclass
+class GRPOConfig(MovingReferenceConfig, OnlineConfig):
+    """Options of group relative policy optimisation."""
+
+    loss_type: str = option("dapo", f"Which objective: {', '.join(name for name in POLICY_LOSSES if name != 'rloo')}.")
+    beta: float = option(
+        0.0, "Weight of the divergence from the reference. 0: there is none, and no reference is loaded."
+    )
+    use_bias_correction_kl: bool = option(
+        True, "Multiply the divergence by the ratio: unbiased after the policy has moved."
+    )
+    epsilon: float | None = option(None, "The ratio is clipped at 1 - epsilon. None: 0.2 (gmpo, in log space: 0.4).")
+    epsilon_high: float | None = option(
+        None, "And at 1 + epsilon_high; cispo: the largest ratio itself. None: epsilon (cispo: 5)."
+    )
+    delta: float | None = option(
+        None, "Also cap the unclipped ratio, for completions with a negative advantage. None: no cap."
+    )
+    importance_sampling_level: str | None = option(
+        None, "Ratio of each 'token', of the 'sequence' (GSPO) or 'sequence_token' (GSPO-token). None: the loss's own."
+    )
+    sapo_temperature_neg: float = option(1.05, "sapo: temperature of the gate where the advantage is not positive.")
+    sapo_temperature_pos: float = option(1.0, "sapo: temperature of the gate where the advantage is positive.")
+    vespo_k_pos: float = option(2.0, "vespo: exponent where the advantage is not negative.")
+    vespo_lambda_pos: float = option(3.0, "vespo: decay where the advantage is not negative.")
+    vespo_k_neg: float = option(3.0, "vespo: exponent where the advantage is negative.")
+    vespo_lambda_neg: float = option(2.0, "vespo: decay where the advantage is negative.")
+
+    # ---- advantages
+    scale_rewards: str | bool = option(
+        "group", "Divide advantages by the standard deviation of the 'group', of the 'batch', or by 'none' of them."
+    )
+    multi_objective_aggregation: str = option(
+        "sum_then_normalize", "Several rewards: 'sum_then_normalize', or 'normalize_then_sum' (GDPO)."
+    )
+
+    # ---- which tokens
+    top_entropy_quantile: float = option(
+        1.0, "Train only on this share of the tokens, those of highest entropy. 1: on all."
+    )
+    off_policy_mask_threshold: float | None = option(
+        None, "Leave out bad completions that the policy has drifted away from by more than this. None: none."
+    )
+
+    # ---- entropy bonus
+    entropy_coef: float = option(0.0, "Weight of the entropy bonus; where it adapts, its first value.")
+    use_adaptive_entropy: bool = option(False, "Move `entropy_coef` so that the entropy stays near `entropy_target`.")
+    entropy_coef_min: float = option(0.0, "Lowest value of a coefficient that adapts.")
+    entropy_coef_max: float = option(1.0, "Highest value of a coefficient that adapts.")
+    entropy_coef_delta: float = option(0.005, "By how much it moves after a step.")
+    entropy_target: float = option(0.2, "Mean entropy of a token, in nats, to be kept.")
+
+    # ---- tools and environments
+    max_tool_calling_iterations: int | None = option(
+        None,
+        "How often, at most, the calls of an episode are run and the model speaks again. None: any number of times.",
+    )
+    tool_timeout: float | None = option(
+        60.0, "Seconds that one call of a tool, or of an environment's reset, may take. None: any time."
+    )
+    max_tool_result: int = option(10_000, "Characters of a tool's result that the model is shown; the rest is cut off.")
+    episode_timeout: float | None = option(
+        None, "Seconds after which an episode gets no further turn. None: it may take any time."
+    )
+
+    # ---- sampler against trainer
+    vllm_importance_sampling_correction: bool | None = option(
+        None,
+        "Weigh tokens by the ratio of trainer to sampler. None: where they are different programs, not for our own engine.",
+    )
+    vllm_importance_sampling_mode: str = option(
+        "sequence_mask", "token_truncate, token_mask, sequence_truncate or sequence_mask."
+    )
+    vllm_importance_sampling_clip_max: float | None = option(3.0, "Largest ratio. None: any.")
+    vllm_importance_sampling_clip_min: float | None = option(None, "Smallest ratio. None: any.")
+    vllm_importance_sampling_cap: float | None = option(None, "Old name of `vllm_importance_sampling_clip_max`.")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.scale_rewards, bool):
+            self.scale_rewards = "group" if self.scale_rewards else "none"
+        if self.vllm_importance_sampling_cap is not None:
+            self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
+        super().__post_init__()
+        check_choice("scale_rewards", self.scale_rewards, tuple(REWARD_SCALES))
+        check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
+        check_range("beta", self.beta, 0)
+        check_range("max_tool_result", self.max_tool_result, 1)
+        for name in ("max_tool_calling_iterations", "tool_timeout", "episode_timeout"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 0)
+        check_range("top_entropy_quantile", self.top_entropy_quantile, 0, 1, open_low=True)
+        check_correction(
+            self.vllm_importance_sampling_mode,
+            self.vllm_importance_sampling_clip_min,
+            self.vllm_importance_sampling_clip_max,
+        )
+        if self.loss_type == "rloo":
+            raise ValueError("`loss_type='rloo'` belongs to RLOOTrainer, which also has its advantages.")
+        check_policy_loss(self.loss_type, self)
+        self._refuse_what_has_no_effect()
+
+    def _refuse_what_has_no_effect(self) -> None:
+        ignored = sorted((set(LOSS_OPTIONS) & self.set_by_user()) - POLICY_LOSSES[self.loss_type].options)
+        if ignored:
+            raise ValueError(f"`{ignored[0]}` is set, but the loss {self.loss_type!r} does not read it. Leave it out.")
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError("`sync_ref_model` moves a reference; with `beta=0` there is none.")
+        if self.loss_type == "vespo" and self.vllm_importance_sampling_mode.startswith("sequence"):
+            if "vllm_importance_sampling_mode" in self.set_by_user():
+                raise ValueError("vespo has the ratio of whole completions already: use token_truncate or token_mask.")
+            self.vllm_importance_sampling_mode = "token_truncate"
+
+
+class GRPOTrainer(OnlineTrainer):
+    """Group relative policy optimisation (arXiv:2402.03300) and the losses that differ from it in one choice."""
+
+    method = "grpo"
+    config_class = GRPOConfig
+
+    entropy: EntropyController | None = None
+
+    def __init__(self, *given: Any, tools: Any = None, environment_factory: Any = None, **named: Any) -> None:
+        """`tools` are functions that the model may call; `environment_factory` makes objects whose methods it may call."""
+        self.agents = make_agents(tools, environment_factory, named.get("rollout_func"))
+        super().__init__(*given, **named)
+        args = self.args
+        if self.agents is None:
+            refuse_agent_options(args)
+        if args.use_adaptive_entropy:
+            self.entropy = EntropyController(
+                args.entropy_coef,
+                args.entropy_target,
+                args.entropy_coef_delta,
+                args.entropy_coef_min,
+                args.entropy_coef_max,
+            )
+        self._step_entropy: list[Tensor] = []
+
+    # ---- advantages --------------------------------------------------------------------------------------------------
+
+    def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
+        if self.args.multi_objective_aggregation == "normalize_then_sum":
+            weights = torch.tensor(self.rewards.weights, dtype=torch.float64)
+            return normalised_then_summed(table.rewards, table.groups, weights, table.masked)
+        return group_normalised(totals, table.groups, self.args.scale_rewards)
+
+    @property
+    def corrects_sampler(self) -> bool:
+        wanted = self.args.vllm_importance_sampling_correction
+        return getattr(self.engine, "is_foreign", False) if wanted is None else wanted
+
+    @property
+    def needs_old_logps(self) -> bool:
+        return super().needs_old_logps or self.corrects_sampler
+
+    # ---- the loss ----------------------------------------------------------------------------------------------------
+
+    @property
+    def entropy_coefficient(self) -> float:
+        return self.args.entropy_coef if self.entropy is None else self.entropy.in_force
+
+    def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
+        args = self.args
+        wants_gradient = self.entropy_coefficient != 0 and torch.is_grad_enabled()
+        wants_value = args.top_entropy_quantile < 1 or self.entropy is not None
+        if wants_value or wants_gradient:
+            stats = tuple(dict.fromkeys((*stats, "entropy")))
+        return score_tokens(
+            model,
+            batch,
+            tuple(name for name in stats if not (wants_gradient and name == "entropy")),
+            temperature=args.temperature,
+            chunk_tokens=args.chunk_tokens,
+            differentiable_stats=("entropy",) if wants_gradient else (),
+            router_loss=self.uses_router_loss,
+        )
+
+    def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
+        logps = policy.logps
+        old_logps = batch.per_token.get(OLD_LOGPS, logps.detach())
+        advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))  # of nobody's token there is none
+        sampling_logps = batch.per_token.get(SAMPLING_LOGPS, logps.detach())
+        correction, mismatch = self._correction(batch, old_logps, sampling_logps)
+        keep = self._kept_tokens(batch, policy, sampling_logps, advantages)
+        tokens = PolicyTokens(batch, logps, old_logps, advantages, correction, keep)
+        output = policy_loss(self.args.loss_type, tokens, self.args, None if reference is None else reference.logps)
+        output.metrics |= mismatch
+        if self.entropy_coefficient and "entropy" in policy.stats:
+            output.terms.append(entropy_bonus(policy.stats["entropy"], self.entropy_coefficient))
+        if self.args.entropy_coef or self.entropy is not None:
+            output.metrics["entropy_coef"] = logps.new_full((1,), self.entropy_coefficient)
+        if self.entropy is not None and torch.is_grad_enabled():
+            self._step_entropy.append(policy.stats["entropy"].detach())
+        return output
+
+    def _correction(
+        self, batch: TokenBatch, old_logps: Tensor, sampling_logps: Tensor
+    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+        """(weights of the tokens, how far sampler and trainer are apart); no weights where nothing is corrected."""
+        args = self.args
+        if not self.corrects_sampler:
+            return None, sampling_metrics(old_logps, sampling_logps, batch, "token_mask")
+        rule = (
+            args.vllm_importance_sampling_mode,
+            args.vllm_importance_sampling_clip_min,
+            args.vllm_importance_sampling_clip_max,
+        )
+        weights = sampler_correction(old_logps, sampling_logps, batch, *rule)
+        return weights, sampling_metrics(old_logps, sampling_logps, batch, *rule)
+
+    def _kept_tokens(
+        self, batch: TokenBatch, policy: TokenScores, sampling_logps: Tensor, advantages: Tensor
+    ) -> Tensor | None:
+        args = self.args
+        keep = None
+        if args.top_entropy_quantile < 1:
+            entropies = policy.stats["entropy"].detach()
+            threshold = self._entropy_threshold
+            keep = top_entropy_mask(entropies, self._threshold_of(entropies) if threshold is None else threshold)
+        if args.off_policy_mask_threshold is not None:
+            trusted = off_policy_mask(batch, policy.logps, sampling_logps, advantages, args.off_policy_mask_threshold)
+            keep = trusted if keep is None else keep & trusted
+        return keep
+
+    # ---- the entropy that a token needs ------------------------------------------------------------------------------
+
+    _entropy_threshold: Tensor | None = None  # of the micro-batch in work, where its passes cannot see it
+
+    def training_step(self, model: nn.Module, inputs: TokenBatch | Passes, num_items_in_batch: Any = None) -> Tensor:
+        """Where a micro-batch may be run in several passes, their common threshold needs the entropies of all of them first.
+
+        Not in the passes themselves: they would have one each, and processes with different numbers of passes would wait for
+        each other for ever.
+        """
+        if self.args.top_entropy_quantile < 1 and self.args.max_tokens_per_pass is not None:
+            self._entropy_threshold = self._threshold_of(self._entropies(model, passes_of(inputs)))
+        try:
+            return super().training_step(model, inputs, num_items_in_batch)
+        finally:
+            self._entropy_threshold = None
+
+    @torch.no_grad()
+    def _entropies(self, model: nn.Module, passes: list[TokenBatch]) -> Tensor:
+        found = [self.score(model, part.to(self.args.device), ("entropy",)).stats["entropy"] for part in passes]
+        return torch.cat(found)
+
+    def _threshold_of(self, entropies: Tensor) -> Tensor:
+        """Over the micro-batches of all processes."""
+        every = gathered_values(entropies, self.args.world_size)
+        return entropy_threshold(every, self.args.top_entropy_quantile)
+
+    # ---- the entropy's controller ------------------------------------------------------------------------------------
+
+    def before_step(self, batches: list[TokenBatch]) -> None:
+        """Tell the controller how undecided the policy was in the step before."""
+        if self.entropy is not None and self._step_entropy:
+            entropies = gathered_values(torch.cat(self._step_entropy), self.args.world_size)
+            self._step_entropy = []
+            if len(entropies):
+                self.entropy.observe(entropies.mean().item())
+
+    def rollout_state(self) -> dict[str, Any]:
+        if self.entropy is None:
+            return super().rollout_state()
+        entropies = torch.cat(self._step_entropy) if self._step_entropy else torch.zeros(0)
+        return super().rollout_state() | {"entropy": self.entropy.state(), "step_entropy": entropies.cpu()}
+
+    def load_rollout_state(self, state: dict[str, Any]) -> None:
+        super().load_rollout_state(state)
+        if self.entropy is not None:
+            self.entropy.load(state["entropy"])
+            self._step_entropy = [state["step_entropy"].to(self.args.device)] if len(state["step_entropy"]) else []

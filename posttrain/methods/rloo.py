@@ -1,0 +1,87 @@
+"""REINFORCE with a leave-one-out baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.core.batch import TokenBatch
+from posttrain.core.results import LossOutput, TokenScores
+from posttrain.core.sample import Sample
+from posttrain.losses.advantages import batch_normalised, incomparable, leave_one_out
+from posttrain.losses.policy import PolicyTokens, policy_loss
+from posttrain.models.reference import PRECOMPUTED
+from posttrain.rollout.collector import GroupTable
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
+from posttrain.trainer.config import check_range, option
+from posttrain.trainer.online import OnlineTrainer
+from posttrain.trainer.online_config import OnlineConfig
+from posttrain.trainer.reference_setup import MovingReferenceConfig
+
+
+@dataclass
+class RLOOConfig(MovingReferenceConfig, OnlineConfig):
+    """Options of REINFORCE leave-one-out."""
+
+    num_generations: int = option(2, "Completions of each prompt: the size of a group.")
+    beta: float = option(
+        0.05, "The divergence from the reference, times this, is subtracted from the reward. 0: no reference."
+    )
+    epsilon: float = option(0.2, "The ratio of a whole completion is clipped at 1 - epsilon.")
+    epsilon_high: float | None = option(None, "And at 1 + epsilon_high. None: epsilon.")
+    normalize_advantages: bool = option(
+        False, "Shift and scale the advantages of a generation to mean 0 and deviation 1."
+    )
+    reward_clip_range: tuple[float, float] | None = option(
+        None, "Clamp the summed reward to (low, high). None: no clamp."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("beta", self.beta, 0)
+        check_range("epsilon", self.epsilon, 0, 1)
+        if self.reward_clip_range is not None and not self.reward_clip_range[0] < self.reward_clip_range[1]:
+            raise ValueError(
+                f"`reward_clip_range` is {self.reward_clip_range}; it must be (low, high) with low below high."
+            )
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError("`sync_ref_model` moves a reference; with `beta=0` there is none.")
+
+
+class RLOOTrainer(OnlineTrainer):
+    """REINFORCE leave-one-out (arXiv:2402.14740), with the divergence from the reference in the reward."""
+
+    method = "rloo"
+    config_class = RLOOConfig
+
+    @property
+    def needs_old_logps(self) -> bool:
+        return super().needs_old_logps or self.needs_reference
+
+    def annotated(self, samples: list[Sample]) -> None:
+        """sum_t (old_t - reference_t): an estimate (k1) of the divergence of a whole completion."""
+        if self.needs_reference:
+            for sample in samples:
+                difference = sample.per_token[OLD_LOGPS] - sample.per_token[PRECOMPUTED]
+                sample.scalars["kl_sum"] = float(difference[sample.trained].astype("float64").sum())
+
+    def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
+        """A = r' - mean of the others' r', with r' = clip(r) - beta * kl."""
+        args = self.args
+        if args.reward_clip_range is not None:
+            totals = totals.clamp(*args.reward_clip_range)
+        advantages = leave_one_out(totals - args.beta * table.kl_sums, table.groups)
+        if not args.normalize_advantages:
+            return advantages
+        return batch_normalised(advantages, incomparable(totals, table.groups))
+
+    def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
+        logps = policy.logps
+        old_logps = batch.per_token.get(OLD_LOGPS, logps.detach())
+        advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))
+        output = policy_loss("rloo", PolicyTokens(batch, logps, old_logps, advantages), self.args)
+        if PRECOMPUTED in batch.per_token:  # of a token, as GRPO logs it; the reward has the sum over a completion
+            output.metrics["kl"] = old_logps - batch.per_token[PRECOMPUTED]
+        return output

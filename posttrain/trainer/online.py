@@ -1,0 +1,436 @@
+"""OnlineTrainer: a BaseTrainer whose batches are what the model itself has written.
+
+A method adds `credit` (rewards -> advantages) and `loss`. Generation happens in the dataloader's `next()` (see rollout/loader), so
+that transformers.Trainer's loop stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.core import faults
+from posttrain.core.batch import TokenBatch
+from posttrain.core.results import TokenScores
+from posttrain.core.sample import Sample
+from posttrain.data.row_formats import PROMPT_ONLY
+from posttrain.losses.advantages import replay_scores, weighted_rewards, zero_variance
+from posttrain.models.reference import PRECOMPUTED, ModelReference, Precomputed
+from posttrain.models.token_scores import score_tokens
+from posttrain.rewards.reward import RewardSet
+from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector
+from posttrain.rollout.engine import ENGINES, RolloutEngine
+from posttrain.rollout.episodes import SingleTurn, run_episodes
+from posttrain.rollout.eval_loader import EvalRolloutLoader
+from posttrain.rollout.loader import PromptStream, RolloutLoader
+from posttrain.rollout.prompt_rows import PromptRows
+from posttrain.rollout.replay_buffer import ReplayBuffer
+from posttrain.rollout.rollout import OLD_LOGPS, Request, Rollout
+from posttrain.rollout.rollout_function import written_by_function
+from posttrain.trainer import checkpoint as files
+from posttrain.trainer.agents import Agents, rows_for
+from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.online_config import OnlineConfig
+from posttrain.trainer.progress import count, several
+from posttrain.trainer.reference_setup import follow_policy, live_reference
+from posttrain.trainer.rollout_log import RolloutLog
+from posttrain.trainer.rollout_metrics import as_tensors, rollout_metrics
+from posttrain.trainer.rollout_scoring import write_logps
+from posttrain.trainer.skipping import skipping_by_position
+
+logger = logging.getLogger(__name__)
+
+ROLLOUTS_FILE = "rollouts_{rank}"
+EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time
+
+
+class OnlineTrainer(BaseTrainer):
+    """Trains on completions of a dataset's prompts. See the module's docstring for what a method provides."""
+
+    config_class: ClassVar[type[OnlineConfig]] = OnlineConfig
+    formats = (PROMPT_ONLY,)
+    roles = ("completion",)
+    token_stats: ClassVar[tuple[str, ...]] = ("entropy",)
+
+    live: ModelReference | None = None
+    loader: RolloutLoader | None = None
+    replay: ReplayBuffer | None = None
+    agents: Agents | None = None  # methods with tools set it before they call this class's __init__
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        reward_funcs: Any = None,
+        args: OnlineConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        rollout_func: Callable[..., dict[str, Any]] | None = None,
+        engine: RolloutEngine | None = None,
+        ref_model: Any = None,
+    ) -> None:
+        """`engine` writes the completions; None: the one that `rollout_engine` names, reading this model's weights in place."""
+        self.rollout_func = rollout_func
+        super().__init__(
+            model,
+            args,
+            None,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            None,
+            callbacks,
+            optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            ref_model=ref_model,
+        )
+        rewards = (reward_funcs, self.args.reward_weights, reward_processing_classes)
+        funcs, weights, tokenizers = rewards if self.agents is None else self.agents.with_rewards(*rewards)
+        self.rewards = RewardSet(
+            funcs,
+            weights,
+            self.args.reward_options(),
+            tokenizers=tokenizers,
+            model_options={"device": self.args.device, "dtype": self.args.compute_dtype},
+            report=self.loaded.notes.append,
+            watch=False,  # the log of rollouts looks at those of all processes
+        )
+        self.engine = engine if engine is not None else self._make_engine()
+        if self.args.replay_buffer_size:
+            self.replay = ReplayBuffer(self.args.replay_buffer_size, self.args.seed)
+        self.log_of_rollouts = RolloutLog(self)
+        self.add_callback(self.log_of_rollouts)
+        self.collector = RolloutCollector(
+            self._write, self.rewards, self._credited, self._annotate, self.args.world_size
+        )
+
+    # ---- what a method provides --------------------------------------------------------------------------------------
+
+    def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
+        """(N,) advantages of the samples of all processes; `totals` are their weighted rewards, NaN where there is none."""
+        raise NotImplementedError
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.args.beta != 0.0
+
+    @property
+    def needs_old_logps(self) -> bool:
+        """Whether the trainer's own log-probs at the time of generation are computed in a pass of their own."""
+        return not self.args.schedule().is_on_policy or self.replay is not None
+
+    # ---- construction ------------------------------------------------------------------------------------------------
+
+    def prepare_reference(self, ref_model: Any, policy: Any) -> None:
+        if not self.needs_reference:
+            if ref_model is not None:
+                raise ValueError(
+                    "`beta` is 0: a reference model would be loaded and never asked. Leave `ref_model` out."
+                )
+            return
+        self.live = live_reference(self, ref_model, policy)
+        self.live.temperature, self.live.chunk_tokens = self.args.temperature, self.args.chunk_tokens
+        self.reference = ScoredWithRollouts(self.live)
+        follow_policy(self, self.live)
+
+    def prepare_options(self, is_training: bool) -> dict[str, Any]:
+        of_agents = {} if self.agents is None else self.agents.prepare_options()
+        return {"shuffle_seed": None, **of_agents}  # the order of prompts is the stream's
+
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        if self.agents is not None and name == "train":
+            dataset = self.agents.set_up(self.renderer, self.args, dataset)
+        if dataset is None or isinstance(dataset, PromptRows):
+            return dataset
+        return rows_for(self.agents, PromptRows(super()._prepared(dataset, name), dataset), name)
+
+    def _make_engine(self) -> RolloutEngine:
+        if self.args.fsdp or self.args.deepspeed:
+            raise ValueError(
+                f"The {self.args.rollout_engine!r} engine reads whole weights; under FSDP and DeepSpeed they are in pieces. Use "
+                "one process per GPU without sharding."
+            )
+        slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
+        return ENGINES[self.args.rollout_engine](self.model, decode=self._decode_exactly, **slots)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """What ends a completion: the tokenizer's end of text, and those that the model's generation config names."""
+        named = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        named = named if isinstance(named, (list, tuple)) else [named]
+        ids = tuple(dict.fromkeys(i for i in (self.processing_class.eos_token_id, *named) if i is not None))
+        return ids if self.agents is None else self.agents.stop_ids(ids)
+
+    def plan_lines(self, max_steps: int) -> dict[str, str]:
+        args, report = self.args, self.train_dataset.report
+        engine = "your rollout_func" if self.rollout_func is not None else f"{type(self.engine).__name__}"
+        return {
+            "data": f"{report.kept:,} prompts, {count(report.tokens)} tokens",
+            "steps": f"{args.schedule().sentence(args.max_completion_length)}; {several(max_steps, 'step')}",
+            "rollouts": f"written by {engine}; rewards: {', '.join(self.rewards.names)}",
+        }
+
+    def longest_row(self) -> int:
+        prompts = getattr(self.train_dataset, "longest", 1024)
+        return prompts + self.args.max_completion_length
+
+    # ---- rollouts ----------------------------------------------------------------------------------------------------
+
+    def _decode(self, ids: Any) -> str:
+        return self.processing_class.decode(ids, skip_special_tokens=True)
+
+    def _decode_exactly(self, ids: Any) -> str:
+        return self.processing_class.decode(ids, skip_special_tokens=False)
+
+    def _write(self, requests: Sequence[Request], on_finished: Callable[[int, Rollout], None]) -> None:
+        """Write a completion for each request with this trainer's engine, or with the user's function."""
+        faults.fault_point("generate")
+        rows = {request.row: self._rows[request.row] for request in requests}
+        mine = [rows[request.row] for request in requests]
+        with self._evaluating():
+            if self.rollout_func is not None:
+                found = written_by_function(self.rollout_func, self, mine, requests, self._decode, self.stop_ids)
+                for index, rollout in enumerate(found):
+                    on_finished(index, rollout)
+            else:
+                params = replace(self.args.sampling(self.stop_ids), seed=self._sampling_seed)
+                if self.agents is None:
+                    episodes = [SingleTurn(row, request, self._decode) for row, request in zip(mine, requests)]
+                else:
+                    episodes = self.agents.episodes(
+                        mine, requests, self.renderer, self.engine, self.args, params.stop_ids
+                    )
+                self.engine.load_weights(None, self.state.global_step)
+                run_episodes(self.engine, episodes, params, on_finished)
+        faults.fault_point("score")
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The model without dropout, and as it was afterwards."""
+        was_training = self.model.training
+        self.model.eval()
+        try:
+            yield
+        finally:
+            self.model.train(was_training)
+
+    def _annotate(self, samples: list[Sample]) -> None:
+        """The trainer's own log-probs, and the reference's, written on the samples."""
+        collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
+        if self.needs_old_logps:
+            write_logps(samples, OLD_LOGPS, self._policy_logps, collator, self.args.device)
+        if self.live is not None:
+            write_logps(samples, PRECOMPUTED, lambda batch: self.live.scores(batch).logps, collator, self.args.device)
+        self.annotated(samples)
+
+    def annotated(self, samples: list[Sample]) -> None:
+        """A method may write further numbers on samples that have their log-probs."""
+
+    def _policy_logps(self, batch: TokenBatch) -> Tensor:
+        with self._evaluating():
+            return score_tokens(
+                self.model_wrapped, batch, temperature=self.args.temperature, chunk_tokens=self.args.chunk_tokens
+            ).logps
+
+    def _credited(self, table: GroupTable) -> tuple[Tensor, Tensor]:
+        weights = torch.tensor(self.rewards.weights, dtype=torch.float64)
+        totals = weighted_rewards(table.rewards, weights).masked_fill(table.masked, float("nan"))
+        return totals, self.credit(table, totals)
+
+    _rows: PromptRows
+    _sampling_seed: int = 0
+
+    def _collect_window(self, loader: RolloutLoader) -> list[Sample | None]:
+        """This process's samples of a new window; None for those that take part in nothing."""
+        self._rows, self._sampling_seed = self.train_dataset, self.args.seed
+        collected = self._collect(loader.take_window(), "train")
+        if self.args.drop_zero_variance:
+            return self._refilled(loader, collected)
+        if self.replay is not None:
+            return self._replayed(loader, collected)
+        return [self._trained_sample(rollout) for rollout in collected.rollouts]
+
+    def _replayed(self, loader: RolloutLoader, collected: Collected) -> list[Sample | None]:
+        """Groups that teach nothing give way to remembered ones; those that do are remembered."""
+        teaching, flat = self._sorted_groups(collected)
+        remembered = self.replay.draw(len(flat), loader.window_start)
+        scores = replay_scores(collected.advantages, collected.totals, collected.table.groups)
+        score_of = dict(zip(collected.table.groups.unique().tolist(), scores.tolist()))
+        for group in teaching:
+            samples = [self._trained_sample(rollout) for rollout in group if not rollout.masked]
+            self.replay.add(score_of[group[0].group], samples)
+        place = {group[0].group: samples for group, samples in zip(flat, remembered)}
+        found: list[Sample | None] = []
+        for group in self._groups_of(collected.rollouts):
+            own = [self._trained_sample(rollout) for rollout in group]
+            other = place.get(group[0].group, own)
+            found += [*other, *[None] * (len(own) - len(other))]
+        self.metrics.add("train", as_tensors({"rollouts/replayed_groups": len(remembered)}, self.args.device))
+        return found
+
+    def _refilled(self, loader: RolloutLoader, collected: Collected) -> list[Sample | None]:
+        """Groups that teach, generated until there are enough of them; what is still missing then is filled with the others."""
+        size, wanted = self.args.num_generations, loader.schedule.share // self.args.num_generations
+        kept, spare = self._sorted_groups(collected)
+        for _ in range(self.args.refill_rounds):
+            missing = self._of_every_process(max(wanted - len(kept), 0))
+            if not any(missing):
+                break
+            more, others = self._sorted_groups(self._collect(loader.take_groups(missing), "train"))
+            kept, spare = kept + more, spare + others
+        groups = [*kept, *spare][:wanted]
+        self.metrics.add(
+            "train", as_tensors({"rollouts/refilled_groups": len(kept) + len(spare) - wanted}, self.args.device)
+        )
+        samples = [self._trained_sample(rollout) for group in groups for rollout in group]
+        return samples + [None] * (wanted * size - len(samples))
+
+    def _sorted_groups(self, collected: Collected) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
+        """(groups of this process that teach, the others)."""
+        flat = zero_variance(collected.advantages, collected.table.groups)
+        numbers = collected.table.groups.unique()  # in the order of `flat`
+        is_flat = dict(zip(numbers.tolist(), flat.tolist()))
+        groups = self._groups_of(collected.rollouts)
+        return (
+            [group for group in groups if not is_flat[group[0].group]],
+            [group for group in groups if is_flat[group[0].group]],
+        )
+
+    @staticmethod
+    def _groups_of(rollouts: list[Rollout]) -> list[list[Rollout]]:
+        groups: dict[int, list[Rollout]] = {}
+        for rollout in rollouts:
+            groups.setdefault(rollout.group, []).append(rollout)
+        return list(groups.values())
+
+    def _of_every_process(self, amount: int) -> list[int]:
+        if self.args.world_size == 1:
+            return [amount]
+        every: list[Any] = [None] * self.args.world_size
+        torch.distributed.all_gather_object(every, amount)
+        return every
+
+    def _collect(self, requests: list[Request], mode: str) -> Collected:
+        collected = self.collector.collect(requests, self.state)
+        found = rollout_metrics(collected, self.rewards.names)
+        if self.agents is not None:
+            found |= self.agents.collected(collected)
+        self.metrics.add(mode, as_tensors(found, self.args.device))
+        if mode == "train":
+            self.metrics.count("num_tokens", sum(len(rollout.sample) for rollout in collected.rollouts))
+            self.log_of_rollouts.hear(collected)
+        return collected
+
+    def _trained_sample(self, rollout: Rollout) -> Sample | None:
+        if rollout.masked:
+            return None
+        if self.args.mask_truncated_completions and rollout.is_truncated:
+            rollout.sample.trained = np.zeros_like(rollout.sample.trained)  # the store may still read the other
+        return rollout.sample
+
+    # ---- as dataloaders ----------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> RolloutLoader:
+        if self.train_dataset is None:
+            raise ValueError(f"{type(self).__name__}.train() needs a `train_dataset`.")
+        args = self.args
+        stream = PromptStream(len(self.train_dataset), args.seed, args.shuffle_dataset)
+        collator = replace(self.data_collator, max_tokens=args.max_tokens_per_pass)
+        self.loader = RolloutLoader(stream, args.schedule(), self._collect_window, collator, args.process_index)
+        return self.loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalRolloutLoader:
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        rows = self.eval_dataset if eval_dataset is None else self._prepared(eval_dataset, "eval")
+        if rows is None:
+            raise ValueError(f"{type(self).__name__}.evaluate() needs an `eval_dataset`.")
+        args = self.args
+        size = args.num_generations_eval or args.num_generations
+        return EvalRolloutLoader(
+            rows,
+            size,
+            args.eval_batch_size,
+            self._collect_evaluation,
+            self.data_collator,
+            args.process_index,
+            args.world_size,
+        )
+
+    def _collect_evaluation(self, rows: PromptRows, requests: list[Request]) -> list[Sample | None]:
+        self._rows, self._sampling_seed = rows, self.args.seed ^ EVALUATION_SEED
+        collected = self._collect(requests, "eval")
+        return [self._trained_sample(rollout) for rollout in collected.rollouts]
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
+        return score_tokens(
+            model,
+            batch,
+            stats,
+            temperature=self.args.temperature,
+            chunk_tokens=self.args.chunk_tokens,
+            router_loss=self.uses_router_loss,
+        )
+
+    def count_tokens(self, batch: TokenBatch) -> None:
+        """Tokens are counted when they are written, once, however often they are trained on."""
+
+    # ---- resuming ----------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As BaseTrainer's. What waits to be written to the store of rollouts is written however it ends."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.log_of_rollouts.close()
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        with skipping_by_position():
+            super()._run_epoch(*args, **kwargs)
+
+    def rollout_state(self) -> dict[str, Any]:
+        """What decides the coming rollouts and is no weight."""
+        replay = {} if self.replay is None else {"replay": self.replay.state()}
+        return {"loader": self.loader.state(), **replay}
+
+    def load_rollout_state(self, state: dict[str, Any]) -> None:
+        self.loader.load_state(state["loader"])
+        if self.replay is not None:
+            self.replay.load_state(state["replay"])
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        name = ROLLOUTS_FILE.format(rank=self.args.process_index)
+        files.save_tree(Path(output_dir) / name, self.rollout_state())
+
+    def restore_run_state(self) -> None:
+        super().restore_run_state()
+        if self.resumed_from is not None:
+            name = ROLLOUTS_FILE.format(rank=self.args.process_index)
+            self.load_rollout_state(files.load_tree(self.resumed_from / name))
+
+
+class ScoredWithRollouts(Precomputed):
+    """A live reference that was asked when the rollouts were collected; its answers travel with the samples."""
+
+    def __init__(self, live: ModelReference) -> None:
+        self.live = live
+
+    def __str__(self) -> str:
+        return f"{self.live}, asked once for each rollout"

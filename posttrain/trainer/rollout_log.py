@@ -1,0 +1,124 @@
+"""RolloutLog: every rollout is kept, some are shown, and what looks wrong about their rewards is said."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import TrainerCallback
+
+from posttrain.rewards.statistics import RewardWatch
+from posttrain.rollout.collector import Collected
+from posttrain.rollout.rollout import Rollout
+from posttrain.rollout.rollout_store import RolloutStore, record_of
+from posttrain.trainer.progress import number, say, wants_live
+
+if TYPE_CHECKING:
+    from posttrain.trainer.online import OnlineTrainer
+
+logger = logging.getLogger(__name__)
+
+SHOWN_CHARACTERS = 400
+
+
+class RolloutLog(TrainerCallback):
+    """Hears of every collection; writes to the store from the beginning of training to its end."""
+
+    def __init__(self, trainer: OnlineTrainer) -> None:
+        self.trainer = trainer
+        self.store: RolloutStore | None = None
+        self.watch = RewardWatch()
+        self.latest: list[Rollout] = []
+
+    # ---- the run -----------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.keep_rollouts:
+            self.store = RolloutStore(args.output_dir, args.process_index)
+            if state.is_world_process_zero:  # a resumed run makes later ones again; a new one begins with none
+                self.store.forget_after(state.global_step)
+            self.trainer.accelerator.wait_for_everyone()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+            self.store = None
+
+    def hear(self, collected: Collected) -> None:
+        """Keep a collection that will be trained on, under the number of the step that it is made for."""
+        state = self.trainer.state
+        self.latest = collected.rollouts
+        if self.store is not None:
+            self.store.write(state.global_step + 1, [record_of(r, state.epoch or 0.0) for r in collected.rollouts])
+        if self.trainer.args.alerts and self.trainer.is_world_process_zero():
+            table = collected.table
+            values = table.rewards.masked_fill(table.masked[:, None], float("nan")).numpy()
+            for sentence in self.watch.look(self.trainer.rewards.names, values, table.lengths.numpy()):
+                say(f"alert  {sentence}")
+
+    # ---- what is shown -----------------------------------------------------------------------------------------------
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if args.log_completions and state.is_world_process_zero and self.latest and logs and "reward" in logs:
+            shown = chosen(self.latest, args.num_completions_to_print, args.log_unique_prompts)
+            show(shown, self.trainer.rewards.names, state.global_step, args.disable_tqdm)
+            if "wandb" in args.report_to:
+                _to_wandb(self.latest, self.trainer.rewards.names, state.global_step)
+
+
+def chosen(rollouts: list[Rollout], most: int | None, unique_prompts: bool) -> list[Rollout]:
+    """The first of them, or the first of each prompt."""
+    if unique_prompts:
+        rollouts = list({rollout.group: rollout for rollout in reversed(rollouts)}.values())[::-1]
+    return rollouts if most is None else rollouts[:most]
+
+
+def show(rollouts: list[Rollout], names: list[str], step: int, disable_tqdm: bool) -> None:
+    """A table in a terminal, plain lines elsewhere. The store has all of them."""
+    console = Console()
+    if wants_live(disable_tqdm, console):
+        with console.capture() as drawn:
+            console.print(_rich_table(rollouts, names, step))
+        say(drawn.get().rstrip("\n"))
+        return
+    lines = [f"completions at step {step}"]
+    for rollout in rollouts:
+        numbers = ", ".join(f"{name} {number(value)}" for name, value in numbers_of(rollout, names).items())
+        lines += [f"  > {clipped(rollout.prompt)!r}", f"    {clipped(rollout.completion)!r}  ({numbers})"]
+    say("\n".join(lines))
+
+
+def numbers_of(rollout: Rollout, names: list[str]) -> dict[str, float]:
+    rewards = {name: rollout.rewards.get(name, float("nan")) for name in names}
+    return {**rewards, "advantage": rollout.advantage}
+
+
+def clipped(said: str | list[dict[str, Any]]) -> str:
+    """Text, or the messages of a conversation one after the other, of a bounded length."""
+    if not isinstance(said, str):
+        said = "\n".join(f"{message.get('role')}: {message.get('content')}" for message in said)
+    return said if len(said) <= SHOWN_CHARACTERS else said[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def _rich_table(rollouts: list[Rollout], names: list[str], step: int) -> Table:
+    table = Table("prompt", "completion", *names, "advantage", title=f"completions at step {step}", show_lines=True)
+    for rollout in rollouts:
+        numbers = [number(value) if np.isfinite(value) else "-" for value in numbers_of(rollout, names).values()]
+        table.add_row(Text(clipped(rollout.prompt)), Text(clipped(rollout.completion)), *numbers)
+    return table
+
+
+def _to_wandb(rollouts: list[Rollout], names: list[str], step: int) -> None:
+    import wandb
+
+    if wandb.run is not None:
+        columns = ["step", "prompt", "completion", *names, "advantage"]
+        rows = [[step, clipped(r.prompt), clipped(r.completion), *numbers_of(r, names).values()] for r in rollouts]
+        wandb.log({"completions": wandb.Table(columns=columns, data=rows)})
