@@ -19,8 +19,6 @@ SLOW_SECONDS = 0.5
 EVERY = "*"
 
 POINTS = {
-    "generate": "rollouts are about to be written",
-    "score": "rollouts have been written, their rewards may still be worked on",
     "data": "the batches of a step have been made",
     "forward": "the model has answered, the loss has not been computed",
     "backward": "autograd has begun",
@@ -29,6 +27,8 @@ POINTS = {
     "step.after": "the optimizer has stepped, the schedule has not",
     "log": "metrics are about to be written to their file",
     "log.after": "metrics have been written to their file",
+    "generate": "rollouts are about to be written",
+    "score": "rollouts have been written, their rewards may still be worked on",
     "save.capture": "half of a checkpoint's state has been put aside",
     "save.file": "between two files of a checkpoint",
     "save.write": "inside a file of tensors, its header written",
