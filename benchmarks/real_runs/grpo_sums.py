@@ -21,11 +21,11 @@ HELD_OUT = 32
 
 
 def answers_with_the_sum(completions: list[Any], answer: list[int], **kwargs: Any) -> list[float]:
-    """0.3 for an answer that begins with a number, 1 where it is the right one."""
+    """0.2 for an answer that begins with a number, and up to 0.8 more the nearer it is to the sum."""
     found = []
     for completion, wanted in zip(completions, answer):
         number = re.match(r"\s*(\d+)", completion[0]["content"])
-        found.append(0.0 if number is None else 1.0 if int(number[1]) == wanted else 0.3)
+        found.append(0.0 if number is None else 0.2 + 0.8 * max(0.0, 1 - abs(int(number[1]) - wanted) / 10))
     return found
 
 
