@@ -6,7 +6,6 @@ that transformers.Trainer's loop stays as it is.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,8 +44,6 @@ from posttrain.trainer.rollout_log import RolloutLog
 from posttrain.trainer.rollout_metrics import as_tensors, rollout_metrics
 from posttrain.trainer.rollout_scoring import write_logps
 from posttrain.trainer.skipping import skipping_by_position
-
-logger = logging.getLogger(__name__)
 
 ROLLOUTS_FILE = "rollouts_{rank}"
 EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +18,6 @@ from posttrain.trainer.progress import number, say, wants_live
 
 if TYPE_CHECKING:
     from posttrain.trainer.online import OnlineTrainer
-
-logger = logging.getLogger(__name__)
 
 SHOWN_CHARACTERS = 400
 
