@@ -106,6 +106,19 @@ class EndOfText:
         # Every character may take up to four tokens (its bytes); a few more, for detokenisers that look back.
         self._reach = 4 * max((len(text) for text in params.stop), default=0) + 8
 
+    def take_all(self, requests: Sequence[Request], ids: np.ndarray, logps: np.ndarray) -> list[str | None]:
+        """`take` for the columns of ids (steps, rows) and logps (2, steps, rows); those that just go on are quick."""
+        columns, numbers = ids.T.tolist(), logps.transpose(0, 2, 1).tolist()
+        may_end = np.isin(ids, [*self._stop_ids]).any(0) | np.isnan(logps[1]).any(0) | bool(self._strings)
+        found: list[str | None] = []
+        for request, *drawn, ends in zip(requests, columns, *numbers, may_end.tolist()):
+            if ends or request.remaining <= len(ids):
+                found.append(self.take(request, *drawn))
+            else:
+                request.extend(*drawn)
+                found.append(None)
+        return found
+
     def take(
         self, request: Request, ids: Sequence[int], sampling_logps: Sequence[float], policy_logps: Sequence[float]
     ) -> str | None:

@@ -1,4 +1,4 @@
-"""The native engine on a CUDA device: kernels, graphs, memory, speed. Skipped elsewhere.
+"""The native engine on a CUDA device: kernels, graphs, memory. Skipped elsewhere. Its speed: `benchmarks.speed rollouts-0.5b`.
 
 python -m pytest tests/gpu/test_native_engine.py tests/rollout/test_native_kernels.py -s
 """
@@ -6,7 +6,6 @@ python -m pytest tests/gpu/test_native_engine.py tests/rollout/test_native_kerne
 from __future__ import annotations
 
 import logging
-import time
 
 import numpy as np
 import pytest
@@ -17,10 +16,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from posttrain import Sample
 from posttrain.data.collate import collate
 from posttrain.models.fused_lora import fuse_lora
-from posttrain.models.layer_kernels import fastest_kernels
 from posttrain.models.load import LoadOptions, load_model
 from posttrain.models.token_scores import score_tokens
-from posttrain.rollout.engine import ENGINES, Prompt, SamplingParams, generate
+from posttrain.rollout.engine import ENGINES, SamplingParams, generate
 from posttrain.rollout.native_engine.engine import NativeEngine
 from posttrain.rollout.transformers_engine import TransformersEngine
 from tests.rollout import families
@@ -135,6 +133,7 @@ def test_adapters_on_and_off_are_different_graphs_and_changed_weights_the_same()
     model.to("cuda")
     fuse_lora(model)
     engine = ENGINES["native"](model)
+    assert isinstance(engine, NativeEngine)
     adapted = texts(generate(engine, prompts(6), PARAMS))
     with model.disable_adapter():
         assert texts(generate(engine, prompts(6), PARAMS)) == plain
@@ -161,72 +160,9 @@ def test_every_way_to_draw_runs_in_a_graph(changes, caplog):
     model = loaded("qwen2")
     params = SamplingParams(**{"max_tokens": 40, "seed": 2, **changes})
     wanted = texts(generate(TransformersEngine(model), prompts(8), params))
+    engine = ENGINES["native"](model, max_slots=16)
+    assert isinstance(engine, NativeEngine), caplog.text
     with caplog.at_level(logging.WARNING):
-        found = texts(generate(ENGINES["native"](model, max_slots=16), prompts(8), params))
+        found = texts(generate(engine, prompts(8), params))
     assert "without CUDA graphs" not in caplog.text
     assert sum(one != other for one, other in zip(found, wanted)) <= 1
-
-
-def qwen_half_billion():
-    config = Qwen2Config(
-        vocab_size=151936, hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, max_position_embeddings=4096, tie_word_embeddings=True,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config).to("cuda", torch.bfloat16)
-
-
-def test_speed_of_decode_at_half_a_billion():
-    """256 slots, prompts of 256 tokens in groups of 8: milliseconds a step and tokens a second, for the record."""
-    for kernels in ("plain", "liger", "compiled"):
-        model = qwen_half_billion()
-        if kernels != "plain" and not fastest_kernels(model, (kernels,))[1]:
-            print(f"{kernels}: not available here")
-            continue
-        load_model(model, LoadOptions(layer_kernels=(kernels,)))
-        engine = ENGINES["native"](model, max_slots=256)
-        assert isinstance(engine, NativeEngine)
-        rng = np.random.default_rng(0)
-        ids = [rng.integers(0, 150_000, 256) for _ in range(32)]
-        asked = [Prompt(ids[row // 8], key=row // 8, sample=row % 8) for row in range(256)]
-        params = SamplingParams(max_tokens=512)
-        generate(engine, asked, params)
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        with engine.session(params) as session:
-            for prompt in asked:
-                session.add(prompt)
-            session.advance()
-            torch.cuda.synchronize()
-            first, looks = time.perf_counter(), 0
-            while session.in_flight:
-                session.advance()
-                looks += 1
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - first
-        step = 1e3 * seconds / (looks * engine.steps_per_look)
-        rows = engine._made[0].rows
-        replayed = _graph_milliseconds(engine)
-        print(
-            f"{kernels}: {step:.2f} ms a step ({replayed:.2f} ms of it the graph's), {256e3 / step:,.0f} tokens/s; first look with "
-            f"prefill {first - began:.2f} s; {rows.ids.shape[1]} slots"
-        )
-        assert step < 10
-
-
-def _graph_milliseconds(engine):
-    """Of one replay of the largest graph, rows out of use (attention reads nothing)."""
-    program, graphs = engine._made
-    program.store.grow(2)
-    program.rows.device.zero_()
-    program.rows.table.zero_()
-    graph = graphs._graphs[max(graphs._graphs)]
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    events[0].record()
-    for _ in range(20):
-        program.rows.step.zero_()
-        graph.replay()
-    events[1].record()
-    torch.cuda.synchronize()
-    program.store.free()
-    return events[0].elapsed_time(events[1]) / 20

@@ -49,7 +49,7 @@ def decode_attention_triton(
         query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), table.stride(0),
         scale, softcap or 1.0, window or 0,
         KEY_HEADS=key_heads, GROUP=heads // key_heads, TILE=max(16, triton.next_power_of_2(heads // key_heads)),
-        WIDTH=width, LANES=triton.next_power_of_2(width), PAGE=PAGE, BLOCK=BLOCK, SPLITS=splits,
+        WIDTH=width, LANES=max(16, triton.next_power_of_2(width)), PAGE=PAGE, BLOCK=BLOCK, SPLITS=splits,
         CAPPED=bool(softcap), WINDOWED=bool(window), ELEMENT=ELEMENTS[query.dtype], num_warps=4,
     )  # fmt: skip
     if splits > 1:

@@ -213,6 +213,7 @@ class NativeSession:
         self.budget = engine.page_budget()
         self._failed: list[tuple[int, Completion]] = []
         self._tickets = 0
+        self._laid_out, self._width = -1, 0  # the scheduler's count of changes when the rows were laid out
 
     # ---- from outside ------------------------------------------------------------------------------------------------------
 
@@ -252,9 +253,17 @@ class NativeSession:
 
     def _fit_memory(self) -> None:
         """Memory for all that is in flight, within the budget. It grows when more is added, never shrinks."""
+        if self._is_settled and not self.scheduler.is_waiting:
+            return
         wanted = self.pool.size + max(self.scheduler.wanted_pages(), 0)
         if wanted > self.pool.size and self.pool.size < self.budget:
             self.grow(min(max(wanted, 2 * self.pool.size), self.budget))
+        self.scheduler.has_plenty = wanted <= self.pool.size
+
+    @property
+    def _is_settled(self) -> bool:
+        """Everyone who ran in the last steps still runs, on pages that last to its end."""
+        return self.scheduler.has_plenty and self.scheduler.changes == self._laid_out
 
     def grow(self, pages: int) -> None:
         self.program.store.grow(pages)
@@ -297,17 +306,26 @@ class NativeSession:
     def _decode(self) -> list[tuple[int, Completion]]:
         """Some steps of everyone who runs, then one look at what they drew."""
         steps = min(self.steps, max(run.request.remaining for run in self.scheduler.running))
-        self.scheduler.reserve(steps)
+        if not self._is_settled:
+            self.scheduler.reserve(steps)
         running = self.scheduler.running
         count = self.graphs.bucket(len(running)) if self.engine.use_graphs else len(running)
-        width = self.program.rows.put(running, count)
+        self._lay_out(running, count)
         self._lay_out_masks(running)
         if self.engine.use_graphs:
             self.graphs.run(count, steps, self.drawing)
         else:
             for _ in range(steps):
-                self.program.run(count, width, self.drawing)
+                self.program.run(count, self._width, self.drawing)
         return self._hand_over(running, *self.program.rows.drawn(steps, len(running)))
+
+    def _lay_out(self, running: list[Running], count: int) -> None:
+        """On the device every row has moved on by itself: it is told only of what has changed besides."""
+        if self.scheduler.changes == self._laid_out:
+            self.program.rows.restart()
+        else:
+            self._width = self.program.rows.put(running, count)
+            self._laid_out = self.scheduler.changes
 
     def _lay_out_masks(self, running: list[Running]) -> None:
         """What the rows have said already, for the penalty; what a grammar lets them say next."""
@@ -325,12 +343,11 @@ class NativeSession:
             self.drawing.allowed[: len(masks)] = torch.stack(masks).to(self.engine.device)
 
     def _hand_over(self, running: list[Running], ids: np.ndarray, logps: np.ndarray) -> list[tuple[int, Completion]]:
-        columns, numbers = ids.T.tolist(), logps.transpose(0, 2, 1).tolist()
+        reasons = self.end.take_all([run.request for run in running], ids, logps)
         finished, done = [], []
-        for row, run in enumerate(running):
-            reason = self.end.take(run.request, columns[row], numbers[0][row], numbers[1][row])
+        for row, (run, reason) in enumerate(zip(running, reasons)):
             if self.grammar is not None:
-                self.readers[run.request.ticket].take(columns[row][0])
+                self.readers[run.request.ticket].take(int(ids[0, row]))
             if reason is not None:
                 self.readers.pop(run.request.ticket, None)
                 done.append(run)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from posttrain.rollout.native_engine.cache import PagePool, pages_for
+from posttrain.rollout.native_engine.cache import PAGE, PagePool, pages_for
 from posttrain.rollout.request import Request
 
 
@@ -51,10 +51,14 @@ class Running:
     def last_token(self) -> int:
         return self.request.ids[-1] if self.request.ids else int(self.request.prompt.ids[-1])
 
+    @property
+    def room(self) -> int:
+        """Tokens that can be written before it needs another page."""
+        return len(self.prefix.ids) + PAGE * len(self.pages) - self.position
+
     def missing_pages(self, steps: int) -> int:
         """Pages that it lacks for its next `steps` tokens."""
-        written = self.position + min(steps, self.request.remaining) - len(self.prefix.ids)
-        return pages_for(written) - len(self.pages)
+        return max(pages_for(min(steps, self.request.remaining) - self.room), 0)
 
 
 @dataclass
@@ -71,6 +75,10 @@ class Scheduler:
         self.pool, self.max_slots, self.prefill_tokens = pool, max_slots, prefill_tokens
         self.running: list[Running] = []
         self.preempted = 0
+        self.has_plenty = (
+            False  # pages for everyone, and for who could join, to come to the end: set by who owns the memory
+        )
+        self.changes = 0  # goes up whenever who runs, or on which pages, is not what it was
         self._waiting: deque[_Waiting] = deque()
         self._wanted: Counter[bytes] = Counter()  # waiting requests by prefix
         self._prefixes: dict[bytes, Prefix] = {}
@@ -78,6 +86,10 @@ class Scheduler:
     @property
     def in_flight(self) -> int:
         return len(self._waiting) + len(self.running)
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._waiting)
 
     def add(self, request: Request) -> None:
         self._queue(request, first=False)
@@ -94,7 +106,7 @@ class Scheduler:
     def wanted_pages(self) -> int:
         """Pages that are missing for all that runs, and what could join it, to come to its end undisturbed."""
         free_slots = self.max_slots - len(self.running)
-        own = sum(max(run.missing_pages(run.request.remaining), 0) for run in self.running)
+        own = sum(run.missing_pages(run.request.remaining) for run in self.running)
         prefixes: dict[bytes, int] = {}
         tokens = 0
         for place, waiting in enumerate(self._waiting):
@@ -115,7 +127,8 @@ class Scheduler:
             prefix = self._prefixes.get(waiting.key)
             need = pages_for(min(steps, waiting.request.remaining))
             need += pages_for(len(waiting.prefix_ids)) if prefix is None else 0
-            spare = len(self.running)  # a page for each that runs already: who joins must not push out at once
+            # A page for each that runs already, unless all have theirs: who joins must not push out at once.
+            spare = 0 if self.has_plenty else len(self.running)
             if not self._make_room(need + spare, keep=waiting.key):
                 break
             if prefix is None:
@@ -125,6 +138,7 @@ class Scheduler:
             self._wanted[waiting.key] -= 1
             prefix.users += 1
             self.running.append(Running(waiting.request, prefix))
+            self.changes += 1
         if new:
             self._look_ahead(new)
         return new
@@ -132,7 +146,7 @@ class Scheduler:
     def _look_ahead(self, new: list[Prefix]) -> None:
         """A prefill that must be run anyway takes the next prefixes along: many small ones would stop the others each time."""
         tokens = self.prefill_tokens - sum(len(prefix.ids) for prefix in new)
-        spare = self.pool.free - sum(max(run.missing_pages(run.request.remaining), 0) for run in self.running)
+        spare = self.pool.free - sum(run.missing_pages(run.request.remaining) for run in self.running)
         for waiting in self._waiting:
             if waiting.key in self._prefixes:
                 continue
@@ -148,11 +162,11 @@ class Scheduler:
         return self._prefixes[waiting.key]
 
     def reserve(self, steps: int) -> None:
-        """Give everyone pages for `steps` tokens; the youngest go back to the queue where there are too few."""
+        """Give everyone pages for `steps` tokens, or to the end where there are plenty; else the youngest go back to the queue."""
         place = 0
         while place < len(self.running):
             run = self.running[place]
-            need = max(run.missing_pages(steps), 0)
+            need = run.missing_pages(run.request.remaining if self.has_plenty else steps)
             while not self._make_room(need) and len(self.running) > place + 1:
                 self._preempt(self.running.pop())
             if self.pool.free < need:
@@ -160,9 +174,11 @@ class Scheduler:
                 return
             if need:
                 run.take(self.pool.take(need))
+                self.changes += 1
             place += 1
 
     def release(self, finished: list[Running]) -> None:
+        self.changes += len(finished)
         gone = {id(run) for run in finished}
         self.running = [run for run in self.running if id(run) not in gone]
         for run in finished:
@@ -172,6 +188,7 @@ class Scheduler:
         self._give_back(run)
         self._queue(run.request, first=True)
         self.preempted += 1
+        self.changes += 1
 
     def _give_back(self, run: Running) -> None:
         self.pool.give(run.pages)

@@ -52,8 +52,12 @@ class Rows:
             table[row, : len(run.table)] = run.table
         self.device.copy_(self.host, non_blocking=True)
         self.table[:rows].copy_(self.host_table[:rows], non_blocking=True)  # whole lines are one piece of memory
-        self.step.zero_()
+        self.restart()
         return widest
+
+    def restart(self) -> None:
+        """The rows go on from where the steps before have left them; results are written from the first line on again."""
+        self.step.zero_()
 
     def drawn(self, steps: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """(steps, rows) ids and (2, steps, rows) log-probs; the one place where the host waits."""
