@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from posttrain.models.adapters import is_prompt_learning
 from posttrain.models.attention import RAGGED_ATTENTION, install_ragged_attention
-from posttrain.models.probe import TOLERANCE
+from posttrain.models.probe import TOLERANCE, ordinary_tokens
 
 LENGTHS = (5, 19)  # one shorter than a page, one longer
 CONTINUED = 3
@@ -59,21 +60,34 @@ def _rope_types(config: object) -> set[str]:
     return {str(part.get("rope_type", part.get("type", "default"))) for part in parts}
 
 
-def probe_tokens() -> list[np.ndarray]:
-    """Two sequences that begin alike."""
-    return [np.arange(1, length + CONTINUED + 1, dtype=np.int32) + (length == LENGTHS[1]) for length in LENGTHS]
-
-
 @torch.no_grad()
 def difference(innermost: nn.Module, answers: Callable[[list[np.ndarray]], list[Tensor]]) -> tuple[float, float]:
-    """(how far `answers` (CONTINUED, V) to each sequence are from a full forward's, what rounding may amount to)."""
-    sequences = probe_tokens()
-    device = next(innermost.parameters()).device
-    largest, dtypes = 0.0, {next(innermost.parameters()).dtype}
+    """(how far `answers` (CONTINUED, V) to two sequences are from a full forward's, what rounding may amount to).
+
+    Rounding is also looked at: the same sequence three times over is another shape to the device, and should be the same answer.
+    """
+    sequences = [
+        ordinary_tokens(innermost, length + CONTINUED, seed).numpy().astype(np.int32)
+        for seed, length in enumerate(LENGTHS)
+    ]
+    largest, rounding = 0.0, 0.0
+    dtypes = {next(innermost.parameters()).dtype}
     for tokens, found in zip(sequences, answers(sequences)):
-        logits = innermost(input_ids=torch.from_numpy(tokens)[None].long().to(device), use_cache=False).logits[0]
-        wanted = logits[-CONTINUED - 1 : -1].float().log_softmax(-1)
-        dtypes.add(logits.dtype)
-        gap = (found.float().log_softmax(-1) - wanted).abs().max()
-        largest = max(largest, float(gap) if torch.isfinite(gap) else float("inf"))
-    return largest, max(TOLERANCE.get(dtype, 1e-3) for dtype in dtypes)
+        alone, threefold = (_full_forward(innermost, tokens, times) for times in (1, 3))
+        dtypes.add(alone.dtype)
+        wanted = alone.float().log_softmax(-1)
+        largest = max(largest, _gap(found.float().log_softmax(-1), wanted))
+        rounding = max(rounding, _gap(threefold.float().log_softmax(-1), wanted))
+    tolerance = max(TOLERANCE.get(dtype, 1e-3) for dtype in dtypes)
+    return largest, max(tolerance, 4 * rounding) if math.isfinite(rounding) else tolerance
+
+
+def _full_forward(innermost: nn.Module, tokens: np.ndarray, times: int) -> Tensor:
+    """(CONTINUED, V) logits before the last tokens."""
+    ids = torch.from_numpy(tokens).long().to(next(innermost.parameters()).device)
+    return innermost(input_ids=ids.expand(times, -1), use_cache=False).logits[0, -CONTINUED - 1 : -1]
+
+
+def _gap(found: Tensor, wanted: Tensor) -> float:
+    gap = float((found - wanted).abs().max())
+    return gap if math.isfinite(gap) else math.inf
