@@ -1,7 +1,8 @@
 """Write the option tables of docs/ from the configs. `--check` writes nothing and fails if a table is out of date.
 
 A page holds `<!-- options: DPOConfig -->` and `<!-- end of options -->`; what is between them is replaced. A config's table has the
-options that it declares itself or takes from a mixin; those of BaseConfig have a page of their own.
+options that it declares itself or takes from a mixin; those of BaseConfig have a page of their own. `options: RefusedOptions` are
+those of TRL that have no effect here.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from posttrain.methods.table import METHODS
 from posttrain.trainer.config import BaseConfig, default_of, is_ours
+from posttrain.trainer.refused_options import RefusedOptions
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLE = re.compile(r"(<!-- options: (\w+) -->\n)(.*?)(<!-- end of options -->)", re.DOTALL)
@@ -36,7 +38,8 @@ def own_options(config: type) -> list[dataclasses.Field]:
 
 
 def table(config: type) -> str:
-    return HEADER + "".join(row(field) for field in own_options(config))
+    options = dataclasses.fields(config) if config is RefusedOptions else own_options(config)
+    return HEADER + "".join(row(field) for field in options)
 
 
 def row(field: dataclasses.Field) -> str:
@@ -52,7 +55,7 @@ def shown(value: Any) -> str:
 
 def rewritten(text: str) -> str:
     """A page with every table replaced by that of its config."""
-    known = configs()
+    known = configs() | {RefusedOptions.__name__: RefusedOptions}
 
     def fill(match: re.Match[str]) -> str:
         if match[2] not in known:

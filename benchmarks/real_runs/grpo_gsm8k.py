@@ -117,7 +117,8 @@ def grpo_trainer(
     config = GRPOConfig(
         output_dir=f"{words.output}/grpo",
         max_steps=words.steps,
-        per_device_train_batch_size=words.samples,
+        per_device_train_batch_size=min(words.samples, 256),
+        gradient_accumulation_steps=max(words.samples // 256, 1),
         num_generations=words.group,
         max_completion_length=COMPLETION,
         learning_rate=words.learning_rate,

@@ -3,23 +3,26 @@
     python -m benchmarks.speed [ROW ...] --device cuda|cpu [--tiny] [--profile] [--trl-python PATH] [--trl-path FOLDER]
     python -m benchmarks.speed --render RESULTS.json
 
-Each library runs in a process of its own, in the order posttrain, TRL, posttrain.
+Each library runs in a process of its own, in the order posttrain, TRL tuned, posttrain, TRL as it comes.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from benchmarks.speed import report
-from benchmarks.speed.rows import GUARD, ROWS
+from benchmarks.speed.rollout_row import ORDER as WAYS
+from benchmarks.speed.rows import GUARDS, ROWS
 from benchmarks.speed.runner import Order, run_training
 from benchmarks.speed.settings import LIBRARY
 from benchmarks.speed.special_rows import SPECIAL_ROWS
@@ -46,6 +49,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", nargs=2, type=int, metavar=("LOSSES", "TIMED"), help="for all settings")
     parser.add_argument("--layers", type=int, help="a model of fewer layers, for machines that take minutes for a step")
     parser.add_argument("--threads", type=int, default=0, help="CPU threads of each library; 0: torch decides")
+    parser.add_argument("--once", action="store_true", help="posttrain before TRL only, not after it once more")
     parser.add_argument(
         "--limit", type=float, default=3600, help="seconds for everything; what is left is reported as such"
     )
@@ -58,6 +62,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--data-procs", type=int, nargs="+", default=[0, 1], help="processes that prepare them; 0: as it comes"
     )
+    parser.add_argument("--ways", nargs="+", choices=WAYS, help="of the rows of rollouts; by default all")
     parser.add_argument("--out", type=Path, default=Path("runs/speed/results.json"), help="results are added to it")
     parser.add_argument("--work", type=Path, help="folder for logs, plans and profiles; by default that of --out")
     parser.add_argument("--render", type=Path, nargs="+", help="print the table of these results and stop")
@@ -120,11 +125,11 @@ def main(given: list[str]) -> None:
         print(render(asked.render))
         return
     names = asked.rows or [row.name for row in ROWS if row.device == asked.device]
-    known = {row.name for row in (*ROWS, GUARD)} | SPECIAL_ROWS.keys()
+    known = {row.name for row in (*ROWS, *GUARDS)} | SPECIAL_ROWS.keys()
     if unknown := set(names) - known:
         raise SystemExit(f"There is no row {', '.join(sorted(unknown))}; the rows are {', '.join(sorted(known))}.")
     order = Order(
-        rows=[name for name in names if name not in SPECIAL_ROWS],
+        rows=[],
         settings=asked.settings,
         device=asked.device,
         work=(asked.work or asked.out.parent).resolve(),
@@ -135,25 +140,28 @@ def main(given: list[str]) -> None:
         steps=asked.steps,
         layers=asked.layers,
         threads=asked.threads,
+        once=asked.once,
         limit_seconds=asked.limit,
         tokenizer=asked.tokenizer,
         data_rows=asked.data_rows,
+        ways=asked.ways,
         data_procs=asked.data_procs,
         overrides={"posttrain": options_of(asked.ours), "trl": options_of(asked.trl)},
     )
-    for part, results in parts(order, [name for name in names if name in SPECIAL_ROWS]):
+    for part, results in parts(order, names):
         command = f"python -m benchmarks.speed {shlex.join(given)}"
         run = {"part": part, "command": command, "device": device_name(asked.device), "versions": versions()}
         add_to(asked.out, {**run, "results": results})
         print(rendered(part, results), flush=True)
 
 
-def parts(order: Order, special: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Results as they come, so that what is known is written before the next part begins."""
-    if order.rows:
-        yield "training", run_training(order)
-    for name in special:
-        yield name, SPECIAL_ROWS[name].run(order)
+def parts(order: Order, names: list[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Results as they come, so that what is known is written before the next part begins. Training rows in a row are one part."""
+    for is_special, part in itertools.groupby(names, key=SPECIAL_ROWS.__contains__):
+        if is_special:
+            yield from ((name, SPECIAL_ROWS[name].run(order)) for name in part)
+        else:
+            yield "training", run_training(replace(order, rows=list(part)))
 
 
 def rendered(part: str, results: list[dict[str, Any]]) -> str:

@@ -23,6 +23,7 @@ LOADERS = {
     "sft": AutoModelForCausalLM,
     "dpo": AutoModelForCausalLM,
     "reward": AutoModelForSequenceClassification,
+    "grpo": AutoModelForCausalLM,
 }
 
 
@@ -104,6 +105,10 @@ def token_ids(rng: np.random.Generator, count: int, vocabulary: int, side: str =
     return ids.tolist()
 
 
+def text_of(ids: list[int]) -> str:
+    return " ".join(map(word_of, ids))
+
+
 def texts(row: Row, steps: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(7)
     return [{"input_ids": token_ids(rng, n, row.shape.vocabulary)} for n in row.sequence_lengths(steps)]
@@ -122,12 +127,8 @@ def pairs(row: Row, steps: int) -> list[tuple[list[int], list[int], list[int]]]:
 
 def preferences(row: Row, steps: int) -> list[dict[str, Any]]:
     """As texts, since TRL's DPO tokenises whatever it is given; both libraries put the end-of-sequence token after answers."""
-
-    def text(ids: list[int]) -> str:
-        return " ".join(map(word_of, ids))
-
     return [
-        {"prompt": text(prompt) + " ", "chosen": text(good[:-1]), "rejected": text(bad[:-1])}
+        {"prompt": text_of(prompt) + " ", "chosen": text_of(good[:-1]), "rejected": text_of(bad[:-1])}
         for prompt, good, bad in pairs(row, steps)
     ]
 
@@ -137,13 +138,26 @@ def judged(row: Row, steps: int) -> list[dict[str, Any]]:
     return [{"chosen_ids": prompt + good, "rejected_ids": prompt + bad} for prompt, good, bad in pairs(row, steps)]
 
 
-MAKERS = {"sft": texts, "dpo": preferences, "reward": judged}
+def groups(row: Row, steps: int) -> list[tuple[list[int], list[list[int]]]]:
+    """(prompt, its completions) of each group; completions end with the end-of-sequence token."""
+    rng, made = np.random.default_rng(7), []
+    for lengths in row.sequence_lengths(steps).reshape(-1, row.group):
+        prompt = token_ids(rng, row.lengths.prompt, row.shape.vocabulary)
+        made.append((prompt, [[*token_ids(rng, n - 1, row.shape.vocabulary), EOS] for n in lengths]))
+    return made
+
+
+def prompts(row: Row, steps: int) -> list[dict[str, Any]]:
+    return [{"prompt": text_of(prompt)} for prompt, _ in groups(row, steps)]
+
+
+MAKERS = {"sft": texts, "dpo": preferences, "reward": judged, "grpo": prompts}
 
 
 def dataset(row: Row, steps: int, sort_within_steps: bool) -> Dataset:
     """The rows of `steps` optimizer steps; sorted by length (longest first) within each where padding would cost."""
     made = MAKERS[row.method](row, steps)
-    if sort_within_steps:
+    if sort_within_steps and not row.is_online:
         parts = (made[start : start + row.rows] for start in range(0, len(made), row.rows))
         made = [one for part in parts for one in sorted(part, key=longest, reverse=True)]
     return Dataset.from_list(made)
@@ -157,8 +171,12 @@ def longest(one: dict[str, Any]) -> int:
     return max(sizes)
 
 
-def step_tokens(row: Row, steps: int) -> dict[str, list[int]]:
-    """Real tokens of each step: `unique` counts a prompt once for its two answers, `as_fed` twice; padding is never counted."""
-    sums = row.sequence_lengths(steps).reshape(steps, -1).sum(1)
-    prompts = row.rows * row.lengths.prompt if row.is_pairs else 0
-    return {"unique": (sums + prompts).tolist(), "as_fed": (sums + 2 * prompts).tolist()}
+def step_tokens(row: Row, steps: int, written: list[int] | None = None) -> dict[str, list[int]]:
+    """Real tokens of each step: `unique` counts a prompt once for all its answers, `as_fed` with each; padding never counts.
+
+    `written` are the tokens of each step's completions, where the model wrote them.
+    """
+    sums = row.sequence_lengths(steps).reshape(steps, -1).sum(1) if written is None else np.asarray(written)
+    has_prompts = row.is_pairs or row.is_online
+    prompts = row.prompts * row.lengths.prompt if has_prompts else 0
+    return {"unique": (sums + prompts).tolist(), "as_fed": (sums + (row.group or 2) * prompts).tolist()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,20 @@ from transformers import TrainerCallback
 from benchmarks.speed.rows import Steps
 
 LOGGED_NEVER = 10**9
-GAVE_UP = 99
-"""Exit code of a process whose first step took longer than it was given."""
+GAVE_UP, OUT_OF_TIME = 99, 98
+"""Exit codes of a process whose first step, or one of whose items, took longer than it was given."""
 
 
 class StepClock(TrainerCallback):
-    """Logs the first steps one by one, then lets the run go without logs and marks the end of each timed step.
+    """Logs the first steps one by one, then (but for `logs_all`) lets the run go without logs; marks the end of each timed step.
 
     On CUDA a mark is an event: nothing waits for the device before the last one.
     """
 
-    def __init__(self, steps: Steps, device: str, first_step_limit: float | None = None) -> None:
-        self.steps, self.device = steps, device
+    def __init__(
+        self, steps: Steps, device: str, first_step_limit: float | None = None, logs_all: bool = False
+    ) -> None:
+        self.steps, self.device, self.logs_all = steps, device, logs_all
         self.watch = None if first_step_limit is None else threading.Timer(first_step_limit, give_up)
         self.marks: list[Any] = []
         self.began = time.perf_counter()
@@ -39,18 +43,18 @@ class StepClock(TrainerCallback):
             self.first_step_after = time.perf_counter() - self.began
             if self.watch is not None:
                 self.watch.start()
-        if state.global_step == self.steps.losses:
+        if state.global_step == self.steps.losses and not self.logs_all:
             state.logging_steps = LOGGED_NEVER
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if self.watch is not None:
             self.watch.cancel()
-        if self.steps.losses < state.global_step <= self.steps.losses + 1 + self.steps.timed:
+        if self.steps.first_timed <= state.global_step <= self.steps.first_timed + self.steps.timed:
             self.marks.append(self._mark())
 
     def _mark(self) -> Any:
         if self.device == "cpu":
-            return time.perf_counter()
+            return time.perf_counter(), time.process_time()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -58,14 +62,33 @@ class StepClock(TrainerCallback):
     def seconds(self) -> list[float]:
         """Of each timed step."""
         if self.device == "cpu":
-            return [after - before for before, after in zip(self.marks, self.marks[1:])]
+            return [after[0] - before[0] for before, after in zip(self.marks, self.marks[1:])]
         torch.cuda.synchronize()
         return [before.elapsed_time(after) / 1000 for before, after in zip(self.marks, self.marks[1:])]
 
+    def processor_seconds(self) -> list[float]:
+        """Of each timed step, on a CPU: what other programs of the machine take is not in it."""
+        if self.device != "cpu":
+            return []
+        return [after[1] - before[1] for before, after in zip(self.marks, self.marks[1:])]
 
-def give_up() -> None:
+
+def give_up(code: int = GAVE_UP) -> None:
     """A step cannot be interrupted, the process can; the caller knows the code."""
-    os._exit(GAVE_UP)
+    os._exit(code)
+
+
+@contextmanager
+def limited(seconds: float | None) -> Iterator[None]:
+    """Ends the process when the block takes longer; whoever started it goes on with the next item in another one."""
+    watch = threading.Timer(seconds or 0.0, give_up, [OUT_OF_TIME])
+    watch.daemon = True
+    if seconds is not None:
+        watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
 
 
 def reset_peak_memory(device: str) -> None:

@@ -48,22 +48,21 @@ ANNOTATION = "Optimizer."  # spans that torch draws around its kernels, on the d
 
 
 class _Window(TrainerCallback):
-    """Profiles `PROFILED_STEPS` steps from the first timed one on."""
+    """Profiles `PROFILED_STEPS` steps from the first timed one on, from end to end: batches may be made between two steps."""
 
     def __init__(self, steps: Steps, device: str) -> None:
-        self.first, self.device = steps.losses + 1, device
+        self.first, self.device = steps.first_timed, device
+        self.last = self.first + PROFILED_STEPS
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
         self.profiler = profile(activities=activities)
         self.wall = 0.0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.first:
             self._wait()
             self.profiler.start()
             self.wall = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self.first + PROFILED_STEPS:
+        if state.global_step == self.last:
             self._wait()
             self.wall = time.perf_counter() - self.wall
             self.profiler.stop()

@@ -5,10 +5,13 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.speed.rows import GUARD, ROWS
+from benchmarks.speed.rows import GUARDS, ROWS
 from benchmarks.speed.settings import LIBRARY
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
+ALSO_TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+"""Of norms of gradients and of entropies (TRL's of a step is the mean of its micro-batches' means, ours that of its tokens)."""
+SAME_AMOUNT = 0.05
 BEFORE_ROUNDING = 2  # losses: of the weights as they were given, and after one step
 GIB = 2**30
 HEADER = "| row | setting | tokens/s | ours is | peak GiB | ours needs | losses | micro-batch, checkpointing, other options |"
@@ -51,11 +54,19 @@ def line(one: dict[str, Any], of_row: list[dict[str, Any]]) -> str:
     speed = f"{ours['rate'] / one['rate']:.2f}x" if is_theirs and "rate" in ours else ""
     rival = merged.get("matched", ours) if one["setting"] == "tuned" else ours
     memory = f"{rival['peak_bytes'] / one['peak_bytes']:.2f}x" if is_theirs and "peak_bytes" in rival else ""
-    verdict = losses_agree(ours, one)[1] if "losses" in ours and one["setting"] != "ours" else ""
+    verdict = agreement(ours, one)[1] if "losses" in ours and one["setting"] != "ours" else ""
     return (
         f"| {one['row']} | {setting} | {one['rate']:,.0f} | {speed} | {one['peak_bytes'] / GIB:.1f} | {memory} | {verdict} | "
-        f"{options_in_words(one['options'])} |"
+        f"{phases_in_words(one)}{options_in_words(one['options'])}{others_in_words(one)} |"
     )
+
+
+def phases_in_words(one: dict[str, Any]) -> str:
+    """Of rows that are more than an update; phases of TRL are taken from outside, those that could not be are left out."""
+    if "phases" not in one:
+        return ""
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in one["phases"].items())
+    return f"**{statistics.median(one['step_seconds']):.2f} s a step** ({parts or 'phases not seen'}); "
 
 
 def bound(one: dict[str, Any]) -> str:
@@ -68,6 +79,33 @@ def options_in_words(options: dict[str, Any]) -> str:
     checkpointing = {True: "on", False: "off"}.get(options["gradient_checkpointing"], options["gradient_checkpointing"])
     others = ", ".join(f"{name}={value}" for name, value in options.items() if name not in SHOWN_APART)
     return f"{steps} x {size}, checkpointing {checkpointing}, {options['weights']} weights, {others}"
+
+
+def others_in_words(one: dict[str, Any]) -> str:
+    """What became of the candidates that were not the fastest."""
+    told = []
+    for other in one.get("tried", []):
+        options = {k: v for k, v in other.get("options", {}).items() if one["options"].get(k) != v}
+        outcome = f"{other['rate']:,.0f} tokens/s" if "rate" in other else other.get("error", "")[:80]
+        if options:
+            told.append(f"; with {', '.join(f'{name}={value}' for name, value in options.items())}: {outcome}")
+    return "".join(told)
+
+
+def agreement(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, str]:
+    """Whether both did the same work. Samples have no losses that could be compared: there the amounts must be the same."""
+    return amounts_agree(ours, theirs) if "tokens_written" in theirs else losses_agree(ours, theirs)
+
+
+def amounts_agree(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, str]:
+    written = [statistics.mean(one["tokens_written"]) for one in (ours, theirs)]
+    told = f"sampled: {written[1]:,.0f} tokens, {theirs['rewards_given']:.0f} rewards a step; ours {written[0]:,.0f}, "
+    told += f"{ours['rewards_given']:.0f}"
+    if ours["checksum"] != theirs["checksum"]:
+        return False, "**void**: other weights"
+    if abs(written[0] / written[1] - 1) > SAME_AMOUNT or ours["rewards_given"] != theirs["rewards_given"]:
+        return False, f"**void**: {told}"
+    return True, told
 
 
 def losses_agree(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, str]:
@@ -91,7 +129,17 @@ def losses_agree(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, st
         return False, f"**void**: {worst:.1e} apart, {allowed:.0e} allowed"
     if not same_trend(*map(list, zip(*pairs))):
         return False, f"**void**: {told}, but they move in opposite directions"
+    apart = others_apart(ours, theirs, len(pairs))
+    told += "".join(f", {name} {worst:.0e}" for name, worst in apart.items())
+    if any(worst > ALSO_TOLERANCE["bfloat16" if low else "float32"] for worst in apart.values()):
+        return False, f"**void**: {told}"
     return True, told + drift
+
+
+def others_apart(ours: dict[str, Any], theirs: dict[str, Any], count: int) -> dict[str, float]:
+    """Largest relative difference of each of the other numbers of the first `count` steps."""
+    columns = {name: zip(ours["also"][name][:count], values) for name, values in theirs.get("also", {}).items()}
+    return {name: max(abs(a - b) / max(abs(a), abs(b), 1e-30) for a, b in pairs) for name, pairs in columns.items()}
 
 
 def rounds_its_steps(one: dict[str, Any]) -> bool:
@@ -109,10 +157,18 @@ def same_trend(ours: list[float], theirs: list[float]) -> bool:
     return all(abs(move) < 1e-3 for move in moves) or moves[0] * moves[1] > 0 or abs(moves[0] - moves[1]) < 1e-3
 
 
+def in_processor_time(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """The ratio once more, without what other programs of the machine took meanwhile."""
+    if not ours.get("processor_seconds") or not theirs.get("processor_seconds"):
+        return ""
+    taken = [sum(one["processor_seconds"]) / sum(one["step_tokens"]) for one in (ours, theirs)]
+    return f"; {taken[1] / taken[0]:.2f}x in processor time"
+
+
 def goals(results: list[dict[str, Any]]) -> list[str]:
     """For each row: what was asked for and what was reached."""
     lines = []
-    for row in (*ROWS, GUARD):
+    for row in (*ROWS, *GUARDS):
         merged = {one["setting"]: one for one in representative([r for r in results if r["row"] == row.name])}
         if "rate" not in merged.get("ours", {}):
             continue
@@ -121,5 +177,6 @@ def goals(results: list[dict[str, Any]]) -> list[str]:
                 ratio = merged["ours"]["rate"] / merged[setting]["rate"]
                 lines.append(
                     f"{row.name}: {ratio:.2f}x TRL {setting}, goal {goal}x{'' if ratio >= goal else ' (missed)'}"
+                    f"{in_processor_time(merged['ours'], merged[setting])}"
                 )
     return lines

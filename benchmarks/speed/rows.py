@@ -54,16 +54,20 @@ class Steps:
 
     losses: int = 10
     timed: int = 10
+    margin: int = 1  # untimed steps before (the wait of a log is lost there) and after (the last one may be special)
+
+    @property
+    def first_timed(self) -> int:
+        return self.losses + self.margin
 
     @property
     def total(self) -> int:
-        """One untimed step on either side of the timed ones: the first loses the log's wait, the last is not special."""
-        return self.losses + self.timed + 2
+        return self.losses + self.timed + 2 * self.margin
 
 
 @dataclass(frozen=True)
 class Row:
-    """One workload. `rows` are sequences (or pairs) of one optimizer step."""
+    """One workload. `rows` are sequences (or pairs, or completions) of one optimizer step."""
 
     name: str
     method: str
@@ -77,6 +81,10 @@ class Row:
     steps: dict[str, Steps] = field(default_factory=dict)
     number: str = ""  # of the row in the project's list of benchmarks
     goal: tuple[float, float] = (0.0, 0.0)  # times TRL as it comes, times TRL tuned
+    group: int = 0  # completions of a prompt, where the model is trained on completions
+    writes: bool = False  # whether the model writes them itself; otherwise both libraries are given the same ones
+    options: dict[str, object] = field(default_factory=dict)  # of the config, the same for both libraries
+    seconds: dict[str, float] = field(default_factory=dict)  # setting -> when one candidate of it is given up, on CUDA
 
     def steps_of(self, setting: str) -> Steps:
         return self.steps.get(setting, Steps())
@@ -92,6 +100,15 @@ class Row:
     def is_pairs(self) -> bool:
         return self.method in PAIR_METHODS
 
+    @property
+    def is_online(self) -> bool:
+        return self.group > 0
+
+    @property
+    def prompts(self) -> int:
+        """Different prompts of a step."""
+        return self.rows // self.group if self.is_online else self.rows
+
 
 QWEN_05B = Shape(896, 24, 4864, (14, 2))
 QWEN_15B = Shape(1536, 28, 8960, (12, 2))
@@ -100,14 +117,75 @@ SMALL_135M = Shape(576, 30, 1536, (9, 3), vocabulary=49_152)
 
 TEXTS = Lengths(403, 0.8, 16, 2048)
 ANSWERS = Lengths(200, 0.7, 16, 512, prompt=512, seed=2)
+COMPLETIONS = Lengths(280, 0.7, 16, 1024, prompt=512, seed=3)
 SHORT_DEFAULT = {"default": Steps(3, 4)}
 CPU_STEPS = {name: Steps(2, 3) for name in ("default", "tuned", "ours", "matched")}
+
+
+UPDATE_STEPS = {
+    "ours": Steps(3, 5),
+    "matched": Steps(3, 3, margin=0),
+    "tuned": Steps(2, 2, margin=0),
+    "default": Steps(1, 1, margin=0),
+}
+WHOLE_STEPS = {"ours": Steps(2, 5, margin=0), "tuned": Steps(1, 2, margin=0), "default": Steps(1, 1, margin=0)}
+"""TRL needs 4 to 25 s for a step of GRPO: few of them, and no step besides those that are logged or timed."""
 
 
 def micro(*sizes: int, **options: object) -> tuple[dict[str, object], ...]:
     """Candidates that differ in the rows of a micro-batch, without checkpointing."""
     return tuple({"per_device_train_batch_size": size, "gradient_checkpointing": False, **options} for size in sizes)
 
+
+def update(name: str, shape: Shape, sizes: tuple[int, ...], **more: object) -> Row:
+    """One step of GRPO on given completions: scoring and update, without generation."""
+    limits = {"ours": 150, "matched": 150, "tuned": 90, "default": 120}
+    return Row(
+        f"grpo-update-{name}",
+        "grpo",
+        shape,
+        256,
+        COMPLETIONS,
+        1e-6,
+        micro(*sizes),
+        steps=UPDATE_STEPS,
+        number="6",
+        goal=(8, 4),
+        group=16,
+        seconds=limits,
+        **more,
+    )
+
+
+UPDATES = (
+    update("0.5b", QWEN_05B, (32, 64)),
+    update("1.5b", QWEN_15B, (16, 32)),
+    update("kl-0.5b", QWEN_05B, (32, 64), options={"beta": 0.04}),
+)
+WHOLE = Row(
+    "grpo-0.5b",
+    "grpo",
+    QWEN_05B,
+    256,
+    Lengths(0, 0, 512, 512, prompt=256, seed=4),
+    1e-6,
+    (
+        *micro(64),
+        *micro(
+            64,
+            use_transformers_continuous_batching=True,
+            transformers_continuous_batching_config={"max_memory_percent": 0.3},  # of 0.9 the update needs a part
+        ),
+        *micro(64, cache_implementation="static"),
+    ),
+    steps=WHOLE_STEPS,
+    number="8",
+    goal=(8, 6),
+    group=8,
+    writes=True,
+    seconds={"ours": 150, "tuned": 100, "default": 120},
+)
+CPU_WHOLE_STEPS = {name: Steps(1, 2, margin=0) for name in ("default", "tuned", "ours", "matched")}
 
 ROWS = (
     Row("sft-0.5b", "sft", QWEN_05B, 64, TEXTS, 2e-5, micro(16, 32), steps=SHORT_DEFAULT, number="1", goal=(6, 2.5)),
@@ -138,6 +216,8 @@ ROWS = (
         number="5",
         goal=(4, 2.5),
     ),
+    *UPDATES,
+    WHOLE,
     Row(
         "sft-135m-cpu",
         "sft",
@@ -162,6 +242,20 @@ ROWS = (
         steps=CPU_STEPS,
         goal=(5, 1.8),
     ),
+    Row(
+        "grpo-135m-cpu",
+        "grpo",
+        SMALL_135M,
+        8,
+        Lengths(0, 0, 32, 32, prompt=256),
+        1e-6,
+        micro(8),
+        device="cpu",
+        steps=CPU_WHOLE_STEPS,
+        goal=(4, 2.5),
+        group=4,
+        writes=True,
+    ),
 )
 
 
@@ -177,17 +271,32 @@ GUARD = Row(
     steps={name: Steps(2, 4) for name in ("default", "tuned", "ours", "matched")},
     goal=(4, 1.5),
 )
-"""The small row of CI (tests/benchmarks): fails below 60 % of its goal."""
+GRPO_GUARD = Row(
+    "grpo-guard-cpu",
+    "grpo",
+    Shape(192, 4, 512, (4, 2), vocabulary=4096),
+    8,
+    Lengths(0, 0, 32, 32, prompt=256),
+    1e-6,
+    micro(8),
+    device="cpu",
+    steps=CPU_WHOLE_STEPS,
+    goal=(4, 2.5),
+    group=4,
+    writes=True,
+)
+GUARDS = (GUARD, GRPO_GUARD)
+"""The small rows of CI (tests/benchmarks): they fail below 60 % of their goals."""
 
 
 def row_named(name: str, layers: int | None = None) -> Row:
     """A row; with `layers`, on a model of fewer: for machines on which a step of the whole one takes minutes."""
-    row = next(row for row in (*ROWS, GUARD) if row.name == name)
+    row = next(row for row in (*ROWS, *GUARDS) if row.name == name)
     return row if layers is None else replace(row, shape=replace(row.shape, layers=layers))
 
 
 def tiny(row: Row) -> Row:
-    """The row in miniature: same method, same number of rows a step, lengths and widths divided by 16 and more."""
+    """The row in miniature: same method, lengths and widths divided by 16 and more; of completions an eighth."""
     shape = Shape(64, 2, 128, (4, 2), vocabulary=1024, tied=row.shape.tied)
     scale = 16 if row.device == "cuda" else 4
     lengths = replace(
@@ -197,8 +306,21 @@ def tiny(row: Row) -> Row:
         high=row.lengths.high // scale,
         prompt=row.lengths.prompt // scale,
     )
-    steps = {name: Steps(min(s.losses, 10), 3) for name, s in row.steps.items()}
-    return replace(row, shape=shape, lengths=lengths, steps={**{n: Steps(10, 3) for n in STEP_SETTINGS}, **steps})
+    small = replace(row, shape=shape, lengths=lengths, seconds={})
+    if not row.is_online:
+        steps = {name: Steps(min(s.losses, 10), 3) for name, s in row.steps.items()}
+        return replace(small, steps={**{n: Steps(10, 3) for n in STEP_SETTINGS}, **steps})
+    fewer = tuple(
+        {**one, "per_device_train_batch_size": max(one["per_device_train_batch_size"] // 8, 4)} for one in row.tuned
+    )
+    losses = 2 if row.writes else 5
+    return replace(
+        small,
+        rows=max(row.rows // 8, 8),
+        group=4,
+        tuned=fewer,
+        steps={n: Steps(losses, 2, margin=0) for n in STEP_SETTINGS},
+    )
 
 
 STEP_SETTINGS = ("default", "tuned", "ours", "matched")

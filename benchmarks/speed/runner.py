@@ -1,8 +1,9 @@
-"""Starts the processes of a comparison in the order A-B-A and gathers what they wrote."""
+"""Starts the processes of a comparison in the order A-B-A-C and gathers what they wrote."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -12,11 +13,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed.measure import GAVE_UP
+from benchmarks.speed.measure import GAVE_UP, OUT_OF_TIME
+from benchmarks.speed.rows import row_named
 from benchmarks.speed.settings import LIBRARY
 
 GIVEN_UP_AFTER = 8.0  # of our steps
-SETTING_ORDER = ("ours", "default", "tuned", "packed")
+SHORTEST_RUN = 20.0  # seconds: with less left, no further process is started
+SETTING_ORDER = ("ours", "default", "tuned", "packed", "matched")
 TREE = Path(__file__).resolve().parents[2]
 
 
@@ -35,9 +38,11 @@ class Order:
     steps: list[int] | None = None
     layers: int | None = None
     threads: int = 0
+    once: bool = False
     limit_seconds: float = 3600.0
     tokenizer: str = ""
     data_rows: int = 4000
+    ways: list[str] | None = None  # of the rows of rollouts; None: all
     data_procs: list[int] = field(default_factory=lambda: [1])
     overrides: dict[str, dict[str, Any]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
@@ -48,16 +53,23 @@ class Order:
 
 
 def run_training(order: Order) -> list[dict[str, Any]]:
-    """A: posttrain over all rows. B: TRL as it comes, then tuned. A again, and posttrain matched to TRL tuned."""
+    """posttrain over all rows, TRL tuned, posttrain again and matched to TRL tuned; TRL as it comes at last.
+
+    TRL as it comes is the slowest and the one that counts least: where the time is limited, it is what may be cut off. It has a
+    process of its own because Liger patches the classes of transformers.
+    """
     ours = [one for one in order.settings if one == "ours"]
-    theirs = [one for one in order.settings if LIBRARY[one] == "trl"]
+    theirs = [one for one in order.settings if LIBRARY[one] == "trl" and one != "default"]
     results = run_process(order, "A1", "posttrain", plan_items(order, ours))
-    if order.device == "cpu" and not order.tiny and "default" in theirs:
-        theirs.remove("default")
-        results += bounded_default(order, results)
-    results += run_process(order, "B", "trl", plan_items(order, theirs))
+    results += fastest_candidates(run_process(order, "B", "trl", plan_items(order, theirs)))
     if theirs:
-        results += run_process(order, "A2", "posttrain", [*plan_items(order, ours), *matched_items(order, results)])
+        again = [] if order.once else plan_items(order, ours)
+        results += run_process(order, "A2", "posttrain", [*again, *matched_items(order, results)])
+    if "default" in order.settings:
+        if order.device == "cpu" and not order.tiny:
+            results += bounded_default(order, results)
+        else:
+            results += run_process(order, "C", "trl", plan_items(order, ["default"]))
     return results
 
 
@@ -82,24 +94,68 @@ def bounded_default(order: Order, results: list[dict[str, Any]]) -> list[dict[st
 
 
 def plan_items(order: Order, settings: list[str]) -> list[dict[str, Any]]:
-    """Setting by setting: Liger patches the classes of transformers, so TRL as it comes must have run before TRL tuned."""
-    first = [one for one in SETTING_ORDER if one in settings]
-    return [{"row": row, "setting": setting} for setting in first for row in order.rows]
+    """What a process runs, setting by setting. Candidates for TRL tuned are items of their own where a step takes seconds."""
+    items = []
+    for setting in (one for one in SETTING_ORDER if one in settings):
+        for row in map(row_named, order.rows):
+            item = {"row": row.name, "setting": setting}
+            if order.device == "cuda" and not order.tiny and setting in row.seconds:
+                item["seconds"] = row.seconds[setting]
+            is_apart = setting == "tuned" and row.is_online
+            items += [{**item, "candidate": place} for place in range(len(row.tuned))] if is_apart else [item]
+    return items
+
+
+def fastest_candidates(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One result for each row and setting: the fastest, with what became of the others in its `tried`."""
+    kept: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in results:
+        key = (one["row"], one["setting"])
+        other = kept.get(key)
+        if other is None:
+            kept[key] = one
+            continue
+        best, worse = (one, other) if one.get("rate", 0.0) > other.get("rate", 0.0) else (other, one)
+        told = {name: worse[name] for name in ("options", "candidate", "error", "rate", "peak_bytes") if name in worse}
+        kept[key] = {**best, "tried": [*best.get("tried", []), *worse.get("tried", []), told]}
+    return list(kept.values())
 
 
 def matched_items(order: Order, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Not of rows in which the model writes: their memory is that of the engines, too."""
     if "matched" not in order.settings:
         return []
     tuned = [one for one in results if one["setting"] == "tuned" and "error" not in one]
-    return [{"row": one["row"], "setting": "matched", "tuned_options": one["options"]} for one in tuned]
+    items = {item["row"]: item for item in plan_items(order, ["matched"]) if not row_named(item["row"]).writes}
+    return [{**items[one["row"]], "tuned_options": one["options"]} for one in tuned if one["row"] in items]
 
 
 def run_process(
     order: Order, process: str, library: str, items: list[dict[str, Any]], step_limits: dict[str, float] | None = None
 ) -> list[dict[str, Any]]:
-    """What one process wrote; an item it did not get to is reported as such."""
-    if not items:
-        return []
+    """What one process wrote; an item it did not get to is reported as such.
+
+    An item that takes longer than it may ends the process, and so may one that crashes; another one goes on with the next item.
+    """
+    found: list[dict[str, Any]] = []
+    name = process
+    while len(found) < len(items):
+        left = items[len(found) :]
+        code, end, written = run_items(order, name, library, left, step_limits)
+        found += written
+        if len(written) == len(left):
+            break
+        is_over = code is None or not (code == OUT_OF_TIME or code < 0) or order.seconds_left < SHORTEST_RUN
+        failed = left[len(written) :] if is_over else left[len(written) : len(written) + 1]
+        found += [{**item, "process": name, "error": f"not run: {end}", "tried": []} for item in failed]
+        name = f"{process}-{len(found)}"
+    return found
+
+
+def run_items(
+    order: Order, process: str, library: str, items: list[dict[str, Any]], step_limits: dict[str, float] | None
+) -> tuple[int | None, str, list[dict[str, Any]]]:
+    """(exit code, how the process ended, what it wrote)."""
     order.work.mkdir(parents=True, exist_ok=True)
     plan, results = order.work / f"{process}.plan.json", order.work / f"{process}.jsonl"
     results.unlink(missing_ok=True)
@@ -116,16 +172,17 @@ def run_process(
         "overrides": order.overrides.get(library, {}),
     }
     plan.write_text(json.dumps(written, indent=1), encoding="utf-8")
-    end = run_module(order, process, library, "benchmarks.speed.train_side", [str(plan), str(results)])
+    code, end = run_module(order, process, library, "benchmarks.speed.train_side", [str(plan), str(results)])
     found = [json.loads(line) for line in results.read_text("utf-8").splitlines()] if results.exists() else []
-    missing = items[len(found) :]
-    return found + [{**item, "process": process, "error": f"not run: {end}", "tried": []} for item in missing]
+    return code, end, found
 
 
-def run_module(order: Order, process: str, library: str, module: str, arguments: list[str]) -> str:
-    """How the process ended. Its output goes to a file beside the results."""
+def run_module(
+    order: Order, process: str, library: str, module: str, arguments: list[str], limit: float | None = None
+) -> tuple[int | None, str]:
+    """(exit code, how the process ended); no code where it was stopped. Its output goes to a file beside the results."""
     python = order.trl_python if library == "trl" else sys.executable
-    limit = order.seconds_left
+    limit = min(order.seconds_left, limit or math.inf)
     start = time.monotonic()
     print(f"{process}: {library} {module.rsplit('.', 1)[1]} (log: {order.work / process}.log) ...", flush=True)
     with open(order.work / f"{process}.log", "w", encoding="utf-8") as log:
@@ -137,9 +194,9 @@ def run_module(order: Order, process: str, library: str, module: str, arguments:
         except subprocess.TimeoutExpired:
             child.kill()
             child.wait()
-            return f"stopped after {limit:.0f} s"
+            return None, f"stopped after {limit:.0f} s"
     print(f"{process}: {time.monotonic() - start:.0f} s, exit code {code}", flush=True)
-    return f"the process ended with code {code}"
+    return code, "took longer than it may" if code == OUT_OF_TIME else f"the process ended with code {code}"
 
 
 def environment(order: Order, library: str) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from benchmarks.speed.rows import Row
@@ -24,15 +24,23 @@ def shared(row: Row, device: str, output: str) -> dict[str, Any]:
         "output_dir": output,
         "learning_rate": row.learning_rate,
         "lr_scheduler_type": "constant",
-        "max_length": row.lengths.prompt + row.lengths.high,
-        "train_sampling_strategy": "sequential",
         "report_to": "none",
         "save_strategy": "no",
         "logging_steps": 1,
         "disable_tqdm": True,
         "use_cpu": device == "cpu",
         "seed": 42,
+        **(of_groups(row) if row.is_online else of_rows(row)),
     }
+
+
+def of_rows(row: Row) -> dict[str, Any]:
+    return {"max_length": row.lengths.prompt + row.lengths.high, "train_sampling_strategy": "sequential"}
+
+
+def of_groups(row: Row) -> dict[str, Any]:
+    sizes = {"num_generations": row.group, "max_completion_length": row.lengths.high}
+    return {**sizes, "shuffle_dataset": False, **row.options}
 
 
 def with_accumulation(row: Row, options: dict[str, Any]) -> dict[str, Any]:
@@ -53,7 +61,9 @@ def trl_tuned(row: Row, device: str, tiny: bool) -> list[Setting]:
     """What an expert would set: bf16 weights, no checkpointing, Liger layers, fused AdamW, rows of one length together."""
     options: dict[str, Any] = {"bf16": False, "optim": "adamw_torch_fused"}
     if device == "cuda":
-        options |= {"use_liger_kernel": True, "dataloader_num_workers": 2, "dataloader_persistent_workers": True}
+        options["use_liger_kernel"] = True
+    if device == "cuda" and not row.is_online:
+        options |= {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
     if row.method == "dpo":
         options["precompute_ref_log_probs"] = True
     return [_tuned(row, device, {**options, **candidate}) for candidate in row.tuned]
@@ -65,6 +75,12 @@ def trl_tuned_fallbacks(row: Row, device: str, tiny: bool) -> list[Setting]:
     without = {name: value for name, value in smallest.items() if name != "use_liger_kernel"}
     checkpointed = ({**options, "gradient_checkpointing": True} for options in (smallest, without))
     return [_tuned(row, device, options) for options in (without, *checkpointed)]
+
+
+def with_and_without_liger(setting: Setting) -> list[Setting]:
+    """For a candidate that TRL's Liger cannot serve."""
+    without = {name: value for name, value in setting.options.items() if name != "use_liger_kernel"}
+    return [setting] if without == setting.options else [setting, replace(setting, options=without)]
 
 
 def _tuned(row: Row, device: str, options: dict[str, Any]) -> Setting:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.speed import data_files, head_side, import_row
+from benchmarks.speed import data_files, head_side, import_row, rollout_row
 from benchmarks.speed.kernel_report import head_table
 from benchmarks.speed.runner import Order, run_module
 
@@ -28,7 +28,7 @@ def run_sides(order: Order, module: str, sides: list[tuple[str, str]], plan: dic
         paths[1].unlink(missing_ok=True)
         shared = {"process": process, "library": library, "device": order.device, "tiny": order.tiny}
         paths[0].write_text(json.dumps({**shared, "threads": order.threads, **plan}, indent=1), encoding="utf-8")
-        end = run_module(order, process, library, f"benchmarks.speed.{module}", [str(path) for path in paths])
+        _, end = run_module(order, process, library, f"benchmarks.speed.{module}", [str(path) for path in paths])
         if not paths[1].exists():
             print(f"{process} wrote no result ({end}): see {order.work / process}.log", flush=True)
             continue
@@ -97,7 +97,7 @@ def table_data(results: list[dict[str, Any]]) -> str:
 def run_stall(order: Order) -> list[dict[str, Any]]:
     """`stall.py` prints a line of JSON for each save and for each run; posttrain only, TRL saves while training waits."""
     order.work.mkdir(parents=True, exist_ok=True)
-    end = run_module(order, "stall", "posttrain", "benchmarks.speed.stall", ["--device", order.device])
+    _, end = run_module(order, "stall", "posttrain", "benchmarks.speed.stall", ["--device", order.device])
     lines = (order.work / "stall.log").read_text(encoding="utf-8").splitlines()
     found = [{"row": "stall", **json.loads(line)} for line in lines if line.startswith("{")]
     if not found:
@@ -114,4 +114,5 @@ SPECIAL_ROWS = {
     "data": SpecialRow(run_data, table_data),
     "stall": SpecialRow(run_stall, table_stall),
     "import": SpecialRow(import_row.run, import_row.table),
+    **{name: SpecialRow(rollout_row.run(name), rollout_row.table) for name in rollout_row.GOALS},
 }

@@ -30,14 +30,16 @@ for variable, value in {
 import torch  # noqa: E402
 from peft import LoraConfig  # noqa: E402
 
-from benchmarks.speed import materials, settings  # noqa: E402
-from benchmarks.speed.measure import StepClock, peak_memory  # noqa: E402
+from benchmarks.speed import materials, policy, settings  # noqa: E402
+from benchmarks.speed.measure import StepClock, limited, peak_memory  # noqa: E402
 from benchmarks.speed.profile import profiled  # noqa: E402
 from benchmarks.speed.rows import Row, Steps, row_named, tiny  # noqa: E402
 
-NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}
+NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO"}
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 TASKS = {"sft": "CAUSAL_LM", "dpo": "CAUSAL_LM", "reward": "SEQ_CLS"}
+COMPARED_TOO = ("grad_norm", "entropy")
+"""Of GRPO. Its loss, of the policy's own completions, is the same whatever the weights; these are not."""
 PROBE = Steps(1, 2)
 
 
@@ -56,23 +58,29 @@ class Side:
 
     # ---- a row with a setting --------------------------------------------------------------------------------------
 
-    def run(self, name: str, setting: str, tuned_options: dict[str, Any] | None) -> dict[str, Any]:
+    def run(self, item: dict[str, Any]) -> dict[str, Any]:
         """What came of it, or {"error": ...}; candidates that failed are told in `tried`."""
-        row, tried = self.row(name), []
-        steps = Steps(*self.steps) if self.steps else row.steps_of(setting)
-        if setting == "matched":
-            options = settings.ours_matched(row, self.device, tuned_options or {})
-        else:
-            options = settings.CANDIDATES[setting](row, self.device, self.tiny)
-        chosen = self._fastest(row, options, tried) if setting == "tuned" and len(options) > 1 else options
-        if setting == "tuned":
-            chosen = chosen + settings.trl_tuned_fallbacks(row, self.device, self.tiny)
-        for candidate in chosen:
+        row, setting, tried = self.row(item["row"]), item["setting"], []
+        steps = Steps(*self.steps, margin=row.steps_of(setting).margin) if self.steps else row.steps_of(setting)
+        for candidate in self._candidates(row, item, tried):
             result = self._attempt(row, candidate, steps)
             if "error" not in result:
                 return {**result, "tried": tried}
             tried.append({"options": candidate.options, "error": result["error"]})
         return {"error": tried[-1]["error"], "tried": tried}
+
+    def _candidates(self, row: Row, item: dict[str, Any], tried: list[Any]) -> list[settings.Setting]:
+        """Settings to be tried until one runs."""
+        setting = item["setting"]
+        if setting == "matched":
+            return settings.ours_matched(row, self.device, item["tuned_options"])
+        options = settings.CANDIDATES[setting](row, self.device, self.tiny)
+        if setting != "tuned":
+            return options
+        if "candidate" in item:  # each is an item of its own: it is measured once, and has a limit of its own
+            return settings.with_and_without_liger(options[item["candidate"]])
+        fastest = self._fastest(row, options, tried) if len(options) > 1 else options
+        return fastest + settings.trl_tuned_fallbacks(row, self.device, self.tiny)
 
     def _fastest(self, row: Row, candidates: list[settings.Setting], tried: list[Any]) -> list[settings.Setting]:
         """Candidates that ran a short probe, the fastest first."""
@@ -104,27 +112,40 @@ class Side:
         start = time.perf_counter()
         trainer, clock, weights = self._trainer(row, setting, steps, output)
         constructed = time.perf_counter() - start
+        writing = (
+            policy.GenerationClock(trainer.model, self.device) if row.writes and setting.library == "trl" else None
+        )
         with profiled(trainer, steps, self.device, self.profile and f"{self.profile}-{row.name}-{setting.name}"):
             trainer.train()
         seconds = clock.seconds()
-        tokens = materials.step_tokens(row, steps.total)
-        logs = [entry for entry in trainer.state.log_history if "loss" in entry][: steps.losses]
-        timed = slice(steps.losses + 1, steps.losses + 1 + steps.timed)
+        logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+        written = policy.tokens_written(logs, row) if row.writes else None
+        tokens = materials.step_tokens(row, steps.total, written)
+        timed = slice(steps.first_timed, steps.first_timed + steps.timed)
         unique, as_fed = tokens["unique"][timed], tokens["as_fed"][timed]
-        return {
+        found = {
             "rate": statistics.median(count / second for count, second in zip(unique, seconds)),
             "rate_as_fed": statistics.median(count / second for count, second in zip(as_fed, seconds)),
             "rate_overall": sum(unique) / sum(seconds),
             "step_seconds": seconds,
+            "processor_seconds": clock.processor_seconds(),
             "step_tokens": unique,
             "peak_bytes": peak_memory(self.device),
-            "losses": [entry["loss"] for entry in logs],
-            "fed": tokens_fed(logs[-1]["num_tokens"], tokens, steps.losses),
+            "losses": [entry["loss"] for entry in logs[: steps.losses]],
+            "fed": tokens_fed(logs[steps.losses - 1]["num_tokens"], tokens, steps.losses),
             "checksum": weights,
             "options": self._told(trainer, setting),
             "construct_seconds": constructed,
             "to_first_step_seconds": clock.first_step_after,
         }
+        if row.writes:
+            step = statistics.mean(seconds)
+            found["phases"] = policy.phases(logs, writing, output, steps.total, timed, step)
+            found |= {"tokens_written": written, "rewards_given": policy.rewards_given(output, steps.total)}
+        elif row.is_online:
+            names = [name for name in COMPARED_TOO if name in logs[0]]
+            found["also"] = {name: [entry[name] for entry in logs[: steps.losses]] for name in names}
+        return found
 
     def _trainer(self, row: Row, setting: settings.Setting, steps: Steps, output: str) -> tuple[Any, StepClock, str]:
         library, title = importlib.import_module(setting.library), NAMES[row.method]
@@ -135,7 +156,7 @@ class Side:
             options["dataset_cache_dir"] = output
         model = materials.build_model(row, self.device, getattr(torch, setting.weights))
         weights = materials.checksum(model)
-        clock = StepClock(steps, self.device, self._limit(row, setting))
+        clock = StepClock(steps, self.device, self._limit(row, setting), logs_all=row.writes)
         lora = (
             LoraConfig(r=16, lora_alpha=32, target_modules=LINEARS, task_type=TASKS[row.method]) if row.lora else None
         )
@@ -146,7 +167,7 @@ class Side:
             processing_class=materials.tokenizer(row),
             callbacks=[clock],
             peft_config=lora,
-            **self._reference(row, setting),
+            **self._of_method(row, setting, model, steps, output),
         )
         if row.lora and not materials.set_adapters(trainer.model):
             raise RuntimeError("no LoRA matrix was found to start from the same numbers in both libraries")
@@ -156,11 +177,16 @@ class Side:
         """Seconds after which a first step is given up; only TRL as it comes has one, on a CPU that is slow at bfloat16."""
         return self.step_limits.get(row.name) if setting.name == "default" else None
 
-    def _reference(self, row: Row, setting: settings.Setting) -> dict[str, Any]:
-        """TRL loads its live reference from the policy's path; a policy that has none comes with its own copy."""
-        if row.method != "dpo" or setting.library != "trl" or setting.options.get("precompute_ref_log_probs"):
-            return {}
-        return {"ref_model": materials.build_model(row, self.device, getattr(torch, setting.weights))}
+    def _of_method(self, row: Row, setting: settings.Setting, model: Any, steps: Steps, output: str) -> dict[str, Any]:
+        """TRL loads its live reference from the policy's path; a policy that has none comes with a copy, or gets a path."""
+        is_trl = setting.library == "trl"
+        if row.is_online:
+            if is_trl and row.options.get("beta"):
+                policy.lend_a_path(model, output)
+            return policy.trainer_arguments(row, steps.total, output)
+        if row.method == "dpo" and is_trl and not setting.options.get("precompute_ref_log_probs"):
+            return {"ref_model": materials.build_model(row, self.device, getattr(torch, setting.weights))}
+        return {}
 
     def _told(self, trainer: Any, setting: settings.Setting) -> dict[str, Any]:
         """The options that were set, and what became of those that decide by themselves."""
@@ -187,7 +213,8 @@ def main(plan_file: Path, results: Path) -> None:
     for item in plan["items"]:
         start = time.perf_counter()
         print(f">> {item['row']} {item['setting']}", flush=True)
-        result = side.run(item["row"], item["setting"], item.get("tuned_options"))
+        with limited(item.get("seconds")):
+            result = side.run(item)
         took = time.perf_counter() - start
         line = {**item, **result, "took_seconds": took, "process": plan["process"]}
         with open(results, "a", encoding="utf-8") as out:

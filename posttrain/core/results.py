@@ -30,20 +30,29 @@ class LossTerm:
     weight: float = 1.0
 
 
+@dataclass(frozen=True)
+class Extremum:
+    """A metric that is the smallest or the largest of its values, over micro-batches and processes, and no mean of them."""
+
+    values: Tensor  # of any shape; empty: nothing to choose from
+    is_largest: bool
+
+
+Metrics = dict[str, Tensor | Extremum]
+"""Name -> per-unit (or per-sample, per-token) values, of which a log shows the mean, or an Extremum."""
+
+
 @dataclass
 class LossOutput:
     """The answer of a method's `loss`: one or several terms, and the numbers to log.
 
-    `metrics` maps a name to per-unit (or per-sample, per-token) values; the MetricStore averages them over all of the
-    values that were added since the last log. Metrics are detached when they are stored.
+    Metrics are of all values that were added to the MetricStore since the last log. They are detached when they are stored.
     """
 
     terms: list[LossTerm]
-    metrics: dict[str, Tensor] = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)
 
-    def __init__(
-        self, values: Tensor | list[LossTerm], per: str = "unit", metrics: dict[str, Tensor] | None = None
-    ) -> None:
+    def __init__(self, values: Tensor | list[LossTerm], per: str = "unit", metrics: Metrics | None = None) -> None:
         self.terms = values if isinstance(values, list) else [LossTerm(values, per)]
         self.metrics = metrics or {}
 

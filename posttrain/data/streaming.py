@@ -79,11 +79,12 @@ class PreparedStream(torch.utils.data.IterableDataset):
         self.dataset.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Unit]:
-        self.report = self._new_report()
-        units = self._units()
+        units = (unit for _, unit in self.rows_and_units())
         return self._packed(units) if self.options.packing else units
 
-    def _units(self) -> Iterator[Unit]:
+    def rows_and_units(self) -> Iterator[tuple[Any, Unit]]:
+        """One pass: each row that is kept, with every column of it, and its unit."""
+        self.report = self._new_report()
         examiner = self._examiner()
         rows = iter(self.dataset)
         for first in itertools.count(0, BATCH_ROWS):
@@ -97,7 +98,7 @@ class PreparedStream(torch.utils.data.IterableDataset):
                     self._refuse(row, unit)
                 elif unit:
                     self._count(unit)
-                    yield unit
+                    yield batch[row - first], unit
             self.report.control_token_rows = examiner.tally.control_token_rows
             self.report.notes = dict(examiner.tally.notes)
 

@@ -81,15 +81,6 @@ def batch_normalised(advantages: Tensor, masked: Tensor | None = None, epsilon: 
     return group_normalised(known, torch.zeros_like(known, dtype=torch.long), "group", epsilon)
 
 
-def group_std(rewards: Tensor, groups: Tensor) -> Tensor:
-    """(number of groups,) sample std of each group's rewards, in the order of the group numbers.
-
-    Exactly 0 for a constant group or a lone member; NaN for a group in which nobody has a reward.
-    """
-    table = _Groups.of(rewards, groups)
-    return table.std.masked_fill(table.sizes == 0, float("nan"))
-
-
 def zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
     """(number of groups,) bool, in the order of the group numbers: groups from which nothing can be learnt.
 

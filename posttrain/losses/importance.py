@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import TokenBatch
+from posttrain.core.results import Metrics
 from posttrain.losses.extrema import highest, lowest
 from posttrain.losses.kl import bounded_exp, k3
 
@@ -60,10 +61,10 @@ def sampling_metrics(
     mode: str,
     clip_min: float | None = None,
     clip_max: float | None = None,
-) -> dict[str, Tensor]:
+) -> Metrics:
     """How far sampler and trainer are apart. Ratios are of tokens or of completions, as the mode has it.
 
-    Extrema and the effective sample size are one number each, of this batch. `sampling/kl` estimates
+    The effective sample size is one number, of this batch. `sampling/kl` estimates
     KL(sampler || trainer) by k3. The effective sample size (sum w)^2 / (n sum w^2) of the unbounded ratios is the
     share of the batch that is left after weighting; 1 where the two agree.
     """

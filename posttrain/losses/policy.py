@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from posttrain.core.batch import RAGGED, TokenBatch
-from posttrain.core.results import LossOutput, LossTerm
+from posttrain.core.results import LossOutput, LossTerm, Metrics
 from posttrain.losses.extrema import highest, lowest
 from posttrain.losses.kl import bounded_exp, k3
 from posttrain.losses.named_options import call, options_taken
-
-Metrics = dict[str, Tensor]
 
 CISPO_CAP = 5.0
 SMALLEST_WEIGHT, LARGEST_LOG_WEIGHT = 1e-8, 20.0  # of a completion, in VESPO
@@ -235,7 +233,7 @@ def clip_metrics(tokens: PolicyTokens, ratios: Ratios, low: float, high: float) 
 
 
 def _clip_shares(batch: TokenBatch, below: Tensor, above: Tensor, is_of_tokens: bool = True) -> Metrics:
-    """`low_min` and `high_max`, one number each: in the least, and in the most clipped completion of the micro-batch."""
+    """`low_min` and `high_max`: in the least, and in the most clipped completion."""
     lowest_of, highest_of = below, above
     if is_of_tokens:
         lowest_of, highest_of = (batch.sequence_mean(share)[: batch.num_samples] for share in (below, above))

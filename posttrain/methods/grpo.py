@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.batch import Passes, TokenBatch, passes_of
-from posttrain.core.results import LossOutput, TokenScores
+from posttrain.core.results import LossOutput, Metrics, TokenScores
 from posttrain.losses.advantages import REWARD_SCALES, group_normalised, normalised_then_summed
 from posttrain.losses.entropy import EntropyController, entropy_bonus, entropy_threshold, top_entropy_mask
 from posttrain.losses.importance import check_correction, off_policy_mask, sampler_correction, sampling_metrics
@@ -22,7 +22,6 @@ from posttrain.trainer.config import check_choice, check_range, option
 from posttrain.trainer.gathering import gathered_values
 from posttrain.trainer.online import OnlineTrainer
 from posttrain.trainer.online_config import OnlineConfig
-from posttrain.trainer.reference_setup import MovingReferenceConfig
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 LOSS_OPTIONS = tuple(
@@ -32,7 +31,7 @@ LOSS_OPTIONS = tuple(
 
 
 @dataclass
-class GRPOConfig(MovingReferenceConfig, OnlineConfig):
+class GRPOConfig(OnlineConfig):
     """Options of group relative policy optimisation."""
 
     loss_type: str = option("dapo", f"Which objective: {', '.join(name for name in POLICY_LOSSES if name != 'rloo')}.")
@@ -116,7 +115,6 @@ class GRPOConfig(MovingReferenceConfig, OnlineConfig):
         super().__post_init__()
         check_choice("scale_rewards", self.scale_rewards, tuple(REWARD_SCALES))
         check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
-        check_range("beta", self.beta, 0)
         check_range("max_tool_result", self.max_tool_result, 1)
         for name in ("max_tool_calling_iterations", "tool_timeout", "episode_timeout"):
             if getattr(self, name) is not None:
@@ -136,8 +134,6 @@ class GRPOConfig(MovingReferenceConfig, OnlineConfig):
         ignored = sorted((set(LOSS_OPTIONS) & self.set_by_user()) - POLICY_LOSSES[self.loss_type].options)
         if ignored:
             raise ValueError(f"`{ignored[0]}` is set, but the loss {self.loss_type!r} does not read it. Leave it out.")
-        if self.sync_ref_model and self.beta == 0:
-            raise ValueError("`sync_ref_model` moves a reference; with `beta=0` there is none.")
         if self.loss_type == "vespo" and self.vllm_importance_sampling_mode.startswith("sequence"):
             if "vllm_importance_sampling_mode" in self.set_by_user():
                 raise ValueError("vespo has the ratio of whole completions already: use token_truncate or token_mask.")
@@ -228,7 +224,7 @@ class GRPOTrainer(OnlineTrainer):
 
     def _correction(
         self, batch: TokenBatch, old_logps: Tensor, sampling_logps: Tensor
-    ) -> tuple[Tensor | None, dict[str, Tensor]]:
+    ) -> tuple[Tensor | None, Metrics]:
         """(weights of the tokens, how far sampler and trainer are apart); no weights where nothing is corrected."""
         args = self.args
         if not self.corrects_sampler:

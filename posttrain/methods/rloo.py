@@ -11,6 +11,7 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
 from posttrain.core.sample import Sample
 from posttrain.losses.advantages import batch_normalised, incomparable, leave_one_out
+from posttrain.losses.kl import k1
 from posttrain.losses.policy import PolicyTokens, policy_loss
 from posttrain.models.reference import PRECOMPUTED
 from posttrain.rollout.collector import GroupTable
@@ -18,11 +19,10 @@ from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
 from posttrain.trainer.config import check_range, option
 from posttrain.trainer.online import OnlineTrainer
 from posttrain.trainer.online_config import OnlineConfig
-from posttrain.trainer.reference_setup import MovingReferenceConfig
 
 
 @dataclass
-class RLOOConfig(MovingReferenceConfig, OnlineConfig):
+class RLOOConfig(OnlineConfig):
     """Options of REINFORCE leave-one-out."""
 
     num_generations: int = option(2, "Completions of each prompt: the size of a group.")
@@ -40,14 +40,11 @@ class RLOOConfig(MovingReferenceConfig, OnlineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_range("beta", self.beta, 0)
         check_range("epsilon", self.epsilon, 0, 1)
         if self.reward_clip_range is not None and not self.reward_clip_range[0] < self.reward_clip_range[1]:
             raise ValueError(
                 f"`reward_clip_range` is {self.reward_clip_range}; it must be (low, high) with low below high."
             )
-        if self.sync_ref_model and self.beta == 0:
-            raise ValueError("`sync_ref_model` moves a reference; with `beta=0` there is none.")
 
 
 class RLOOTrainer(OnlineTrainer):
@@ -83,5 +80,5 @@ class RLOOTrainer(OnlineTrainer):
         advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))
         output = policy_loss("rloo", PolicyTokens(batch, logps, old_logps, advantages), self.args)
         if PRECOMPUTED in batch.per_token:  # of a token, as GRPO logs it; the reward has the sum over a completion
-            output.metrics["kl"] = old_logps - batch.per_token[PRECOMPUTED]
+            output.metrics["kl"] = k1(old_logps, batch.per_token[PRECOMPUTED])
         return output

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.float32_head import head_operands
 from posttrain.models.head_kernels import Rows, read_rows, slopes_of_rows
 
 Statistic = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -52,9 +53,8 @@ def summed_nll(
     label_smoothing: float,
 ) -> dict[str, Tensor]:
     """{"nll_sum": differentiable, "logps": detached, and the detached statistics}."""
-    linear = head.module
     nll_sum, logps, *values = _SummedNLL.apply(
-        hidden, linear.weight, linear.bias, targets, head.scale, chunk_tokens, stats, label_smoothing
+        *head_operands(hidden, head.module), targets, head.scale, chunk_tokens, stats, label_smoothing
     )
     return {"nll_sum": nll_sum, "logps": logps, **dict(zip(stats, values))}
 
@@ -63,8 +63,7 @@ def token_logps(
     hidden: Tensor, head: Head, targets: Tensor, chunk_tokens: int, stats: dict[str, Statistic]
 ) -> dict[str, Tensor]:
     """{"logps": differentiable, and the detached statistics}."""
-    linear = head.module
-    logps, *values = _TokenLogps.apply(hidden, linear.weight, linear.bias, targets, head.scale, chunk_tokens, stats)
+    logps, *values = _TokenLogps.apply(*head_operands(hidden, head.module), targets, head.scale, chunk_tokens, stats)
     return {"logps": logps, **dict(zip(stats, values))}
 
 

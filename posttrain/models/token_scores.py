@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.core.batch import PADDED, TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.models.attention import segment_kwargs
+from posttrain.models.float32_head import head_input
 from posttrain.models.fused_head import can_fuse, summed_nll, token_logps
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
@@ -168,6 +169,7 @@ def _shifted(request: ScoreRequest, width: int) -> Tensor:
 
 def _scores_of_hidden(causal_lm: nn.Module, hidden: Tensor, request: ScoreRequest) -> dict[str, Tensor]:
     head = LanguageHead.of(causal_lm, request.temperature)
+    hidden = head_input(hidden, causal_lm.get_output_embeddings())
     fused = can_fuse(head)
     chunk = request.chunk_tokens or default_chunk_tokens(
         hidden.device, head.vocabulary, hidden.element_size() if fused else 4

@@ -46,9 +46,9 @@ class RewardResults:
     metrics: dict[str, list[float]]  # values of `log_metric`, in the order of the samples
     seconds: dict[str, float]  # by reward: time spent in it, over all workers
 
-    def failure_counts(self) -> dict[str, int]:
+    def failure_counts(self) -> Counter[str]:
         """How many failures of each kind; for metrics."""
-        return dict(Counter(failure.kind for failure in self.failures))
+        return Counter(failure.kind for failure in self.failures)
 
 
 class RewardError(RuntimeError):

@@ -7,9 +7,10 @@ process) is over. Groups may lie on several processes; what is compared within a
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from posttrain.core.sample import Sample
 from posttrain.rewards.reward import Judged, RewardResults, RewardSet
 from posttrain.rollout.rollout import ADVANTAGES, Request, Rollout
 
+T = TypeVar("T")
 Write = Callable[[Sequence[Request], Callable[[int, Rollout], None]], None]
 """Makes a rollout of each request and hands it over, with the number of its request, as soon as it is over."""
 
@@ -35,6 +37,7 @@ class GroupTable:
     kl_sums: Tensor  # (N,) sum over a sample's tokens of old - reference log-prob; 0 without a reference
     start: int = 0  # of this process's samples
     stop: int = 0
+    failures: Counter[str] = field(default_factory=Counter)  # kind ("error", "timeout", ...) -> rewards that failed so
 
     @property
     def mine(self) -> slice:
@@ -80,7 +83,7 @@ class RolloutCollector:
         rollouts = judging.with_rewards(results, self.rewards.names)
         self.annotate([rollout.sample for rollout in rollouts if not rollout.masked])
         annotated = time.perf_counter()
-        table = gathered(rollouts, judging.values(results), self.world_size)
+        table = gathered(rollouts, judging.values(results), results.failure_counts(), self.world_size)
         totals, advantages = self.credit(table)
         for rollout, total, advantage in zip(rollouts, totals[table.mine].tolist(), advantages[table.mine].tolist()):
             rollout.reward, rollout.advantage = total, advantage
@@ -138,7 +141,7 @@ def judged(rollout: Rollout) -> Judged:
     )
 
 
-def gathered(rollouts: list[Rollout], values: np.ndarray, world_size: int) -> GroupTable:
+def gathered(rollouts: list[Rollout], values: np.ndarray, failures: Counter[str], world_size: int) -> GroupTable:
     """The samples of all processes in one table, process after process."""
     kl = [float(rollout.sample.scalars.get("kl_sum", 0.0)) for rollout in rollouts]
     mine = {
@@ -149,13 +152,18 @@ def gathered(rollouts: list[Rollout], values: np.ndarray, world_size: int) -> Gr
         "truncated": np.array([rollout.is_truncated for rollout in rollouts], dtype=bool),
         "kl_sums": np.array(kl, dtype=np.float64),
     }
-    parts = [mine]
-    rank = 0
-    if world_size > 1:
-        rank = torch.distributed.get_rank()
-        parts = [{}] * world_size
-        torch.distributed.all_gather_object(parts, mine)
+    rank = torch.distributed.get_rank() if world_size > 1 else 0
+    parts, counts = zip(*of_every_process((mine, failures), world_size))
     sizes = [len(part["groups"]) for part in parts]
     start = sum(sizes[:rank])
     columns = {name: torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in mine}
-    return GroupTable(**columns, start=start, stop=start + sizes[rank])
+    return GroupTable(**columns, start=start, stop=start + sizes[rank], failures=sum(counts, Counter()))
+
+
+def of_every_process(mine: T, world_size: int) -> list[T]:
+    """What each process has to say, in the order of the processes. Collective when there are several."""
+    if world_size == 1:
+        return [mine]
+    every: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(every, mine)
+    return every

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -18,6 +18,14 @@ from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Collator, laid_out_tokens
 from posttrain.rollout.rollout import Request
 from posttrain.rollout.schedule import Schedule
+
+
+class PromptOrder(Protocol):
+    """Which row the `number`-th prompt of a run is."""
+
+    num_rows: int | None  # of an epoch; None: not known
+
+    def row(self, number: int) -> int: ...
 
 
 class PromptStream:
@@ -45,7 +53,7 @@ class RolloutLoader:
 
     def __init__(
         self,
-        stream: PromptStream,
+        stream: PromptOrder,
         schedule: Schedule,
         collect: Callable[[RolloutLoader], list[Sample | None]],
         collate: Collator,
@@ -61,12 +69,18 @@ class RolloutLoader:
 
     def __len__(self) -> int:
         """Micro-batches of an epoch: as many windows as the prompts fill, at least one."""
+        if self.stream.num_rows is None:
+            raise TypeError("The prompts are a stream, which has no length.")
         return max(self.schedule.micro_batches_of_epoch(self.stream.num_rows), self.schedule.window)
 
     def set_epoch(self, epoch: int) -> None:
         """A new epoch begins where the last one ended; only a resumed one begins inside."""
-        if self.position >= len(self):
+        if self._is_over():
             self.position = 0
+
+    def _is_over(self) -> bool:
+        """Of a stream, the trainer counts the steps: to it they are one epoch."""
+        return self.stream.num_rows is not None and self.position >= len(self)
 
     def skip_first(self, micro_batches: int) -> RolloutLoader:
         """Called after a resume; `load_state` has brought the loader there already."""
@@ -77,7 +91,7 @@ class RolloutLoader:
         return self
 
     def __iter__(self) -> Iterator[Any]:
-        while self.position < len(self):
+        while not self._is_over():
             offset = self.position % self.schedule.window
             if offset == 0:
                 self.window_start = self.taken

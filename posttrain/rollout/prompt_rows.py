@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from posttrain.core.sample import Unit
 from posttrain.data.prepare import PreparedDataset
+from posttrain.data.row_formats import Detection
 
 ROWS_HASHED = 256
 
@@ -27,6 +30,15 @@ class PromptRow:
     @property
     def is_conversational(self) -> bool:
         return not isinstance(self.prompt, str)
+
+
+def prompt_row(unit: Unit, raw: dict[str, Any], detection: Detection) -> PromptRow:
+    """An encoded prompt together with the row that it was made from."""
+    (sample,) = unit
+    clean, _, _ = detection.read(raw)
+    theirs = detection.columns.get("prompt", "prompt")
+    columns = {name: value for name, value in raw.items() if name not in ("prompt", theirs)}
+    return PromptRow(sample.input_ids, clean["prompt"], columns, sample.row)
 
 
 class PromptRows:
@@ -56,9 +68,9 @@ class PromptRows:
         return len(self.prepared)
 
     def __getitem__(self, index: int) -> PromptRow:
-        (sample,) = self.prepared[index]
-        raw = self.dataset[sample.row]
-        clean, _, _ = self.prepared.detection.read(raw)
-        theirs = self.prepared.detection.columns.get("prompt", "prompt")
-        columns = {name: value for name, value in raw.items() if name not in ("prompt", theirs)}
-        return PromptRow(sample.input_ids, clean["prompt"], columns, sample.row)
+        unit = self.prepared[index]
+        return prompt_row(unit, self.dataset[unit[0].row], self.prepared.detection)
+
+    def take(self, indices: Iterable[int]) -> dict[int, PromptRow]:
+        """Index -> its row; each is read once, however often it is asked for."""
+        return {index: self[index] for index in dict.fromkeys(indices)}

@@ -192,7 +192,7 @@ def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
 
     return {
         "epoch": epoch,
-        "row": rollout.request.row,
+        "row": sample.row,
         "group": rollout.group,
         "sample": rollout.request.sample,
         "prompt": _text(rollout.prompt),

@@ -12,6 +12,7 @@ from posttrain.rollout.collector import Collected
 from posttrain.rollout.environment import COLUMN, Environments
 from posttrain.rollout.prompt_rows import PromptRow, PromptRows
 from posttrain.rollout.rollout import Request
+from posttrain.rollout.streamed_prompts import StreamedPrompts
 from posttrain.rollout.tool_episode import EpisodeRules, ToolEpisode
 from posttrain.rollout.tools import Toolbox
 from posttrain.trainer.rollout_metrics import tool_metrics
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 AGENT_OPTIONS = ("max_tool_calling_iterations", "tool_timeout", "max_tool_result", "episode_timeout")
 """Options that mean nothing without tools or an environment."""
+AnyRows = PromptRows | StreamedPrompts
 ENOUGH_TO_STOP = 8  # episodes; where all of fewer fail, it may be bad luck
 
 
@@ -165,7 +167,7 @@ def refuse_agent_options(args: OnlineConfig) -> None:
         )
 
 
-def rows_for(agents: Agents | None, rows: PromptRows, name: str) -> PromptRows:
+def rows_for(agents: Agents | None, rows: AnyRows, name: str) -> AnyRows:
     """The rows, where they suit agents: calls and results are messages, and plain text has no place for them."""
     if agents is not None and not rows.prepared.detection.conversational:
         raise ValueError(

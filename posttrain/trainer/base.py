@@ -286,11 +286,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         return self._loader(self.train_dataset, self._train_batch_size, order, args.dataloader_drop_last, collator)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> UnitLoader:
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        dataset = self.eval_dataset if eval_dataset is None else self._prepared(eval_dataset, "eval")
-        if dataset is None:
-            raise ValueError(f"{type(self).__name__}.evaluate() needs an `eval_dataset`.")
+        dataset = self.evaluation_rows(eval_dataset)
         return self._loader(dataset, self.args.eval_batch_size, "sequential", False, self.data_collator)
 
     def get_test_dataloader(self, test_dataset: Any) -> UnitLoader:

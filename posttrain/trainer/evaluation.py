@@ -24,6 +24,19 @@ class EvaluatingTrainer(transformers.Trainer):
         """What the method makes of a batch. Implemented by BaseTrainer."""
         raise NotImplementedError
 
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        """Check and encode a dataset. Implemented by BaseTrainer."""
+        raise NotImplementedError
+
+    def evaluation_rows(self, eval_dataset: Any) -> Any:
+        """What is evaluated on: a dataset that is given now, or one of the trainer's own by its name, or that one."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        rows = self.eval_dataset if eval_dataset is None else self._prepared(eval_dataset, "eval")
+        if rows is None:
+            raise ValueError(f"{type(self).__name__}.evaluate() needs an `eval_dataset`.")
+        return rows
+
     def prediction_step(
         self, model: nn.Module, inputs: TokenBatch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, Any, Any]:

@@ -25,12 +25,13 @@ KEPT_AT_HOME = (
     "checkpoint-*",
     "bad_rows_*",  # rows of the user
     "completions/*",  # prompts of the user
+    "rollouts/*",
     "training_args.*",  # paths of the machine, and in transformers' pickle the token
 )
 """Patterns of what is never pushed from a run folder."""
 STATE_OF_A_RUN = (
-    "optimizer*", "scheduler*", "scaler*", "rng_state_*", "sums_*", "run_state.json", "trainer_state.json", "manifest.json",
-    "training_args.*", "bema_state.*", "moved_reference.*",
+    "optimizer*", "scheduler*", "scaler*", "rng_state_*", "sums_*", "rollouts_*", "run_state.json", "trainer_state.json",
+    "manifest.json", "training_args.*", "bema_state.*", "moved_reference.*",
 )  # fmt: skip
 """Files of a checkpoint that are no part of the model."""
 

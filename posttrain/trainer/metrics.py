@@ -2,52 +2,68 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from posttrain.core.results import Extremum, Metrics
+
+MODES = ("train", "eval")
+
 
 class MetricStore:
-    """name -> (sum, count), apart for training and evaluation. One reduction over the processes per log.
+    """name -> (sum, count) or the largest so far, apart for training and evaluation.
 
-    A metric is the mean over every value that was added since the last flush, over all processes. `totals` run on for ever.
+    A metric is the mean over every value that was added since the last flush, over all processes; an Extremum is the smallest
+    or the largest of them. `totals` run on for ever.
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, dict[str, Tensor]] = {"train": {}, "eval": {}}  # name -> [sum, count]
+        self._sums: dict[str, dict[str, Tensor]] = {mode: {} for mode in MODES}  # name -> [sum, count]
+        self._largest: dict[str, dict[tuple[str, int], Tensor]] = {mode: {} for mode in MODES}
+        """(name, sign) -> the largest sign * value, float64; -inf: there was none. The sign of a smallest value is -1."""
         self.totals: dict[str, float] = {}
 
-    def add(self, mode: str, values: dict[str, Tensor]) -> None:
+    def add(self, mode: str, values: Metrics) -> None:
         """Add values of any shape; an empty tensor adds nothing. NaN marks a value that is not applicable."""
         for name, value in values.items():
+            if isinstance(value, Extremum):
+                self._add_extremum(self._largest[mode], name, value)
+                continue
             value = value.detach().to(torch.promote_types(value.dtype, torch.float32)).flatten()
             known = ~torch.isnan(value)
             pair = torch.stack([torch.where(known, value, 0).sum(), known.sum().to(value.dtype)])
             store = self._sums[mode]
             store[name] = store[name] + pair if name in store else pair
 
+    @staticmethod
+    def _add_extremum(store: dict[tuple[str, int], Tensor], name: str, extremum: Extremum) -> None:
+        key = (name, 1 if extremum.is_largest else -1)
+        signed = key[1] * extremum.values.detach().double().flatten()
+        nothing = signed.new_full((1,), -math.inf)
+        largest = torch.cat([nothing, signed.nan_to_num(-math.inf, math.inf, -math.inf)]).amax()
+        store[key] = torch.maximum(store[key], largest) if key in store else largest
+
     def count(self, name: str, amount: float) -> None:
         """Add to a running total, such as the tokens seen since the beginning of the run."""
         self.totals[name] = self.totals.get(name, 0) + amount
 
     def flush(self, mode: str, device: torch.device, world_size: int = 1) -> dict[str, float]:
-        """Means since the last flush, as Python numbers. Collective when `world_size` > 1."""
-        names = sorted(self._sums[mode])  # the same on every process: an empty batch adds its metrics with a count of 0
-        if not names:
-            return {}
-        pairs = torch.stack([self._sums[mode][name].to(device, torch.float64) for name in names])
-        if world_size > 1:
-            dist.all_reduce(pairs)
-        self._sums[mode] = {}
-        return {name: s / n for name, (s, n) in zip(names, pairs.tolist()) if n > 0}
+        """Metrics since the last flush, as Python numbers. Collective when `world_size` > 1."""
+        sums, largest = self._sums[mode], self._largest[mode]
+        self._sums[mode], self._largest[mode] = {}, {}
+        return {**_means(sums, device, world_size), **_extrema(largest, device, world_size)}
 
     def state(self) -> dict[str, Any]:
         """Everything that has been added and not yet logged, as JSON-ready numbers."""
+        largest = {key: float(value) for key, value in self._largest["train"].items()}
         return {
             "train": {name: pair.double().tolist() for name, pair in self._sums["train"].items()},
             "dtypes": {name: str(pair.dtype).removeprefix("torch.") for name, pair in self._sums["train"].items()},
+            "extrema": [[*key, None if value == -math.inf else value] for key, value in largest.items()],
             "totals": dict(self.totals),
         }
 
@@ -56,4 +72,31 @@ class MetricStore:
             name: torch.tensor(pair, dtype=getattr(torch, state["dtypes"][name]), device=device)
             for name, pair in state["train"].items()
         }
+        self._largest["train"] = {
+            (name, sign): torch.tensor(-math.inf if value is None else value, dtype=torch.float64, device=device)
+            for name, sign, value in state["extrema"]
+        }
         self.totals = dict(state["totals"])
+
+
+# Names are the same on every process: an empty batch adds its metrics too, with a count of 0 or nothing to choose from.
+
+
+def _means(sums: dict[str, Tensor], device: torch.device, world_size: int) -> dict[str, float]:
+    if not sums:
+        return {}
+    names = sorted(sums)
+    pairs = torch.stack([sums[name].to(device, torch.float64) for name in names])
+    if world_size > 1:
+        dist.all_reduce(pairs)
+    return {name: s / n for name, (s, n) in zip(names, pairs.tolist()) if n > 0}
+
+
+def _extrema(largest: dict[tuple[str, int], Tensor], device: torch.device, world_size: int) -> dict[str, float]:
+    if not largest:
+        return {}
+    keys = sorted(largest)
+    found = torch.stack([largest[key].to(device) for key in keys])
+    if world_size > 1:
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return {name: sign * value for (name, sign), value in zip(keys, found.tolist()) if value != -math.inf}

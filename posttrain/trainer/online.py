@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from datasets import IterableDataset
 from torch import Tensor, nn
 
 from posttrain.core import faults
@@ -22,10 +23,12 @@ from posttrain.core.results import TokenScores
 from posttrain.core.sample import Sample
 from posttrain.data.row_formats import PROMPT_ONLY
 from posttrain.losses.advantages import replay_scores, weighted_rewards, zero_variance
+from posttrain.models.float32_head import compute_head_in_float32
+from posttrain.models.load import innermost_model
 from posttrain.models.reference import PRECOMPUTED, ModelReference, Precomputed
 from posttrain.models.token_scores import score_tokens
 from posttrain.rewards.reward import RewardSet
-from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector
+from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector, of_every_process
 from posttrain.rollout.engine import ENGINES, RolloutEngine
 from posttrain.rollout.episodes import SingleTurn, run_episodes
 from posttrain.rollout.eval_loader import EvalRolloutLoader
@@ -34,8 +37,9 @@ from posttrain.rollout.prompt_rows import PromptRows
 from posttrain.rollout.replay_buffer import ReplayBuffer
 from posttrain.rollout.rollout import OLD_LOGPS, Request, Rollout
 from posttrain.rollout.rollout_function import written_by_function
+from posttrain.rollout.streamed_prompts import StreamedPrompts, StreamOrder
 from posttrain.trainer import checkpoint as files
-from posttrain.trainer.agents import Agents, rows_for
+from posttrain.trainer.agents import Agents, AnyRows, rows_for
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.online_config import OnlineConfig
 from posttrain.trainer.progress import count, several
@@ -46,6 +50,7 @@ from posttrain.trainer.rollout_scoring import write_logps
 from posttrain.trainer.skipping import skipping_by_position
 
 ROLLOUTS_FILE = "rollouts_{rank}"
+FAILURES = "reward_failures/"  # and the kind: how many calls of rewards have failed since the beginning of the run
 EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time
 
 
@@ -133,6 +138,8 @@ class OnlineTrainer(BaseTrainer):
     # ---- construction ------------------------------------------------------------------------------------------------
 
     def prepare_reference(self, ref_model: Any, policy: Any) -> None:
+        if self.args.cast_lm_head_to_fp32:  # before a copy is made of it
+            compute_head_in_float32(innermost_model(self.model))
         if not self.needs_reference:
             if ref_model is not None:
                 raise ValueError(
@@ -140,6 +147,8 @@ class OnlineTrainer(BaseTrainer):
                 )
             return
         self.live = live_reference(self, ref_model, policy)
+        if self.args.cast_lm_head_to_fp32:
+            compute_head_in_float32(innermost_model(self.live.model))
         self.live.temperature, self.live.chunk_tokens = self.args.temperature, self.args.chunk_tokens
         self.reference = ScoredWithRollouts(self.live)
         follow_policy(self, self.live)
@@ -151,9 +160,24 @@ class OnlineTrainer(BaseTrainer):
     def _prepared(self, dataset: Any, name: str) -> Any:
         if self.agents is not None and name == "train":
             dataset = self.agents.set_up(self.renderer, self.args, dataset)
-        if dataset is None or isinstance(dataset, PromptRows):
+        if dataset is None or isinstance(dataset, PromptRows | StreamedPrompts):
             return dataset
-        return rows_for(self.agents, PromptRows(super()._prepared(dataset, name), dataset), name)
+        if isinstance(dataset, IterableDataset):
+            self._refuse_stream(name)
+            rows = StreamedPrompts(super()._prepared(dataset, name))
+        else:
+            rows = PromptRows(super()._prepared(dataset, name), dataset)
+        return rows_for(self.agents, rows, name)
+
+    def _refuse_stream(self, name: str) -> None:
+        """Where a stream cannot serve, before anything of it is read."""
+        if name != "train":
+            raise ValueError(
+                f"The dataset {name} is a stream; evaluation answers all prompts of a set each time. Give a datasets.Dataset, such "
+                "as Dataset.from_list(list(stream.take(100)))."
+            )
+        if self.args.max_steps <= 0:
+            raise ValueError("`train_dataset` is a stream, whose length is not known: set `max_steps`.")
 
     def _make_engine(self) -> RolloutEngine:
         if self.args.fsdp or self.args.deepspeed:
@@ -174,15 +198,16 @@ class OnlineTrainer(BaseTrainer):
 
     def plan_lines(self, max_steps: int) -> dict[str, str]:
         args, report = self.args, self.train_dataset.report
+        has_length = hasattr(self.train_dataset, "__len__")
         engine = "your rollout_func" if self.rollout_func is not None else f"{type(self.engine).__name__}"
         return {
-            "data": f"{report.kept:,} prompts, {count(report.tokens)} tokens",
+            "data": f"{report.kept:,} prompts, {count(report.tokens)} tokens" if has_length else "a stream of prompts",
             "steps": f"{args.schedule().sentence(args.max_completion_length)}; {several(max_steps, 'step')}",
             "rollouts": f"written by {engine}; rewards: {', '.join(self.rewards.names)}",
         }
 
     def longest_row(self) -> int:
-        prompts = getattr(self.train_dataset, "longest", 1024)
+        prompts = getattr(self.train_dataset, "longest", self.args.max_length or 1024)
         return prompts + self.args.max_completion_length
 
     # ---- rollouts ----------------------------------------------------------------------------------------------------
@@ -196,7 +221,7 @@ class OnlineTrainer(BaseTrainer):
     def _write(self, requests: Sequence[Request], on_finished: Callable[[int, Rollout], None]) -> None:
         """Write a completion for each request with this trainer's engine, or with the user's function."""
         faults.fault_point("generate")
-        rows = {request.row: self._rows[request.row] for request in requests}
+        rows = self._rows.take(request.row for request in requests)
         mine = [rows[request.row] for request in requests]
         with self._evaluating():
             if self.rollout_func is not None:
@@ -248,12 +273,12 @@ class OnlineTrainer(BaseTrainer):
         totals = weighted_rewards(table.rewards, weights).masked_fill(table.masked, float("nan"))
         return totals, self.credit(table, totals)
 
-    _rows: PromptRows
+    _rows: AnyRows
     _sampling_seed: int = 0
 
     def _collect_window(self, loader: RolloutLoader) -> list[Sample | None]:
         """This process's samples of a new window; None for those that take part in nothing."""
-        self._rows, self._sampling_seed = self.train_dataset, self.args.seed
+        self._rows, self._sampling_seed = self.train_dataset, self.args.sampling(()).seed
         collected = self._collect(loader.take_window(), "train")
         if self.args.drop_zero_variance:
             return self._refilled(loader, collected)
@@ -284,7 +309,7 @@ class OnlineTrainer(BaseTrainer):
         size, wanted = self.args.num_generations, loader.schedule.share // self.args.num_generations
         kept, spare = self._sorted_groups(collected)
         for _ in range(self.args.refill_rounds):
-            missing = self._of_every_process(max(wanted - len(kept), 0))
+            missing = of_every_process(max(wanted - len(kept), 0), self.args.world_size)
             if not any(missing):
                 break
             more, others = self._sorted_groups(self._collect(loader.take_groups(missing), "train"))
@@ -314,13 +339,6 @@ class OnlineTrainer(BaseTrainer):
             groups.setdefault(rollout.group, []).append(rollout)
         return list(groups.values())
 
-    def _of_every_process(self, amount: int) -> list[int]:
-        if self.args.world_size == 1:
-            return [amount]
-        every: list[Any] = [None] * self.args.world_size
-        torch.distributed.all_gather_object(every, amount)
-        return every
-
     def _collect(self, requests: list[Request], mode: str) -> Collected:
         collected = self.collector.collect(requests, self.state)
         found = rollout_metrics(collected, self.rewards.names)
@@ -329,6 +347,8 @@ class OnlineTrainer(BaseTrainer):
         self.metrics.add(mode, as_tensors(found, self.args.device))
         if mode == "train":
             self.metrics.count("num_tokens", sum(len(rollout.sample) for rollout in collected.rollouts))
+            for kind, number in collected.table.failures.items():
+                self.metrics.count(f"{FAILURES}{kind}", number)
             self.log_of_rollouts.hear(collected)
         return collected
 
@@ -345,18 +365,17 @@ class OnlineTrainer(BaseTrainer):
         if self.train_dataset is None:
             raise ValueError(f"{type(self).__name__}.train() needs a `train_dataset`.")
         args = self.args
-        stream = PromptStream(len(self.train_dataset), args.seed, args.shuffle_dataset)
+        if isinstance(self.train_dataset, StreamedPrompts):
+            self.train_dataset.rewind()
+            stream = StreamOrder()
+        else:
+            stream = PromptStream(len(self.train_dataset), args.seed, args.shuffle_dataset)
         collator = replace(self.data_collator, max_tokens=args.max_tokens_per_pass)
         self.loader = RolloutLoader(stream, args.schedule(), self._collect_window, collator, args.process_index)
         return self.loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalRolloutLoader:
-        if isinstance(eval_dataset, str):
-            eval_dataset = self.eval_dataset[eval_dataset]
-        rows = self.eval_dataset if eval_dataset is None else self._prepared(eval_dataset, "eval")
-        if rows is None:
-            raise ValueError(f"{type(self).__name__}.evaluate() needs an `eval_dataset`.")
-        args = self.args
+        args, rows = self.args, self.evaluation_rows(eval_dataset)
         size = args.num_generations_eval or args.num_generations
         return EvalRolloutLoader(
             rows,
@@ -369,7 +388,7 @@ class OnlineTrainer(BaseTrainer):
         )
 
     def _collect_evaluation(self, rows: PromptRows, requests: list[Request]) -> list[Sample | None]:
-        self._rows, self._sampling_seed = rows, self.args.seed ^ EVALUATION_SEED
+        self._rows, self._sampling_seed = rows, self.args.sampling(()).seed ^ EVALUATION_SEED
         collected = self._collect(requests, "eval")
         return [self._trained_sample(rollout) for rollout in collected.rollouts]
 
@@ -384,6 +403,11 @@ class OnlineTrainer(BaseTrainer):
             chunk_tokens=self.args.chunk_tokens,
             router_loss=self.uses_router_loss,
         )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "learning_rate" in logs:
+            logs |= {name: total for name, total in self.metrics.totals.items() if name.startswith(FAILURES)}
+        super().log(logs, start_time)
 
     def count_tokens(self, batch: TokenBatch) -> None:
         """Tokens are counted when they are written, once, however often they are trained on."""

@@ -10,19 +10,25 @@ from posttrain.rewards.options import AUTO, IN_PROCESS, RewardOptions
 from posttrain.rollout.engine import ENGINES, SamplingParams
 from posttrain.rollout.schedule import Schedule
 from posttrain.trainer.config import BaseConfig, SharedPromptsConfig, check_choice, check_range, option
+from posttrain.trainer.reference_setup import MovingReferenceConfig
+from posttrain.trainer.refused_options import RefusedOptions, refuse_options
 
 GENERATION_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop", "stop_token_ids": "stop_ids"}
 """Keys of `generation_kwargs` under the names of transformers and vLLM -> ours."""
 
 
 @dataclass
-class OnlineConfig(SharedPromptsConfig, BaseConfig):
+class OnlineConfig(MovingReferenceConfig, RefusedOptions, SharedPromptsConfig, BaseConfig):
     """Options of online methods: sampling, groups and windows, rewards, and what is kept of rollouts."""
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
     disable_dropout: bool = option(False, "Set every dropout probability of the model to 0.")
-    remove_unused_columns: bool | None = option(False, "Rewards see every column of the dataset, so this stays False.")
-    shuffle_dataset: bool = option(True, "Another order of prompts in each epoch. False: the dataset's own.")
+    shuffle_dataset: bool = option(
+        True, "Another order of prompts in each epoch. False, and always of a stream: the dataset's own."
+    )
+    cast_lm_head_to_fp32: bool = option(
+        False, "Compute logits in float32, in training and in generation, where the other weights are in less."
+    )
     max_length: int | None = option(
         None, "Longest prompt in tokens; longer ones are cut as `truncation_mode` says. None: no limit."
     )
@@ -55,6 +61,9 @@ class OnlineConfig(SharedPromptsConfig, BaseConfig):
         None,
         "Further sampling options (stop_strings, stop_token_ids, logit_bias, seed, regex); they override the above.",
     )
+    vllm_structured_outputs_regex: str | None = option(
+        None, "Completions match this regular expression, whichever engine writes them. None: any text."
+    )
 
     # ---- rewards
     reward_weights: list[float] | None = option(None, "One weight for each reward. None: 1 each.")
@@ -73,7 +82,8 @@ class OnlineConfig(SharedPromptsConfig, BaseConfig):
     )
     reward_cache: bool = option(False, "Remember the values of rewards by their arguments (pure functions only).")
 
-    # ---- which samples are trained on
+    # ---- what is trained
+    beta: float = option(0.0, "Weight of the divergence from the reference. 0: there is none.")
     mask_truncated_completions: bool = option(
         False, "Completions that were cut off by their length are not trained on (they count as sequences)."
     )
@@ -91,15 +101,25 @@ class OnlineConfig(SharedPromptsConfig, BaseConfig):
     log_completions: bool = option(False, "Print some prompts, completions, rewards and advantages with each log.")
     num_completions_to_print: int | None = option(None, "Completions in that table. None: all.")
     log_unique_prompts: bool = option(False, "One completion of each prompt in that table.")
+    log_completions_hub_repo: str | None = option(
+        None, "A dataset on the Hub that the files of `keep_rollouts` are pushed to, every two minutes. None: none."
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.generation_kwargs, str):
             self.generation_kwargs = json.loads(self.generation_kwargs)
+        refuse_options(self)
         super().__post_init__()
+        for name in ("num_generations", "max_completion_length"):
+            if getattr(self, name) is None:
+                raise ValueError(f"`{name}` is None; engines and losses need a number.")
         check_range("num_generations", self.num_generations, self.smallest_group)
         if self.num_generations_eval is not None:
             check_range("num_generations_eval", self.num_generations_eval, 1)
         check_range("max_completion_length", self.max_completion_length, 1)
+        check_range("beta", self.beta, 0)
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError("`sync_ref_model` moves a reference; with `beta=0` there is none.")
         check_range("num_iterations", self.num_iterations, 1)
         check_range("refill_rounds", self.refill_rounds, 0)
         check_choice("rollout_engine", self.rollout_engine, tuple(ENGINES))
@@ -109,6 +129,8 @@ class OnlineConfig(SharedPromptsConfig, BaseConfig):
             raise ValueError("`ignore_data_skip` would train on prompts twice after a resume; leave it out.")
         if self.dataloader_num_workers:
             raise ValueError("Rollouts are made in this process: leave `dataloader_num_workers` at 0.")
+        if self.log_completions_hub_repo is not None and not self.keep_rollouts:
+            raise ValueError("`log_completions_hub_repo` pushes the files of `keep_rollouts`, which is off.")
         check_range("replay_buffer_size", self.replay_buffer_size, 0)
         if self.drop_zero_variance and self.replay_buffer_size:
             raise ValueError(
@@ -147,6 +169,7 @@ class OnlineConfig(SharedPromptsConfig, BaseConfig):
             "top_k": self.top_k,
             "min_p": self.min_p or 0.0,
             "repetition_penalty": self.repetition_penalty,
+            "regex": self.vllm_structured_outputs_regex,
             "seed": self.seed,
         }
         unknown = given.keys() - SamplingParams.__dataclass_fields__.keys()
@@ -154,6 +177,11 @@ class OnlineConfig(SharedPromptsConfig, BaseConfig):
             raise ValueError(
                 f"`generation_kwargs` holds {', '.join(sorted(unknown))}; known are "
                 f"{', '.join(SamplingParams.__dataclass_fields__)} and {', '.join(GENERATION_NAMES)}."
+            )
+        if given.get("temperature", self.temperature) != self.temperature:
+            raise ValueError(
+                f"`generation_kwargs` holds temperature={given['temperature']}, but training divides the logits by "
+                f"`temperature`={self.temperature}: set that one, for both."
             )
         stops = (*stop_ids, *given.pop("stop_ids", ()))
         return SamplingParams(**{**named, **given, "stop_ids": stops})

@@ -15,6 +15,7 @@ from posttrain.rollout.collector import Collected
 from posttrain.rollout.rollout import Rollout
 from posttrain.rollout.rollout_store import RolloutStore, record_of
 from posttrain.trainer.progress import number, say, wants_live
+from posttrain.trainer.rollout_push import RolloutPush
 
 if TYPE_CHECKING:
     from posttrain.trainer.online import OnlineTrainer
@@ -28,6 +29,7 @@ class RolloutLog(TrainerCallback):
     def __init__(self, trainer: OnlineTrainer) -> None:
         self.trainer = trainer
         self.store: RolloutStore | None = None
+        self.push: RolloutPush | None = None
         self.watch = RewardWatch()
         self.latest: list[Rollout] = []
 
@@ -38,15 +40,25 @@ class RolloutLog(TrainerCallback):
             self.store = RolloutStore(args.output_dir, args.process_index)
             if state.is_world_process_zero:  # a resumed run makes later ones again; a new one begins with none
                 self.store.forget_after(state.global_step)
+                if args.log_completions_hub_repo is not None:
+                    self.push = RolloutPush(self.store.folder, args)
             self.trainer.accelerator.wait_for_everyone()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._close_store()
+        self.trainer.accelerator.wait_for_everyone()  # what is pushed are the files of all processes
         self.close()
 
-    def close(self) -> None:
+    def _close_store(self) -> None:
         if self.store is not None:
             self.store.close()
             self.store = None
+
+    def close(self) -> None:
+        self._close_store()
+        if self.push is not None:
+            self.push.close()
+            self.push = None
 
     def hear(self, collected: Collected) -> None:
         """Keep a collection that will be trained on, under the number of the step that it is made for."""

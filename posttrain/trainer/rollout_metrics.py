@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from posttrain.core.results import Extremum, Metrics
 from posttrain.losses.advantages import zero_variance
+from posttrain.losses.extrema import highest, lowest
 from posttrain.rollout.collector import Collected
 from posttrain.rollout.rollout import Rollout
 
+Numbers = dict[str, float | Extremum]
 
-def rollout_metrics(collected: Collected, names: list[str]) -> dict[str, float]:
+
+def rollout_metrics(collected: Collected, names: list[str]) -> Numbers:
     """Numbers over the samples of all processes; each of them counts once in the mean that a log shows."""
     table = collected.table
     return {
@@ -23,15 +28,15 @@ def rollout_metrics(collected: Collected, names: list[str]) -> dict[str, float]:
     }
 
 
-def length_metrics(lengths: Tensor, truncated: Tensor) -> dict[str, float]:
+def length_metrics(lengths: Tensor, truncated: Tensor) -> Numbers:
     """Trained tokens of a completion. A *terminated* one ended by itself; where none did, its lengths are 0."""
-    found = {}
+    found: Numbers = {}
     for name, values in (("length", lengths), ("terminated_length", lengths[~truncated])):
         values = values if len(values) else values.new_zeros(1)
         found |= {
             f"completions/mean_{name}": values.mean().item(),
-            f"completions/min_{name}": values.min().item(),
-            f"completions/max_{name}": values.max().item(),
+            f"completions/min_{name}": lowest(values),
+            f"completions/max_{name}": highest(values),
         }
     return found | {"completions/clipped_ratio": truncated.double().mean().item()}
 
@@ -83,5 +88,11 @@ def tool_metrics(rollouts: list[Rollout], tools: list[str], has_environments: bo
     return found
 
 
-def as_tensors(metrics: dict[str, float], device: torch.device) -> dict[str, Tensor]:
-    return {name: torch.tensor([value], dtype=torch.float64, device=device) for name, value in metrics.items()}
+def as_tensors(metrics: Numbers, device: torch.device) -> Metrics:
+    return {name: _as_tensor(value, device) for name, value in metrics.items()}
+
+
+def _as_tensor(value: float | Extremum, device: torch.device) -> Tensor | Extremum:
+    if isinstance(value, Extremum):
+        return replace(value, values=value.values.to(device))
+    return torch.tensor([value], dtype=torch.float64, device=device)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from posttrain.core.batch import RAGGED, TokenBatch
+from posttrain.core.results import Extremum, Metrics
 from posttrain.losses.policy import PolicyTokens
 
 
@@ -25,6 +26,11 @@ class Completion:
     reference: list[Any]
     correction: list[float]
     keep: list[float]
+
+
+def values_of(metrics: Metrics) -> list[torch.Tensor]:
+    """What each metric is a mean or an extremum of."""
+    return [metric.values if isinstance(metric, Extremum) else metric for metric in metrics.values()]
 
 
 def token_batch(counts: list[int], num_units: int | None = None) -> TokenBatch:

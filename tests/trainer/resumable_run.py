@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -43,6 +43,10 @@ def prompts(rows: int) -> list[dict[str, Any]]:
 
 
 DATA = {"sft": tiny.chats, "grpo": prompts, "rloo": prompts}  # the others read pairs
+
+
+def as_stream(rows: list[dict[str, Any]]) -> IterableDataset:
+    return IterableDataset.from_generator(lambda: iter(rows))
 
 
 class KillAfter(TrainerCallback):
@@ -141,7 +145,7 @@ def make(
     order = RowOrder(Path(folder))
     trainer = METHODS[name].trainer_class(
         model=model,
-        train_dataset=Dataset.from_list(data),
+        train_dataset=as_stream(data) if "stream" in flags else Dataset.from_list(data),
         eval_dataset=Dataset.from_list(data[:6]),
         processing_class=tokenizer or tiny.tokenizer(),
         callbacks=[order, *(callbacks or [])],

@@ -105,10 +105,10 @@ REPO = r"(?P<repo>[\w.-]+/[\w.-]+)"
 ROUTES = (
     ("POST", r"/api/repos/create", StandIn.create),
     ("POST", r"/api/validate-yaml", StandIn.validate),
-    ("POST", rf"/api/models/{REPO}/preupload/main", StandIn.preupload),
+    ("POST", rf"/api/(models|datasets)/{REPO}/preupload/main", StandIn.preupload),
     ("POST", rf"/{REPO}\.git/info/lfs/objects/batch", StandIn.batch),
     ("PUT", r"/blobs/(?P<oid>\w+)", StandIn.store),
-    ("POST", rf"/api/models/{REPO}/commit/main", StandIn.commit),
+    ("POST", rf"/api/(models|datasets)/{REPO}/commit/main", StandIn.commit),
 )
 
 

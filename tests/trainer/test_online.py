@@ -252,6 +252,29 @@ def test_a_prompt_longer_than_the_context_costs_its_own_group_only(tmp_path):
     assert logged(tmp_path)[0]["rollouts/masked"] == 0.25
 
 
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_head_in_float32_is_that_of_policy_reference_and_engine(tmp_path, cast):
+    made = trainer(
+        tmp_path, model=tiny.causal_lm(dtype=torch.bfloat16), cast_lm_head_to_fp32=cast, beta=0.1, max_steps=1
+    )
+    assert made.engine.model is made.model
+    kinds = {part(torch.arange(3, 9)[None]).logits.dtype for part in (made.model, made.live.model)}
+    assert kinds == {torch.float32 if cast else torch.bfloat16}
+    made.train()
+    assert logged(tmp_path)[0]["sampling/sampling_logp_difference/max"] < 0.1
+    assert {parameter.dtype for parameter in made.model.parameters()} == {torch.bfloat16}
+
+
+def test_a_seed_of_ones_own_for_sampling_is_used(tmp_path):
+    said = []
+    for number, kwargs in enumerate([None, {"seed": 42}, {"seed": 7}]):
+        made = trainer(tmp_path / str(number), max_steps=1, generation_kwargs=kwargs)
+        peek = Peek(made)
+        made.train()
+        said.append([sample.input_ids.tolist() for sample in peek.windows[0]])
+    assert said[0] == said[1] != said[2]  # 42 is the default of `seed`
+
+
 def test_conversations_reach_rewards_as_messages(tmp_path):
     seen = []
 

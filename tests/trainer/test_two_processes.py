@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,10 +16,16 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain.core import faults
+from posttrain.rollout.rollout_store import read_rollouts
 from posttrain.trainer import checkpoint as files
 from tests.trust.runs import differences
 
 ROOT = Path(__file__).parents[2]
+COMPARED = ("loss", "eval_loss", "num_tokens", "grad_norm", "entropy", "reward", "reward_std")
+
+
+def is_extremum(name: str) -> bool:
+    return any(part in ("min", "max") for part in re.split("[/_]", name))
 
 
 def launch(processes: int, folder: Path, method: str, rows: int, *words: str, fault_of_last: str = "") -> list[int]:
@@ -43,11 +50,19 @@ def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, f
     return load_file(files.checkpoints(folder)[0] / "model.safetensors"), [json.loads(line) for line in lines]
 
 
+def each_sample(folder: Path) -> list[tuple[int, int, int]]:
+    """(prompt of the run, its row, sample) of every rollout, in order; none of them twice."""
+    kept = read_rollouts(folder)
+    found = sorted(zip(*(kept[name].to_pylist() for name in ("group", "row", "sample"))))
+    assert len(found) == len(set(found)) > 0
+    return found
+
+
 def logs(folder: Path) -> str:
     return "\n".join(path.read_text() for path in folder.parent.glob(f"{folder.name}-*.log"))
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "grpo-stream"])
 def test_two_processes_equal_one_and_resume_exactly(method, tmp_path):
     one, two, killed = tmp_path / "one", tmp_path / "two", tmp_path / "killed"
     assert launch(1, one, method, 4) == [0], logs(one)
@@ -57,9 +72,14 @@ def test_two_processes_equal_one_and_resume_exactly(method, tmp_path):
     for name, tensor in weights.items():
         torch.testing.assert_close(weights_of_two[name], tensor, rtol=1e-4, atol=1e-6)
     for line, other in zip(metrics, metrics_of_two, strict=True):
-        for key in ("loss", "eval_loss", "num_tokens", "grad_norm", "entropy", "reward", "reward_std"):
-            if key in line:
-                assert other[key] == pytest.approx(line[key], rel=1e-4, abs=1e-6), key
+        for key in {*COMPARED, *filter(is_extremum, line)} & line.keys():
+            assert other[key] == pytest.approx(line[key], rel=1e-4, abs=1e-6), key
+    if method.startswith("grpo"):
+        assert each_sample(two) == each_sample(one)
+        # means would differ: the most clipped completion lies on one process
+        clipped = [(line["clip_ratio/high_mean"], line["clip_ratio/high_max"]) for line in metrics if "loss" in line]
+        assert any(0 < mean < highest for mean, highest in clipped)
+        assert sum(map(is_extremum, metrics[0])) >= 9
     if method != "dpo":
         assert launch(2, killed, method, 2, "--kill-after", "3") == [-signal.SIGKILL] * 2, logs(killed)
         assert launch(2, killed, method, 2, "--resume") == [0, 0], logs(killed)

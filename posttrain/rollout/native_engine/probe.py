@@ -64,7 +64,9 @@ def _rope_types(config: object) -> set[str]:
 def difference(innermost: nn.Module, answers: Callable[[list[np.ndarray]], list[Tensor]]) -> tuple[float, float]:
     """(how far `answers` (CONTINUED, V) to two sequences are from a full forward's, what rounding may amount to).
 
-    Rounding is also looked at: the same sequence three times over is another shape to the device, and should be the same answer.
+    Far: sum_v p(v) |log q(v) - log p(v)|, at the worst position. The largest difference of all words would be that of a word that
+    nobody says: in bfloat16 it is 0.4 for a model of 135M that is run rightly. Rounding is also looked at: the same sequence three
+    times over is another shape to the device, and should be the same answer.
     """
     sequences = [
         ordinary_tokens(innermost, length + CONTINUED, seed).numpy().astype(np.int32)
@@ -89,5 +91,5 @@ def _full_forward(innermost: nn.Module, tokens: np.ndarray, times: int) -> Tenso
 
 
 def _gap(found: Tensor, wanted: Tensor) -> float:
-    gap = float((found - wanted).abs().max())
+    gap = float((wanted.exp() * (found - wanted).abs()).sum(-1).max())
     return gap if math.isfinite(gap) else math.inf
