@@ -37,10 +37,19 @@ def representative(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if good:
             rates = [one["rate"] for one in good]
             peak = max(one["peak_bytes"] for one in good)
-            merged.append({**good[0], "rate": statistics.median(rates), "rates": rates, "peak_bytes": peak})
+            spread = max((apart(good[0], other) for other in good[1:] if "losses" in other), default=0.0)
+            merged.append(
+                {**good[0], "rate": statistics.median(rates), "rates": rates, "peak_bytes": peak, "own_spread": spread}
+            )
         elif runs:
             merged.append(runs[0])
     return merged
+
+
+def apart(one: dict[str, Any], other: dict[str, Any], count: int | None = None) -> float:
+    """Largest relative difference of the first `count` losses of two runs."""
+    pairs = list(zip(one["losses"], other["losses"]))[:count]
+    return max((abs(a - b) / max(abs(a), abs(b), 1e-30) for a, b in pairs), default=0.0)
 
 
 def line(one: dict[str, Any], of_row: list[dict[str, Any]]) -> str:
@@ -113,6 +122,9 @@ def losses_agree(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, st
 
     TRL on bfloat16 weights has no accurate copy of them: what is too small for 8 bits of mantissa is lost in every step, and its
     losses part from everybody's. Those are compared as long as they belong to the same weights; what came of it is told.
+
+    In bfloat16 on a GPU the same run twice is not the same run either (the backward of attention adds in any order), and AdamW
+    amplifies it: nobody is asked to agree better with us than we agree with ourselves.
     """
     pairs = list(zip(ours["losses"], theirs["losses"]))
     drift = ""
@@ -120,18 +132,20 @@ def losses_agree(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[bool, st
         drift = f"; loss {len(pairs)} is {pairs[-1][1]:.4g}, ours {pairs[-1][0]:.4g}: bfloat16 weights without masters"
         pairs = pairs[:BEFORE_ROUNDING]
     low = "bfloat16" in (precision(ours["options"]), precision(theirs["options"]))
-    allowed = TOLERANCE["bfloat16" if low else "float32"]
-    worst = max(abs(a - b) / max(abs(a), abs(b)) for a, b in pairs)
+    allowed = max(TOLERANCE["bfloat16" if low else "float32"], 1.5 * ours.get("own_spread", 0.0) if low else 0.0)
+    worst = apart(ours, theirs, len(pairs))
     told = f"{len(pairs)} within {worst:.0e}"
+    if worst > TOLERANCE["bfloat16"] and low:
+        told += f" (our own two runs: {ours['own_spread']:.0e})"
     if ours["checksum"] != theirs["checksum"]:
         return False, "**void**: other weights"
     if worst > allowed:
         return False, f"**void**: {worst:.1e} apart, {allowed:.0e} allowed"
     if not same_trend(*map(list, zip(*pairs))):
         return False, f"**void**: {told}, but they move in opposite directions"
-    apart = others_apart(ours, theirs, len(pairs))
-    told += "".join(f", {name} {worst:.0e}" for name, worst in apart.items())
-    if any(worst > ALSO_TOLERANCE["bfloat16" if low else "float32"] for worst in apart.values()):
+    others = others_apart(ours, theirs, len(pairs))
+    told += "".join(f", {name} {worst:.0e}" for name, worst in others.items())
+    if any(worst > ALSO_TOLERANCE["bfloat16" if low else "float32"] for worst in others.values()):
         return False, f"**void**: {told}"
     return True, told + drift
 

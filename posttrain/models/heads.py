@@ -19,6 +19,8 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.models.token_scores import forward_kwargs
 
+CAUSAL_LM, SEQUENCE_REWARD = "causal_lm", "sequence_reward"
+"""What a model is loaded for: the next token, or one score of a whole sequence."""
 HEAD_NAMES = ("score", "classifier", "classification_head", "reward_head", "v_head")
 
 

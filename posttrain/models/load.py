@@ -19,14 +19,13 @@ from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.models.adapters import add_adapter, is_peft_model, is_prompt_learning, is_quantized
 from posttrain.models.attention import install_ragged_attention
 from posttrain.models.fused_lora import fuse_lora, lora_layers
-from posttrain.models.heads import install_sequence_scores
+from posttrain.models.heads import CAUSAL_LM, SEQUENCE_REWARD, install_sequence_scores
 from posttrain.models.layer_kernels import APPLY, COMPILED, KERNELS_IN_WORDS, PLAIN, fastest_kernels
 from posttrain.models.probe import why_not_ragged, why_not_shared
 from posttrain.models.token_scores import install_token_scores
 
 logger = logging.getLogger(__name__)
 
-CAUSAL_LM, SEQUENCE_REWARD = "causal_lm", "sequence_reward"
 AUTO_CLASSES = {CAUSAL_LM: AutoModelForCausalLM, SEQUENCE_REWARD: AutoModelForSequenceClassification}
 
 

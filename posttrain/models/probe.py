@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import nn
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED, SharedPrefixes, TokenBatch
 from posttrain.models.attention import RAGGED_ATTENTION
-from posttrain.models.heads import score_sequences
+from posttrain.models.heads import SEQUENCE_REWARD, score_sequences
 from posttrain.models.token_scores import score_tokens
 
 PROBE_LENGTHS = (5, 11)
@@ -37,9 +39,10 @@ def why_not_ragged(model: nn.Module, innermost: nn.Module, task: str) -> str | N
     training = model.training
     model.eval()
     try:
-        padded = _answers(model, innermost, task, PADDED)
+        asked = _asked(innermost, task)
+        padded = _answers(model, asked, task, PADDED)
         innermost.set_attn_implementation(RAGGED_ATTENTION)
-        ragged = _answers(model, innermost, task, RAGGED)
+        ragged = _answers(model, asked, task, RAGGED)
     except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
         innermost.set_attn_implementation(before)
         return f"{type(innermost).__name__} could not run two ragged segments ({type(error).__name__}: {error})"
@@ -59,7 +62,8 @@ def why_not_shared(model: nn.Module, innermost: nn.Module, task: str) -> str | N
     training = model.training
     model.eval()
     try:
-        ragged, shared = (_answers(model, innermost, task, layout) for layout in (RAGGED, SHARED))
+        asked = _asked(innermost, task)
+        ragged, shared = (_answers(model, asked, task, layout) for layout in (RAGGED, SHARED))
     except Exception as error:  # as above
         return f"{type(innermost).__name__} could not run a shared prefix ({type(error).__name__}: {error})"
     finally:
@@ -77,18 +81,37 @@ def _difference(one: torch.Tensor, other: torch.Tensor, innermost: nn.Module) ->
     return None if difference <= max(TOLERANCE.get(dtype, 1e-3) for dtype in dtypes) else difference
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Two segments that begin alike, and the words whose log-probs are compared, one for each token but the first `COMMON`."""
+
+    tokens: list[torch.Tensor]
+    targets: list[torch.Tensor]
+
+
 @torch.no_grad()
-def _answers(model: nn.Module, innermost: nn.Module, task: str, layout: str) -> torch.Tensor:
-    batch = _probe_batch(innermost, layout).to(next(model.parameters()).device)
-    if task == "sequence_reward":
+def _asked(innermost: nn.Module, task: str) -> _Asked:
+    """Targets are what the model itself would say: rounding moves the log-prob of a word that nobody says by far more."""
+    tokens = [ordinary_tokens(innermost, n, seed) for seed, n in enumerate(PROBE_LENGTHS)]
+    tokens[1][:COMMON] = tokens[0][:COMMON]
+    if task == SEQUENCE_REWARD:
+        return _Asked(tokens, [part[COMMON:] for part in tokens])
+    device = next(innermost.parameters()).device
+    said = [innermost(input_ids=part[None].to(device), use_cache=False).logits[0].argmax(-1).cpu() for part in tokens]
+    return _Asked(tokens, [part[COMMON - 1 : -1] for part in said])
+
+
+@torch.no_grad()
+def _answers(model: nn.Module, asked: _Asked, task: str, layout: str) -> torch.Tensor:
+    batch = _probe_batch(asked, layout).to(next(model.parameters()).device)
+    if task == SEQUENCE_REWARD:
         return score_sequences(model, batch).rewards
     return score_tokens(model, batch).logps
 
 
-def _probe_batch(innermost: nn.Module, layout: str) -> TokenBatch:
-    """Every token but the first `COMMON` of two segments that begin alike. Made by hand: `models` does not import `data`."""
-    tokens = [ordinary_tokens(innermost, n, seed) for seed, n in enumerate(PROBE_LENGTHS)]
-    tokens[1][:COMMON] = tokens[0][:COMMON]
+def _probe_batch(asked: _Asked, layout: str) -> TokenBatch:
+    """Made by hand: `models` does not import `data`."""
+    tokens = asked.tokens
     mask = bounds = prefixes = None
     if layout == PADDED:
         ids = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
@@ -115,7 +138,7 @@ def _probe_batch(innermost: nn.Module, layout: str) -> TokenBatch:
     lengths = torch.tensor(PROBE_LENGTHS)
     return TokenBatch(
         layout, ids, position_ids, torch.cat([place[COMMON - 1 : -1] for place in places]),
-        torch.cat([part[COMMON:] for part in tokens]), lengths - COMMON, lengths,
+        torch.cat(asked.targets), lengths - COMMON, lengths,
         torch.stack([place[-1] for place in places]), 2, ("text",), (0, 1), bounds, max(segments), prefixes, mask,
         num_tokens=sum(PROBE_LENGTHS), num_trained=sum(PROBE_LENGTHS) - 2 * COMMON,
     )  # fmt: skip
