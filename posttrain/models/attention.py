@@ -174,10 +174,10 @@ def _segment_loop(
     """One causal SDPA call per segment. Exact, and on a CPU faster than one call over a padded batch."""
     grouped = query.shape[1] != key.shape[1]
     parts = []
-    edges = bounds.tolist()
-    for start, stop in itertools.pairwise(edges):
-        q, k, v = (x[:, :, start:stop] for x in (query, key, value))
-        window = _window_mask(stop - start, sliding_window, q)
+    # One split, whose backward is one `cat`: that of a slice fills the whole row with zeros, for every segment.
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds.tolist())]
+    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value))):
+        window = _window_mask(q.shape[2], sliding_window, q)
         parts.append(
             scaled_dot_product_attention(
                 q,

@@ -4,7 +4,7 @@
 is at hand while the chunk of logits exists. Three products with the vocabulary instead of four (6VH instead of 8VH a token).
 
 `token_logps`: a loss that is any function of log-probs learns its slopes only later; the logits are computed again in the backward
-from the hidden states and log Z.
+from the hidden states and log Z. On a CPU, where a chunk is small and a product dear, logits that are one chunk are kept instead.
 
 Both write slopes over the logits (`head_kernels`) and add the weight's gradient up in float32 inside the product.
 """
@@ -86,7 +86,7 @@ class _Reader:
     def ask(self, stats: dict[str, Statistic]) -> None:
         """Make room for the answers."""
         of_kernel = any(name in stats for name in KERNEL_STATISTICS)
-        self.rows = Rows(len(self.hidden), self.hidden.device, self.accurate, of_kernel)
+        self.rows = Rows(len(self.hidden), self.hidden.device, self.accurate, of_kernel, "is_most_likely" in stats)
         self.other = {name: fn for name, fn in stats.items() if name not in KERNEL_STATISTICS}
         self.values = {name: torch.empty_like(self.rows.logps) for name in self.other}
 
@@ -193,9 +193,11 @@ class _TokenLogps(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         reader = _Reader(hidden, weight, bias, targets, scale, chunk_tokens)
         reader.ask(stats)
+        kept = None
         for part, logits in reader.chunks():
             reader.read(part, logits)
-        ctx.save_for_backward(hidden, weight, bias, targets, reader.rows.log_z)
+            kept = logits if hidden.device.type == "cpu" and len(hidden) <= chunk_tokens else None
+        ctx.save_for_backward(hidden, weight, bias, targets, reader.rows.log_z, kept)
         ctx.scale, ctx.chunk_tokens = scale, chunk_tokens
         answers = reader.answers(stats)
         ctx.mark_non_differentiable(*answers)
@@ -203,10 +205,10 @@ class _TokenLogps(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logps: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_z = ctx.saved_tensors
+        hidden, weight, bias, targets, log_z, kept = ctx.saved_tensors
         reader = _Reader(hidden, weight, bias, targets, ctx.scale, ctx.chunk_tokens)
         gradients = _Gradients(reader, ctx.needs_input_grad[:3])
-        for part, logits in reader.chunks():
+        for part, logits in reader.chunks() if kept is None else [(slice(0, len(hidden)), kept)]:
             factors = -grad_logps[part].contiguous()
             gradients.add(part, slopes_of_rows(logits, targets[part], log_z[part], factors, ctx.scale))
         return (

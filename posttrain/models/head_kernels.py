@@ -25,7 +25,9 @@ WARPS = 16
 class Rows:
     """(n,) numbers about the rows of a chunk, float32 or better."""
 
-    def __init__(self, count: int, device: torch.device, dtype: torch.dtype, with_statistics: bool) -> None:
+    def __init__(
+        self, count: int, device: torch.device, dtype: torch.dtype, with_statistics: bool, with_choice: bool = True
+    ) -> None:
         def empty() -> Tensor:
             return torch.empty(count, dtype=dtype, device=device)
 
@@ -34,6 +36,7 @@ class Rows:
         self.mean_logps = empty()  # over the vocabulary: the uniform part of label smoothing
         self.entropy = empty() if with_statistics else None
         self.is_most_likely = empty() if with_statistics else None
+        self.with_choice = with_choice  # whether `is_most_likely` is asked for; a kernel has it for nothing
 
 
 def read_rows(
@@ -82,7 +85,8 @@ def _torch_rows(
         all_logps = exact - rows.log_z[part, None] if is_needed else None
     if rows.entropy is not None:
         rows.entropy[part] = -(all_logps.exp() * all_logps).sum(-1)
-        rows.is_most_likely[part] = (exact.argmax(-1) == targets).to(accurate)
+        if rows.with_choice:
+            rows.is_most_likely[part] = (exact.argmax(-1) == targets).to(accurate)
     if smoothing:
         rows.mean_logps[part] = all_logps.mean(-1)
     if not slopes:

@@ -224,7 +224,7 @@ def _shared_if_possible(
         reason = why_not_shared(model, innermost, options.task)
     if reason is None:
         return SHARED
-    notes.append(f"The prompt of a pair is computed once for each answer: {reason}.")
+    notes.append(f"A prompt is computed once for each of its answers: {reason}.")
     return RAGGED
 
 

@@ -106,26 +106,26 @@ def shared_prefix_loop(
 ) -> Tensor:
     """The same with one SDPA call per segment; a continuation's keys are its prefix's and its own."""
     is_grouped = query.shape[1] != key.shape[1]
-    parts = []
-    for start, stop, prefix in _segments(bounds, prefixes):
-        own = slice(start, stop)
-        if prefix is None:
-            k, v, mask = key[:, :, own], value[:, :, own], None
-        else:
-            k, v = (torch.cat([x[:, :, prefix], x[:, :, own]], dim=2) for x in (key, value))
+    parts, segments = [], _segments(bounds, prefixes)
+    # One split, whose backward is one `cat`: that of a slice fills the whole row with zeros, for every segment.
+    lengths = [stop - start for start, stop, _ in segments]
+    queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
+    for place, (start, stop, prefix) in enumerate(segments):
+        k, v, mask = keys[place], values[place], None
+        if prefix is not None:
+            k, v = (torch.cat([x[prefix], x[place]], dim=2) for x in (keys, values))
             mask = torch.ones(stop - start, k.shape[2], dtype=torch.bool, device=key.device)
             mask = mask.tril(k.shape[2] - (stop - start))
         part = scaled_dot_product_attention(
-            query[:, :, own], k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
+            queries[place], k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
             enable_gqa=is_grouped,
         )  # fmt: skip
         parts.append(part)
     return torch.cat(parts, dim=2)[0].transpose(0, 1)
 
 
-def _segments(bounds: Tensor, prefixes: SharedPrefixes) -> list[tuple[int, int, slice | None]]:
-    """(start, stop, the prefix it continues or None) of every segment."""
-    prefix_edges = prefixes.cu_prefixes.tolist()
+def _segments(bounds: Tensor, prefixes: SharedPrefixes) -> list[tuple[int, int, int | None]]:
+    """(start, stop, the prefix it continues or None) of every segment; the first segments are the prefixes."""
     group_ends = [prefixes.start + edge for edge in prefixes.cu_continuations.tolist()[1:]]
     found, group = [], 0
     for start, stop in itertools.pairwise(bounds.tolist()):
@@ -134,5 +134,5 @@ def _segments(bounds: Tensor, prefixes: SharedPrefixes) -> list[tuple[int, int, 
             continue
         while start >= group_ends[group]:
             group += 1
-        found.append((start, stop, slice(prefix_edges[group], prefix_edges[group + 1])))
+        found.append((start, stop, group))
     return found

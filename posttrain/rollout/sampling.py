@@ -107,8 +107,9 @@ def draw(
     if rule.temperature == 0:
         ids = scores.argmax(-1)
         return Drawn(ids, torch.zeros_like(word, dtype=torch.float32), logps_of(policy, ids))
-    policy = policy / rule.temperature
-    scores = scores / rule.temperature if changed else policy
+    if rule.temperature != 1:
+        policy = policy / rule.temperature
+        scores = scores / rule.temperature if changed else policy
     if rule.truncates:
         scores, changed = truncated(scores, rule), True
     ids, sampling_logps = drawn_from(scores, word)
@@ -123,9 +124,10 @@ def logps_of(logits: Tensor, ids: Tensor) -> Tensor:
 def drawn_from(scores: Tensor, word: Tensor) -> tuple[Tensor, Tensor]:
     """(n, V) float32 scores, (n,) words -> the tokens and their log-probs under softmax(scores)."""
     vocabulary = scores.shape[-1]
-    blocks = pad(scores, (0, -vocabulary % BLOCK), value=NOTHING).unflatten(-1, (-1, BLOCK))
+    missing = -vocabulary % BLOCK
+    blocks = (pad(scores, (0, missing), value=NOTHING) if missing else scores).unflatten(-1, (-1, BLOCK))
     peaks = blocks.amax(-1)
-    sums = (blocks - peaks.clamp(min=LOWEST)[..., None]).exp().sum(-1)
+    sums = (blocks - peaks.clamp(min=LOWEST)[..., None]).exp_().sum(-1)
     log_sums = peaks.double() + sums.double().log()
     numbers = torch.arange(blocks.shape[1], device=scores.device)
     block = (log_sums + gumbels(word[:, None], numbers)).argmax(-1, keepdim=True)

@@ -12,6 +12,8 @@ from peft import LoraConfig, get_peft_model
 from posttrain.models.layer_kernels import decoder_layers
 from posttrain.models.load import LoadOptions, load_model
 from posttrain.rollout.engine import ENGINES, Prompt, SamplingParams, generate
+from posttrain.rollout.native_engine import engine as native
+from posttrain.rollout.native_engine import step
 from posttrain.rollout.native_engine.cache import PAGE
 from posttrain.rollout.native_engine.engine import NativeEngine
 from posttrain.rollout.transformers_engine import TransformersEngine
@@ -43,6 +45,14 @@ def test_memory_for_keys_and_values_exists_inside_of_a_session_only(qwen):
     assert len(generate(engine, prompts(1), SEEDED)[0].ids) > 0
 
 
+def test_rows_side_by_side_and_rows_on_pages_say_the_same(qwen, expected, monkeypatch):
+    laid_out = []
+    monkeypatch.setattr(native, "DENSE_SHARE", 0)
+    monkeypatch.setattr(step.DecodeProgram, "keep", lambda self: laid_out.append(self.dense))
+    assert texts(generate(NativeEngine(qwen), prompts(30, samples=4), SEEDED)) == texts(expected)
+    assert set(laid_out) == {None}
+
+
 def test_what_can_never_fit_is_an_error_of_that_prompt(qwen):
     engine = NativeEngine(qwen, kv_memory=1)
     with engine.session(SEEDED) as session:
@@ -72,10 +82,10 @@ def test_recurrent_models_fall_back_to_transformers_and_still_complete(caplog):
 
 
 def test_an_attention_that_answers_differently_falls_back(caplog, monkeypatch):
-    from posttrain.rollout.native_engine import attention
+    from posttrain.rollout.native_engine.attention import DecodeStep
 
-    wrong = attention.decode_attention
-    monkeypatch.setattr(attention, "decode_attention", lambda *how: wrong(*how) * 1.5)
+    right = DecodeStep.attend
+    monkeypatch.setattr(DecodeStep, "attend", lambda *call: right(*call) * 1.5)
     with caplog.at_level(logging.WARNING):
         engine = ENGINES["native"](loaded("llama"))
     assert isinstance(engine, TransformersEngine)

@@ -14,6 +14,8 @@ import torch
 from posttrain.rollout import sampling
 from posttrain.rollout.native_engine import decode_attention as plain
 from posttrain.rollout.native_engine.cache import PAGE, KeyValueStore, LayerShape, PagePool, pages_for
+from posttrain.rollout.native_engine.dense_rows import DenseRows
+from posttrain.rollout.native_engine.graphs import rows_of_graph
 from posttrain.rollout.native_engine.step import Rows, move_on
 from posttrain.rollout.noise import noise_base, words
 from posttrain.rollout.sampling import DrawRule, draw
@@ -21,6 +23,7 @@ from posttrain.rollout.sampling import DrawRule, draw
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
+on_cpu = pytest.mark.skipif(ON_GPU, reason="rows lie side by side on a CPU only")
 needs_triton = pytest.mark.skipif(not (INTERPRETED or ON_GPU), reason="needs a GPU, or triton and TRITON_INTERPRET=1")
 
 
@@ -64,7 +67,14 @@ CASES = [
 
 
 @pytest.mark.parametrize(("prefixes", "positions", "window", "softcap"), CASES)
-@pytest.mark.parametrize("way", ["torch", *(pytest.param(f"triton {n}", marks=needs_triton) for n in (1, 4))])
+@pytest.mark.parametrize(
+    "way",
+    [
+        "torch",
+        pytest.param("side by side", marks=on_cpu),
+        *(pytest.param(f"triton {n}", marks=needs_triton) for n in (1, 4)),
+    ],
+)
 def test_decode_attention_is_the_explicit_sum(way, prefixes, positions, window, softcap):
     torch.manual_seed(1)
     heads, key_heads, width, scale = 6, 2, 24, 0.3
@@ -77,6 +87,11 @@ def test_decode_attention_is_the_explicit_sum(way, prefixes, positions, window, 
     if way == "torch":
         plain.write_token(store.keys[0], store.values[0], key, value, *where, in_use > 0)
         found = plain.decode_attention(query, store.keys[0], store.values[0], *where, scale, window, softcap)
+    elif way == "side by side":
+        dense = DenseRows(store, *where, 1)
+        found = dense.attend(0, query, key, value, scale, window, softcap)
+        dense.move_on()
+        dense.keep()
     else:
         from posttrain.rollout.native_engine.decode_triton import decode_attention_triton
 
@@ -107,6 +122,49 @@ def test_rows_out_of_use_write_to_nobodys_page(way):
 
         decode_attention_triton(query, key, key, store.addresses[0], *where, nothing, 0.3, None, None)
     assert torch.equal(store.keys[0][1:], before)
+
+
+@on_cpu
+def test_steps_side_by_side_are_those_on_pages():
+    """Seven steps, kept after the third and the last: the same answers, and the same tokens on the same pages."""
+    torch.manual_seed(2)
+    prefixes, positions = [0, 5, 16, 40], [0, 7, 16, 90]
+    store, table = pages_of_rows(prefixes, [p + 7 for p in positions], 2, 16)
+    other = KeyValueStore(store.shapes, store.device)
+    other.grow(store.pages)
+    for mine, theirs in zip((*other.keys, *other.values), (*store.keys, *store.values)):
+        mine.copy_(theirs)
+    where, in_use = [table, torch.tensor(positions), torch.tensor(prefixes)], torch.ones(4, dtype=torch.bool)
+    dense = DenseRows(other, *where, 7)
+    for step in range(7):
+        query, key, value = torch.randn(4, 4, 16), torch.randn(4, 2, 16), torch.randn(4, 2, 16)
+        plain.write_token(store.keys[0], store.values[0], key, value, *where, in_use)
+        wanted = plain.decode_attention(query, store.keys[0], store.values[0], *where, 0.3, 9, None)
+        assert torch.allclose(dense.attend(0, query, key, value, 0.3, 9, None), wanted, atol=1e-6)
+        dense.move_on()
+        where[1] = where[1] + 1
+        if step in (2, 6):
+            dense.keep()
+    assert torch.equal(store.keys[0], other.keys[0])
+    assert torch.equal(store.values[0], other.values[0])
+
+
+@on_cpu
+def test_rows_side_by_side_that_run_on_after_their_end_disturb_nobody():
+    """A row that has no further page writes to page 0; a page 0 without numbers is seen by nobody."""
+    store, table = pages_of_rows([4, 4, 40], [4 + PAGE - 1, 6, 45], 2, 16)
+    store.keys[0][0] = store.values[0][0] = float("nan")
+    before = store.keys[0].clone()
+    where = (table[:, :2], torch.tensor([4 + PAGE - 1, 6, 6]), torch.tensor([4, 4, 4]))
+    table[1:, 1] = table[1:, 0]  # pages that hold their tokens; only the first row's last one is full
+    dense = DenseRows(store, *where, 3)
+    for _ in range(3):
+        found = dense.attend(0, *(torch.randn(3, heads, 16) for heads in (4, 2, 2)), 0.3, None, None)
+        assert found.isfinite().all()
+        dense.move_on()
+    dense.keep()
+    changed = (store.keys[0] != before).flatten(1).any(1).nonzero().flatten().tolist()
+    assert set(changed) <= {0, *table[:, :2].flatten().tolist()}
 
 
 def made_rows(count, vocabulary):
@@ -144,3 +202,9 @@ def test_triton_draws_and_moves_on_as_torch_does(temperature, monkeypatch):
     assert torch.equal(ours.device, theirs.device)
     assert torch.allclose(ours.logps, theirs.logps, atol=1e-5)
     assert theirs.field("remaining", count)[8] == 0
+
+
+def test_graphs_come_in_sizes_that_waste_little():
+    assert [rows_of_graph(rows, 1024) for rows in (1, 2, 3, 100, 200, 256)] == [1, 2, 4, 128, 256, 256]
+    assert [rows_of_graph(rows, 1024) for rows in (257, 384, 385, 600, 900)] == [384, 384, 512, 768, 1024]
+    assert rows_of_graph(40, 48) == 48  # all slots, which need not be a power of two

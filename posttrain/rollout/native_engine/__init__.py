@@ -5,6 +5,8 @@ scheduler.py         who runs, who waits, whose pages are whose
 cache.py             pages of keys and values, allocated inside of a session only
 attention.py         the attention of a prefill and of a decode step, over those pages
 decode_attention.py  one query a row against its pages, in plain torch; decode_triton.py: the same on CUDA
+dense_rows.py        the same against rows that lie side by side: what a CPU does where they fit
+packed_weights.py    weights in the order in which a CPU's products read them, inside of a session
 step.py              one decode step on the device: model, head, draw, stop test, positions; sampling_triton.py: its end on CUDA
 graphs.py            that step as a CUDA graph
 probe.py             can this model be run so?

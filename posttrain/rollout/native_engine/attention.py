@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from posttrain.models.attention import segment_attention
 from posttrain.rollout.native_engine.cache import KeyValueStore, LayerShape
 from posttrain.rollout.native_engine.decode_attention import decode_attention, write_token
+from posttrain.rollout.native_engine.dense_rows import DenseRows
 
 
 @dataclass(frozen=True)
@@ -102,13 +103,14 @@ class Prefill:
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """One token of each row: it is put on its page, then looks back."""
+    """One token of each row: it is put on its page, or in its column of the dense rows, then looks back."""
 
     store: KeyValueStore
     table: Tensor  # (rows, pages) int32
     positions: Tensor  # (rows,) int64
     prefixes: Tensor  # (rows,) int64
     remaining: Tensor  # (rows,) int64; 0: the row is not in use
+    dense: DenseRows | None = None
 
     def attend(
         self,
@@ -123,6 +125,8 @@ class DecodeStep:
         place = self.store.place_of_layer[module.layer_idx]
         softcap = softcap if self.store.softcaps else None
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (rows, heads, width)
+        if self.dense is not None:
+            return self.dense.attend(place, query, key, value, scale, window, softcap)[None]
         if runs_triton(query):
             from posttrain.rollout.native_engine.decode_triton import decode_attention_triton
 

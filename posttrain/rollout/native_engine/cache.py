@@ -76,8 +76,12 @@ class KeyValueStore:
         self.values: list[Tensor] = []
 
     @property
+    def token_bytes(self) -> int:
+        return sum(shape.bytes for shape in self.shapes.values())
+
+    @property
     def page_bytes(self) -> int:
-        return PAGE * sum(shape.bytes for shape in self.shapes.values())
+        return PAGE * self.token_bytes
 
     @property
     def pages(self) -> int:

@@ -19,6 +19,7 @@ from posttrain.rollout.native_engine import probe
 from posttrain.rollout.native_engine.attention import Prefill, Segments, ShapeReader, runs_triton
 from posttrain.rollout.native_engine.cache import PAGE, KeyValueStore, PagePool, pages_for
 from posttrain.rollout.native_engine.graphs import StepGraphs
+from posttrain.rollout.native_engine.packed_weights import PackedWeights
 from posttrain.rollout.native_engine.scheduler import Prefix, Running, Scheduler
 from posttrain.rollout.native_engine.step import DecodeProgram, Drawing, Rows
 from posttrain.rollout.request import EndOfText, Request, request_or_error
@@ -28,11 +29,13 @@ from posttrain.rollout.transformers_engine import BATCH_SIZE, TransformersEngine
 
 logger = logging.getLogger(__name__)
 
-MAX_SLOTS = {"cuda": 256, "cpu": 64}
+MAX_SLOTS = {"cuda": 1024, "cpu": 64}
 STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}
 PREFILL_TOKENS = {"cuda": 16384, "cpu": 2048}
 CPU_KV_BYTES = 4 * 2**30
 SHARE_OF_FREE_MEMORY = 0.6
+DENSE_SHARE = 0.5
+"""Of the memory for pages, that a CPU may take besides for rows side by side."""
 SHAPE_TOKENS = 21  # no number of heads: a compiled layer would take the two for one
 LONGEST_CONTEXT = 131072
 """Where a family sets no bound."""
@@ -77,6 +80,7 @@ class NativeEngine:
         self.vocabulary = self.innermost.config.get_text_config().vocab_size
         self.use_graphs = use_graphs and runs_triton(next(model.parameters()))
         self._made: tuple[DecodeProgram, StepGraphs] | None = None
+        self.packed = PackedWeights(self.innermost)
         self._drawings: dict[Any, Drawing] = {}
         self._in_session = False
 
@@ -97,7 +101,7 @@ class NativeEngine:
         steps = probe.CONTINUED
         params = SamplingParams(max_tokens=steps)
         pool = PagePool()
-        with self._memory() as (program, _), probe.cached_attention(self.innermost):
+        with self._memory() as (program, _), self.running():
             session = NativeSession(self, params, program, None, pool)
             session.grow(1 + sum(pages_for(len(tokens)) + 1 for tokens in sequences))
             for ticket, tokens in enumerate(sequences):
@@ -108,7 +112,9 @@ class NativeEngine:
             for step in range(steps):
                 session.scheduler.reserve(1)
                 width = program.rows.put(running, len(running))
+                program.lay_out(len(running), width, 1, are_others=True)
                 found.append(program.logits(len(running), width).clone())
+                program.keep()
                 for run, tokens in zip(running, sequences):
                     run.request.extend([int(tokens[len(tokens) - steps + step])], [0.0], [0.0])
         return list(torch.stack(found, 1))
@@ -131,7 +137,18 @@ class NativeEngine:
         try:
             yield self._made
         finally:
-            self._made[0].store.free()
+            self._made[0].free()
+            self.packed.free()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The model as a session runs it; outside of the block nobody sees anything of that."""
+        with (
+            inference(self.device),
+            probe.cached_attention(self.innermost),
+            self.packed.in_use(self.version),
+        ):
+            yield
 
     def _make(self) -> tuple[DecodeProgram, StepGraphs]:
         rows = Rows(self.max_slots, pages_for(self.context) + 2, self.steps_per_look, self.device)
@@ -211,6 +228,7 @@ class NativeSession:
             graphs.begin(self.drawing)
         self.steps = 1 if self.grammar is not None else engine.steps_per_look
         self.budget = engine.page_budget()
+        program.dense_bytes = int(DENSE_SHARE * self.budget * program.store.page_bytes)
         self._failed: list[tuple[int, Completion]] = []
         self._tickets = 0
         self._laid_out, self._width = -1, 0  # the scheduler's count of changes when the rows were laid out
@@ -243,7 +261,7 @@ class NativeSession:
     def advance(self) -> list[tuple[int, Completion]]:
         finished, self._failed = self._failed, []
         if self.scheduler.in_flight:
-            with inference(self.engine.device), probe.cached_attention(self.engine.innermost):
+            with self.engine.running():
                 self._fit_memory()
                 self.prefill(self.scheduler.admit(self.steps))
                 finished += self._decode()
@@ -310,22 +328,26 @@ class NativeSession:
             self.scheduler.reserve(steps)
         running = self.scheduler.running
         count = self.graphs.bucket(len(running)) if self.engine.use_graphs else len(running)
-        self._lay_out(running, count)
+        is_other = self._lay_out(running, count)
         self._lay_out_masks(running)
         if self.engine.use_graphs:
             self.graphs.run(count, steps, self.drawing)
         else:
+            self.program.lay_out(count, self._width, steps, is_other)
             for _ in range(steps):
                 self.program.run(count, self._width, self.drawing)
+            self.program.keep()
         return self._hand_over(running, *self.program.rows.drawn(steps, len(running)))
 
-    def _lay_out(self, running: list[Running], count: int) -> None:
-        """On the device every row has moved on by itself: it is told only of what has changed besides."""
-        if self.scheduler.changes == self._laid_out:
-            self.program.rows.restart()
-        else:
+    def _lay_out(self, running: list[Running], count: int) -> bool:
+        """On the device every row has moved on by itself: it is told only of what has changed besides. Returns whether it has."""
+        has_changed = self.scheduler.changes != self._laid_out
+        if has_changed:
             self._width = self.program.rows.put(running, count)
             self._laid_out = self.scheduler.changes
+        else:
+            self.program.rows.restart()
+        return has_changed
 
     def _lay_out_masks(self, running: list[Running]) -> None:
         """What the rows have said already, for the penalty; what a grammar lets them say next."""

@@ -18,6 +18,7 @@ from posttrain.rollout.native_engine.step import DecodeProgram, Drawing
 logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 2  # Triton compiles, cuBLAS chooses and allocates outside of the capture
+ROWS_ALMOST_FREE = 256  # up to here a step mostly reads the weights
 WAYS_TO_DRAW = 4  # training and evaluation are two
 
 
@@ -42,8 +43,8 @@ class StepGraphs:
         self._drawings[id(drawing)] = drawing
 
     def bucket(self, rows: int) -> int:
-        """Rows of the graph that runs `rows`: the next power of two, at most all slots."""
-        return min(1 << max(rows - 1, 0).bit_length(), self._slots)
+        """Rows of the graph that runs `rows`."""
+        return rows_of_graph(rows, self._slots)
 
     def run(self, rows: int, steps: int, drawing: Drawing) -> None:
         width = self._program.rows.table.shape[1]
@@ -97,6 +98,14 @@ class StepGraphs:
             self._program.run(rows, width, drawing)
         self._pool = graph.pool()
         return graph
+
+
+def rows_of_graph(rows: int, slots: int) -> int:
+    """The next power of two, or three quarters of it where rows begin to cost; at most all slots."""
+    full = 1 << max(rows - 1, 0).bit_length()
+    if full > ROWS_ALMOST_FREE and rows <= 3 * full // 4:
+        full = 3 * full // 4
+    return min(full, slots)
 
 
 def _addresses_and_adapters(model: nn.Module) -> tuple[Any, ...]:

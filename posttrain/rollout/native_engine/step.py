@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from posttrain.models.token_scores import LanguageHead
 from posttrain.rollout.native_engine.attention import DecodeStep, Pass, Prefill, ShapeReader, runs_triton
 from posttrain.rollout.native_engine.cache import KeyValueStore
+from posttrain.rollout.native_engine.dense_rows import DenseRows, columns_for
 from posttrain.rollout.native_engine.scheduler import Running
 from posttrain.rollout.noise import words
 from posttrain.rollout.sampling import Drawn, DrawRule, draw
@@ -91,6 +92,29 @@ class DecodeProgram:
         self.innermost, self.store, self.rows = innermost, store, rows
         self.body = getattr(innermost, innermost.base_model_prefix)
         self.placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=rows.device.device)
+        self.dense: DenseRows | None = None
+        self.dense_bytes = 0  # that dense rows may take, on a CPU; with 0 its steps attend to pages
+
+    def lay_out(self, rows: int, table_width: int, steps: int, are_others: bool) -> None:
+        """Before `steps` steps: the rows side by side, where the device is a CPU and they fit. `are_others`: than before."""
+        if not are_others and (self.dense is None or self.dense.column + steps <= self.dense.columns):
+            return
+        self.dense = None  # frees it before the next is made
+        positions, prefixes = self.rows.field("positions", rows), self.rows.field("prefixes", rows)
+        if self.store.device.type != "cpu":
+            return
+        if rows * columns_for(positions, steps) * self.store.token_bytes <= self.dense_bytes:
+            table = self.rows.table[:rows, :table_width]
+            self.dense = DenseRows(self.store, table, positions, prefixes, steps)
+
+    def keep(self) -> None:
+        """After the steps: what they have written goes to its pages, if it is not there already."""
+        if self.dense is not None:
+            self.dense.keep()
+
+    def free(self) -> None:
+        self.dense = None
+        self.store.free()
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, kv_cache: ShapeReader | Prefill | DecodeStep) -> Tensor:
         """(tokens,) ids of one ragged row -> (tokens, width)."""
@@ -104,8 +128,11 @@ class DecodeProgram:
     def logits(self, rows: int, table_width: int) -> Tensor:
         """(rows, V) of the next token."""
         positions, prefixes, remaining = (self.rows.field(n, rows) for n in ("positions", "prefixes", "remaining"))
-        cache = DecodeStep(self.store, self.rows.table[:rows, :table_width], positions, prefixes, remaining)
+        table = self.rows.table[:rows, :table_width]
+        cache = DecodeStep(self.store, table, positions, prefixes, remaining, self.dense)
         hidden = self.hidden(self.rows.field("tokens", rows), positions, cache)
+        if self.dense is not None:
+            self.dense.move_on()
         return LanguageHead.of(self.innermost)(hidden)
 
     def run(self, rows: int, table_width: int, drawing: Drawing) -> None:
