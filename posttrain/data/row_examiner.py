@@ -39,7 +39,7 @@ class Tally:
     notes: Counter[str] = field(default_factory=Counter)  # what the encoders counted
     labels: set[bool] = field(default_factory=set)
     ids: dict[int, int] = field(default_factory=dict)  # hash of a row id -> first row
-    repeated_ids: list[tuple[int, int]] = field(default_factory=list)  # (row, first row with that id)
+    repeated_ids: list[tuple[int, int]] = field(default_factory=list)  # (row, hash of its id)
 
     def as_json(self) -> dict[str, Any]:
         """For the file in which a worker leaves its tally."""
@@ -83,7 +83,7 @@ class Tally:
         self.repeated_ids += other.repeated_ids
         for hashed, row in other.ids.items():
             if self.ids.setdefault(hashed, row) != row:
-                self.repeated_ids.append((row, self.ids[hashed]))
+                self.repeated_ids.append((row, hashed))
 
     def late_findings(self, id_column: str | None) -> dict[int, list[Finding]]:
         """What only the whole dataset shows, by row; row -1 stands for all rows."""
@@ -93,8 +93,9 @@ class Tally:
                 reason = f"has a message with the key {key!r}, which {count:,} of {self.rows_read:,} rows have"
                 for row in self.key_rows[column, key]:
                     late.setdefault(row, []).append(Finding("extra_key", column, reason))
-        for row, first in sorted(self.repeated_ids):
-            late.setdefault(row, []).append(Finding("duplicate_id", id_column or "", f"repeats the id of row {first}"))
+        for row, hashed in sorted(self.repeated_ids):
+            reason = f"repeats the id of row {self.ids[hashed]}"
+            late.setdefault(row, []).append(Finding("duplicate_id", id_column or "", reason))
         if len(self.labels) == 1 and self.rows_read > 1:
             only = next(iter(self.labels))
             late[-1] = [Finding("one_class", "label", f"is {only} in every row: there is nothing to tell apart")]
@@ -174,9 +175,8 @@ class RowExaminer:
                 found.append(Finding("null", id_column, "is missing or null, and names the row"))
             else:
                 hashed = xxhash.xxh3_64_intdigest(repr(row[id_column]).encode())
-                first = self.tally.ids.setdefault(hashed, number)
-                if first != number:
-                    self.tally.repeated_ids.append((number, first))
+                if self.tally.ids.setdefault(hashed, number) != number:
+                    self.tally.repeated_ids.append((number, hashed))
         return found
 
     def _count_control_tokens(self, rows: list[Row]) -> None:

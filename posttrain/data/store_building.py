@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import pickle
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -22,6 +21,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from posttrain.data.foreign_formats import Row
+from posttrain.data.part_workers import build_parts
 from posttrain.data.row_checks import Finding, ProblemLog
 from posttrain.data.row_examiner import RowExaminer, Tally
 from posttrain.data.row_formats import Detection
@@ -30,7 +30,7 @@ from posttrain.data.token_store import (
     DamagedStoreError,
     StoreWriter,
     TokenStore,
-    join_parts,
+    join_part,
     remove_folder,
     seal,
 )
@@ -42,7 +42,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 1000
-ROWS_PER_WORKER = 2000  # fewer are not worth a process
+ROWS_PER_WORKER = 500  # fewer are not worth a process
+FEWEST_ROWS, MOST_ROWS = 128, 20_000  # of what a worker takes at once
+ROWS_TRIED = 100
 TELL_EVERY_S = 10
 TALLY = "tally.json"
 LOCK_DEADLINE_S = 6 * 3600
@@ -199,22 +201,29 @@ def build_store(
     num_proc: int | None,
 ) -> dict[str, Any]:
     """Examine and encode all rows into `folder`; the facts that go with them."""
-    bounds = _shares(len(source), num_proc)
-    parts = [folder / f"part-{i}" for i in range(len(bounds))]
+    num_workers = _num_workers(len(source), num_proc)
+    shares = _shares(len(source), num_workers)
+    tally = Tally()
+    told = time.monotonic()
+    folder.mkdir(parents=True, exist_ok=True)
+    if num_workers > 1:
+        # What is found out on the way (the compiled template, where texts may be cut) is then known to every worker.
+        RowExaminer(detection, renderer, options).examine(source.rows(0, ROWS_TRIED))
 
     def build_part(i: int) -> None:
-        _build_part(source, *bounds[i], RowExaminer(detection, renderer, options), name, parts[i])
+        _build_part(source, *shares[i], RowExaminer(detection, renderer, options), name, folder, f"part-{i}.")
 
-    if len(parts) == 1:
-        build_part(0)
-    else:
-        _in_processes(build_part, parts)
-    tally = Tally()
-    for part in parts:
-        tally.add(Tally.of_json(json.loads((part / TALLY).read_text(encoding="utf-8"))))
-    join_parts(parts, folder)
-    for part in parts:
-        remove_folder(part)
+    def use_part(i: int) -> None:
+        nonlocal told
+        counted = folder / f"part-{i}.{TALLY}"
+        tally.add(Tally.of_json(json.loads(counted.read_text(encoding="utf-8"))))
+        counted.unlink()
+        join_part(folder, f"part-{i}.")
+        if time.monotonic() - told > TELL_EVERY_S:
+            told = time.monotonic()
+            logger.info("Preparing %s: %d of %d rows.", name, shares[i][1], len(source))
+
+    build_parts(build_part, use_part, len(shares), num_workers, folder)
     late = tally.late_findings(options.row_id_column)
     log = ProblemLog(name, folder / PROBLEMS)
     for row, findings in late.items():
@@ -231,8 +240,8 @@ def build_store(
     }
 
 
-def _shares(num_rows: int, num_proc: int | None) -> list[tuple[int, int]]:
-    """Contiguous shares of the rows, one for each worker: as many as asked for, or as the machine has cores."""
+def _num_workers(num_rows: int, num_proc: int | None) -> int:
+    """As many as asked for, or as the machine has cores; fewer for few rows."""
     wanted = len(os.sched_getaffinity(0)) if num_proc is None and hasattr(os, "sched_getaffinity") else num_proc or 1
     workers = max(1, min(wanted, num_rows // ROWS_PER_WORKER))
     if multiprocessing.current_process().daemon:  # which may not have children
@@ -240,18 +249,29 @@ def _shares(num_rows: int, num_proc: int | None) -> list[tuple[int, int]]:
     if workers > 1 and "fork" not in multiprocessing.get_all_start_methods():
         logger.warning("This system cannot fork; the dataset is prepared by one process instead of %d.", workers)
         workers = 1
-    edges = [num_rows * i // workers for i in range(workers + 1)]
+    return workers
+
+
+def _shares(num_rows: int, num_workers: int) -> list[tuple[int, int]]:
+    """Contiguous shares of the rows, which workers take one after the other: large ones first, small ones at the end, so that
+    all workers end at about the same time, whatever their speed and whenever they began."""
+    # Of a very large dataset they are larger: a pipe must hold the numbers of all (see part_workers).
+    fewest, most = max(FEWEST_ROWS, num_rows // 20_000), max(MOST_ROWS, num_rows // 256)
+    edges = [0]
+    while edges[-1] < num_rows:
+        left = num_rows - edges[-1]
+        size = left if num_workers == 1 else max(fewest, left // (2 * num_workers))
+        edges.append(min(edges[-1] + min(size, most), num_rows))
     return list(itertools.pairwise(edges))
 
 
-def _build_part(source: RowSource, start: int, stop: int, examiner: RowExaminer, name: str, folder: Path) -> None:
-    writer = StoreWriter(folder)
-    log = ProblemLog(name, folder / PROBLEMS)
-    told = time.monotonic()
+def _build_part(
+    source: RowSource, start: int, stop: int, examiner: RowExaminer, name: str, folder: Path, part: str
+) -> None:
+    """Examine and encode some of the rows into files whose names begin with `part`."""
+    writer = StoreWriter(folder, part)
+    log = ProblemLog(name, folder / f"{part}{PROBLEMS}")
     for first, rows in source.batches(start, stop):
-        if time.monotonic() - told > TELL_EVERY_S:
-            told = time.monotonic()
-            logger.info("Preparing %s: %d of %d rows.", name, first - start, stop - start)
         units = []
         for number, result in enumerate(examiner.examine(rows, first), first):
             if isinstance(result, tuple):
@@ -261,38 +281,7 @@ def _build_part(source: RowSource, start: int, stop: int, examiner: RowExaminer,
         writer.add(units)
     writer.close()
     log.flush()
-    (folder / TALLY).write_text(json.dumps(examiner.tally.as_json()), encoding="utf-8")
-
-
-def _in_processes(build_part: Callable[[int], None], parts: list[Path]) -> None:
-    """Run every part in a forked process: nothing is pickled, so scripts without a main guard and notebooks work."""
-    context = multiprocessing.get_context("fork")
-
-    def run(i: int) -> None:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not survive a fork
-        try:
-            build_part(i)
-        except BaseException:
-            parts[i].mkdir(parents=True, exist_ok=True)
-            (parts[i] / "error.txt").write_text(traceback.format_exc(), encoding="utf-8")
-            os._exit(1)
-        os._exit(0)  # the parent's atexit handlers are not ours to run
-
-    workers = [context.Process(target=run, args=(i,)) for i in range(len(parts))]
-    try:
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    finally:
-        for worker in workers:
-            if worker.is_alive():
-                worker.terminate()
-    for worker, part in zip(workers, parts):
-        if worker.exitcode:
-            error = part / "error.txt"
-            reason = error.read_text(encoding="utf-8") if error.exists() else f"it ended with code {worker.exitcode}"
-            raise RuntimeError(f"A worker that prepared the dataset failed: {reason}")
+    (folder / f"{part}{TALLY}").write_text(json.dumps(examiner.tally.as_json()), encoding="utf-8")
 
 
 def read_problems(store: TokenStore) -> Iterator[tuple[int, list[Finding]]]:

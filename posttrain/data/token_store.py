@@ -46,11 +46,12 @@ def _dtype_of(file: str) -> type[np.generic]:
 
 
 class StoreWriter:
-    """Appends units to the files of a store. `close` before reading it or joining it with others."""
+    """Appends units to the files of a store, or of a part of one. `close` before reading it or joining it with others."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, part: str = "") -> None:
+        """`part` begins the names of the files of a part of a store (see `join_part`)."""
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder = folder
+        self.folder, self.part = folder, part
         self.files: dict[str, BinaryIO] = {}
         self.extra_names: tuple[str, ...] | None = None
         self._open_files = contextlib.ExitStack()
@@ -58,7 +59,7 @@ class StoreWriter:
 
     def _open(self, names: Iterable[str]) -> None:
         for name in names:
-            file = open(self.folder / f"{name}.bin", "wb")  # noqa: SIM115 - `close` closes it
+            file = open(self.folder / f"{self.part}{name}.bin", "wb")  # noqa: SIM115 - `close` closes it
             self.files[name] = self._open_files.enter_context(file)
 
     def add(self, units: list[Unit]) -> None:
@@ -113,13 +114,19 @@ def trained_ranges(masks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return np.stack([begins, ends], axis=1) - starts[mask_of, None], np.bincount(mask_of, minlength=len(masks))
 
 
-def join_parts(parts: Iterable[Path], folder: Path) -> None:
-    """The `.bin` files and problem lists of several closed stores, one after the other, in `folder`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for part in parts:
-        for source in sorted([*part.glob("*.bin"), *part.glob(PROBLEMS)]):
-            with open(source, "rb") as read, open(folder / source.name, "ab") as write:
-                shutil.copyfileobj(read, write, 1 << 22)
+def join_part(folder: Path, part: str) -> None:
+    """Put the files whose names begin with `part` at the end of those without that beginning.
+
+    Parts are no folders: to remove a folder takes a hundred times as long as to remove a file.
+    """
+    for source in sorted(folder.glob(f"{part}*")):
+        target = folder / source.name.removeprefix(part)
+        if not target.exists():
+            source.rename(target)
+            continue
+        with open(source, "rb") as read, open(target, "ab") as write:
+            shutil.copyfileobj(read, write, 1 << 22)
+        source.unlink()
 
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:

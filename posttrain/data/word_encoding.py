@@ -1,51 +1,42 @@
 """Texts -> token ids, each distinct word encoded once.
 
-Most tokenizers cut a text into words before they look for merges, and a word's ids do not depend on its neighbours. Then
-the ids of a text are those of its words, one after the other, and a word that was met before costs one look-up instead of
-one pass through the tokenizer. Words are cut before a space, and after the end of a line, where a visible character
-follows; an empty line belongs to the word around it.
-
-Whether a tokenizer is of this kind is not believed but tried: its parts must be of types that work word by word, and cuts
-between all pairs of characters of many classes, with all sorts of white space between them, must not change the ids.
-Otherwise (and for few texts) the tokenizer encodes whole texts itself. The ids are the same in either case.
+Where a tokenizer works piece by piece (see word_cuts), the ids of a text are those of its words, one after the other, and a
+word that was met before costs one look-up instead of one pass through the tokenizer. A new word is put together from its
+parts, most of which were met in other words. Otherwise (and for few texts) the tokenizer encodes whole texts itself. The ids
+are the same in either case.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-import re
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from tokenizers import processors
-from tokenizers.models import BPE
+
+from posttrain.data.word_cuts import BETWEEN_IDS, ITEM, TextCutter, packed_ids, trial_texts, ways_to_cut
 
 logger = logging.getLogger(__name__)
 
 Span = tuple[int, int]
-ITEM = 4  # bytes of an id
 FEW_TEXTS = 64  # not worth the trial
-MOST_WORDS = 400_000  # some 60 MB; then it starts anew
-ENDS_ONLY = (type(None), processors.ByteLevel, processors.TemplateProcessing)
-WORD_BY_WORD = ("ByteLevel", "Digits", "Split")
-LONE_SPACE = r"(?<=\S) \S"
-ENDS = (*"aZ5.'_<é中½😀", "\u0301", "'s", "'LL", "12345", "...", "!?")
-SPACES = ("", " ", "  ", "\n", "\n\n", "\n  ", "\t", "\r\n")
+MOST_BYTES = 100_000_000  # of remembered words, roughly; then it starts anew
+BYTES_PER_WORD = 150  # of an entry, beside its characters
 
 
 class WordEncoder:
     """Encodes with one tokenizer's backend (see `special_tokens.whole_texts`), remembering words."""
 
     def __init__(self) -> None:
-        self._words: dict[str, bytes] = {}  # word -> its ids as int32
-        self._cut: Callable[[str], list[str]] = list  # a text's words
+        self._firsts: dict[str, bytes] = {}  # first word of a text -> its ids as int32
+        self._words: dict[str, bytes] = {}  # word after a space -> ids of both
+        self._parts: dict[str, bytes] = {}
+        self._num_bytes = 0
+        self._cutter: TextCutter | None = None
         self._made_for: Any = None
-        self._can_cut = False
 
     def encode(self, backend: Any, texts: list[str], add_special_tokens: bool = False) -> list[np.ndarray]:
         """Ids of each text, with what the tokenizer puts around a text where that is asked for."""
@@ -53,13 +44,10 @@ class WordEncoder:
             encodings = backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
         before, after = _around(backend) if add_special_tokens else (b"", b"")
-        cut = list(map(self._cut, texts))
-        self._learn(backend, cut)
-        word = self._words.__getitem__
-        ids = [np.frombuffer(before + b"".join(map(word, words)) + after, dtype=np.int32) for words in cut]
+        ids = [np.frombuffer(before + one + after, dtype=np.int32) for one in self._ids(backend, texts)]
         if self._is_right(backend, texts, ids, add_special_tokens):
             return ids
-        self._can_cut = False  # the trial missed something that this dataset holds
+        self._cutter = None  # the trial missed something that this dataset holds
         logger.warning(
             "This tokenizer looks beyond words after all: whole texts are encoded from here on. Texts before this one were encoded "
             "word by word, the longest of every batch checked; delete the dataset cache to encode them again."
@@ -72,53 +60,77 @@ class WordEncoder:
         longest = max(range(len(texts)), key=lambda place: len(texts[place]))
         return backend.encode(texts[longest], add_special_tokens=add_special_tokens).ids == ids[longest].tolist()
 
-    def _learn(self, backend: Any, cut: list[list[str]]) -> None:
-        """Encode the words that were never met."""
-        known = self._words
-        if len(known) > MOST_WORDS:
-            known.clear()
-        unseen = list(set(itertools.chain.from_iterable(cut)) - known.keys())
-        encodings = backend.encode_batch_fast(unseen, add_special_tokens=False)
-        known.update(zip(unseen, (_packed(encoding.ids) for encoding in encodings)))
+    def _ids(self, backend: Any, texts: list[str]) -> Iterator[bytes]:
+        """The ids of the words of each text."""
+        if self._num_bytes > MOST_BYTES:
+            self._forget()
+        cut = list(map(self._cutter.words, texts))
+        first_words = {words[0] for words in cut}
+        self._learn(backend, self._firsts, "", first_words - self._firsts.keys())
+        self._learn(backend, self._words, " ", set(itertools.chain.from_iterable(cut)) - self._words.keys())
+        firsts, word = self._firsts, self._words.__getitem__
+        return (firsts[words[0]] + b"".join(map(word, itertools.islice(words, 1, None))) for words in cut)
 
-    def can_cut(self, backend: Any, num_texts: int) -> bool:
+    def _learn(self, backend: Any, known: dict[str, bytes], before: str, unseen: set[str]) -> None:
+        """Words that were never met, from their parts; parts that were never met, by the tokenizer."""
+        cut = list(filter(self._cutter.has_parts, unseen))
+        parts = self._cutter.parts([before + word for word in cut])
+        new = list(set(parts).difference(self._parts))
+        self._parts.update(zip(new, self._cutter.encode(new)))
+        # One join and one split for all words together: several times as fast as word by word.
+        known.update(zip(cut, b"".join(map(self._parts.__getitem__, parts)).split(BETWEEN_IDS)))
+        whole = list(unseen.difference(cut))
+        known.update(zip(whole, packed_ids(backend, [before + word for word in whole])))
+        self._num_bytes += BYTES_PER_WORD * (len(unseen) + len(new)) + sum(map(len, unseen)) + sum(map(len, new))
+
+    def _forget(self) -> None:
+        self._firsts.clear()
+        self._words.clear()
+        self._parts = self._cutter.known_parts()
+        self._num_bytes = 0
+
+    def can_cut(self, backend: Any, num_texts: int = FEW_TEXTS) -> bool:
         """Tried once for a backend; tokens that were added to it, or another treatment of control tokens, count as another."""
         if num_texts < FEW_TEXTS:
             return False
         added = [token.content for token in backend.get_added_tokens_decoder().values()]
         state = (id(backend), backend.encode_special_tokens, added)
         if state != self._made_for:
-            self._words.clear()
             self._made_for = state
-            self._can_cut = works_word_by_word(backend) and self._find_cuts(backend, added)
-        return self._can_cut
+            self._find_cuts(backend)
+        return self._cutter is not None
 
-    def _find_cuts(self, backend: Any, added: list[str]) -> bool:
-        """The finest way to cut that changes nothing: many cuts, or only at lone spaces."""
-        for before_space in (after_any_space(added), LONE_SPACE):
-            self._cut = words_between(before_space).findall
-            if cuts_change_nothing(backend, self._cut, added):
-                return True
-        return False
+    def _find_cuts(self, backend: Any) -> None:
+        """Take the finest way to cut that does not change the ids of the trial texts, or none."""
+        trials = trial_texts(backend)
+        wholes = packed_ids(backend, trials)
+        for self._cutter in ways_to_cut(backend):
+            self._forget()
+            if list(self._ids(backend, trials)) == wholes:
+                return
+        self._cutter = None
 
     def trained(self, backend: Any, text: str, spans: list[Span]) -> np.ndarray:
         """The mask of tokens that hold a character of a span (see `trained_tokens`), for a text that was just encoded."""
-        words = self._cut(text)
-        tokens = list(itertools.accumulate((len(self._words[word]) // ITEM for word in words), initial=0))
-        places = list(itertools.accumulate(map(len, words), initial=0))
+        first, *rest = self._cutter.words(text)
+        sizes = [len(self._firsts[first]), *map(len, map(self._words.__getitem__, rest))]
+        tokens = [size // ITEM for size in itertools.accumulate(sizes, initial=0)]
+        places = list(itertools.accumulate((len(first), *(len(word) + 1 for word in rest)), initial=0))
         trained = np.zeros(tokens[-1], dtype=bool)
         for start, end in spans:
-            first, last = bisect_right(places, start) - 1, bisect_left(places, end) - 1  # words of the two edges
+            begin, last = bisect_right(places, start) - 1, bisect_left(places, end) - 1  # words of the two edges
             head = tail = 0  # tokens of these words that lie outside, and inside
-            if places[first] < start < places[-1]:
-                head = _before_span(backend.encode(words[first], add_special_tokens=False), start - places[first])
+            if places[begin] < start < places[-1]:
+                word = text[places[begin] : places[begin + 1]]
+                head = _before_span(backend.encode(word, add_special_tokens=False), start - places[begin])
             if last >= 0:
+                word = text[places[last] : places[last + 1]]
                 inside = end - places[last]
-                if inside >= len(words[last]):
+                if inside >= len(word):
                     tail = tokens[last + 1] - tokens[last]
                 else:
-                    tail = _up_to_end(backend.encode(words[last], add_special_tokens=False), inside)
-            trained[tokens[first] + head : tokens[max(last, 0)] + tail] = True
+                    tail = _up_to_end(backend.encode(word, add_special_tokens=False), inside)
+            trained[tokens[begin] + head : tokens[max(last, 0)] + tail] = True
         return trained
 
 
@@ -148,68 +160,8 @@ def _up_to_end(encoding: Any, end: int) -> int:
     return bisect_left(range(len(encoding.ids)), end, key=first_character)
 
 
-def works_word_by_word(backend: Any) -> bool:
-    """Whether all parts of a tokenizer are of a kind whose result for a word is the word's alone."""
-    splitters = _parts(backend.pre_tokenizer, "pretokenizers")
-    return (
-        isinstance(backend.model, BPE)
-        and not backend.model.dropout
-        and all(part["type"] == "NFC" for part in _parts(backend.normalizer, "normalizers"))
-        and type(backend.post_processor) in ENDS_ONLY
-        and bool(splitters)
-        and all(part["type"] in WORD_BY_WORD and not part.get("add_prefix_space") for part in splitters)
-        and not any(map(_reaches_out, backend.get_added_tokens_decoder().values()))
-    )
-
-
-def _packed(ids: list[int]) -> bytes:
-    return array("i", ids).tobytes()
-
-
 def _around(backend: Any) -> tuple[bytes, bytes]:
     """Ids before and after a text, such as its beginning-of-sequence token."""
     bare, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
     start = next(place for place in range(len(whole)) if whole[place : place + len(bare)] == bare)
-    return _packed(whole[:start]), _packed(whole[start + len(bare) :])
-
-
-def _parts(component: Any, key: str) -> list[dict[str, Any]]:
-    """The state of a normaliser or splitter, or of each if it is a sequence of them."""
-    if component is None:
-        return []
-    state = json.loads(component.__getstate__())
-    return state[key] if state["type"] == "Sequence" else [state]
-
-
-def _reaches_out(token: Any) -> bool:
-    """An added token that swallows the space beside it, wants to be a word of its own, or holds a space itself."""
-    return token.lstrip or token.rstrip or token.single_word or re.search(r"\s", token.content) is not None
-
-
-def after_any_space(added_tokens: list[str]) -> str:
-    """A space before anything visible. White space before an added token is the end of a text to the tokenizer: where one may
-    begin, the space must stand alone."""
-    firsts = re.escape("".join({token[0] for token in added_tokens if token}))
-    return rf" [^\s{firsts}]|{LONE_SPACE}"
-
-
-def words_between(before_space: str) -> re.Pattern[str]:
-    r"""Matches words: a character, then all up to the next cut. Every character of a text is in one word.
-
-    Cuts are where `before_space` matches, and between "x\n" and "x", where x is visible.
-    """
-    return re.compile(rf"(?s:.)\S*(?:(?!{before_space})\s(?!(?<=\S\n)\S)\S*)*\n?")
-
-
-def cuts_change_nothing(backend: Any, cut: Callable[[str], list[str]], added_tokens: list[str]) -> bool:
-    """Whether texts around every kind of cut have the ids of their words."""
-    ends = (*ENDS, *added_tokens[:3])
-    trials = [f"{a}{space} {b}" for a in ends for b in ends for space in SPACES]
-    trials += [f"{a}\n{b}" for a in ends for b in ends]
-    parts = list(map(cut, trials))
-    words = sorted(set(itertools.chain.from_iterable(parts)))
-    known = dict(zip(words, (one.ids for one in backend.encode_batch_fast(words, add_special_tokens=False))))
-    wholes = backend.encode_batch_fast(trials, add_special_tokens=False)
-    return all(
-        whole.ids == list(itertools.chain.from_iterable(map(known.get, one))) for whole, one in zip(wholes, parts)
-    )
+    return array("i", whole[:start]).tobytes(), array("i", whole[start + len(bare) :]).tobytes()

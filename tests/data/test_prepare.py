@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import time
@@ -259,15 +260,15 @@ def test_only_one_process_builds(renderer, cache):
     rows = tiny.chats(3000)
     context = multiprocessing.get_context("fork")
     builds = context.Value("i", 0)
-    original = store_building._build_part
+    original = prepare.build_store
 
     def counting(*args):
         with builds.get_lock():
             builds.value += 1
-        original(*args)
+        return original(*args)
 
     def work():
-        store_building._build_part = counting
+        prepare.build_store = counting
         assert len(prepare_dataset(rows, SFT, renderer, PrepareOptions(cache_dir=cache))) == 3000
 
     workers = [context.Process(target=work) for _ in range(4)]
@@ -296,7 +297,11 @@ def test_several_workers_give_the_same_store(renderer, tmp_path):
 
 
 def test_a_failing_worker_is_reported(renderer, cache, monkeypatch):
-    def fail(*args, **kwargs):
+    parent, original = os.getpid(), Renderer.encode_chats
+
+    def fail(*args):
+        if os.getpid() == parent:
+            return original(*args)
         raise MemoryError("no room")
 
     monkeypatch.setattr(Renderer, "encode_chats", fail)
@@ -462,6 +467,48 @@ def test_hundred_thousand_chat_rows_in_two_minutes(renderer, cache):
 
 def test_as_many_workers_as_asked_for_or_as_there_are_cores_but_none_for_few_rows():
     many = store_building.ROWS_PER_WORKER * 1000
-    assert len(store_building._shares(many, None)) == len(os.sched_getaffinity(0))
-    assert len(store_building._shares(many, 3)) == 3
-    assert store_building._shares(store_building.ROWS_PER_WORKER * 2 - 1, None) == [(0, 3999)]
+    assert store_building._num_workers(many, None) == len(os.sched_getaffinity(0))
+    assert store_building._num_workers(many, 3) == 3
+    assert store_building._num_workers(store_building.ROWS_PER_WORKER * 2 - 1, None) == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "workers"), [(1, 1), (999, 1), (50_000, 1), (1000, 2), (25_000, 16), (10**6, 4), (10**8, 64)]
+)
+def test_shares_hold_every_row_once_and_grow_smaller(rows, workers):
+    shares = store_building._shares(rows, workers)
+    sizes = [stop - start for start, stop in shares]
+    assert [start for start, _ in shares] == [0, *(stop for _, stop in shares[:-1])]
+    assert shares[-1][1] == rows
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] <= max(store_building.MOST_ROWS, rows / 256)
+    assert len(shares) < 1024  # a page of numbers: the least that a pipe holds
+    if workers > 1:  # nobody waits for long at the end, and nobody has nothing to do
+        assert sizes[-1] <= max(store_building.FEWEST_ROWS, rows / 20_000)
+        assert len(shares) >= min(workers, rows // store_building.FEWEST_ROWS)
+
+
+def test_a_repeated_id_names_the_first_row_that_has_it_whoever_read_it(renderer, tmp_path):
+    rows = [{**row, "id": "same" if i % 700 == 0 else str(i)} for i, row in enumerate(tiny.chats(3000))]
+    found = []
+    for num_proc in (1, 2):
+        options = PrepareOptions(cache_dir=tmp_path / str(num_proc), row_id_column="id", on_bad_rows="drop")
+        prepared = prepare_dataset(rows, SFT, renderer, options, num_proc=num_proc)
+        found.append((prepared.store.folder / "problems.jsonl").read_text())
+    assert found[0] == found[1]
+    assert found[0].count("repeats the id of row 0") == 4
+
+
+def test_a_killed_worker_is_reported_at_once(renderer, cache, monkeypatch):
+    parent, original = os.getpid(), Renderer.encode_chats
+
+    def end(*args):
+        if os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args)
+
+    monkeypatch.setattr(Renderer, "encode_chats", end)
+    with pytest.raises(RuntimeError, match="it ended with code -9"):
+        prepare_dataset(tiny.chats(2000), SFT, renderer, PrepareOptions(cache_dir=cache), num_proc=2)
+    assert not list(cache.glob("*.tmp-*"))
+    assert not multiprocessing.active_children()

@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
 
-from posttrain.data.word_encoding import (
-    FEW_TEXTS,
+from posttrain.data.word_cuts import (
+    AFTER_LETTERS,
+    AROUND_LETTERS,
+    BETWEEN,
     LONE_SPACE,
-    WordEncoder,
-    after_any_space,
-    trained_tokens,
-    words_between,
+    WHOLE,
+    TextCutter,
+    before_anything,
 )
+from posttrain.data.word_encoding import FEW_TEXTS, WordEncoder, trained_tokens
 
 PROSE = [
     (Path(__file__).resolve().parents[2] / name).read_text(encoding="utf-8")
@@ -98,11 +100,17 @@ def odd_texts(seed: int, count: int = 600) -> list[str]:
     return texts
 
 
-def test_words_cover_the_text() -> None:
-    for before_space in (after_any_space(["<|im_start|>", "]", "^"]), LONE_SPACE):
-        words = words_between(before_space)
-        for text in odd_texts(0, 2000):
-            assert "".join(words.findall(text)) == text
+def test_words_and_parts_cover_the_text() -> None:
+    backend = made(CUTTING["gpt2"])
+    backend.add_tokens(["]", "^"])
+    for space in (before_anything(["<|im_start|>", "]", "^"]), LONE_SPACE):
+        for parts in (AROUND_LETTERS, AFTER_LETTERS, WHOLE):
+            cutter = TextCutter(backend, space, parts)
+            for text in odd_texts(0, 1000):
+                words = cutter.words(text)
+                assert " ".join(words) == text
+                plain = [word for word in words if cutter.has_parts(word)]
+                assert "".join(cutter.parts(plain)) == BETWEEN.join(plain)
 
 
 @pytest.mark.parametrize("name", CUTTING)
@@ -114,6 +122,55 @@ def test_ids_are_those_of_whole_texts(name: str) -> None:
         ids = encoder.encode(backend, texts)
         wholes = backend.encode_batch_fast(texts, add_special_tokens=False)
         assert [one.tolist() for one in ids] == [whole.ids for whole in wholes]
+
+
+def code_texts(seed: int, count: int = 400) -> list[str]:
+    """ASCII characters of all classes in a row, with few spaces: what words are cut into parts for."""
+    rng = random.Random(seed)
+    pieces = [
+        *"aZ5.,:;'\"_-/()[]{}<>=+*#@!?\\|~`^%&$\t\n\x1c\x00",
+        " ",
+        "self",
+        "Torch",
+        "don't",
+        "'re",
+        "2048",
+        "\n\n    ",
+    ]
+    pieces += ["<|im_start|>", "<|im_end|>", "<|im_", "end|>", "<ordinary>", "<Ordinary>"]
+    return ["".join(rng.choice(pieces) for _ in range(rng.randrange(1, 25))) for _ in range(count)]
+
+
+@pytest.mark.parametrize("literal", [False, True])
+@pytest.mark.parametrize("name", CUTTING)
+def test_words_put_together_from_parts_have_the_ids_of_whole_texts(name: str, literal: bool) -> None:
+    """With control tokens parsed and as ordinary text, and a token that is looked for after normalising."""
+    backend, encoder = made(CUTTING[name]), WordEncoder()
+    backend.add_tokens([AddedToken("<ordinary>", normalized=True)])
+    backend.encode_special_tokens = literal
+    assert encoder.can_cut(backend, FEW_TEXTS)
+    for seed in range(3):
+        texts = code_texts(seed)
+        wholes = backend.encode_batch_fast(texts, add_special_tokens=False)
+        assert [one.tolist() for one in encoder.encode(backend, texts)] == [whole.ids for whole in wholes]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"), [("gpt2", AROUND_LETTERS), ("qwen", AFTER_LETTERS), ("o200k", AFTER_LETTERS)]
+)
+def test_the_finest_cut_that_a_tokenizer_allows_is_taken(name: str, parts: str) -> None:
+    """GPT-2 has "." and "nn" for ".nn"; later tokenizers keep the sign with the letters after it."""
+    encoder = WordEncoder()
+    encoder.can_cut(made(CUTTING[name]), FEW_TEXTS)
+    assert encoder._cutter._parts.__self__.pattern == parts
+
+
+def test_what_is_remembered_is_bounded_and_forgetting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, encoder, texts = made(CUTTING["qwen"]), WordEncoder(), odd_texts(4, 300)
+    expected = [ids.tolist() for ids in encoder.encode(backend, texts)]
+    monkeypatch.setattr("posttrain.data.word_encoding.MOST_BYTES", 0)
+    assert [ids.tolist() for ids in encoder.encode(backend, texts)] == expected
+    assert len(encoder._words) <= len({word for text in texts for word in encoder._cutter.words(text)})
 
 
 @pytest.mark.parametrize("name", CUTTING)
@@ -159,8 +216,8 @@ def test_tokens_around_a_text_are_put_around_it() -> None:
 
 def test_a_tokenizer_that_the_trial_took_for_another_kind_is_found_out_by_a_real_text(caplog, monkeypatch):
     """Every call also encodes its longest text whole. Here the trial is told to believe anything."""
-    monkeypatch.setattr("posttrain.data.word_encoding.works_word_by_word", lambda backend: True)
-    monkeypatch.setattr("posttrain.data.word_encoding.cuts_change_nothing", lambda *_: True)
+    monkeypatch.setattr("posttrain.data.word_cuts.works_piece_by_piece", lambda backend: True)
+    monkeypatch.setattr("posttrain.data.word_encoding.trial_texts", lambda backend: [])
     backend, encoder = made(REACHING["two words at once"]), WordEncoder()
     texts = [f"{i} the quick brown fox jumps over the lazy dog" for i in range(FEW_TEXTS)]
     found = encoder.encode(backend, texts)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from posttrain.rollout.engine import ENGINES, Prompt, SamplingParams, generate
 from posttrain.rollout.native_engine.engine import NativeEngine
 
 pytestmark = pytest.mark.slow
-PROMPTS, TOKENS = 24, 16
+PROMPTS, TOKENS = int(os.environ.get("REAL_PROMPTS", "24")), 16  # 200 takes ten minutes on two cores
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +31,7 @@ def real():
 def asked(tokenizer, samples=1):
     """Questions of GSM8K, of 30 to 150 tokens."""
     found = []
-    for key, row in enumerate(demo.rows("train")[:PROMPTS]):
+    for key, row in enumerate((demo.rows("train") + demo.rows("test"))[:PROMPTS]):
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
         found += [Prompt(ids, key=key, sample=sample) for sample in range(samples)]
     return found
@@ -44,7 +46,8 @@ def test_greedy_and_seeded_completions_are_the_plain_engines_and_log_probs_the_s
         params = SamplingParams(TOKENS, temperature, stop_ids=(tokenizer.eos_token_id,), seed=1)
         found, wanted = (generate(engine, asked(tokenizer), params) for engine in (native, plain))
         parted = sum(one.ids.tolist() != two.ids.tolist() for one, two in zip(found, wanted))
-        assert parted <= 1  # two tokens that are equally good
+        print(f"temperature {temperature}: {parted} of {len(found)} completions part")
+        assert parted <= max(PROMPTS // 100, 1)  # two tokens that are equally good
     units, exact = [], []
     for prompt, completion in zip(asked(tokenizer), found):
         ids = np.concatenate([prompt.ids, completion.ids])
