@@ -59,10 +59,9 @@ def test_greedy_and_seeded_completions_are_the_plain_engines_and_log_probs_the_s
     gaps = {"a full forward": (ours - torch.cat(exact)).abs(), "the scorer": (ours - scores).abs()}
     for name, gap in gaps.items():
         print(f"log-probs, native against {name}: mean {gap.mean():.2g}, largest {gap.max():.2g}")
-    assert gaps["a full forward"].mean() < 1e-5
-    assert gaps["a full forward"].max() < 1e-4
-    # The scorer's own float32 sum over 49,152 exponentials is off by 2e-5 on a CPU (against float64; the engine sums in float64).
-    assert gaps["the scorer"].max() < 1.5e-4
+    for gap in gaps.values():  # rounding of thirty layers: 4e-6 on average, 3e-5 at most
+        assert gap.mean() < 1e-5
+        assert gap.max() < 1e-4
 
 
 @torch.no_grad()
