@@ -110,8 +110,14 @@ def _torch_slopes(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tenso
 # ---- Triton ----------------------------------------------------------------------------------------------------------------
 
 
-def runs_triton(logits: Tensor) -> bool:
-    return logits.is_cuda and logits.dtype != torch.float64 and importlib.util.find_spec("triton") is not None
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether kernels of ours take this tensor."""
+    return tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 def _triton_rows(

@@ -17,7 +17,6 @@ from tests import tiny
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}  # heads of 16
-ON_CPU = {"use_cpu": True} if not torch.cuda.is_available() else {}
 
 
 def share_of_letters(completions, completion_ids, **kwargs):
@@ -30,7 +29,7 @@ def trained(folder, dtype=torch.bfloat16, peft_config=None, **options):
             "output_dir": str(folder), "max_steps": 20, "per_device_train_batch_size": 32, "num_generations": 8,
             "max_completion_length": 24, "report_to": "none", "logging_steps": 1, "save_strategy": "no", "reward_workers": 0,
             "dataset_cache_dir": str(Path(folder) / "cache"), "learning_rate": 1e-3, "bf16": dtype == torch.bfloat16,
-            **ON_CPU, **options,
+            **options,
         }
     )  # fmt: skip
     data = Dataset.from_dict({"prompt": [f"Say the number {i} in words" for i in range(24)]})

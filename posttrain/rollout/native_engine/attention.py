@@ -5,8 +5,6 @@ Both passes are handed to the model as the forward argument `kv_cache` (see `mod
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.models.attention import segment_attention
+from posttrain.models.head_kernels import runs_triton
 from posttrain.rollout.native_engine.cache import KeyValueStore, LayerShape
 from posttrain.rollout.native_engine.decode_attention import decode_attention, write_token
 from posttrain.rollout.native_engine.dense_rows import DenseRows
@@ -138,12 +137,3 @@ class DecodeStep:
         where = (self.table, self.positions, self.prefixes)
         write_token(keys, values, key, value, *where, self.remaining > 0)
         return decode_attention(query.contiguous(), keys, values, *where, scale, window, softcap)[None]
-
-
-def runs_triton(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.head_kernels import runs_triton
 from posttrain.models.load import innermost_model
 from posttrain.rollout.engine import Completion, Decode, Prompt, RolloutEngine, SamplingParams
 from posttrain.rollout.model_state import as_for_generation, context_length, inference
 from posttrain.rollout.native_engine import probe
-from posttrain.rollout.native_engine.attention import Prefill, Segments, ShapeReader, runs_triton
+from posttrain.rollout.native_engine.attention import Prefill, Segments, ShapeReader
 from posttrain.rollout.native_engine.cache import PAGE, KeyValueStore, PagePool, pages_for
 from posttrain.rollout.native_engine.graphs import StepGraphs
 from posttrain.rollout.native_engine.packed_weights import PackedWeights

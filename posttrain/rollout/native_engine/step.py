@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.head_kernels import runs_triton
 from posttrain.models.token_scores import LanguageHead
-from posttrain.rollout.native_engine.attention import DecodeStep, Pass, Prefill, ShapeReader, runs_triton
+from posttrain.rollout.native_engine.attention import DecodeStep, Pass, Prefill, ShapeReader
 from posttrain.rollout.native_engine.cache import KeyValueStore
 from posttrain.rollout.native_engine.dense_rows import DenseRows, columns_for
 from posttrain.rollout.native_engine.scheduler import Running
