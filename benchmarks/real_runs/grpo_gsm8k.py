@@ -4,7 +4,8 @@
 
 GSM8K_FOLDER holds train.jsonl and test.jsonl with `question` and `answer`. A model of this size answers next to nothing of GSM8K as
 it comes and does not know where its answer belongs, so SFT on the training answers comes first; what is compared is before and
-after GRPO. Writes OUTPUT/result.json: the curve, the accuracies (the most likely answer, and four that were drawn), three rollouts.
+after GRPO. Writes OUTPUT/result.json: the curve, the accuracies (the most likely answer, and four that were drawn), three rollouts:
+the first two questions that came to be answered right and the first that came to be answered wrong.
 """
 
 from __future__ import annotations
@@ -110,6 +111,15 @@ class HeldOut:
         return found
 
 
+def changed(held_out: HeldOut, before: list[str], after: list[str]) -> tuple[list[int], list[int]]:
+    """(questions answered right only after, questions answered right only before)."""
+    right = [
+        [number_after_mark(text) == wanted for text, wanted in zip(texts, held_out.wanted)] for texts in (before, after)
+    ]
+    pairs = list(enumerate(zip(*right)))
+    return [n for n, (old, new) in pairs if new and not old], [n for n, (old, new) in pairs if old and not new]
+
+
 def grpo_trainer(
     words: argparse.Namespace, model: str, rows: list[dict[str, str]], common: dict[str, Any]
 ) -> GRPOTrainer:
@@ -152,7 +162,6 @@ def main() -> None:
     trainer = grpo_trainer(words, fine_tuned(words, train, common), train, common)
     print(f"SFT and loading: {time.monotonic() - began:.0f} s", flush=True)
     held_out = HeldOut(trainer, test)
-    shown = [0, 1, 2]
     before, texts_before = held_out.both("before GRPO"), held_out.texts(0.0, 1)
     began = time.monotonic()
     trainer.train()
@@ -160,12 +169,12 @@ def main() -> None:
     after, texts_after = held_out.both("after GRPO"), held_out.texts(0.0, 1)
     names = ("step", "reward", "completions/mean_length", "entropy", "frac_reward_zero_std", "step_time")
     curve = [{name: each.get(name) for name in names} for each in trainer.state.log_history if "reward" in each]
+    gained, lost = changed(held_out, texts_before, texts_after)
     rollouts = [
-        {"question": test[row]["question"], "answer": held_out.wanted[row], "before": old, "after": new}
-        for row in shown
-        for old, new in [(texts_before[row], texts_after[row])]
+        test[row] | {"before": texts_before[row], "after": texts_after[row]} for row in (*gained[:2], *lost[:1])
     ]
     result = {"before": before, "after": after, "seconds": seconds, "curve": curve, "rollouts": rollouts}
+    result |= {"answered right only before": len(lost), "answered right only after": len(gained)}
     Path(words.output, "result.json").write_text(json.dumps(result, indent=1), encoding="utf-8")
     for way in before:
         gain, error = after[way][0] - before[way][0], math.hypot(before[way][1], after[way][1])

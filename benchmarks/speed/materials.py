@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -28,10 +28,11 @@ LOADERS = {
 
 
 def tokenizer(row: Row) -> PreTrainedTokenizerFast:
-    """A word for every id, so that a text has exactly the tokens it was made from."""
+    """A word for every id: a text has exactly the tokens it was made from. Decoded as the tokenizers of these families are."""
     words = {word_of(token): token for token in range(row.shape.vocabulary)}
     backend = Tokenizer(models.WordLevel(words, unk_token=word_of(2)))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token=word_of(EOS), pad_token=word_of(PAD), unk_token=word_of(2)
     )

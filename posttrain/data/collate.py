@@ -73,13 +73,17 @@ def collate(
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
     plan = _plan(layout, units, lengths, pad_to_multiple_of)
 
-    trained_at = [np.flatnonzero(sample.trained[1:]) for sample in samples]  # t - 1 for each trained token t
-    targets = np.concatenate([sample.input_ids[1:][at] for sample, at in zip(samples, trained_at)])
+    # All samples end to end, prefixes repeated: what is said of token number n of that row comes from the Samples as they are.
+    starts = np.cumsum(lengths) - lengths
+    tokens = np.concatenate([sample.input_ids for sample in samples])
+    places = plan.places()
     ids = np.full(plan.shape, pad_token_id, dtype=np.int64)
     position_ids = np.zeros_like(ids)
-    for sample, places in zip(samples, plan.places):
-        ids.reshape(-1)[places] = sample.input_ids
-        position_ids.reshape(-1)[places] = np.arange(len(sample))
+    ids.reshape(-1)[places] = tokens
+    position_ids.reshape(-1)[places] = np.arange(len(tokens)) - np.repeat(starts, lengths)
+    is_predicted = np.concatenate([sample.trained for sample in samples])
+    is_predicted[starts[lengths > 0]] = False  # no position lies before the first token of a sample
+    predicted = np.flatnonzero(is_predicted)
 
     width = plan.shape[1]
     is_padded = layout == PADDED
@@ -87,11 +91,11 @@ def collate(
         layout=layout,
         input_ids=torch.from_numpy(ids),
         position_ids=torch.from_numpy(position_ids),
-        positions=torch.from_numpy(np.concatenate([places[at] for places, at in zip(plan.places, trained_at)])),
-        targets=torch.from_numpy(targets.astype(np.int64)),
-        counts=torch.tensor([len(at) for at in trained_at], dtype=torch.int64),
+        positions=torch.from_numpy(places[predicted - 1]),
+        targets=torch.from_numpy(tokens[predicted].astype(np.int64)),
+        counts=torch.from_numpy(np.diff(np.searchsorted(predicted, [*starts, len(tokens)]))),
         lengths=torch.from_numpy(lengths),
-        ends=torch.tensor([places[-1] for places in plan.places], dtype=torch.int64),
+        ends=torch.from_numpy(places[starts + lengths - 1]),
         num_units=len(units),
         roles=roles,
         rows=tuple(sample.row for sample in samples),
@@ -99,11 +103,11 @@ def collate(
         longest=int(max(plan.segments)),
         prefixes=plan.prefixes,
         attention_mask=torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64)) if is_padded else None,
-        per_token=_per_token(samples, trained_at),
+        per_token=_per_token(samples, predicted),
         scalars=_scalars(samples),
         media=_media(samples),
         num_tokens=int(lengths.sum()) if units else 0,
-        num_trained=len(targets),
+        num_trained=len(predicted),
     )
 
 
@@ -113,12 +117,18 @@ def _untrained_token(pad_token_id: int) -> Sample:
 
 @dataclass
 class _Plan:
-    """Where the tokens of each sample go."""
+    """Where the tokens of each sample go: in one run, or in two where it shares its beginning."""
 
     shape: tuple[int, int]
-    places: list[np.ndarray]  # of each sample: the flat index of each of its tokens
+    runs: np.ndarray  # of all samples, in order: the flat index of the first token of each run
+    run_lengths: np.ndarray
     segments: list[int]  # lengths of what attends to itself, in order
     prefixes: SharedPrefixes | None = None
+
+    def places(self) -> np.ndarray:
+        """The flat index of every token, sample after sample."""
+        before = np.cumsum(self.run_lengths) - self.run_lengths
+        return np.arange(self.run_lengths.sum()) + np.repeat(self.runs - before, self.run_lengths)
 
 
 def _plan(layout: str, units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) -> _Plan:
@@ -129,14 +139,11 @@ def _plan(layout: str, units: Sequence[Unit], lengths: np.ndarray, multiple: int
 
 def _padded(units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) -> _Plan:
     width = _filled(int(lengths.max()), multiple)
-    places = [row * width + np.arange(length) for row, length in enumerate(lengths)]
-    return _Plan((len(lengths), width), places, lengths.tolist())
+    return _Plan((len(lengths), width), width * np.arange(len(lengths)), lengths, lengths.tolist())
 
 
 def _ragged(units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) -> _Plan:
-    starts = np.cumsum(lengths) - lengths
-    places = [start + np.arange(length) for start, length in zip(starts, lengths)]
-    return _one_row(places, lengths.tolist(), int(lengths.sum()), multiple)
+    return _one_row(np.cumsum(lengths) - lengths, lengths, lengths.tolist(), multiple)
 
 
 def _shared(units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) -> _Plan:
@@ -151,13 +158,14 @@ def _shared(units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) ->
     segments = [*prefix_lengths, *alone, *(rest for group in rests for rest in group)]
     starts = np.cumsum([0, *segments])
     of_prefixes, of_alone, of_rests = (iter(part) for part in np.split(starts, [len(groups), len(groups) + len(alone)]))
-    places = []
+    runs: list[tuple[int, int]] = []  # (start, length)
     for unit, prefix in zip(units, shared):
         if not prefix:
-            places += [next(of_alone) + np.arange(len(sample)) for sample in unit]
+            runs += [(next(of_alone), len(sample)) for sample in unit]
             continue
-        beginning = next(of_prefixes) + np.arange(prefix)
-        places += [np.concatenate([beginning, next(of_rests) + np.arange(len(sample) - prefix)]) for sample in unit]
+        beginning = (next(of_prefixes), prefix)
+        for sample in unit:
+            runs += [beginning, (next(of_rests), len(sample) - prefix)]
     group_sizes = [sum(group) for group in rests]
     start = sum(prefix_lengths) + sum(alone)
     prefixes = SharedPrefixes(
@@ -169,7 +177,7 @@ def _shared(units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) ->
         longest_prefix=max(prefix_lengths),
         longest_continuations=max(group_sizes),
     )
-    return _one_row(places, segments, sum(segments), multiple, prefixes)
+    return _one_row(*np.array(runs, dtype=np.int64).T, segments, multiple, prefixes)
 
 
 def shared_prefix(unit: Unit) -> int:
@@ -195,15 +203,16 @@ def _first_trained(sample: Sample) -> int:
 
 
 def _one_row(
-    places: list[np.ndarray],
+    runs: np.ndarray,
+    run_lengths: np.ndarray,
     segments: list[int],
-    tokens: int,
     multiple: int | None,
     prefixes: SharedPrefixes | None = None,
 ) -> _Plan:
     """Filling up to a multiple adds a last segment that nobody attends to."""
+    tokens = sum(segments)
     width = _filled(tokens, multiple)
-    return _Plan((1, width), places, segments if width == tokens else [*segments, width - tokens], prefixes)
+    return _Plan((1, width), runs, run_lengths, segments if width == tokens else [*segments, width - tokens], prefixes)
 
 
 def _filled(width: int, multiple: int | None) -> int:
@@ -213,10 +222,11 @@ def _filled(width: int, multiple: int | None) -> int:
 _PLANS = {PADDED: _padded, RAGGED: _ragged, SHARED: _shared}
 
 
-def _per_token(samples: list[Sample], trained_at: list[np.ndarray]) -> dict[str, torch.Tensor]:
+def _per_token(samples: list[Sample], predicted: np.ndarray) -> dict[str, torch.Tensor]:
+    """`predicted`: the numbers of the trained tokens, counted through all samples."""
     names = samples[0].per_token.keys()
     return {
-        name: torch.from_numpy(np.concatenate([s.per_token[name][1:][at] for s, at in zip(samples, trained_at)]))
+        name: torch.from_numpy(np.concatenate([sample.per_token[name] for sample in samples])[predicted])
         for name in names
     }
 

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.core.batch import SharedPrefixes
+from posttrain.models.head_kernels import runs_triton
 
 
 @torch.compiler.disable  # a compiled layer is split around it: its arguments are different numbers in every batch
@@ -62,12 +63,8 @@ class _SharedPrefixFlash(torch.autograd.Function):
             q[looking], k[seen], v[seen], prefixes.cu_continuations, prefixes.cu_prefixes,
             prefixes.longest_continuations, prefixes.longest_prefix, dropout, False, False, scale=scale,
         )  # fmt: skip
-        own_sums = sums[:, looking]  # (heads, tokens) float32
-        merged_sums = torch.logaddexp(own_sums, back_sums)
-        own_share, back_share = ((part - merged_sums).exp().T.unsqueeze(-1) for part in (own_sums, back_sums))
-        out, sums = out.clone(), sums.clone()  # selective checkpointing keeps what the kernel returned
-        out[looking] = (out[looking] * own_share + back * back_share).to(out.dtype)
-        sums[:, looking] = merged_sums
+        merge = _triton_merge() if runs_triton(q) else merged_parts
+        out, sums = merge(out, sums, back, back_sums, prefixes.start)
         ctx.save_for_backward(q, k, v, out, sums, bounds, *own_seed[:2], *back_seed[:2])
         ctx.longest, ctx.prefixes, ctx.scale, ctx.dropout = longest, prefixes, scale, dropout
         return out
@@ -91,6 +88,28 @@ class _SharedPrefixFlash(torch.autograd.Function):
         grad_k[seen] += back_k
         grad_v[seen] += back_v
         return grad_q, grad_k, grad_v, None, None, None, None, None
+
+
+def merged_parts(own: Tensor, own_sums: Tensor, back: Tensor, back_sums: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exps) of all tokens in new tensors: selective checkpointing keeps what the flash kernel returned.
+
+    `own` is (tokens, heads, dim) and its sums (heads, tokens) in float32; `back`, of what lies at `start` and behind, likewise.
+    """
+    looking = slice(start, start + len(back))
+    out, sums = own.clone(), own_sums.clone()
+    further = (own_sums[:, looking] - back_sums).T.unsqueeze(
+        -1
+    )  # exp(La - L) = sigmoid(La - Lb), without rounding L first
+    own_share, back_share = further.sigmoid(), (-further).sigmoid()
+    sums[:, looking] = torch.logaddexp(own_sums[:, looking], back_sums)
+    out[looking] = (own[looking] * own_share + back * back_share).to(own.dtype)
+    return out, sums
+
+
+def _triton_merge() -> Any:
+    from posttrain.models import prefix_triton
+
+    return prefix_triton.merged_parts
 
 
 @torch.compiler.disable

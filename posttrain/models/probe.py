@@ -75,10 +75,15 @@ def why_not_shared(model: nn.Module, innermost: nn.Module, task: str) -> str | N
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor, innermost: nn.Module) -> float | None:
-    """How far two answers are apart, or None where that is rounding."""
-    dtypes = (one.dtype, next(innermost.parameters()).dtype)
-    difference = (one - other).abs().max().item()
-    return None if difference <= max(TOLERANCE.get(dtype, 1e-3) for dtype in dtypes) else difference
+    """How far two answers are apart, or None where that is rounding.
+
+    In 16 bits on average: single words of a 135M model that was run rightly were seen 0.17 apart, while a model that reads its
+    mask, or does not see the prefix, is wrong everywhere.
+    """
+    tolerance = max(TOLERANCE.get(dtype, 1e-3) for dtype in (one.dtype, next(innermost.parameters()).dtype))
+    apart = (one - other).abs()
+    difference = (apart.mean() if tolerance >= TOLERANCE[torch.float16] else apart.max()).item()
+    return None if difference <= tolerance else difference
 
 
 @dataclass(frozen=True)

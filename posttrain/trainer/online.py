@@ -6,6 +6,7 @@ that transformers.Trainer's loop stays as it is.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +22,7 @@ from posttrain.core import faults
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.core.sample import Sample
+from posttrain.data.byte_decoding import text_decoder
 from posttrain.data.row_formats import PROMPT_ONLY
 from posttrain.losses.advantages import replay_scores, weighted_rewards, zero_variance
 from posttrain.models.float32_head import compute_head_in_float32
@@ -212,8 +214,9 @@ class OnlineTrainer(BaseTrainer):
 
     # ---- rollouts ----------------------------------------------------------------------------------------------------
 
-    def _decode(self, ids: Any) -> str:
-        return self.processing_class.decode(ids, skip_special_tokens=True)
+    @functools.cached_property
+    def _decode(self) -> Callable[[Any], str]:
+        return text_decoder(self.processing_class)
 
     def _decode_exactly(self, ids: Any) -> str:
         return self.processing_class.decode(ids, skip_special_tokens=False)

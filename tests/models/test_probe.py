@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from posttrain.core.batch import SHARED
+from posttrain.models.attention import segment_attention
 from posttrain.models.load import LoadOptions, load_model
 from posttrain.models.probe import ordinary_tokens
 from posttrain.rollout.native_engine.engine import NativeEngine
@@ -41,3 +42,16 @@ def test_probes_ask_with_ordinary_tokens():
     assert found.min() >= 20
     assert found.max() < 180
     assert torch.equal(found, ordinary_tokens(families.model_of("llama"), 500))
+
+
+def test_a_prefix_that_is_not_seen_is_noticed_in_low_precision(monkeypatch):
+    """By the average over all words, which is what 16 bits are judged by."""
+    monkeypatch.setattr(
+        "posttrain.models.attention.shared_prefix_loop",
+        lambda query, key, value, bounds, longest, prefixes, scaling, dropout: segment_attention(
+            query, key, value, bounds, longest, scaling, dropout
+        )[0],
+    )
+    loaded = load_model(sharp_model(), LoadOptions(dtype=torch.bfloat16, share_prefixes=True))
+    assert loaded.layout != SHARED
+    assert any("where a prefix is shared" in note for note in loaded.notes)
