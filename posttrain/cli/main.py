@@ -8,6 +8,7 @@ import sys
 COMMANDS = {
     "demo": ("posttrain.cli.demo", "post-train a real 135M model on embedded data and show what changed"),
     "env": ("posttrain.cli.env", "versions and devices, for bug reports"),
+    "vllm-serve": ("posttrain.cli.serve", "write completions for trainers with vLLM, in an environment of its own"),
 }
 
 

@@ -50,6 +50,8 @@ from posttrain.trainer.rollout_log import RolloutLog
 from posttrain.trainer.rollout_metrics import as_tensors, rollout_metrics
 from posttrain.trainer.rollout_scoring import write_logps
 from posttrain.trainer.skipping import skipping_by_position
+from posttrain.trainer.vllm_setup import vllm_engine
+from posttrain.trainer.weight_sync import WeightSync
 
 ROLLOUTS_FILE = "rollouts_{rank}"
 FAILURES = "reward_failures/"  # and the kind: how many calls of rewards have failed since the beginning of the run
@@ -114,6 +116,7 @@ class OnlineTrainer(BaseTrainer):
             watch=False,  # the log of rollouts looks at those of all processes
         )
         self.engine = engine if engine is not None else self._make_engine()
+        self.weight_sync = WeightSync(self)
         if self.args.replay_buffer_size:
             self.replay = ReplayBuffer(self.args.replay_buffer_size, self.args.seed)
         self.log_of_rollouts = RolloutLog(self)
@@ -182,13 +185,15 @@ class OnlineTrainer(BaseTrainer):
             raise ValueError("`train_dataset` is a stream, whose length is not known: set `max_steps`.")
 
     def _make_engine(self) -> RolloutEngine:
+        if self.args.use_vllm:
+            return vllm_engine(self)
         if self.args.fsdp or self.args.deepspeed:
             raise ValueError(
                 f"The {self.args.rollout_engine!r} engine reads whole weights; under FSDP and DeepSpeed they are in pieces. Use "
                 "one process per GPU without sharding."
             )
         slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
-        return ENGINES[self.args.rollout_engine](self.model, decode=self._decode_exactly, **slots)
+        return ENGINES[self.args.rollout_engine](self.model, decode=self.decode_exactly, **slots)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -218,7 +223,7 @@ class OnlineTrainer(BaseTrainer):
     def _decode(self) -> Callable[[Any], str]:
         return text_decoder(self.processing_class)
 
-    def _decode_exactly(self, ids: Any) -> str:
+    def decode_exactly(self, ids: Any) -> str:
         return self.processing_class.decode(ids, skip_special_tokens=False)
 
     def _write(self, requests: Sequence[Request], on_finished: Callable[[int, Rollout], None]) -> None:
@@ -226,7 +231,7 @@ class OnlineTrainer(BaseTrainer):
         faults.fault_point("generate")
         rows = self._rows.take(request.row for request in requests)
         mine = [rows[request.row] for request in requests]
-        with self._evaluating():
+        with self._evaluating(), self._engine_in_use():
             if self.rollout_func is not None:
                 found = written_by_function(self.rollout_func, self, mine, requests, self._decode, self.stop_ids)
                 for index, rollout in enumerate(found):
@@ -239,9 +244,21 @@ class OnlineTrainer(BaseTrainer):
                     episodes = self.agents.episodes(
                         mine, requests, self.renderer, self.engine, self.args, params.stop_ids
                     )
-                self.engine.load_weights(None, self.state.global_step)
                 run_episodes(self.engine, episodes, params, on_finished)
         faults.fault_point("score")
+
+    @contextmanager
+    def _engine_in_use(self) -> Iterator[None]:
+        """Inside, the engine is awake and has the weights of this step."""
+        took = self.weight_sync.ready(self.state.global_step)
+        if took:
+            self.metrics.add(
+                "train" if self._rows is self.train_dataset else "eval", as_tensors(took, self.args.device)
+            )
+        try:
+            yield
+        finally:
+            self.engine.sleep()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -6,19 +6,21 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.core.sample import KEEP_END
 from posttrain.rewards.options import AUTO, IN_PROCESS, RewardOptions
 from posttrain.rollout.engine import ENGINES, SamplingParams
 from posttrain.rollout.schedule import Schedule
 from posttrain.trainer.config import BaseConfig, SharedPromptsConfig, check_choice, check_range, option
 from posttrain.trainer.reference_setup import MovingReferenceConfig
 from posttrain.trainer.refused_options import RefusedOptions, refuse_options
+from posttrain.trainer.vllm_options import VLLMConfig
 
 GENERATION_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop", "stop_token_ids": "stop_ids"}
 """Keys of `generation_kwargs` under the names of transformers and vLLM -> ours."""
 
 
 @dataclass
-class OnlineConfig(MovingReferenceConfig, RefusedOptions, SharedPromptsConfig, BaseConfig):
+class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedPromptsConfig, BaseConfig):
     """Options of online methods: sampling, groups and windows, rewards, and what is kept of rollouts."""
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
@@ -31,6 +33,11 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, SharedPromptsConfig, B
     )
     max_length: int | None = option(
         None, "Longest prompt in tokens; longer ones are cut as `truncation_mode` says. None: no limit."
+    )
+
+    max_prompt_length: int | None = option(
+        None,
+        "Old name of `max_length`; prompts are cut at their beginning then, unless `truncation_mode` says otherwise.",
     )
 
     # ---- what is generated
@@ -64,6 +71,7 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, SharedPromptsConfig, B
     vllm_structured_outputs_regex: str | None = option(
         None, "Completions match this regular expression, whichever engine writes them. None: any text."
     )
+    vllm_guided_decoding_regex: str | None = option(None, "Old name of `vllm_structured_outputs_regex`.")
 
     # ---- rewards
     reward_weights: list[float] | None = option(None, "One weight for each reward. None: 1 each.")
@@ -110,6 +118,7 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, SharedPromptsConfig, B
             self.generation_kwargs = json.loads(self.generation_kwargs)
         refuse_options(self)
         super().__post_init__()
+        self._take_old_names()
         for name in ("num_generations", "max_completion_length"):
             if getattr(self, name) is None:
                 raise ValueError(f"`{name}` is None; engines and losses need a number.")
@@ -123,6 +132,7 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, SharedPromptsConfig, B
         check_range("num_iterations", self.num_iterations, 1)
         check_range("refill_rounds", self.refill_rounds, 0)
         check_choice("rollout_engine", self.rollout_engine, tuple(ENGINES))
+        self.check_vllm_options()
         if self.temperature <= 0:
             raise ValueError(f"`temperature` is {self.temperature}; training needs samples that differ: above 0.")
         if self.ignore_data_skip:
@@ -144,6 +154,20 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, SharedPromptsConfig, B
         self.schedule()
         self.sampling(())
         self.reward_options()
+
+    def _take_old_names(self) -> None:
+        for old, new in (
+            ("max_prompt_length", "max_length"),
+            ("vllm_guided_decoding_regex", "vllm_structured_outputs_regex"),
+        ):
+            value, other = getattr(self, old), getattr(self, new)
+            if value is None or value == other:
+                continue
+            if other is not None:
+                raise ValueError(f"`{old}` is {value!r} and `{new}`, its new name, is {other!r}: give one of them.")
+            setattr(self, new, value)
+        if self.max_prompt_length is not None and "truncation_mode" not in self.set_by_user():
+            self.truncation_mode = KEEP_END
 
     smallest_group = 2
 

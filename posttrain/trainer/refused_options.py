@@ -13,7 +13,6 @@ from typing import Any
 from posttrain.trainer.config import default_of
 
 REFUSED = "refused"
-NO_VLLM = "vLLM is not connected yet"
 
 
 def refused(default: Any, sentence: str) -> Any:
@@ -49,29 +48,9 @@ class RefusedOptions:
     )
 
     # ---- vLLM
-    use_vllm: bool = refused(
-        False,
-        f"{NO_VLLM}: `rollout_engine='native'`, the default, writes completions with the weights that are trained.",
+    vllm_group_port: int = refused(
+        51216, "Weights go to a server over the connection that prompts go over: there is no second port."
     )
-    vllm_mode: str = refused("colocate", f"{NO_VLLM}, in this process or as a server: see `rollout_engine`.")
-    vllm_model_impl: str = refused("vllm", f"{NO_VLLM}: engines run the very model that is trained.")
-    vllm_enable_sleep_mode: bool = refused(
-        False, f"{NO_VLLM}, and the native engine has memory for keys and values during generation only."
-    )
-    vllm_server_base_url: str | None = refused(None, f"{NO_VLLM}: there is no server to be found under an address.")
-    vllm_server_host: str = refused("0.0.0.0", f"{NO_VLLM}: there is no server, and no host of one.")
-    vllm_server_port: int = refused(8000, f"{NO_VLLM}: there is no server, and no port of one.")
-    vllm_server_timeout: float = refused(240.0, f"{NO_VLLM}: there is no server to wait for.")
-    vllm_group_port: int = refused(51216, f"{NO_VLLM}: engines read weights in place, and none are sent.")
-    vllm_gpu_memory_utilization: float = refused(
-        0.3,
-        f"{NO_VLLM}; the native engine takes what memory is free, for as many completions as `max_rollout_slots` says.",
-    )
-    vllm_max_model_length: int | None = refused(
-        None,
-        f"{NO_VLLM}; the model's own context counts. `max_length` and `max_completion_length` bound what is in it.",
-    )
-    vllm_tensor_parallel_size: int = refused(1, f"{NO_VLLM}: each process writes with whole weights of its own.")
 
     # ---- images
     log_multimodal: bool = refused(True, "Prompts are texts: there are no images to leave out of a log.")

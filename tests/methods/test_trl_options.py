@@ -8,6 +8,7 @@ import pytest
 
 from posttrain import GRPOConfig, RLOOConfig
 from posttrain.trainer.refused_options import REFUSED
+from posttrain.trainer.vllm_options import ONLY_COLOCATED, ONLY_SERVED
 
 SHARED = {
     # of TRL's base config
@@ -51,15 +52,16 @@ RLOO_ONLY = {"normalize_advantages": True, "reward_clip_range": (-1.0, 1.0)}
 
 NEEDS = {
     "sync_ref_model": {"beta": 0.1},
+    "vllm_mode": {"use_vllm": True},
+    **{name: {"use_vllm": True} for name in ONLY_COLOCATED},
+    **{name: {"use_vllm": True, "vllm_mode": "server"} for name in ONLY_SERVED},
     **{name: {"loss_type": "sapo"} for name in GRPO_ONLY if name.startswith("sapo")},
     **{name: {"loss_type": "vespo"} for name in GRPO_ONLY if name.startswith("vespo")},
 }
 """What an option needs beside it to be accepted."""
 
 REFUSED_ONES = {
-    "ds3_gather_for_generation", "cache_implementation", "use_vllm", "vllm_mode", "vllm_model_impl", "vllm_enable_sleep_mode",
-    "vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port",
-    "vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size", "log_multimodal",
+    "ds3_gather_for_generation", "cache_implementation", "vllm_group_port", "vllm_tensor_parallel_size", "log_multimodal",
     "use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_transformers_paged",
     "remove_unused_columns",
 }  # fmt: skip
@@ -101,7 +103,7 @@ def test_an_option_works_or_is_refused_by_name(config, name, value, tmp_path):
 def test_no_two_options_are_refused_with_the_same_words():
     fields = [field for field in dataclasses.fields(GRPOConfig) if REFUSED in field.metadata]
     sentences = [field.metadata[REFUSED] for field in fields]
-    assert len(sentences) >= 18
+    assert len(sentences) >= 7
     assert len(set(sentences)) == len(sentences)
 
 
@@ -112,8 +114,50 @@ def test_a_regular_expression_reaches_the_engine(tmp_path):
     assert made(GRPOConfig, tmp_path, vllm_structured_outputs_regex="[ab]+").sampling(()).regex == "[ab]+"
 
 
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"vllm_mode": "server"}, "`vllm_mode` is set, but `use_vllm` is not"),
+        ({"use_vllm": True, "vllm_server_port": 1}, "`vllm_server_port` says how servers are reached"),
+        ({"use_vllm": True, "vllm_mode": "server", "vllm_max_model_length": 64}, "is said when the server is started"),
+        ({"use_vllm": True, "rollout_engine": "transformers"}, "choose one"),
+        ({"use_vllm": True, "vllm_mode": "far away"}, "must be one of colocate, server"),
+        ({"use_vllm": True, "vllm_gpu_memory_utilization": 1.5}, "must be > 0 and <= 1"),
+    ],
+)
+def test_options_of_vllm_that_would_have_no_effect_are_refused(options, sentence, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        made(GRPOConfig, tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "found"),
+    [
+        ({}, ["http://127.0.0.1:8000"]),
+        ({"vllm_server_host": "far", "vllm_server_port": 9}, ["http://far:9"]),
+        ({"vllm_server_base_url": "http://a:1/, http://b:2"}, ["http://a:1", "http://b:2"]),
+        ({"vllm_server_base_url": ["http://a:1", "http://b:2"]}, ["http://a:1", "http://b:2"]),
+    ],
+)
+def test_addresses_of_servers(given, found, tmp_path):
+    assert made(GRPOConfig, tmp_path, use_vllm=True, vllm_mode="server", **given).vllm_addresses() == found
+
+
 def test_an_old_name_means_the_new_one(tmp_path):
     assert made(GRPOConfig, tmp_path, vllm_importance_sampling_cap=2.0).vllm_importance_sampling_clip_max == 2.0
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [("max_prompt_length", "max_length", 64), ("vllm_guided_decoding_regex", "vllm_structured_outputs_regex", "[ab]+")],
+)
+def test_names_that_trl_has_given_up_still_mean_something(old, new, value, tmp_path):
+    config = made(GRPOConfig, tmp_path, **{old: value})
+    assert getattr(config, new) == value
+    assert config.truncation_mode == ("keep_end" if new == "max_length" else "keep_start")
+    other = 65 if new == "max_length" else "c"
+    with pytest.raises(ValueError, match="give one of them"):
+        made(GRPOConfig, tmp_path, **{old: value, new: other})
 
 
 def test_generation_kwargs_override_but_for_the_temperature(tmp_path):

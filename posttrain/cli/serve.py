@@ -1,0 +1,82 @@
+"""`posttrain vllm-serve`: a server that writes completions for trainers, in whichever environment has vLLM.
+
+The server's folder (posttrain/serve) imports nothing else of posttrain, so that PYTHON may be that of another environment with
+other versions of torch and transformers: `--python`, or the variable POSTTRAIN_VLLM_PYTHON. All other words go to the server.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+PYTHON_VARIABLE = "POSTTRAIN_VLLM_PYTHON"
+
+
+def main(words: list[str]) -> int:
+    python, words = _python_of(words)
+    if any(word in ("-h", "--help") for word in words):
+        return _help()
+    found = shutil.which(python)
+    if found is None:
+        print(
+            f"posttrain vllm-serve: there is no interpreter {python!r} (--python or {PYTHON_VARIABLE}).",
+            file=sys.stderr,
+        )
+        return 2
+    if _model_of(words) != "echo" and not _has_vllm(found):
+        print(
+            f"posttrain vllm-serve: {found} has no vLLM. Make an environment with it (python -m venv vllm-env; "
+            f"vllm-env/bin/pip install vllm uvicorn) and name its interpreter with --python or {PYTHON_VARIABLE}.",
+            file=sys.stderr,
+        )
+        return 2
+    sys.stdout.flush()
+    os.execv(found, [found, str(server_folder()), *words])  # signals reach the server itself
+
+
+def server_folder() -> Path:
+    import posttrain.serve
+
+    return Path(posttrain.serve.__file__).parent
+
+
+def _python_of(words: list[str]) -> tuple[str, list[str]]:
+    """(interpreter, the other words)."""
+    rest, python = [], os.environ.get(PYTHON_VARIABLE) or sys.executable
+    left = iter(words)
+    for word in left:
+        if word == "--python":
+            python = next(left, "")
+        elif word.startswith("--python="):
+            python = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return python, rest
+
+
+def _model_of(words: list[str]) -> str | None:
+    for word, after in zip(words, [*words[1:], ""]):
+        if word == "--model":
+            return after
+        if word.startswith("--model="):
+            return word.partition("=")[2]
+    return None
+
+
+def _has_vllm(python: str) -> bool:
+    question = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
+    return subprocess.run([python, "-c", question], check=False, timeout=60).returncode == 0
+
+
+def _help() -> int:
+    from posttrain.serve.launch import parser
+
+    made = parser()
+    made.epilog = (
+        f"--python PYTHON, or the variable {PYTHON_VARIABLE}: the interpreter of the environment that has vLLM."
+    )
+    made.print_help()
+    return 0

@@ -1,0 +1,262 @@
+"""vLLM in the trainer's own process, on its device: thin over the server's `VLLMEngine`, without the server.
+
+Weights arrive as they are exported from the trainer's model (`load_weights(None, version)`), tensor by tensor into the memory
+that vLLM has; with `adapter_sync` only the LoRA adapter does, as a file, and replaces the one before. A load that fails leaves
+the engine silent: it generates again when a whole load has succeeded, never from a mixture.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import tempfile
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.load import innermost_model
+from posttrain.models.weight_export import exported_specs, exported_weights
+from posttrain.rollout.engine import Decode, SamplingParams
+from posttrain.rollout.vllm_engine.adapter_files import AdapterFiles
+from posttrain.rollout.vllm_engine.colocated_session import ColocatedSession, GroupSession
+from posttrain.rollout.vllm_engine.held_weights import complete, differing_tensors
+from posttrain.rollout.vllm_engine.model_folder import write_base_weights, write_config
+from posttrain.rollout.vllm_engine.params import PROCESSED
+from posttrain.rollout.vllm_engine.process_state import among_ranks, tensor_parallel_group, trainer_undisturbed
+from posttrain.serve.engine import Accepted, AdapterRef, ScoreJob
+from posttrain.serve.vllm_engine import VLLMEngine, VLLMOptions
+
+log = logging.getLogger(__name__)
+
+ANY_VERSION = Accepted(0, 0)  # versions are kept here, not by vLLM
+CPU_CACHE_BYTES = 1 << 30
+
+
+class NoWholeWeights(RuntimeError):
+    """The engine holds no whole version: nothing was loaded yet, or the last load failed, or sleep dropped them."""
+
+
+@dataclass(frozen=True)
+class ColocateOptions:
+    dtype: str | None = None  # of vLLM's weights and of what is sent; None: the model's own
+    context_length: int | None = None  # tokens of prompt and completion; None: the model's own
+    memory_share: float = 0.3  # of the device, for vLLM's weights and cache together
+    tensor_parallel: int = 1  # ranks that hold one model together; each group of so many in a row
+    logprobs_mode: str = PROCESSED
+    adapter_sync: bool = False  # send the LoRA adapter alone; the base goes over once, at the start
+    base_folder: str | None = None  # with adapter_sync: the base's own folder; None: written from the model in memory
+    sleep_level: int = 0  # 0: stays awake; 1: weights go to host memory; 2: weights are dropped and sent again
+    eager: bool = False
+    seed: int = 0
+    stall_seconds: float = 600.0  # without one new token, before generation is given up
+    more: dict[str, Any] = field(default_factory=dict)  # further fields of vLLM's EngineArgs
+
+    def __post_init__(self) -> None:
+        if self.sleep_level not in (0, 1, 2):
+            raise ValueError(f"vLLM's sleep level is {self.sleep_level}; it is 0 (stays awake), 1 or 2.")
+        if self.sleep_level == 2 and self.adapter_sync:
+            raise ValueError(
+                "Sleep level 2 drops the base weights, and `adapter_sync` does not send them again. Use level 1."
+            )
+
+
+class ColocatedVLLM:
+    """A RolloutEngine over vLLM in this process, of which there can be one at a time."""
+
+    is_foreign: ClassVar[bool] = True  # another program than the trainer: its log-probs are not quite the trainer's
+    _open: ClassVar[weakref.ref[ColocatedVLLM] | None] = None
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decode: Decode | None = None,
+        tokenizer: Any = None,
+        options: ColocateOptions | None = None,
+    ) -> None:
+        if ColocatedVLLM._open is not None and ColocatedVLLM._open() is not None:
+            raise RuntimeError(
+                "There is a colocated vLLM in this process already, and vLLM's groups belong to the process: close() it first."
+            )
+        self.version = 0
+        self.model, self.decode, self.options = model, decode, options or ColocateOptions()
+        innermost = innermost_model(model)
+        self.vocabulary: int = innermost.config.get_text_config().vocab_size
+        self.dtype = getattr(torch, self.options.dtype) if self.options.dtype else innermost.dtype
+        self._home = tempfile.TemporaryDirectory(prefix="posttrain-vllm-")
+        self._adapters = AdapterFiles(Path(self._home.name), model) if self.options.adapter_sync else None
+        self._no_weights: str | None = "no version has been loaded yet."
+        self._asleep: set[str] = set()
+        self._numbers = itertools.count()
+        self.sessions_open = 0
+        self.has_tokenizer = tokenizer is not None
+        folder = self._model_folder(tokenizer)
+        with trainer_undisturbed():
+            self.engine = VLLMEngine(self._vllm_options(folder))
+        ColocatedVLLM._open = weakref.ref(self)
+        self._refuse_without_updates()
+        self.context: int = self.engine.info.context_length
+        for note in self.engine.info.notes:
+            log.info("vLLM: %s", note)
+
+    def _refuse_without_updates(self) -> None:
+        wanted = "adapters" if self._adapters is not None else "weights"
+        if not self.engine.info.capabilities[wanted]:
+            self.close()
+            raise ValueError(f"This vLLM cannot take new {wanted}. {' '.join(self.engine.info.notes)}")
+
+    def _model_folder(self, tokenizer: Any) -> str:
+        if self._adapters is not None and self.options.base_folder:
+            return self.options.base_folder
+        folder = Path(self._home.name) / "model"
+        folder.mkdir()
+        write_config(folder, self.model, self.dtype)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        if self._adapters is not None:
+            write_base_weights(folder, self.model, self.dtype)
+        return str(folder)
+
+    def _vllm_options(self, folder: str) -> VLLMOptions:
+        asked, adapters = self.options, self._adapters
+        more = {"skip_tokenizer_init": not self.has_tokenizer, **among_ranks(asked.tensor_parallel), **asked.more}
+        if not torch.cuda.is_available():
+            more.setdefault(
+                "kv_cache_memory_bytes", CPU_CACHE_BYTES
+            )  # or vLLM takes its share of all the host's memory
+        options = VLLMOptions(
+            model=folder,
+            dtype=str(self.dtype).removeprefix("torch."),
+            context_length=asked.context_length,
+            memory_share=asked.memory_share,
+            logprobs_mode=asked.logprobs_mode,
+            sleep=asked.sleep_level > 0,
+            random_weights=adapters is None,
+            eager=asked.eager,
+            seed=asked.seed,
+            more=more,
+        )
+        if adapters is None:
+            return options
+        return dataclasses.replace(
+            options, adapters=True, most_rank=adapters.rank, adapter_modules=adapters.module_names
+        )
+
+    # generation -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def session(self, params: SamplingParams) -> Iterator[ColocatedSession]:
+        self.refuse_unless_whole()
+        if self._asleep:
+            raise RuntimeError("vLLM sleeps: call wake() before a session.")
+        number = next(self._numbers)
+        if self.options.tensor_parallel > 1:
+            session = GroupSession(self, params, number, tensor_parallel_group())
+        else:
+            session = ColocatedSession(self, params, number)
+        self.sessions_open += 1
+        try:
+            yield session
+        finally:
+            self.sessions_open -= 1
+            session.close()
+
+    def refuse_unless_whole(self) -> None:
+        if self._no_weights is not None:
+            raise NoWholeWeights(f"vLLM holds no whole version of the weights: {self._no_weights}")
+
+    @property
+    def adapter(self) -> AdapterRef | None:
+        """With which completions are written."""
+        return self._adapters.serving if self._adapters else None
+
+    def score(self, sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """Log-probs, under softmax(logits), of every token after the first."""
+        self.refuse_unless_whole()
+        names = {f"score-{next(self._numbers)}": place for place in range(len(sequences))}
+        for name, place in names.items():
+            ids = tuple(int(token) for token in sequences[place])
+            self.engine.add(ScoreJob(name, ids, 1, 0, ANY_VERSION), self.adapter)
+        found: dict[int, np.ndarray] = {}
+        while len(found) < len(sequences):
+            for progress in self.engine.step():
+                if progress.job_id in names and progress.finish_reason is not None:
+                    found[names[progress.job_id]] = np.asarray(progress.logps, np.float32)
+        return [found[place] for place in range(len(sequences))]
+
+    # weights --------------------------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        """All weights of `version` (None: those of the trainer's model), or with `adapter_sync` all tensors of the adapter."""
+        if self.sessions_open:
+            raise RuntimeError("Weights are loaded between sessions: completions of this one would be of two versions.")
+        if "weights" in self._asleep:
+            self._wake("weights")
+        before, self._no_weights = self._no_weights, f"the load of version {version} did not end."
+        try:
+            if self._adapters is not None:
+                self._adapters.replace(self.engine, weights, version)
+            else:
+                given = exported_weights(self.model, self.dtype) if weights is None else weights
+                self.engine.load_weights(complete(given, self._wanted()))
+                if not self.engine.reset_prefix_cache(running=False):
+                    raise RuntimeError("vLLM kept cached keys and values of the weights before.")
+        except BaseException as error:
+            # An adapter is loaded beside the one before, which is untouched; its version serves on.
+            failed = f"the load of version {version} failed ({type(error).__name__}: {error})"
+            self._no_weights = before if self._adapters is not None and before is None else failed
+            raise
+        self._no_weights, self.version = None, version
+
+    def _wanted(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        return {spec.name: (spec.shape, getattr(torch, spec.dtype)) for spec in exported_specs(self.model, self.dtype)}
+
+    def differing_tensors(self, at_most: int = 1) -> list[str]:
+        """Names of tensors of the trainer's model that vLLM does not hold as they are now, to the bit."""
+        if self._adapters is not None:
+            return self._adapters.differing(at_most)
+        weights = exported_weights(self.model, self.dtype)
+        return self.engine.in_workers(differing_tensors, weights, at_most)[0]
+
+    def probed(self, sequences: Sequence[np.ndarray]) -> list[tuple[list[np.ndarray], Callable[[int], list[str]]]]:
+        """For a sync probe: (scores, a function that compares all tensors)."""
+        return [(self.score(sequences), self.differing_tensors)]
+
+    # memory ---------------------------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Give the device's memory back, as far as `sleep_level` says; refused inside of a session."""
+        if self.sessions_open:
+            raise RuntimeError("vLLM cannot sleep while a session is open.")
+        if self._asleep or not self.options.sleep_level:
+            return
+        why_not = self.engine.sleep(self.options.sleep_level)
+        if why_not is not None:
+            log.warning("%s", why_not)
+            return
+        self._asleep = {"weights", "kv_cache"}
+        if self.options.sleep_level == 2:
+            self._no_weights = "sleep level 2 dropped them; load a version."
+
+    def wake(self) -> None:
+        for part in sorted(self._asleep, reverse=True):  # weights first: the cache takes what is left
+            self._wake(part)
+
+    def _wake(self, part: str) -> None:
+        with trainer_undisturbed():
+            self.engine.wake((part,))
+        self._asleep.discard(part)
+
+    def close(self) -> None:
+        """End vLLM; nothing can be asked afterwards."""
+        self._no_weights = "the engine is closed."
+        ColocatedVLLM._open = None
+        self.engine.close()
+        self._home.cleanup()

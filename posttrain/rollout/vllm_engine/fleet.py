@@ -1,0 +1,473 @@
+"""Several servers that serve one version: which of them are up, who gets the next prompt, and how one comes back.
+
+One invariant, kept under one lock: a server is up only while it serves `fleet.target`. Everything else is done by the
+thread that watches it: notice that it is gone, stopped, slow or forgetful; restart it (where it is ours) or wait for it;
+send it the target again; and only then call it up.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from posttrain.rollout.vllm_engine.client import DRAIN, NOT_OFFERED, GenerateRequest, ServerInfo, Written
+from posttrain.rollout.vllm_engine.kept_weights import BUCKET_BYTES, KeptWeights
+from posttrain.rollout.vllm_engine.launcher import ServerProcess
+from posttrain.rollout.vllm_engine.transport import (
+    Deadlines,
+    ServerAnswer,
+    ServerError,
+    ServerGone,
+    ServerRefused,
+    ServerSlow,
+)
+from posttrain.rollout.vllm_engine.workers import at_once
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MISSES = 2
+"""Questions in a row that are not answered in time before a server counts as down."""
+RETRY_SECONDS = 0.5
+FAILED_TRIES = 3
+"""Starts, or refusals of weights, in a row that fail before there is no hope for a server."""
+HOPELESS = frozenset({NOT_OFFERED, 400, 401, 403, 405, 413})
+"""Refusals that will be the same next time: the request or the token is wrong, not the moment."""
+HOPELESS_COMMIT = HOPELESS | {500, 504}
+"""At a commit, too: the engine cannot load these weights, or running requests did not end in time."""
+
+
+class Client(Protocol):
+    """What the fleet asks of a server's client (`ServerClient`, `UpstreamClient`)."""
+
+    name: str
+    deadlines: Deadlines
+
+    def health(self) -> None: ...
+    def info(self) -> ServerInfo: ...
+    def generate(self, request: GenerateRequest) -> Written: ...
+    def score(self, sequences: Sequence[Sequence[int]], version: int | None) -> list[list[float]]: ...
+    def stage(self, kept: KeptWeights, version: int, bucket_bytes: int) -> None: ...
+    def commit(self, kept: KeptWeights, version: int, in_flight: str) -> None: ...
+    def abort(self, version: int) -> None: ...
+    def refuse_if_not_offered(self, kept: KeptWeights, info: ServerInfo) -> None: ...
+    def sleep(self, level: int) -> str | None: ...
+    def wake(self) -> None: ...
+    def break_off(self, why: str) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Target:
+    """The version that all servers are to serve. Without `kept` this trainer cannot send it again."""
+
+    version: int | None  # as the servers count; None: they have no weights yet
+    fingerprint: str | None
+    label: int = 0  # what the trainer calls it
+    kept: KeptWeights | None = None
+    follows: bool = False  # another process of this run sends it
+
+    def is_served(self, info: ServerInfo) -> bool:
+        return (info.version, info.fingerprint) == (self.version, self.fingerprint)
+
+
+@dataclass(eq=False)
+class Member:
+    """One server. Its fields are changed under the fleet's lock."""
+
+    client: Client
+    process: ServerProcess | None = None  # where it is ours to restart
+    info: ServerInfo | None = None
+    is_up: bool = False
+    hangs: bool = False  # it did not answer: there is no use in asking a process of ours once more before its restart
+    why: str = "it was not asked yet."
+    down_since: float = field(default_factory=time.monotonic)
+    hopeless: ServerError | None = None  # coming back failed in a way that will not change
+    failed_starts: int = 0  # in a row, as the next one
+    refusals: int = 0
+    load: int = 0  # tokens in flight there, prompt and allowance
+    in_flight: int = 0
+    stir: threading.Event = field(default_factory=threading.Event)  # wakes its watcher
+    weights: threading.Lock = field(default_factory=threading.Lock)  # held by whoever sends it weights
+
+    @property
+    def name(self) -> str:
+        return self.client.name
+
+
+class Fleet:
+    """Servers under watch, from `attach` to `close`."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        deadlines: Deadlines,
+        watch_seconds: float = 1.0,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        if not members:
+            raise ValueError("Server mode needs at least one server.")
+        names = [member.name for member in members]
+        if len(set(names)) != len(names):
+            raise ValueError(f"The servers {names} are not all different.")
+        self.members, self.deadlines, self.bucket_bytes = list(members), deadlines, bucket_bytes
+        self.target = Target(None, None)
+        self.asleep = False
+        self.recoveries = 0
+        self._watch_seconds = watch_seconds
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        # Servers are told numbers of their own, higher than those of any run before: a server that was restarted by others
+        # with the weights of its folder, or that another trainer has written to, cannot happen to have the right one.
+        self._next_version = max(int(time.time()) - 1_700_000_000, 0) << 20
+        self._watchers: list[threading.Thread] = []
+
+    # beginning and end ----------------------------------------------------------------------------------------------
+
+    def attach(self) -> None:
+        """Start or find all servers and learn what they serve; from then on they are watched."""
+        for found in at_once([lambda member=member: self._first_contact(member) for member in self.members]):
+            if isinstance(found, Exception):
+                self.close()
+                raise found
+        infos = [member.info for member in self.members]
+        try:
+            self._refuse_if_different(infos)
+        except ValueError:
+            self.close()
+            raise
+        served = {(info.version, info.fingerprint) for info in infos}
+        if len(served) == 1:
+            self.target = Target(*served.pop())
+        with self._changed:
+            for member in self.members:
+                member.is_up = self.target.is_served(member.info) and (self.target.version is not None)
+        for member in self.members:
+            watcher = threading.Thread(target=self._watch, args=(member,), name=f"watch {member.name}", daemon=True)
+            self._watchers.append(watcher)
+            watcher.start()
+
+    def _first_contact(self, member: Member) -> None:
+        if member.process is not None and not member.process.is_running:
+            member.process.start()
+            member.process.wait_until_healthy(self._closing)
+        end = time.monotonic() + self.deadlines.start
+        while True:
+            try:
+                member.info = member.client.info()
+                return
+            except (ServerGone, ServerSlow) as error:
+                if time.monotonic() > end:
+                    raise ServerGone(
+                        f"{member.name} did not answer within {self.deadlines.start:g} s (`vllm_server_timeout`): {error}"
+                    ) from error
+            if self._closing.wait(RETRY_SECONDS):
+                raise ServerGone(f"{member.name}: the trainer is closing.")
+
+    @staticmethod
+    def _refuse_if_different(infos: Sequence[ServerInfo]) -> None:
+        for what in ("vocabulary", "logprobs_mode", "context_length"):
+            values = [getattr(info, what) for info in infos]
+            if len(set(values)) > 1:
+                raise ValueError(f"The servers have different values of {what}: {values}. Start them alike.")
+
+    def close(self) -> None:
+        """End the watch and the processes that are ours."""
+        self._closing.set()
+        for member in self.members:
+            member.stir.set()
+            member.client.break_off("the trainer is closing.")
+        for member in self.members:
+            if member.process is not None:
+                member.process.close()
+
+    # who is up ------------------------------------------------------------------------------------------------------
+
+    def up(self) -> list[Member]:
+        with self._changed:
+            return [member for member in self.members if member.is_up]
+
+    def take(self, tokens: int, most: int) -> tuple[Member, Target] | None:
+        """The least loaded server that is up and has fewer than `most` requests, and what it serves."""
+        with self._changed:
+            free = [member for member in self.members if member.is_up and member.in_flight < most]
+            if not free:
+                return None
+            member = min(free, key=lambda one: one.load)
+            member.load += tokens
+            member.in_flight += 1
+            return member, self.target
+
+    def release(self, member: Member, tokens: int) -> None:
+        with self._changed:
+            member.load -= tokens
+            member.in_flight -= 1
+
+    def report(self, member: Member, why: str, hangs: bool = False) -> None:
+        """This server is not to be used until its watcher has looked after it."""
+        with self._changed:
+            if not member.is_up or self._closing.is_set():
+                return
+            member.is_up, member.why, member.hangs, member.down_since = False, why, hangs, time.monotonic()
+            self._changed.notify_all()
+        log.warning("The server %s is down: %s", member.name, why)
+        member.client.break_off(why)
+        member.stir.set()
+
+    def refuse_without_hope(self) -> None:
+        """Raise where no server is up and none can be expected back."""
+        with self._changed:
+            if any(member.is_up for member in self.members):
+                return
+            if all(member.hopeless for member in self.members):
+                raise self.members[0].hopeless
+            since = max(member.down_since for member in self.members)
+            if time.monotonic() - since > self.deadlines.back:
+                reasons = " ".join(f"{member.name}: {member.why}" for member in self.members)
+                raise ServerGone(f"No server has been up for {self.deadlines.back:g} s. {reasons}")
+
+    def wait_until_up(self) -> None:
+        """Until at least one server serves the target."""
+        with self._changed:
+            while not any(member.is_up for member in self.members):
+                self.refuse_without_hope()
+                self._changed.wait(0.2)
+
+    # watching -------------------------------------------------------------------------------------------------------
+
+    def _watch(self, member: Member) -> None:
+        while not self._closing.is_set():
+            if member.is_up:
+                member.stir.wait(self._watch_seconds)
+                member.stir.clear()
+                self._look(member)
+            elif self.target.version is None:
+                member.stir.wait(self._watch_seconds)  # there is nothing yet that it could be given
+                member.stir.clear()
+            else:
+                self._try_to_bring_back(member)
+
+    def _look(self, member: Member) -> None:
+        for missed in range(MISSES):
+            if not member.is_up or self._closing.is_set():
+                return
+            try:
+                member.client.health()
+                return
+            except ServerGone as error:
+                self.report(member, str(error))
+            except ServerRefused as error:
+                self.report(member, str(error), hangs=error.status == 503)
+            except (ServerSlow, ServerAnswer) as error:
+                if missed + 1 == MISSES:
+                    self.report(member, f"{MISSES} questions were not answered: {error}", hangs=True)
+
+    def _try_to_bring_back(self, member: Member) -> None:
+        member.client.break_off(member.why)  # a call may have begun just before the server was known to be down
+        try:
+            self._revive(member)
+            with member.weights:
+                self._feed(member)
+            return
+        except ServerError as error:
+            self._note(member, error)
+        except Exception as error:  # the watcher must live: without it nobody would ever look again
+            log.exception("Bringing back %s failed.", member.name)
+            self._note(member, ServerError(f"{member.name} cannot be brought back ({type(error).__name__}: {error})."))
+        self._closing.wait(RETRY_SECONDS * 2 ** min(member.failed_starts, 6))
+
+    def _note(self, member: Member, error: ServerError) -> None:
+        if self._closing.is_set():
+            return
+        refused = isinstance(error, ServerRefused)
+        member.refusals = member.refusals + 1 if refused and error.status in HOPELESS_COMMIT else 0
+        hopeless = (
+            (refused and error.status in HOPELESS)
+            or max(member.refusals, member.failed_starts) >= FAILED_TRIES
+            or type(error) is ServerError
+        )
+        with self._changed:
+            if str(error) != member.why:
+                log.warning("The server %s is not back yet: %s", member.name, error)
+            member.why = str(error)
+            member.hopeless = error if hopeless else member.hopeless
+            self._changed.notify_all()
+
+    def _revive(self, member: Member) -> None:
+        """Until the process answers."""
+        process = member.process
+        if process is None:
+            member.client.health()
+            return
+        if process.is_running and not member.hangs:
+            try:
+                member.client.health()
+                return
+            except ServerError as error:
+                member.why = str(error)
+        log.warning("Restarting the server %s: %s", member.name, member.why)
+        try:
+            process.restart(self._closing)
+        except ServerError:
+            member.failed_starts += 1
+            raise
+        member.failed_starts, member.hangs = 0, False
+
+    def _feed(self, member: Member) -> None:
+        """Give it the target, until the target is what it serves, and call it up."""
+        while not self._closing.is_set():
+            target = self.target
+            info = member.client.info()
+            if target.version is None:
+                return
+            if not target.is_served(info):
+                self._send_again(member, target, info)
+                info = member.client.info()
+            if not target.is_served(info) or (info.not_ready and not self.asleep):
+                raise ServerGone(
+                    f"{member.name} does not serve version {target.version}: {info.not_ready or info.version}"
+                )
+            with self._changed:
+                if self.target is not target:
+                    continue  # the trainer has moved on meanwhile
+                member.info, member.is_up, member.hopeless, member.hangs = info, True, None, False
+                member.refusals = 0
+                member.stir.clear()
+                self.recoveries += 1
+                self._changed.notify_all()
+            log.info("The server %s is up with version %s.", member.name, target.version)
+            return
+
+    def _send_again(self, member: Member, target: Target, info: ServerInfo) -> None:
+        if target.kept is None:
+            found = (
+                f"{member.name} serves version {info.version} ({info.not_ready or 'ready'}) instead of {target.version}"
+            )
+            if target.follows:
+                raise ServerGone(f"{found}; the process that sends the weights has to send them again.")
+            raise ServerRefused(f"{found}, and this trainer has sent none that it could send again.", 400)
+        log.info("Sending version %s to %s again (%.1f MB).", target.version, member.name, target.kept.nbytes / 1e6)
+        member.client.stage(target.kept, target.version, self._bucket(info))
+        member.client.commit(target.kept, target.version, DRAIN)
+
+    def _bucket(self, info: ServerInfo) -> int:
+        return min(self.bucket_bytes, info.part_bytes // 2)  # a header comes on top
+
+    # weights --------------------------------------------------------------------------------------------------------
+
+    def load(self, kept: KeptWeights, label: int, in_flight: str = DRAIN) -> Target:
+        """Two-phase on all servers that are up: stage on each, then commit on each. The others get it when they are back.
+
+        Where it raises, the version before is the target still: servers that had committed are sent it again.
+        """
+        self._next_version += 1
+        before, target = self.target, Target(self._next_version, kept.fingerprint, label, kept)
+        members = self.up() or (self._reachable() if self.target.version is None else [])
+        with ExitStack() as held:
+            for member in members:  # a watcher that finds one of these down waits until this is over
+                held.enter_context(member.weights)
+                member.client.refuse_if_not_offered(kept, member.info)
+            staged = self._all(
+                members, lambda one: one.client.stage(kept, target.version, self._bucket(one.info)), HOPELESS, target
+            )
+            committed = self._all(
+                staged, lambda one: one.client.commit(kept, target.version, in_flight), HOPELESS_COMMIT, target
+            )
+            self._move_to(target, committed)
+        try:
+            self.wait_until_up()
+        except ServerError:
+            self._move_to(before, [])
+            raise
+        return target
+
+    def _reachable(self) -> list[Member]:
+        """Before the first version no server is up; those that answer can take it."""
+        found = at_once([lambda member=member: (member.client.info(), member)[1] for member in self.members])
+        return [one for one in found if isinstance(one, Member)]
+
+    def _all(
+        self, members: Sequence[Member], act: Callable[[Member], None], hopeless: frozenset[int], target: Target
+    ) -> list[Member]:
+        """Those for which it worked. A hopeless refusal by one of them ends the update for all."""
+        outcomes = at_once([lambda member=member: act(member) for member in members])
+        done = [member for member, outcome in zip(members, outcomes) if not isinstance(outcome, Exception)]
+        failures = [(member, outcome) for member, outcome in zip(members, outcomes) if isinstance(outcome, Exception)]
+        for member, error in failures:
+            final = not isinstance(error, ServerError) or (
+                isinstance(error, ServerRefused) and error.status in hopeless
+            )
+            if final:
+                self._take_back(members, target)
+                raise error
+            self.report(member, str(error))
+        return done
+
+    def _take_back(self, members: Sequence[Member], target: Target) -> None:
+        """Drop what was staged. Where it was committed already, the watcher finds another version than the target's."""
+        at_once([lambda member=member: member.client.abort(target.version) for member in members])
+        for member in members:
+            self.report(member, f"the update to version {target.version} failed; going back to {self.target.version}.")
+
+    def _move_to(self, target: Target, served_by: Sequence[Member]) -> None:
+        with self._changed:
+            first, self.target = self.target.version is None, target  # before the first version no server counts as up
+            for member in self.members:
+                if member in served_by and (member.is_up or first):
+                    member.is_up = True
+                    continue
+                if member.is_up:
+                    member.why = f"it has yet to be given version {target.version}."
+                self._begin_to_hope(member)
+            self._changed.notify_all()
+
+    @staticmethod
+    def _begin_to_hope(member: Member) -> None:
+        """It is to be brought to a new target: what was wrong with the old one does not count, and its time begins."""
+        member.is_up, member.hopeless, member.down_since = False, None, time.monotonic()
+        member.stir.set()
+
+    def follow(self, target: Target) -> None:
+        """Wait until the servers serve what another process of this run has sent."""
+        with self._changed:
+            self.target = Target(target.version, target.fingerprint, target.label, follows=True)
+            for member in self.members:
+                member.why = f"it was not seen with version {target.version} yet."
+                self._begin_to_hope(member)
+        self.wait_until_up()
+
+    # sleep ----------------------------------------------------------------------------------------------------------
+
+    def sleep(self, level: int) -> None:
+        self.asleep = True
+        for member, why_not in self.ask_up(lambda member, version: member.client.sleep(level)):
+            if why_not is not None:
+                log.warning("%s does not sleep: %s", member.name, why_not)
+
+    def wake(self) -> None:
+        self.asleep = False
+        for member, info in self.ask_up(lambda member, version: (member.client.wake(), member.client.info())[1]):
+            if not self.target.is_served(info):
+                self.report(member, "it woke up without its weights.")
+        if self.target.version is not None:
+            self.wait_until_up()
+
+    def ask_up(self, ask: Callable[[Member, int | None], T]) -> list[tuple[Member, T]]:
+        """What each server that is up answers; one that does not is looked after, and left out."""
+        members, version = self.up(), self.target.version
+        answers = []
+        for member, answer in zip(members, at_once([lambda member=member: ask(member, version) for member in members])):
+            if isinstance(answer, ServerRefused) and answer.status in HOPELESS:
+                raise answer
+            if isinstance(answer, ServerError):
+                self.report(member, str(answer))
+            elif isinstance(answer, Exception):
+                raise answer
+            else:
+                answers.append((member, answer))
+        return answers

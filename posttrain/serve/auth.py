@@ -1,0 +1,78 @@
+"""The gate before every route: a bearer token, or callers of this machine only.
+
+It stands around the whole application, so a route cannot be added outside of it.
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from .errors import ServeError, Unauthorised
+
+Asgi = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
+Answer = Callable[[Any, ServeError], Awaitable[None]]
+
+SHORTEST_TOKEN = 16
+
+
+class WrongHost(ServeError):
+    """Without a token, a page in a browser of this machine could reach the server under another name."""
+
+    status = 403
+
+
+class Gate:
+    """An ASGI application around another one."""
+
+    def __init__(self, app: Asgi, token: str | None, answer: Answer) -> None:
+        if token is not None and len(token) < SHORTEST_TOKEN:
+            raise ValueError(f"The token has {len(token)} characters; give at least {SHORTEST_TOKEN}.")
+        self._app, self._answer = app, answer
+        self._token = None if token is None else token.encode()
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        try:
+            self._check(scope["headers"])
+        except ServeError as refusal:
+            await self._answer(send, refusal)
+            return
+        await self._app(scope, receive, send)
+
+    def _check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        if self._token is None:
+            hosts = [value for name, value in headers if name.lower() == b"host"]
+            if any(not is_loopback(_host_only(host)) for host in hosts):
+                raise WrongHost("Without a token this server answers under the names of the local machine only.")
+            return
+        given = [value for name, value in headers if name.lower() == b"authorization"]
+        scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
+        right = hmac.compare_digest(token.strip(), self._token)
+        if scheme.lower() != b"bearer" or not right:
+            raise Unauthorised("This server wants its token: the header `Authorization: Bearer TOKEN`.")
+
+    def __repr__(self) -> str:
+        return "Gate(token not shown)"
+
+
+def _host_only(value: bytes) -> str:
+    text = value.decode("latin-1").strip()
+    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach that address. A name other than localhost could mean anything."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

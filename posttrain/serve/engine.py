@@ -1,0 +1,168 @@
+"""What the server asks of an engine. `vllm_engine` is the real one, `echo_engine` a scripted one for tests.
+
+An engine is plain and synchronous and used by one thread only (`engine_thread`), which keeps the versions straight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .payload import TensorSpec
+
+STOP, LENGTH, ABORTED, ERROR = "stop", "length", "aborted", "error"
+"""Finish reasons. ABORTED: weights changed that the request does not accept, or the deadline passed."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; the names and meanings are those of the trainer's `SamplingParams`."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    regex: str | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """The versions that a request takes, both ends included."""
+
+    lowest: int
+    highest: int
+
+    def takes(self, version: int | None) -> bool:
+        return version is not None and self.lowest <= version <= self.highest
+
+
+@dataclass(frozen=True)
+class GenerateJob:
+    job_id: str
+    ids: tuple[int, ...]
+    sampling: Sampling
+    accepted: Accepted
+    top_logprobs: int = 0
+    base_weights: bool = False  # without the adapter that serves
+
+
+@dataclass(frozen=True)
+class ScoreJob:
+    """Log-probs of the tokens from number `start` on (at least 1: the first token has none)."""
+
+    job_id: str
+    ids: tuple[int, ...]
+    start: int
+    top_k: int
+    accepted: Accepted
+    base_weights: bool = False
+
+
+Job = GenerateJob | ScoreJob
+
+
+@dataclass
+class Progress:
+    """What an engine says of a job after a step: everything so far."""
+
+    job_id: str
+    ids: Sequence[int]
+    finish_reason: str | None = None  # None: goes on
+    logps: Sequence[float] = ()  # of each id; filled when finished
+    top: Sequence[Sequence[tuple[int, float]]] = ()  # the most likely tokens at each place, if asked for
+    stop_reason: int | str | None = None
+
+
+@dataclass
+class Outcome:
+    """The end of a job. `spans`: (first token, one past the last, version) for all tokens, in order."""
+
+    job_id: str
+    ids: list[int]
+    logps: list[float]
+    finish_reason: str
+    spans: list[tuple[int, int, int]]
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+    stop_reason: int | str | None = None
+    error: str | None = None
+    version: int | None = None  # that began the job
+
+
+@dataclass(frozen=True)
+class AdapterRef:
+    """A LoRA adapter of one version, in a folder."""
+
+    number: int  # unique in this process, from 1
+    name: str
+    version: int
+    path: str
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    model: str
+    context_length: int
+    vocabulary: int
+    dtype: str
+    logprobs_mode: str
+    device: str
+    engine: str
+    world_size: int = 1
+    capabilities: dict[str, bool] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    adapter_modules: tuple[str, ...] = ()  # the modules that adapters may change
+
+
+class Engine(Protocol):
+    info: EngineInfo
+
+    def add(self, job: Job, adapter: AdapterRef | None) -> None:
+        """Queue a job; any error means that this job cannot be run, and others can."""
+
+    def step(self) -> list[Progress]:
+        """One step of everything queued; what moved, finished jobs last seen here."""
+
+    def abort(self, job_ids: Sequence[str]) -> None: ...
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Replace all weights; raises where one does not fit. What is left then is not to be trusted."""
+
+    def known_tensors(self) -> dict[str, TensorSpec] | None:
+        """By name, every tensor that a version must bring, or None where the model's folder has no weights."""
+
+    def optional_tensors(self) -> frozenset[str]:
+        """Names that a version may bring or leave out (tied weights)."""
+
+    def initial_weights(self) -> Iterable[tuple[str, Tensor]] | None:
+        """The weights that were loaded at the start, read again."""
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        """Forget cached keys and values; with `running`, also those of running jobs, which are computed again."""
+
+    def add_adapter(self, adapter: AdapterRef) -> None: ...
+
+    def remove_adapter(self, adapter: AdapterRef) -> None: ...
+
+    def sleep(self, level: int) -> str | None:
+        """Free memory; None, or the sentence that says why nothing was freed."""
+
+    def wake(self, tags: Sequence[str] | None) -> None: ...
+
+    def chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+        """The token ids of a conversation in the model's chat template."""
+
+    def text_ids(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str | None:
+        """The text, or None where the engine has no tokenizer."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,65 @@
+"""What the server answers when it cannot do what it was asked: a sentence, and the HTTP status that goes with it."""
+
+from __future__ import annotations
+
+
+class ServeError(Exception):
+    """A refusal. The message is a sentence for the caller; it never holds secrets or the bytes of a body."""
+
+    status = 400
+
+
+class PayloadError(ServeError):
+    """A weight payload or a manifest that is not exactly what it must be."""
+
+
+class FieldError(ServeError):
+    """A field of a JSON body that is missing, unknown or out of bounds."""
+
+
+class Unauthorised(ServeError):
+    status = 401
+
+
+class NotFound(ServeError):
+    status = 404
+
+
+class MethodNotAllowed(ServeError):
+    status = 405
+
+
+class TooSlow(ServeError):
+    """The caller took too long to send what it announced."""
+
+    status = 408
+
+
+class Conflict(ServeError):
+    """Right in itself, but not now: another update runs, or other weights serve than the caller accepts."""
+
+    status = 409
+
+
+class TooLarge(ServeError):
+    status = 413
+
+
+class Busy(ServeError):
+    status = 429
+
+
+class EngineFailed(ServeError):
+    """The engine could not do it; the caller is not to blame."""
+
+    status = 500
+
+
+class NotReady(ServeError):
+    """No whole version serves, the engine sleeps, or the server is stopping."""
+
+    status = 503
+
+
+class DeadlinePassed(ServeError):
+    status = 504

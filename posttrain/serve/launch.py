@@ -1,0 +1,234 @@
+"""Arguments, the token, the socket, the engine, and the loop that serves, in that order."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .auth import SHORTEST_TOKEN, is_loopback
+from .engine import Engine
+from .server import RolloutServer, ServerOptions
+from .update import UpdateLimits
+
+log = logging.getLogger("posttrain_serve")
+
+TOKEN_VARIABLE = "POSTTRAIN_SERVE_TOKEN"
+REFUSED, START_FAILED, START_TOO_SLOW, PARENT_GONE = 2, 3, 4, 5
+"""Exit statuses."""
+PARENT_SECONDS = 0.5
+
+
+class StartError(Exception):
+    """Why the server does not start."""
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="posttrain vllm-serve", description="Serve a model to trainers.")
+    p.add_argument(
+        "--model", required=True, help="folder or name of the model; 'echo' for the scripted engine of the tests"
+    )
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on; any but this machine's own needs a token")
+    p.add_argument("--port", type=int, default=8000, help="0: any free one, printed in the log")
+    p.add_argument(
+        "--token-file", type=Path, help=f"file with the token; otherwise the variable {TOKEN_VARIABLE} is read"
+    )
+    p.add_argument("--dtype", default="auto")
+    p.add_argument("--context-length", type=int, help="default: that of the model")
+    p.add_argument("--memory-share", type=float, default=0.9, help="of the GPU's memory")
+    p.add_argument("--tensor-parallel", type=int, default=1)
+    p.add_argument("--logprobs-mode", default="processed_logprobs", choices=["processed_logprobs", "raw_logprobs"])
+    p.add_argument(
+        "--random-weights", action="store_true", help="load no weights; nothing is served before the first update"
+    )
+    p.add_argument("--initial-version", type=int, default=0, help="version of the weights in the model's folder")
+    p.add_argument("--adapter-folder", type=Path, help="LoRA adapters are taken from here only; turns adapters on")
+    p.add_argument("--most-rank", type=int, default=64, help="largest LoRA rank")
+    p.add_argument("--adapter-modules", help="names of the modules that adapters may change, with commas between")
+    p.add_argument("--sleep", action="store_true", help="allow /sleep and /wake (GPU)")
+    p.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--engine-args", type=json.loads, default={}, help="JSON object of further vLLM EngineArgs")
+    p.add_argument("--most-in-flight", type=int, default=4096)
+    p.add_argument("--most-part-mb", type=int, default=272)
+    p.add_argument("--most-update-gb", type=float, default=1024.0, help="host memory that one staged version may take")
+    p.add_argument("--update-idle-seconds", type=float, default=600.0, help="a silent update is dropped after these")
+    p.add_argument("--drop-loaded", action="store_true", help="keep no copy of the serving version in host memory")
+    p.add_argument("--start-seconds", type=float, default=1800.0, help="give up if the model is not loaded by then")
+    p.add_argument("--parent", type=int, help="process that started this one; the server ends when it is gone")
+    p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
+    return p
+
+
+def read_token(token_file: Path | None) -> str | None:
+    """From the file or the environment; never from the arguments, which every user of the machine can read."""
+    token = token_file.read_text().strip() if token_file else os.environ.pop(TOKEN_VARIABLE, "").strip()
+    if not token:
+        if token_file:
+            raise StartError(f"The token file {token_file} is empty.")
+        return None
+    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+        raise StartError(f"The token is not {SHORTEST_TOKEN} or more printable ASCII characters without blanks.")
+    return token
+
+
+def check_address(host: str, token: str | None) -> None:
+    if token is None and not is_loopback(host):
+        raise StartError(
+            f"Listening on {host} lets other machines in: set a token ({TOKEN_VARIABLE} or --token-file), or listen on "
+            "127.0.0.1."
+        )
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """The socket, bound before the model is loaded: a port that is taken is known at once."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, port))
+    except OSError as error:
+        raise StartError(f"{host}:{port} cannot be listened on: {error.strerror}.") from error
+    return bound
+
+
+def make_engine(args: argparse.Namespace) -> Engine:
+    if args.model == "echo":
+        from .echo_engine import EchoEngine, numbered_weights
+
+        return EchoEngine(numbered_weights(args.initial_version), **args.engine_args)
+    from .vllm_engine import ADAPTER_MODULES, VLLMEngine, VLLMOptions
+
+    return VLLMEngine(
+        VLLMOptions(
+            model=args.model,
+            dtype=args.dtype,
+            context_length=args.context_length,
+            memory_share=args.memory_share,
+            tensor_parallel=args.tensor_parallel,
+            logprobs_mode=args.logprobs_mode,
+            adapters=args.adapter_folder is not None,
+            most_rank=args.most_rank,
+            adapter_modules=tuple(args.adapter_modules.split(",")) if args.adapter_modules else ADAPTER_MODULES,
+            sleep=args.sleep,
+            random_weights=args.random_weights,
+            eager=args.eager,
+            seed=args.seed,
+            more=args.engine_args,
+        )
+    )
+
+
+def _options(args: argparse.Namespace) -> ServerOptions:
+    return ServerOptions(
+        initial_version=None if args.random_weights else args.initial_version,
+        adapter_folder=args.adapter_folder,
+        update=UpdateLimits(int(args.most_update_gb * (1 << 30)), args.update_idle_seconds, not args.drop_loaded),
+        most_part_bytes=args.most_part_mb << 20,
+        most_in_flight=args.most_in_flight,
+    )
+
+
+def _give_up_after(seconds: float) -> threading.Timer:
+    """Ends the process: nothing gentler can stop a model that hangs while it loads."""
+
+    def give_up() -> None:
+        log.error("The model was not loaded within %g s (--start-seconds); giving up.", seconds)
+        logging.shutdown()
+        os._exit(START_TOO_SLOW)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _end_with(parent: int) -> None:
+    """End this process, and what it started, as soon as `parent` is no longer its parent.
+
+    A signal of the kernel (PR_SET_PDEATHSIG) would come when the *thread* ends that started this process; and a pipe stays open
+    in other children of the parent.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(PARENT_SECONDS)
+        log.error("Process %s, which started this server, is gone: ending.", parent)
+        if os.getpgid(0) == os.getpid():
+            os.killpg(0, signal.SIGKILL)
+        os._exit(PARENT_GONE)
+
+    threading.Thread(target=watch, name="parent", daemon=True).start()
+
+
+def _run(args: argparse.Namespace) -> None:
+    if args.parent is not None:
+        _end_with(args.parent)
+    token = read_token(args.token_file)
+    check_address(args.host, token)
+    if not isinstance(args.engine_args, dict):
+        raise StartError("--engine-args is not a JSON object.")
+    if args.adapter_folder is not None and not args.adapter_folder.is_dir():
+        raise StartError(f"The adapter folder {args.adapter_folder} does not exist.")
+    bound = bind(args.host, args.port)
+    timer = _give_up_after(args.start_seconds)
+    server = RolloutServer(make_engine(args), _options(args))
+    timer.cancel()
+    server.start()
+    try:
+        _serve(server, token, bound, args.log_level)
+    finally:
+        server.close()
+
+
+def _serve(server: RolloutServer, token: str | None, bound: socket.socket, level: str) -> None:
+    import uvicorn
+
+    from .app import build_app
+
+    config: dict[str, Any] = {
+        "access_log": False,
+        "log_config": None,
+        "log_level": level,
+        "ws": "none",
+        "lifespan": "on",
+    }
+    stop = int(server.options.stop_seconds)
+    web = uvicorn.Server(
+        uvicorn.Config(build_app(server, token), timeout_graceful_shutdown=stop, server_header=False, **config)
+    )
+
+    def stop_process() -> None:
+        web.should_exit = True
+
+    server.stop_process = stop_process
+    host, port = bound.getsockname()[:2]
+    log.info("Serving version %s on %s port %s, %s.", server.versions.serving.version, host, port, _who(token))
+    web.run(sockets=[bound])
+
+
+def _who(token: str | None) -> str:
+    return "with a token" if token else "without a token, to this machine only"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    try:
+        _run(args)
+    except StartError as error:
+        print(f"The server does not start: {error}", file=sys.stderr)
+        return REFUSED
+    except Exception:
+        log.exception("The server failed.")
+        return START_FAILED
+    return 0

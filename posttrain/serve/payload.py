@@ -1,0 +1,301 @@
+"""The wire format of weights: a bucket of tensors, or of pieces of tensors too large for one bucket. No pickle.
+
+    8 bytes   magic
+    4 bytes   length of the header, little endian, at most `MAX_HEADER_BYTES`
+    16 bytes  blake2b of the header
+    header    JSON: version, part, parts, tensors: [{name, dtype, shape, offset, begin, end, checksum}]
+    data      the raw bytes, little endian, in the order of the header, without gaps
+
+`offset` says where a piece lies in the bytes of its tensor (0 for a whole one); `begin` and `end` where it lies in the
+data. What parses is exactly what was encoded, to the last byte; everything else is a `PayloadError`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+from .errors import PayloadError
+
+Buffer: TypeAlias = bytes | bytearray | memoryview
+
+MAGIC = b"PTWGT\x00\x00\x01"
+DIGEST_BYTES = 16
+PREFIX_BYTES = len(MAGIC) + 4 + DIGEST_BYTES
+MAX_HEADER_BYTES = 8 << 20
+MAX_TENSORS = 200_000
+MAX_PARTS = 200_000
+MAX_DIMENSIONS = 8
+MAX_TENSOR_BYTES = 1 << 42
+MAX_NAME = 512
+MAX_VERSION = (1 << 53) - 1  # what JSON readers of every language keep exactly
+
+ITEM_BYTES = {
+    "float32": 4,
+    "float16": 2,
+    "bfloat16": 2,
+    "float8_e4m3fn": 1,
+    "float8_e5m2": 1,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+"""The dtypes that may travel, and bytes per number."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
+
+
+def _blake2b(data: Buffer) -> str:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+
+
+def _checksum_functions() -> dict[str, Callable[[Buffer], str]]:
+    functions: dict[str, Callable[[Buffer], str]] = {"blake2b": _blake2b}
+    try:
+        import xxhash
+    except ImportError:  # not a dependency of vLLM; both sides then agree on blake2b, see /info
+        return functions
+    return functions | {"xxh3": lambda data: xxhash.xxh3_128(data).hexdigest()}
+
+
+CHECKSUMS = _checksum_functions()
+"""Name -> function of bytes; both give 32 hexadecimal digits. A checksum is written "name:digits"."""
+
+
+def checksum(data: Buffer, kind: str = "blake2b") -> str:
+    return f"{kind}:{CHECKSUMS[kind](data)}"
+
+
+def matches(data: Buffer, wanted: str) -> bool:
+    """Whether these bytes have that checksum."""
+    return hmac.compare_digest(checksum(data, wanted.partition(":")[0]), wanted)
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor as the manifest announces it; `checksum` is of all its bytes, None where it follows at the commit."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes of one tensor: all of them where `offset` is 0 and `data` is as long as the tensor."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    checksum: str
+    data: memoryview
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.data) == TensorSpec(self.name, self.dtype, self.shape).nbytes
+
+
+@dataclass(frozen=True)
+class Part:
+    version: int
+    part: int  # counted from 0
+    parts: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All tensors of a version."""
+
+    version: int
+    parts: int
+    tensors: tuple[TensorSpec, ...]
+
+
+def encode_part(
+    version: int, part: int, parts: int, pieces: Iterable[tuple[TensorSpec, int, Buffer]], kind: str = "blake2b"
+) -> bytes:
+    """The payload of one part, from (tensor, offset in its bytes, bytes)."""
+    entries, chunks, end = [], [], 0
+    for spec, offset, data in pieces:
+        view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
+        begin, end = end, end + len(view)
+        place = {"offset": offset, "begin": begin, "end": end, "checksum": checksum(view, kind)}
+        entries.append({"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), **place})
+        chunks.append(view)
+    header = json.dumps({"version": version, "part": part, "parts": parts, "tensors": entries}).encode()
+    return b"".join([MAGIC, len(header).to_bytes(4, "little"), _digest(header), header, *chunks])
+
+
+def _digest(header: Buffer) -> bytes:
+    return hashlib.blake2b(header, digest_size=DIGEST_BYTES).digest()
+
+
+def encode_manifest(manifest: Manifest) -> dict[str, Any]:
+    """The manifest as JSON fields, for the body of /weights/begin."""
+    return {"version": manifest.version, "parts": manifest.parts, "tensors": [asdict(t) for t in manifest.tensors]}
+
+
+def parse_part(body: Buffer, verify: bool = True) -> Part:
+    """The part in these bytes; `PayloadError` for anything that is not one. The pieces are views of `body`."""
+    view = memoryview(body).toreadonly()
+    if len(view) < PREFIX_BYTES or view[: len(MAGIC)] != MAGIC:
+        raise PayloadError(f"The body ({len(view)} bytes) does not begin like a weight payload of this format.")
+    length = int.from_bytes(view[len(MAGIC) : len(MAGIC) + 4], "little")
+    if length > MAX_HEADER_BYTES:
+        raise PayloadError(f"The header is announced with {length} bytes; at most {MAX_HEADER_BYTES} are taken.")
+    header, data = view[PREFIX_BYTES : PREFIX_BYTES + length], view[PREFIX_BYTES + length :]
+    if len(header) < length:
+        raise PayloadError(
+            f"The header is announced with {length} bytes and the body ends after {len(header)} of them."
+        )
+    if not hmac.compare_digest(_digest(header), bytes(view[len(MAGIC) + 4 : PREFIX_BYTES])):
+        raise PayloadError("The header does not have the checksum that stands before it: it was changed on the way.")
+    fields = fields_of(read_json(header), ("version", "part", "parts", "tensors"), "the header")
+    version, parts = _version(fields["version"]), whole_number(fields["parts"], "parts", 1, MAX_PARTS)
+    part = whole_number(fields["part"], "part", 0, parts - 1)
+    pieces, end = [], 0
+    for entry in _entries(fields["tensors"]):
+        piece, end = _piece(entry, data, end, verify)
+        pieces.append(piece)
+    if end != len(data):
+        raise PayloadError(f"The header describes {end} bytes of data; the body has {len(data)}.")
+    _refuse_twice([piece.name for piece in pieces])
+    return Part(version, part, parts, tuple(pieces))
+
+
+def _piece(entry: Any, data: memoryview, expected_begin: int, verify: bool) -> tuple[Piece, int]:
+    fields = fields_of(
+        entry, ("name", "dtype", "shape", "offset", "begin", "end", "checksum"), "a tensor of the header"
+    )
+    spec = _spec(fields)
+    begin = whole_number(fields["begin"], f"begin of {spec.name}", 0, MAX_TENSOR_BYTES)
+    end = whole_number(fields["end"], f"end of {spec.name}", begin, MAX_TENSOR_BYTES)
+    offset = whole_number(fields["offset"], f"offset of {spec.name}", 0, spec.nbytes)
+    if begin != expected_begin:
+        raise PayloadError(f"{spec.name} begins at byte {begin}; the tensor before it ends at {expected_begin}.")
+    if end > len(data):
+        raise PayloadError(f"{spec.name} ends at byte {end}; the body has {len(data)} bytes of data.")
+    if offset + end - begin > spec.nbytes or (end == begin and spec.nbytes):
+        raise PayloadError(
+            f"{spec.name} ({spec.dtype} {list(spec.shape)}, {spec.nbytes} bytes) cannot hold the {end - begin} bytes "
+            f"sent for offset {offset}."
+        )
+    if spec.checksum is None:
+        raise PayloadError(f"{spec.name} has no checksum.")
+    if verify and not matches(data[begin:end], spec.checksum):
+        raise PayloadError(f"The bytes of {spec.name} do not have their checksum: they were changed on the way.")
+    return Piece(spec.name, spec.dtype, spec.shape, offset, spec.checksum, data[begin:end]), end
+
+
+def parse_manifest(fields: dict[str, Any]) -> Manifest:
+    """The manifest in the fields of a JSON body."""
+    fields_of(fields, ("version", "parts", "tensors"), "the manifest")
+    specs = []
+    for entry in _entries(fields["tensors"]):
+        specs.append(_spec(fields_of(entry, ("name", "dtype", "shape", "checksum"), "a tensor of the manifest")))
+    _refuse_twice([spec.name for spec in specs])
+    parts = whole_number(fields["parts"], "parts", 1, MAX_PARTS)
+    return Manifest(_version(fields["version"]), parts, tuple(specs))
+
+
+def _spec(fields: dict[str, Any]) -> TensorSpec:
+    name, dtype, shape = fields["name"], fields["dtype"], fields["shape"]
+    if not isinstance(name, str) or len(name) > MAX_NAME or not _NAME.fullmatch(name):
+        raise PayloadError(f"A tensor has no name of 1 to {MAX_NAME} letters, digits, '.', '_' and '-'.")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise PayloadError(f"{name}: its dtype is none of {', '.join(ITEM_BYTES)}.")
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:
+        raise PayloadError(f"{name}: its shape is not a list of at most {MAX_DIMENSIONS} numbers.")
+    size = ITEM_BYTES[dtype]
+    for number in shape:
+        size *= whole_number(number, f"a dimension of {name}", 0, MAX_TENSOR_BYTES)
+        if size > MAX_TENSOR_BYTES:
+            raise PayloadError(f"{name}: its shape means more than {MAX_TENSOR_BYTES} bytes.")
+    return TensorSpec(name, dtype, tuple(shape), _checksum_field(name, fields["checksum"]))
+
+
+def _checksum_field(name: str, value: Any) -> str | None:
+    if value is None:
+        return None
+    kind, _, digits = value.partition(":") if isinstance(value, str) else ("", "", "")
+    if kind not in CHECKSUMS or not re.fullmatch("[0-9a-f]{32}", digits):
+        raise PayloadError(
+            f"{name}: its checksum is not 'KIND:32 hexadecimal digits' with KIND of {sorted(CHECKSUMS)}."
+        )
+    return value
+
+
+def parse_checksums(value: Any) -> dict[str, str]:
+    """Checksums by name of the tensor, as a commit brings those that the manifest left out."""
+    if not isinstance(value, dict):
+        raise PayloadError("`checksums` is not an object of names and checksums.")
+    parsed = {name: _checksum_field(name, entry) for name, entry in value.items()}
+    if missing := [name for name, entry in parsed.items() if entry is None]:
+        raise PayloadError(f"The checksum of {missing[0][:MAX_NAME]} is null.")
+    return parsed
+
+
+def _entries(value: Any) -> list[Any]:
+    if not isinstance(value, list) or not 1 <= len(value) <= MAX_TENSORS:
+        raise PayloadError(f"`tensors` is not a list of 1 to {MAX_TENSORS} tensors.")
+    return value
+
+
+def _version(value: Any) -> int:
+    return whole_number(value, "version", 0, MAX_VERSION)
+
+
+def _refuse_twice(names: Sequence[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise PayloadError(f"{name} is listed twice.")
+        seen.add(name)
+
+
+def whole_number(value: Any, what: str, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:  # `type`: True is no number here
+        raise PayloadError(f"`{what}` is not a whole number from {low} to {high}.")
+    return value
+
+
+def fields_of(value: Any, names: Sequence[str], what: str) -> dict[str, Any]:
+    """`value`, an object with exactly these fields."""
+    if not isinstance(value, dict) or set(value) != set(names):
+        raise PayloadError(f"{what[0].upper()}{what[1:]} is not an object with exactly the fields {', '.join(names)}.")
+    return value
+
+
+def read_json(text: Buffer) -> Any:
+    """Strict JSON: UTF-8, no NaN, no field twice, no nesting deep enough to exhaust the stack."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(fields := dict(pairs)) != len(pairs):
+            raise PayloadError("The JSON has a field twice in one object.")
+        return fields
+
+    def refuse(constant: str) -> None:
+        raise PayloadError(f"The JSON has the constant {constant}, which JSON does not know.")
+
+    try:
+        return json.loads(bytes(text).decode(), object_pairs_hook=once, parse_constant=refuse)
+    except PayloadError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise PayloadError(f"The JSON cannot be read ({type(error).__name__}).") from error

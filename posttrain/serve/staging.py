@@ -1,0 +1,125 @@
+"""The parts of one update in host memory, until all of them are there and right."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from .errors import Conflict, PayloadError
+from .payload import Manifest, Part, Piece, TensorSpec, matches
+
+DTYPES = {
+    name: getattr(torch, name)
+    for name in (
+        "float32",
+        "float16",
+        "bfloat16",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "int64",
+        "int32",
+        "int16",
+        "int8",
+        "uint8",
+        "bool",
+    )
+}
+"""The dtypes of the wire format as torch knows them."""
+
+
+class Staging:
+    """One version that arrives. Parts may come in any order and twice; a part that contradicts is refused whole."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.received: dict[int, str] = {}  # part -> digest of its body
+        self._specs = {spec.name: spec for spec in manifest.tensors}
+        self._bytes: dict[str, Tensor] = {}  # name -> uint8
+        self._filled: dict[str, list[tuple[int, int]]] = {name: [] for name in self._specs}
+        self._verified: set[str] = set()
+        self._lock = threading.Lock()
+
+    def add(self, part: Part, digest: str) -> None:
+        """Take a part whose pieces have their checksums. `digest`: of the whole body, to know it again."""
+        with self._lock:
+            if (part.version, part.parts) != (self.manifest.version, self.manifest.parts):
+                raise Conflict(
+                    f"The part is of version {part.version} in {part.parts} parts; the update that was begun is version "
+                    f"{self.manifest.version} in {self.manifest.parts}."
+                )
+            if part.part in self.received:
+                if self.received[part.part] == digest:
+                    return  # sent again after a lost answer
+                raise PayloadError(f"Part {part.part} came before with other bytes.")
+            for piece in part.pieces:
+                self._check(piece)
+            for piece in part.pieces:
+                self._copy(piece)
+            self.received[part.part] = digest
+
+    def _check(self, piece: Piece) -> None:
+        spec = self._specs.get(piece.name)
+        if spec is None:
+            raise PayloadError(f"{piece.name} is not in the manifest of this update.")
+        if (piece.dtype, piece.shape) != (spec.dtype, spec.shape):
+            raise PayloadError(
+                f"{piece.name} comes as {piece.dtype} {list(piece.shape)}; the manifest says {spec.dtype} {list(spec.shape)}."
+            )
+        same_kind = spec.checksum is not None and spec.checksum.partition(":")[0] == piece.checksum.partition(":")[0]
+        if piece.is_whole and same_kind and piece.checksum != spec.checksum:
+            raise PayloadError(f"{piece.name} does not have the checksum of the manifest.")
+        begin, end = piece.offset, piece.offset + len(piece.data)
+        if any(begin < other_end and other_begin < end for other_begin, other_end in self._filled[piece.name]):
+            raise PayloadError(f"{piece.name}: bytes {begin} to {end} came before in another part.")
+        if spec.nbytes == 0 and self._filled[piece.name]:
+            raise PayloadError(f"{piece.name} came before in another part.")
+
+    def _copy(self, piece: Piece) -> None:
+        spec = self._specs[piece.name]
+        if piece.name not in self._bytes:
+            self._bytes[piece.name] = torch.empty(spec.nbytes, dtype=torch.uint8)
+        begin, end = piece.offset, piece.offset + len(piece.data)
+        if end > begin:
+            target = memoryview(self._bytes[piece.name].numpy())
+            target[begin:end] = piece.data
+        self._filled[piece.name].append((begin, end))
+        if piece.is_whole and piece.checksum == spec.checksum:
+            self._verified.add(piece.name)
+
+    def missing_parts(self) -> list[int]:
+        return [part for part in range(self.manifest.parts) if part not in self.received]
+
+    def verify(self, checksums: Mapping[str, str]) -> Manifest:
+        """The manifest with all checksums, after every byte was found to be there and right."""
+        if missing := self.missing_parts():
+            raise Conflict(
+                f"{len(missing)} of {self.manifest.parts} parts are missing, the first is part {missing[0]}."
+            )
+        if unknown := sorted(set(checksums) - set(self._specs)):
+            raise PayloadError(f"The commit has a checksum of {unknown[0][:200]}, which is not in the manifest.")
+        specs = []
+        for spec in self.manifest.tensors:
+            specs.append(self._verify_tensor(spec, checksums.get(spec.name)))
+        return dataclasses.replace(self.manifest, tensors=tuple(specs))
+
+    def _verify_tensor(self, spec: TensorSpec, late: str | None) -> TensorSpec:
+        if spec.checksum and late and late != spec.checksum:
+            raise PayloadError(f"{spec.name}: the commit and the manifest name different checksums.")
+        wanted = spec.checksum or late
+        if wanted is None:
+            raise PayloadError(f"{spec.name} has a checksum neither in the manifest nor in the commit.")
+        filled = sum(end - begin for begin, end in self._filled[spec.name])  # no two overlap
+        if filled != spec.nbytes or not self._filled[spec.name]:
+            raise PayloadError(f"{spec.name}: {filled} of its {spec.nbytes} bytes came.")
+        if spec.name not in self._verified and not matches(memoryview(self._bytes[spec.name].numpy()), wanted):
+            raise PayloadError(f"{spec.name} does not have its checksum once its pieces are put together.")
+        return dataclasses.replace(spec, checksum=wanted)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) in the order of the manifest; views of the staged bytes."""
+        for spec in self.manifest.tensors:
+            yield spec.name, self._bytes[spec.name].view(DTYPES[spec.dtype]).view(spec.shape)

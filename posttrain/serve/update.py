@@ -1,0 +1,282 @@
+"""A weight update in two phases: stage and verify beside the weights that serve, then flip in one step.
+
+Until the flip nothing of the engine is touched, so an update that is interrupted, wrong or forgotten costs memory only.
+If the engine itself refuses the new weights half way, the old ones are loaded again before the next request runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .engine import Engine
+from .engine_thread import KEEP
+from .errors import Conflict, DeadlinePassed, EngineFailed, NotFound, PayloadError, ServeError, TooLarge
+from .payload import Buffer, Manifest, TensorSpec, parse_part
+from .staging import Staging
+from .versions import Phase, Serving, Versions, fingerprint
+
+log = logging.getLogger(__name__)
+
+Weights = Iterable[tuple[str, Tensor]]
+
+
+class Flips(Protocol):
+    """Runs something in the engine's thread, with no request in between (`EngineThread`)."""
+
+    def flip(self, swap: Callable[[Engine], None], version: int, in_flight: str, seconds: float) -> None: ...
+
+
+@dataclass(frozen=True)
+class UpdateLimits:
+    total_bytes: int = 1 << 40  # of one version in host memory
+    idle_seconds: float = 600.0  # an update of which nothing is heard for so long is dropped
+    keep_loaded: bool = True  # hold the version that serves in host memory, to put it back if a flip fails
+
+
+@dataclass
+class _Update:
+    staging: Staging
+    heard: float
+    adapter: dict[str, Any] | None  # its adapter_config, where the tensors are those of a LoRA adapter
+
+
+InstallAdapter = Callable[[Engine, int, dict[str, Any], Weights, str], None]
+"""(engine, version, adapter_config, tensors, fingerprint): write and load an adapter, and let it serve."""
+
+
+class Updater:
+    def __init__(
+        self,
+        engine: Engine,
+        versions: Versions,
+        flips: Flips,
+        install_adapter: InstallAdapter,
+        limits: UpdateLimits | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._versions, self._flips, self._install_adapter = versions, flips, install_adapter
+        self._limits, self._clock = limits or UpdateLimits(), clock
+        self._lock = threading.Lock()  # of `_update`; never held while the engine works
+        self._update: _Update | None = None
+        self._known = engine.known_tensors()
+        self._optional = engine.optional_tensors()
+        self._loaded: Callable[[], Weights | None] = engine.initial_weights
+        self.committed = 0
+        self.failed = 0
+
+    # begin ----------------------------------------------------------------------------------------------------------
+
+    def begin(
+        self, manifest: Manifest, replace: bool, rollback: bool, adapter: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """Announce a version. The same announcement twice is one update; another one needs `replace`."""
+        with self._lock:
+            self._drop_if_forgotten()
+            if self._update and self._update.staging.manifest == manifest and self._update.adapter == adapter:
+                return self._state(self._update)
+            self._check_version(manifest.version, rollback)
+            self._check_tensors(manifest, adapter)
+            if self._update:
+                if not replace or self._versions.phase is not Phase.STAGING:
+                    raise Conflict(
+                        f"The update to version {self.staged_version} is {self._versions.phase}. Commit or abort it, or "
+                        "begin with `replace` while it is staging."
+                    )
+                self._drop()
+            self._versions.move(Phase.STAGING)
+            self._update = _Update(Staging(manifest), self._clock(), adapter)
+            return self._state(self._update)
+
+    def _check_version(self, version: int, rollback: bool) -> None:
+        serving = self._versions.serving.version
+        if serving is not None and version <= serving and not rollback:
+            raise Conflict(f"Version {serving} serves; version {version} is not newer. Say `rollback` to go back.")
+
+    def _check_tensors(self, manifest: Manifest, adapter: dict[str, Any] | None) -> None:
+        total = sum(spec.nbytes for spec in manifest.tensors)
+        if total > self._limits.total_bytes:
+            raise TooLarge(f"The version has {total} bytes; this server stages at most {self._limits.total_bytes}.")
+        if adapter is not None or self._known is None:
+            return
+        names = {spec.name: spec for spec in manifest.tensors}
+        if missing := sorted(set(self._known) - set(names) - self._optional):
+            raise PayloadError(f"{missing[0]} is missing from the manifest, with {len(missing) - 1} others.")
+        if unknown := sorted(set(names) - set(self._known) - self._optional):
+            raise PayloadError(
+                f"The model has no tensor {unknown[0]} ({len(unknown)} names of the manifest are unknown)."
+            )
+        for name, known in self._known.items():
+            sent = names.get(name, known)
+            if sent.shape != known.shape or _is_float(sent) != _is_float(known):
+                raise PayloadError(
+                    f"{name} is {known.dtype} {list(known.shape)}; the manifest says {sent.dtype} {list(sent.shape)}."
+                )
+
+    # parts ----------------------------------------------------------------------------------------------------------
+
+    def part(self, body: Buffer) -> dict[str, Any]:
+        """Stage one payload. Hashing happens outside of the lock, so parts can come side by side."""
+        part = parse_part(body)
+        update = self._current(part.version)
+        update.staging.add(part, hashlib.blake2b(body, digest_size=16).hexdigest())
+        update.heard = self._clock()
+        return self._state(update)
+
+    def _current(self, version: int) -> _Update:
+        with self._lock:
+            self._drop_if_forgotten()
+            if self._update is None or self._update.staging.manifest.version != version:
+                raise NotFound(f"No update to version {version} was begun, or it was dropped since.")
+            if self._versions.phase is not Phase.STAGING:
+                raise Conflict(f"The update to version {version} is {self._versions.phase}.")
+            return self._update
+
+    # commit ---------------------------------------------------------------------------------------------------------
+
+    def commit(self, version: int, checksums: Mapping[str, str], in_flight: str, seconds: float) -> dict[str, Any]:
+        """Verify everything, then flip. Committing the version that serves is a success without effect."""
+        if self._update is None and self._versions.serving.version == version and self.committed:
+            return self.state()
+        update = self._current(version)
+        self._versions.move(Phase.VERIFYING)
+        try:
+            manifest = update.staging.verify(checksums)
+        except Conflict:  # parts are missing: they may still come
+            self._versions.move(Phase.STAGING)
+            raise
+        except ServeError:
+            self._end(failed=True)
+            raise
+        self._versions.move(Phase.FLIPPING)
+        in_flight = in_flight if update.adapter is None else KEEP
+        try:
+            self._flips.flip(lambda engine: self._swap(engine, update, manifest), version, in_flight, seconds)
+        except DeadlinePassed:
+            if self._versions.phase is Phase.FLIPPING:  # never started: running requests did not end in time
+                self._versions.move(Phase.STAGING)
+                update.heard = self._clock()
+            raise
+        except ServeError:
+            self._end(failed=True)
+            raise
+        except Exception as error:  # not foreseen (a full disk, say); the phase must not stay where it is
+            self._end(failed=True)
+            raise EngineFailed(f"The flip failed ({type(error).__name__}: {error}). {self._what_serves()}") from error
+        self._end(failed=False)
+        return self.state()
+
+    def _swap(self, engine: Engine, update: _Update, manifest: Manifest) -> None:
+        """In the engine's thread, between two steps."""
+        digest = fingerprint(manifest.tensors)
+        if update.adapter is not None:
+            self._install_adapter(engine, manifest.version, update.adapter, update.staging.tensors(), digest)
+            return
+        try:
+            engine.load_weights(update.staging.tensors())
+        except Exception as error:
+            self._restore(engine, error)
+            raise EngineFailed(
+                f"The engine refused version {manifest.version} ({type(error).__name__}: {error}). {self._what_serves()}"
+            ) from error
+        self._versions.serve(Serving(manifest.version, digest))
+        if self._known is None:  # a model without weights in its folder: the first version says what a whole one is
+            self._known = {spec.name: spec for spec in manifest.tensors}
+        staging = update.staging
+        self._loaded = staging.tensors if self._limits.keep_loaded else _nothing
+
+    def _restore(self, engine: Engine, cause: Exception) -> None:
+        self._versions.move(Phase.RESTORING)
+        old = self._loaded()
+        if old is None:
+            self._versions.lose(
+                f"an update failed half way ({type(cause).__name__}) and the old weights were not kept."
+            )
+            return
+        try:
+            engine.load_weights(old)
+        except Exception as error:  # the engine can do anything here; what matters is that nothing serves afterwards
+            log.exception("The old weights could not be put back.")
+            self._versions.lose(f"an update failed half way and putting the old weights back failed ({error}).")
+
+    def _what_serves(self) -> str:
+        serving = self._versions.serving
+        return (
+            f"No version serves: {serving.reason}" if serving.version is None else f"Version {serving.version} serves."
+        )
+
+    # end ------------------------------------------------------------------------------------------------------------
+
+    def abort(self, version: int) -> dict[str, Any]:
+        """Drop the update to this version, if there is one."""
+        with self._lock:
+            if self._update and self._update.staging.manifest.version == version:
+                if self._versions.phase is not Phase.STAGING:
+                    raise Conflict(
+                        f"The update to version {version} is {self._versions.phase} and can no longer be dropped."
+                    )
+                self._drop()
+        return self.state()
+
+    def _end(self, failed: bool) -> None:
+        with self._lock:
+            self.failed += failed
+            self.committed += not failed
+            self._drop()
+
+    def _drop(self) -> None:
+        self._update = None
+        self._versions.move(Phase.IDLE)
+
+    def _drop_if_forgotten(self) -> None:
+        if self._update and self._versions.phase is Phase.STAGING:
+            silent = self._clock() - self._update.heard
+            if silent > self._limits.idle_seconds:
+                log.warning("The update to version %s is dropped: silent for %.0f s.", self.staged_version, silent)
+                self._drop()
+
+    def tick(self) -> None:
+        """Drop an update that was forgotten; called now and then."""
+        with self._lock:
+            self._drop_if_forgotten()
+
+    @property
+    def staged_version(self) -> int | None:
+        update = self._update
+        return update.staging.manifest.version if update else None
+
+    def _state(self, update: _Update) -> dict[str, Any]:
+        missing = update.staging.missing_parts()
+        return {
+            "phase": str(self._versions.phase),
+            "staged_version": update.staging.manifest.version,
+            "parts": update.staging.manifest.parts,
+            "missing": len(missing),
+            "first_missing": missing[:100],
+            "serving_version": self._versions.serving.version,
+        }
+
+    def state(self) -> dict[str, Any]:
+        if update := self._update:
+            return self._state(update)
+        serving = self._versions.serving
+        return {
+            "phase": str(self._versions.phase),
+            "serving_version": serving.version,
+            "fingerprint": serving.fingerprint,
+        }
+
+
+def _is_float(spec: TensorSpec) -> bool:
+    return "float" in spec.dtype
+
+
+def _nothing() -> Iterator[tuple[str, Tensor]] | None:
+    return None

@@ -1,0 +1,321 @@
+"""vLLM as the server's engine: `LLMEngine`, stepped by the engine's thread. Known to run with 0.32.0 (CPU)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from .cpu_linear import keep_cpu_weights_loadable
+from .engine import LENGTH, STOP, AdapterRef, EngineInfo, GenerateJob, Job, Progress, ScoreJob
+from .errors import EngineFailed, FieldError
+from .model_folder import known_tensors, read_tensors, tied_tensors
+from .payload import TensorSpec
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
+MOST_LOGPROBS = 1024
+ADAPTER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What adapters may change, unless said otherwise. With `lm_head` among them vLLM cannot score prompts (its layer for
+the logits of adapters expects one row per sequence: an error that ends the engine, seen with 0.32.0 on the CPU)."""
+FINISH = {"stop": STOP, "length": LENGTH}
+
+
+@dataclass(frozen=True)
+class VLLMOptions:
+    model: str
+    dtype: str = "auto"
+    context_length: int | None = None
+    memory_share: float = 0.9
+    tensor_parallel: int = 1
+    logprobs_mode: str = "processed_logprobs"
+    adapters: bool = False
+    most_rank: int = 64
+    adapter_modules: tuple[str, ...] = ADAPTER_MODULES
+    sleep: bool = False
+    random_weights: bool = False  # the folder has a config only; the first update brings the weights
+    eager: bool = False
+    seed: int = 0
+    more: dict[str, Any] = field(default_factory=dict)  # further fields of vLLM's EngineArgs
+
+
+@dataclass
+class _Writing:
+    job: Job
+    ids: list[int] = field(default_factory=list)
+    logps: list[float] = field(default_factory=list)
+    top: list[list[tuple[int, float]]] = field(default_factory=list)
+
+
+class VLLMEngine:
+    def __init__(self, options: VLLMOptions) -> None:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+        import vllm
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        self._options, self._jobs = options, {}
+        self._on_cpu = current_platform.is_cpu()
+        notes = [keep_cpu_weights_loadable()] if self._on_cpu else []
+        self._engine = LLMEngine.from_engine_args(EngineArgs(**_engine_args(options, self._on_cpu)))
+        config = self._engine.model_config
+        quantised = getattr(config, "quantization", None) is not None
+        if quantised:
+            notes.append("The weights are quantised when they are loaded: only adapters can be updated.")
+        if options.adapters:
+            notes.append("Adapters are on: vLLM wraps its layers then, and full weights cannot be loaded.")
+        repacked = [name for names in self.in_workers(_repacked_experts) for name in names]
+        if repacked:
+            notes.append(
+                f"vLLM has brought the experts of {repacked[0]} into an order of its own, which new weights would not be "
+                "in: full weights cannot be loaded."
+            )
+        if options.tensor_parallel > 1:
+            notes.append("Weight updates need tensor_parallel 1 in this version of the server.")
+        can = {
+            "weights": not (quantised or repacked or options.adapters) and options.tensor_parallel == 1,
+            "adapters": options.adapters,
+            "sleep": options.sleep and not self._on_cpu,
+            "chat": True,
+            "score": not options.adapters or "lm_head" not in options.adapter_modules,
+            "structured": True,
+        }
+        self.info = EngineInfo(
+            model=options.model,
+            context_length=config.max_model_len,
+            vocabulary=config.get_vocab_size(),
+            dtype=str(config.dtype).removeprefix("torch."),
+            logprobs_mode=options.logprobs_mode,
+            device="cpu" if self._on_cpu else current_platform.device_type,
+            engine=f"vllm {vllm.__version__}",
+            world_size=options.tensor_parallel,
+            capabilities=can,
+            notes=tuple(notes),
+            adapter_modules=options.adapter_modules if options.adapters else (),
+        )
+
+    # jobs -----------------------------------------------------------------------------------------------------------
+
+    def add(self, job: Job, adapter: AdapterRef | None) -> None:
+        params = self._sampling(job) if isinstance(job, GenerateJob) else self._scoring(job)
+        lora = _lora_request(adapter) if adapter else None
+        self._jobs[job.job_id] = _Writing(job)  # first, so that `abort` knows it if vLLM refuses half way
+        self._engine.add_request(job.job_id, {"prompt_token_ids": list(job.ids)}, params, lora_request=lora)
+
+    def _sampling(self, job: GenerateJob) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+        asked = job.sampling
+        return SamplingParams(
+            max_tokens=asked.max_tokens,
+            temperature=asked.temperature,
+            top_p=asked.top_p,
+            top_k=asked.top_k,
+            min_p=asked.min_p,
+            repetition_penalty=asked.repetition_penalty,
+            stop_token_ids=list(asked.stop_ids),
+            ignore_eos=True,  # what ends a completion is said by the request alone
+            stop=list(asked.stop) or None,
+            include_stop_str_in_output=True,
+            logit_bias=dict(asked.logit_bias) or None,
+            structured_outputs=StructuredOutputsParams(regex=asked.regex) if asked.regex else None,
+            seed=asked.seed,
+            logprobs=job.top_logprobs,
+            detokenize=bool(asked.stop),
+            output_kind=RequestOutputKind.DELTA,
+        )
+
+    def _scoring(self, job: ScoreJob) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        if len(job.ids) >= self.info.context_length:
+            raise ValueError(
+                f"A sequence of {len(job.ids)} tokens cannot be scored: vLLM needs room for one more in its context of "
+                f"{self.info.context_length}."
+            )
+        return SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=job.top_k,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+    def step(self) -> list[Progress]:
+        moved = []
+        for output in self._engine.step():
+            writing = self._jobs.get(output.request_id)
+            if writing is None:
+                continue
+            if isinstance(writing.job, ScoreJob):
+                progress = self._scores(writing.job, output) if output.finished else None
+            else:
+                progress = self._written(writing, output)
+            if output.finished:
+                del self._jobs[output.request_id]
+            if progress is not None:
+                moved.append(progress)
+        return moved
+
+    def _written(self, writing: _Writing, output: Any) -> Progress:
+        new = output.outputs[0]
+        for token, place in zip(new.token_ids, new.logprobs or (), strict=True):
+            writing.ids.append(token)
+            writing.logps.append(place[token].logprob)
+            if writing.job.top_logprobs:
+                writing.top.append(_most_likely(place, writing.job.top_logprobs))
+        reason = FINISH.get(new.finish_reason, "error") if output.finished else None
+        return Progress(writing.job.job_id, writing.ids, reason, writing.logps, writing.top, new.stop_reason)
+
+    def _scores(self, job: ScoreJob, output: Any) -> Progress:
+        places = output.prompt_logprobs[job.start :]
+        ids = job.ids[job.start :]
+        logps = [place[token].logprob for token, place in zip(ids, places, strict=True)]
+        top = [_most_likely(place, job.top_k) for place in places] if job.top_k else []
+        return Progress(job.job_id, ids, LENGTH, logps, top)
+
+    def abort(self, job_ids: Sequence[str]) -> None:
+        known = [job_id for job_id in job_ids if self._jobs.pop(job_id, None)]
+        if known:
+            self._engine.abort_request(known)
+
+    # weights --------------------------------------------------------------------------------------------------------
+
+    def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        for left_out in self.in_workers(_load_into_worker, tensors):
+            if left_out:
+                raise EngineFailed(
+                    f"vLLM has {len(left_out)} parameters that no tensor was loaded into, {left_out[0]} first."
+                )
+
+    def in_workers(self, function: Callable[..., T], *args: Any) -> list[T]:
+        """`function(worker, *args)` in each of vLLM's workers."""
+        return self._engine.collective_rpc(function, args=args)
+
+    def known_tensors(self) -> dict[str, TensorSpec] | None:
+        return None if self._options.random_weights else known_tensors(Path(self._options.model))
+
+    def optional_tensors(self) -> frozenset[str]:
+        return tied_tensors(Path(self._options.model))
+
+    def initial_weights(self) -> Iterable[tuple[str, Tensor]] | None:
+        return None if self._options.random_weights else read_tensors(Path(self._options.model))
+
+    def reset_prefix_cache(self, running: bool) -> bool:
+        return bool(self._engine.reset_prefix_cache(reset_running_requests=running))
+
+    def add_adapter(self, adapter: AdapterRef) -> None:
+        if not self._engine.add_lora(_lora_request(adapter)):
+            raise EngineFailed(f"vLLM did not load the adapter {adapter.name}.")
+
+    def remove_adapter(self, adapter: AdapterRef) -> None:
+        self._engine.remove_lora(adapter.number)
+
+    def sleep(self, level: int) -> str | None:
+        if self._on_cpu:
+            return "vLLM cannot sleep on the CPU: no memory was given back."
+        if not self._options.sleep:
+            return "The server was started without --sleep: no memory was given back."
+        self._engine.sleep(level)
+        return None
+
+    def wake(self, tags: Sequence[str] | None) -> None:
+        self._engine.wake_up(list(tags) if tags else None)
+
+    # text -----------------------------------------------------------------------------------------------------------
+
+    def _tokenizer(self) -> Any:
+        tokenizer = None if self._options.more.get("skip_tokenizer_init") else self._engine.get_tokenizer()
+        if tokenizer is None:
+            raise FieldError("This server has no tokenizer: send token ids.")
+        return tokenizer
+
+    def chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
+        options = {"add_generation_prompt": True} | options | {"tokenize": False}
+        return self.text_ids(self._tokenizer().apply_chat_template(messages, **options), special=False)
+
+    def text_ids(self, text: str, special: bool = True) -> list[int]:
+        return list(self._tokenizer().encode(text, add_special_tokens=special))
+
+    def decode(self, ids: Sequence[int]) -> str | None:
+        if self._options.more.get("skip_tokenizer_init"):
+            return None
+        return self._tokenizer().decode(list(ids), skip_special_tokens=False)
+
+    def close(self) -> None:
+        self._engine.engine_core.shutdown()
+
+
+def _engine_args(options: VLLMOptions, on_cpu: bool) -> dict[str, Any]:
+    args = {
+        "model": options.model,
+        "dtype": options.dtype,
+        "max_model_len": options.context_length,
+        "gpu_memory_utilization": options.memory_share,
+        "tensor_parallel_size": options.tensor_parallel,
+        "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
+        "logprobs_mode": options.logprobs_mode,
+        "max_logprobs": MOST_LOGPROBS,
+        "enable_sleep_mode": options.sleep and not on_cpu,
+        "enforce_eager": options.eager or on_cpu,
+        "seed": options.seed,
+        "async_scheduling": False,  # a step ends before the next begins: tokens belong to exactly one version
+        "disable_log_stats": True,
+    }
+    if options.random_weights:
+        args["load_format"] = "dummy"
+    if options.adapters:
+        args |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": options.most_rank}
+        args["lora_target_modules"] = list(options.adapter_modules)
+    return args | options.more
+
+
+def _load_into_worker(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """In the worker: new numbers into the parameters that are there; vLLM splits and fuses by its own names.
+
+    Returns the parameters that nothing was loaded into, as far as this family's loader says what it loaded.
+    """
+    import torch
+
+    model = worker.model_runner.model
+    with torch.no_grad():
+        loaded = model.load_weights(tensors)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return [] if loaded is None else sorted({name for name, _ in model.named_parameters()} - set(loaded))
+
+
+def _repacked_experts(worker: Any) -> list[str]:
+    """In the worker: layers of stacked experts that are not as the loader writes them (0.32.0 on the CPU: all of them, and
+    `reload_weights` does not help). Only Triton's kernel is known to take them as they are.
+    """
+    found = []
+    for name, layer in worker.model_runner.model.named_modules():
+        if "w13_weight" in layer._parameters:
+            backend = getattr(getattr(layer, "quant_method", None), "unquantized_backend", None)
+            if getattr(backend, "name", None) not in ("TRITON", "BATCHED_TRITON"):
+                found.append(name)
+    return found
+
+
+def _lora_request(adapter: AdapterRef) -> Any:
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest(f"{adapter.name}@{adapter.version}#{adapter.number}", adapter.number, adapter.path)
+
+
+def _most_likely(place: dict[int, Any], k: int) -> list[tuple[int, float]]:
+    ranked = sorted(place.items(), key=lambda item: -item[1].logprob)
+    return [(token, entry.logprob) for token, entry in ranked[:k]]

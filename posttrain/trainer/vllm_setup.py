@@ -1,0 +1,175 @@
+"""The vLLM engine that a trainer's options ask for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from posttrain.models.adapters import is_peft_model
+from posttrain.models.load import innermost_model
+from posttrain.models.weight_export import exported_adapter, exported_weights, untied_weights
+from posttrain.rollout.engine import RolloutEngine
+from posttrain.rollout.vllm_engine.params import completion_logps
+from posttrain.trainer.vllm_options import ADAPTER, AUTO, COLOCATE, SERVER, WEIGHTS
+
+if TYPE_CHECKING:
+    from posttrain.trainer.online import OnlineTrainer
+
+TOKEN_VARIABLE = "POSTTRAIN_SERVE_TOKEN"
+UNAUTHORISED, FORBIDDEN, NOT_FOUND = 401, 403, 404
+ASK_SECONDS = 0.5
+
+
+def vllm_engine(trainer: OnlineTrainer) -> RolloutEngine:
+    """Started or connected; it has no weights of the trainer's yet, see `weight_sync`."""
+    if trainer.args.fsdp or trainer.args.deepspeed:
+        raise ValueError(
+            "Weights that FSDP or DeepSpeed holds in pieces are not sent to vLLM yet: train without sharding."
+        )
+    return {COLOCATE: _colocated, SERVER: _served}[trainer.args.vllm_mode](trainer)
+
+
+def refuse_correction_without_logps(trainer: OnlineTrainer, logprobs_mode: str) -> None:
+    """Importance weights need the log-probs of the distribution that was drawn from; a server may not return them."""
+    params = trainer.args.sampling(trainer.stop_ids)
+    sampling_logps, _ = completion_logps(params, logprobs_mode, [0.0])
+    if np.isnan(sampling_logps).any() and getattr(trainer, "corrects_sampler", False):
+        raise ValueError(
+            f"The server returns `{logprobs_mode}`, which at temperature {params.temperature} with these sampling options are not "
+            "the log-probs that tokens were drawn with, so that the sampler cannot be corrected for. Start it with "
+            "--logprobs-mode processed_logprobs, or set `vllm_importance_sampling_correction=False`."
+        )
+
+
+# ---- in this process ---------------------------------------------------------------------------------------------------
+
+
+def _colocated(trainer: OnlineTrainer) -> RolloutEngine:
+    args = trainer.args
+    if importlib.util.find_spec("vllm") is None:
+        raise ImportError(
+            "`use_vllm` with `vllm_mode='colocate'` needs vLLM in this environment (pip install vllm). Without it: the native "
+            "engine (`use_vllm=False`), or a server in an environment of its own (`vllm_mode='server'`)."
+        )
+    from posttrain.rollout.vllm_engine.colocate import ColocatedVLLM, ColocateOptions
+
+    by_adapter = _sends_adapter(trainer, can=True)
+    level = (1 if by_adapter else 2) if args.vllm_enable_sleep_mode else 0
+    options = ColocateOptions(
+        context_length=args.vllm_max_model_length,
+        memory_share=args.vllm_gpu_memory_utilization,
+        tensor_parallel=args.vllm_tensor_parallel_size,
+        adapter_sync=by_adapter,
+        sleep_level=level,
+        seed=args.seed,
+        more={"model_impl": args.vllm_model_impl, **(args.vllm_engine_args or {})},
+    )
+    return ColocatedVLLM(trainer.model, trainer.decode_exactly, trainer.processing_class, options)
+
+
+# ---- as servers --------------------------------------------------------------------------------------------------------
+
+
+def _served(trainer: OnlineTrainer) -> RolloutEngine:
+    from posttrain.rollout.vllm_engine.server_engine import ServedOptions, ServedVLLM
+    from posttrain.rollout.vllm_engine.transport import Deadlines
+
+    args = trainer.args
+    wait = args.vllm_server_timeout
+    deadlines = Deadlines(completion=args.vllm_completion_timeout, start=wait, back=wait)
+    token = _token(args.vllm_server_token_file)
+    folder = Path(args.vllm_server_adapter_folder) if args.vllm_server_adapter_folder else None
+    clients = [
+        client_of(address, token, deadlines, folder, args.vllm_server_logprobs_mode)
+        for address in args.vllm_addresses()
+    ]
+    vocabulary = innermost_model(trainer.model).config.get_text_config().vocab_size
+    model = trainer.model
+    engine = ServedVLLM(clients, vocabulary=vocabulary, options=ServedOptions(deadlines=deadlines))
+    about = [member.info for member in engine.fleet.members]
+    can = all(one.capabilities.get("adapters") for one in about)
+    if _sends_adapter(trainer, can):
+        engine.send(adapter_export=lambda: exported_adapter(model))
+    else:
+        if untied := untied_weights(model):
+            raise ValueError(
+                f"The adapter has made {untied[0]} a tensor of its own, and a server goes by the model's config, which ties it to "
+                "another. Leave that module out of the adapter, or use `vllm_mode='colocate'`."
+            )
+        dtype = _wire_dtype(about)
+        engine.send(export=lambda: exported_weights(model, dtype))
+    refuse_correction_without_logps(trainer, engine.logprobs_mode)
+    return engine
+
+
+def client_of(address: str, token: str | None, deadlines: Any, adapter_folder: Path | None, logprobs_mode: str) -> Any:
+    """A client of whichever kind of server answers there, once one does."""
+    from posttrain.rollout.vllm_engine.client import ServerClient
+    from posttrain.rollout.vllm_engine.transport import ServerGone, ServerRefused, ServerSlow
+    from posttrain.rollout.vllm_engine.upstream import UpstreamClient
+
+    ours = ServerClient(address, token, deadlines)
+    end = time.monotonic() + deadlines.start
+    while True:
+        try:
+            ours.info()
+            return ours
+        except ServerRefused as refusal:
+            if refusal.status == NOT_FOUND:  # no /info: not our server
+                return UpstreamClient(address, token, deadlines, adapter_folder, logprobs_mode)
+            if refusal.status in (UNAUTHORISED, FORBIDDEN):
+                raise
+            late = refusal
+        except (ServerGone, ServerSlow) as absence:
+            late = absence
+        if time.monotonic() > end:
+            raise ServerSlow(
+                f"No server answered at {address} within `vllm_server_timeout`={deadlines.start:g} s ({late}). Start one with "
+                "`posttrain vllm-serve`, or use the native engine (`use_vllm=False`)."
+            ) from late
+        time.sleep(ASK_SECONDS)
+
+
+def _wire_dtype(about: list[Any]) -> torch.dtype | None:
+    """That in which the servers compute: no byte travels that they would round away."""
+    named = {one.dtype for one in about}
+    return getattr(torch, named.pop()) if len(named) == 1 and None not in named else None
+
+
+def _token(token_file: str | None) -> str | None:
+    if token_file is None:
+        return os.environ.get(TOKEN_VARIABLE) or None
+    token = Path(token_file).read_text(encoding="utf-8").strip()
+    if not token:
+        raise ValueError(f"The file `vllm_server_token_file` ({token_file}) is empty.")
+    return token
+
+
+# ---- what travels ------------------------------------------------------------------------------------------------------
+
+
+def _sends_adapter(trainer: OnlineTrainer, can: bool) -> bool:
+    """Whether vLLM is sent the LoRA adapter alone. `can`: the other side takes adapters."""
+    wanted = trainer.args.vllm_sync
+    if wanted == WEIGHTS:
+        return False
+    why_not = _why_no_adapter(trainer.model, can)
+    if wanted == ADAPTER and why_not is not None:
+        raise ValueError(f"`vllm_sync='adapter'` cannot be done: {why_not}")
+    if wanted == AUTO and why_not is not None and is_peft_model(trainer.model):
+        trainer.loaded.notes.append(f"vLLM is sent merged weights instead of the adapter: {why_not}")
+    return why_not is None
+
+
+def _why_no_adapter(model: Any, can: bool) -> str | None:
+    from posttrain.rollout.vllm_engine.adapter_files import why_not_by_adapter
+
+    if not is_peft_model(model):
+        return "the model has no adapter."
+    return why_not_by_adapter(model) if can else "a server was started without --adapter-folder."

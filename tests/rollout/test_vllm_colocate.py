@@ -1,0 +1,121 @@
+"""The colocated vLLM: what needs no vLLM here; the rest (`colocated_vllm.py`) in a process and an environment that has it."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from posttrain.rollout.engine import Prompt, SamplingParams
+from posttrain.rollout.vllm_engine.params import (
+    PROCESSED,
+    RAW,
+    completion_logps,
+    refuse_unknown_to_vllm,
+    request_seed,
+    vllm_sampling,
+)
+
+PYTHON = os.environ.get("POSTTRAIN_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
+needs_vllm = pytest.mark.skipif(
+    not PYTHON, reason="POSTTRAIN_VLLM_PYTHON does not name a python with vLLM and the trainer's packages: not run"
+)
+HERE = Path(__file__).resolve()
+LOGPS = [-1.0, -0.5]
+ITSELF, UNKNOWN, ZERO = "itself", "unknown", "zero"
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.parametrize(("file", "seconds"), [("colocated_vllm.py", 600), ("colocated_vllm_real.py", 900)])
+def test_in_a_process_with_vllm(file, seconds):
+    """vLLM leaves its mark on a process (groups, kernels), so this one is kept out of it."""
+    command = [PYTHON, "-m", "pytest", str(HERE.with_name(file)), "-q", "--show-capture=no"]
+    done = subprocess.run(command, cwd=HERE.parents[2], capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+@pytest.mark.slow
+@needs_vllm
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_two_ranks(tensor_parallel):
+    """Each with a vLLM of its own, or one model over both."""
+    launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, str(HERE.with_name("colocated_vllm_ranks.py")), str(tensor_parallel)]
+    env = os.environ | {"PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
+    )
+    try:
+        output, _ = process.communicate(timeout=240)
+    finally:  # the ranks too: they outlive a launcher that is killed
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output[-6000:]
+    assert output.count("is content") == 2
+
+
+@pytest.mark.parametrize(
+    ("how", "mode", "sampling", "policy"),
+    [
+        ({}, PROCESSED, ITSELF, ITSELF),
+        ({"temperature": 0.7}, PROCESSED, ITSELF, ITSELF),
+        ({"top_k": 3}, PROCESSED, ITSELF, UNKNOWN),
+        ({"top_p": 0.9}, PROCESSED, ITSELF, UNKNOWN),
+        ({"min_p": 0.1}, PROCESSED, ITSELF, UNKNOWN),
+        ({"repetition_penalty": 1.1}, PROCESSED, ITSELF, UNKNOWN),
+        ({"logit_bias": {3: 1.0}}, PROCESSED, ITSELF, UNKNOWN),
+        ({"regex": "a"}, PROCESSED, ITSELF, UNKNOWN),
+        ({"temperature": 0}, PROCESSED, ZERO, ITSELF),
+        ({"temperature": 0, "top_k": 3}, PROCESSED, ZERO, ITSELF),
+        ({"temperature": 0, "repetition_penalty": 1.1}, PROCESSED, ZERO, UNKNOWN),
+        ({}, RAW, ITSELF, ITSELF),
+        ({"temperature": 0.7}, RAW, UNKNOWN, UNKNOWN),
+        ({"top_p": 0.9}, RAW, UNKNOWN, ITSELF),
+        ({"logit_bias": {3: 1.0}}, RAW, UNKNOWN, ITSELF),
+        ({"regex": "a"}, RAW, UNKNOWN, UNKNOWN),
+        ({"temperature": 0}, RAW, ZERO, ITSELF),
+    ],
+)
+def test_what_vllms_one_number_says(how, mode, sampling, policy):
+    """The number itself, not known, or zero."""
+    found = completion_logps(SamplingParams(max_tokens=2, **how), mode, LOGPS)
+    table = {ITSELF: LOGPS, UNKNOWN: [np.nan] * 2, ZERO: [0.0] * 2}
+    np.testing.assert_array_equal(found[0], table[sampling])
+    np.testing.assert_array_equal(found[1], table[policy])
+    assert found[0].dtype == found[1].dtype == np.float32
+
+
+def test_seeds_differ_by_everything_that_names_a_completion_and_by_nothing_else():
+    params = SamplingParams(max_tokens=2, seed=3)
+    seeds = {
+        request_seed(SamplingParams(max_tokens=9, seed=seed), Prompt([1], key=key, sample=sample, first_token=first))
+        for seed in range(3)
+        for key in range(10)
+        for sample in range(10)
+        for first in range(10)
+    }
+    assert len(seeds) == 3000
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert request_seed(params, Prompt([1], key=4)) == request_seed(params, Prompt([7, 8], key=4))
+
+
+def test_sampling_parameters_go_over_one_by_one():
+    params = SamplingParams(
+        max_tokens=9, temperature=0.5, top_p=0.8, top_k=7, min_p=0.1, repetition_penalty=1.2, stop_ids=(1, 2),
+        stop=("x",), logit_bias={5: 1.0}, regex="a+",
+    )  # fmt: skip
+    sent = vllm_sampling(params, 4, 77)
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop_ids", "regex"):
+        assert getattr(sent, name) == getattr(params, name)
+    assert (sent.max_tokens, sent.seed, sent.logit_bias, sent.stop) == (4, 77, ((5, 1.0),), ())
+    assert vllm_sampling(SamplingParams(max_tokens=2, temperature=0), 2, 77).seed is None
+    with pytest.raises(ValueError, match=r"vLLM would draw at 0\.01"):
+        refuse_unknown_to_vllm(SamplingParams(max_tokens=2, temperature=0.005))

@@ -1,0 +1,80 @@
+"""A running engine thread with a scripted engine, and updates as a trainer would send them."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from posttrain.serve.buckets import plan_parts
+from posttrain.serve.echo_engine import EchoEngine, numbered_weights
+from posttrain.serve.engine import Accepted, GenerateJob, Sampling
+from posttrain.serve.engine_thread import EngineThread
+from posttrain.serve.payload import MAX_VERSION, Manifest, TensorSpec, checksum, encode_part
+from posttrain.serve.update import UpdateLimits, Updater
+from posttrain.serve.versions import Serving, Versions
+
+ANY = Accepted(0, MAX_VERSION)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def update_of(version: int, weights: dict[str, torch.Tensor], bucket: int = 24, late_checksums: bool = False):
+    """(manifest, payloads of the parts, checksums of the commit)."""
+    data = {name: raw(tensor) for name, tensor in weights.items()}
+    sums = {name: checksum(value) for name, value in data.items()}
+    specs = [
+        TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), None if late_checksums else sums[name])
+        for name, t in weights.items()
+    ]
+    plan = plan_parts(specs, bucket)
+    payloads = [
+        encode_part(
+            version, i, len(plan), [(s.spec, s.offset, data[s.spec.name][s.offset : s.offset + s.length]) for s in part]
+        )
+        for i, part in enumerate(plan)
+    ]
+    return Manifest(version, len(plan), tuple(specs)), payloads, sums if late_checksums else {}
+
+
+class Rig:
+    """Engine, thread, versions and updater, started."""
+
+    def __init__(self, limits: UpdateLimits | None = None, clock=None, **engine_options) -> None:
+        self.engine = EchoEngine(numbered_weights(0), **engine_options)
+        self.versions = Versions(Serving(0))
+        self.thread = EngineThread(self.engine, self.versions)
+        more = {"clock": clock} if clock else {}
+        self.updater = Updater(self.engine, self.versions, self.thread, self._no_adapter, limits, **more)
+        self.thread.start()
+
+    @staticmethod
+    def _no_adapter(*_):
+        raise AssertionError("no adapters here")
+
+    def submit(self, job_id: str, tokens: int = 8, accepted: Accepted = ANY):
+        """A function that waits for the outcome."""
+        box, done = [], threading.Event()
+        job = GenerateJob(job_id, (1, 2, 3), Sampling(max_tokens=tokens), accepted)
+        self.thread.submit(job, lambda outcome: (box.append(outcome), done.set()))
+
+        def wait():
+            assert done.wait(10), "no outcome within 10 s"
+            return box[0]
+
+        return wait
+
+    def completion(self, job_id: str, tokens: int = 8):
+        return self.submit(job_id, tokens)()
+
+    def push(self, version: int, in_flight: str = "drain", seconds: float = 5.0, **options):
+        manifest, payloads, sums = update_of(version, numbered_weights(version), **options)
+        self.updater.begin(manifest, replace=False, rollback=False, adapter=None)
+        for payload in payloads:
+            self.updater.part(payload)
+        return self.updater.commit(version, sums, in_flight, seconds)
+
+    def close(self) -> None:
+        self.thread.stop()

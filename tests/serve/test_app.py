@@ -1,0 +1,441 @@
+"""Every route of the application: who may call it, how much it takes, what it says to nonsense, and what it answers."""
+
+import asyncio
+import json
+import logging
+import random
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from posttrain.serve.app import build_app
+from posttrain.serve.asgi import Application
+from posttrain.serve.auth import is_loopback
+from posttrain.serve.echo_engine import EchoEngine, numbered_weights
+from posttrain.serve.errors import TooSlow
+from posttrain.serve.launch import StartError, check_address, main, read_token
+from posttrain.serve.limits import read_body
+from posttrain.serve.payload import encode_manifest
+from posttrain.serve.routes import ROUTES
+from posttrain.serve.server import RolloutServer, ServerOptions
+from posttrain.serve.update import UpdateLimits
+from tests.serve.asgi_client import call
+from tests.serve.serving import update_of
+
+TOKEN = "a-token-of-the-tests-7c1"
+ALL = [(route.method, route.path) for route in ROUTES]
+
+
+class Served:
+    def __init__(self, token=TOKEN, options=None, **engine):
+        self.engine = EchoEngine(numbered_weights(0), **engine)
+        self.server = RolloutServer(
+            self.engine, options or ServerOptions(most_json_bytes=1 << 16, most_part_bytes=1 << 16)
+        )
+        self.server.start()
+        self.app = build_app(self.server, token)
+        self.token = token
+
+    async def __call__(self, method, path, body=b"", **more):
+        return await call(self.app, method, path, body, **({"token": self.token} | more))
+
+    async def push(self, version, **commit):
+        manifest, payloads, _ = update_of(version, numbered_weights(version))
+        replies = [await self("POST", "/weights/begin", {"manifest": encode_manifest(manifest)})]
+        for payload in payloads:
+            replies.append(await self("POST", "/weights/part", payload))
+        replies.append(await self("POST", "/weights/commit", {"version": version} | commit))
+        assert [reply.status for reply in replies] == [200] * len(replies), replies[-1].body
+        return replies[-1].json()
+
+
+@pytest.fixture
+def served():
+    made = []
+
+    def make(**options):
+        made.append(Served(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.server.close()
+
+
+def asked(request_id="r1", tokens=4, **more):
+    return {"request_id": request_id, "prompts": [{"ids": [1, 2]}], "sampling": {"max_tokens": tokens}, **more}
+
+
+# who may call ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_application_has_the_routes_of_the_table_and_no_others(served):
+    inner = served().app._app
+    assert isinstance(inner, Application)
+    assert sorted(inner.routes) == sorted(ALL)
+    assert len(ALL) == len(set(ALL)) == 17
+
+
+@pytest.mark.parametrize(("method", "path"), [*ALL, ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/nowhere")])
+def test_every_route_wants_the_token_bounds_its_body_and_refuses_nonsense(served, method, path):
+    one = served()
+    rng = random.Random(path)
+
+    async def go():
+        for wrong in (None, "", "x", TOKEN[:-1], TOKEN + "x", TOKEN.upper()):
+            reply = await one(method, path, token=wrong)
+            assert reply.status == 401, (wrong, reply)
+        twice = [(b"authorization", f"Bearer {TOKEN}".encode())]
+        assert (await one(method, path, headers=twice)).status == 401
+        assert (await one(method, path, token=None, headers=[(b"authorization", TOKEN.encode())])).status == 401
+        if (method, path) not in ALL:
+            assert (await one(method, path)).status == 404
+            return
+        assert (await one(method, path, b"x" * (1 << 17))).status == 413
+        assert (await one(method, path, chunks=[b"y" * 5000] * 60)).status == 413
+        lying = [(b"content-length", b"1" * 30)]
+        assert (await one(method, path, chunks=[b""], headers=lying)).status == 400
+        other = "GET" if method == "POST" else "POST"
+        assert (await one(other, path)).status == 405
+        if method == "POST" and path != "/shutdown":
+            for body in (
+                b"{",
+                b"\xff",
+                b"[]",
+                b"null",
+                b'{"a":1}',
+                b"[" * 3000,
+                b'{"version":NaN}',
+                rng.randbytes(300),
+            ):
+                reply = await one(method, path, body)
+                assert 400 <= reply.status < 500, (body[:20], reply)
+                assert reply.json()["error"].endswith((".", ").", "exactly."))
+
+    asyncio.run(go())
+    assert one.server.versions.serving.version == 0
+
+
+def test_without_a_token_only_names_of_this_machine_are_answered(served):
+    one = served(token=None)
+    assert asyncio.run(one("GET", "/health")).status == 200
+
+    async def elsewhere():
+        return await call(one.app, "GET", "/health", headers=[(b"host", b"evil.example")])
+
+    assert asyncio.run(elsewhere()).status == 403
+
+
+def test_the_token_is_never_logged(served, caplog):
+    one = served()
+    with caplog.at_level(logging.DEBUG):
+        asyncio.run(one("POST", "/generate", asked()))
+        asyncio.run(one("POST", "/generate", asked(), token="wrong-" + TOKEN))
+    assert TOKEN not in caplog.text
+    assert TOKEN not in repr(one.app)
+
+
+def test_a_public_address_without_a_token_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.delenv("POSTTRAIN_SERVE_TOKEN", raising=False)
+    for host in ("0.0.0.0", "::", "10.0.0.3", "some-host", ""):
+        assert not is_loopback(host)
+        with pytest.raises(StartError, match="token"):
+            check_address(host, None)
+        check_address(host, TOKEN)
+    for host in ("127.0.0.1", "::1", "localhost", "127.9.9.9"):
+        check_address(host, None)
+    assert main(["--model", "echo", "--host", "0.0.0.0", "--port", "0"]) == 2
+    assert "set a token" in capsys.readouterr().err
+    (tmp_path / "token").write_text("short\n")
+    with pytest.raises(StartError, match="16 or more"):
+        read_token(tmp_path / "token")
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    assert read_token(tmp_path / "token") == TOKEN
+
+
+# what it answers -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_answers_ids_logps_and_the_version_of_every_token(served):
+    one = served()
+    body = asked(prompts=[{"ids": [5], "n": 2, "seeds": [1, 2]}, {"text": "ab", "max_tokens": 2}], text=True)
+    answer = asyncio.run(one("POST", "/generate", body)).json()
+    first, second = answer["completions"]
+    assert [len(first), len(second)] == [2, 1]
+    wanted = {"ids": [0] * 4, "logps": [-0.5] * 4, "finish_reason": "length", "spans": [[0, 4, 0]], "version": 0}
+    assert {key: first[0][key] for key in wanted} == wanted
+    assert second[0]["ids"] == [0, 0]
+    assert answer["prompt_ids"] == [[5], [97, 98]]
+    assert first[0]["text"] == "0 0 0 0"
+
+
+def test_the_same_id_runs_once_and_another_body_under_it_is_refused(served):
+    one = served(step_seconds=0.01)
+
+    async def go():
+        replies = await asyncio.gather(*[one("POST", "/generate", asked(tokens=20)) for _ in range(8)])
+        replies.append(await one("POST", "/generate", asked(tokens=20)))
+        assert {reply.body for reply in replies} == {replies[0].body}
+        assert (await one("POST", "/generate", asked(tokens=21))).status == 409
+        assert (await one("POST", "/score", {"request_id": "r1", "sequences": [{"ids": [1, 2]}]})).status == 409
+
+    asyncio.run(go())
+    assert one.engine.started == ["r1/0/0"]
+
+
+def test_a_deadline_ends_the_work_and_the_same_id_may_try_again(served):
+    one = served(step_seconds=0.02)
+
+    async def go():
+        late = await one("POST", "/generate", asked(tokens=1000, deadline_s=0.1))
+        assert late.status == 504
+        await asyncio.sleep(0.1)
+        assert one.server.thread.in_flight == 0
+        assert (await one("POST", "/generate", asked(tokens=2))).status == 200
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"sampling": {"max_tokens": 0}}, "`max_tokens` of `sampling` of the body is not a whole number from 1"),
+        ({"sampling": {"max_tokens": 4, "temperature": -1}}, "temperature"),
+        ({"sampling": {"max_tokens": 4, "top_p": 0}}, "above 0"),
+        ({"sampling": {"max_tokens": True}}, "max_tokens"),
+        ({"prompts": [{"ids": [100_000]}]}, "Entry 0 of `ids`"),
+        ({"prompts": [{"ids": [-1]}]}, "token id"),
+        ({"prompts": [{}]}, "needs `ids` or `text`"),
+        ({"prompts": []}, "list of 1"),
+        ({"prompts": [{"ids": [1] * 4096}]}, "one token at least must fit"),
+        ({"prompts": [{"ids": [1], "n": 2, "seeds": [1]}]}, "n = 2 and 1 seeds"),
+        ({"request_id": "../x y"}, "request_id"),
+        ({"accept": {"min": -1}}, "min"),
+        ({"surprise": 1}, "`surprise` is not a field"),
+        ({"deadline_s": 1e9}, "deadline_s"),
+    ],
+)
+def test_wrong_fields_are_named(served, change, sentence):
+    reply = asyncio.run(served()("POST", "/generate", asked() | change))
+    assert reply.status == 400
+    assert sentence in reply.json()["error"]
+
+
+def test_chat_and_score(served):
+    one = served()
+    talk = {"conversations": [{"messages": [{"role": "user", "content": "ab"}]}], "sampling": {"max_tokens": 3}}
+    answer = asyncio.run(one("POST", "/chat", talk)).json()
+    assert (answer["prompt_ids"], answer["completions"][0][0]["ids"]) == ([[97, 98]], [0, 0, 0])
+    asyncio.run(one.push(2))
+    body = {"sequences": [{"ids": [1, 2, 3, 4], "start": 2}], "top_k": 3}
+    score = asyncio.run(one("POST", "/score", body)).json()["scores"][0]
+    assert score["logps"] == [-2.0, -2.0]
+    assert [len(place["ids"]) for place in score["top"]] == [3, 3]
+    assert score["version"] == 2
+
+
+def test_an_update_over_http_flips_and_versions_are_accepted_or_not(served):
+    one = served()
+    state = asyncio.run(one.push(7))
+    assert (state["serving_version"], state["phase"]) == (7, "idle")
+    assert asyncio.run(one("POST", "/generate", asked())).json()["completions"][0][0]["ids"] == [7] * 4
+    stale = asyncio.run(one("POST", "/generate", asked("r2", accept={"min": 8})))
+    assert stale.status == 409
+    assert "Version 7 serves; the request accepts 8" in stale.json()["error"]
+    info = asyncio.run(one("GET", "/info")).json()
+    assert (info["version"], info["fingerprint"]) == (7, state["fingerprint"])
+    text = asyncio.run(one("GET", "/metrics")).body.decode()
+    assert "posttrain_serving_version 7" in text
+    assert 'posttrain_requests_total{route="/generate",status="409"} 1' in text
+
+
+def test_an_update_can_be_aborted_and_one_that_was_not_begun_is_404(served):
+    one = served()
+    manifest, payloads, _ = update_of(1, numbered_weights(1))
+
+    async def go():
+        assert (await one("POST", "/weights/part", payloads[0])).status == 404
+        assert (await one("POST", "/weights/begin", {"manifest": encode_manifest(manifest)})).status == 200
+        assert (await one("POST", "/weights/commit", {"version": 1})).status == 409
+        assert (await one("POST", "/weights/abort", {"version": 1})).json()["phase"] == "idle"
+        assert (await one("POST", "/weights/commit", {"version": 1})).status == 404
+
+    asyncio.run(go())
+    assert one.server.versions.serving.version == 0
+
+
+def test_sleeping_refuses_and_level_2_needs_new_weights(served):
+    one = served()
+
+    async def go():
+        assert (await one("POST", "/sleep", {"level": 1})).json()["sleeping"]
+        assert (await one("POST", "/generate", asked())).status == 503
+        assert (await one("GET", "/ready")).status == 503
+        assert (await one("GET", "/health")).status == 200
+        assert not (await one("POST", "/wake")).json()["sleeping"]
+        assert (await one("POST", "/generate", asked())).status == 200
+        assert (await one("POST", "/sleep", {"level": 2})).json()["sleeping"]
+        assert (await one("POST", "/wake", {"tags": ["weights"]})).json()["sleeping"]
+        await one.push(1)
+        assert (await one("POST", "/generate", asked("r2"))).status == 503
+        assert not (await one("POST", "/wake", {"tags": ["kv_cache"]})).json()["sleeping"]
+        assert (await one("POST", "/generate", asked("r2"))).json()["completions"][0][0]["ids"] == [1] * 4
+        assert (await one("POST", "/reset_prefix_cache")).json() == {"reset": True}
+
+    asyncio.run(go())
+
+
+def test_adapters_stay_in_their_folder(served, tmp_path):
+    folder, outside = tmp_path / "adapters", tmp_path / "outside"
+    for path in (folder / "good", outside, folder / "linked"):
+        path.mkdir(parents=True)
+    for path in (folder / "good", outside):
+        save_file({"m.q_proj.lora_A.weight": torch.zeros(1)}, path / "adapter_model.safetensors")
+        (path / "adapter_config.json").write_text("{}")
+    (folder / "link").symlink_to(outside)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (folder / "linked" / name).symlink_to(outside / name)
+    one = served(options=ServerOptions(adapter_folder=folder))
+
+    async def go():
+        bad = [
+            "../outside",
+            str(outside),
+            "link",
+            "linked",
+            ".",
+            "",
+            "good/../../outside",
+            "/etc",
+            "good\0",
+            "/" * 4000 + "x",
+        ]
+        for path in bad:
+            reply = await one("POST", "/adapters/load", {"path": path, "name": "a", "version": 3})
+            assert reply.status == 400, (path, reply)
+        for name, tensors in (("head", "lm_head.lora_A.weight"), ("odd", "x.weight")):
+            (folder / name).mkdir()
+            (folder / name / "adapter_config.json").write_text("{}")
+            save_file({tensors: torch.zeros(1)}, folder / name / "adapter_model.safetensors")
+            assert (await one("POST", "/adapters/load", {"path": name, "name": "a", "version": 3})).status == 400
+        missing = await one("POST", "/adapters/load", {"path": "none", "name": "a", "version": 3})
+        assert missing.status == 404
+        loaded = await one("POST", "/adapters/load", {"path": "good", "name": "a", "version": 3})
+        assert loaded.json() == {"adapter": "a", "version": 3}
+        mine = (await one("POST", "/generate", asked())).json()["completions"][0][0]
+        assert (mine["ids"], mine["version"]) == ([3] * 4, 3)
+        base = (await one("POST", "/generate", asked("r2", base_weights=True))).json()["completions"][0][0]
+        assert base["ids"] == [0] * 4
+        assert (await one("POST", "/adapters/unload")).json() == {"adapter": None, "version": 0}
+        assert (await one("POST", "/adapters/unload")).status == 409
+
+    asyncio.run(go())
+
+
+def test_pushed_adapters_serve_by_version_and_old_ones_are_removed(served, tmp_path):
+    one = served(options=ServerOptions(adapter_folder=tmp_path))
+
+    async def go():
+        for version in (1, 2, 3):
+            manifest, payloads, _ = update_of(version, {"q.lora_A.weight": numbered_weights(version)["a"]})
+            body = {"manifest": encode_manifest(manifest), "adapter_config": {"r": 1}}
+            assert (await one("POST", "/weights/begin", body)).status == 200
+            for payload in payloads:
+                await one("POST", "/weights/part", payload)
+            assert (await one("POST", "/weights/commit", {"version": version})).status == 200
+            reply = (await one("POST", "/generate", asked(f"r{version}"))).json()["completions"][0][0]
+            assert reply["spans"] == [[0, 4, version]]
+            assert reply["ids"] == [version] * 4
+
+    asyncio.run(go())
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_shutdown_answers_then_lets_running_requests_end(served):
+    one, ended = served(step_seconds=0.01), []
+    one.server.stop_process = lambda: ended.append(one.server.thread.in_flight)
+
+    async def go():
+        running = asyncio.ensure_future(one("POST", "/generate", asked(tokens=20)))
+        await asyncio.sleep(0.05)
+        assert (await one("POST", "/shutdown", {"deadline_s": 5})).status == 202
+        assert (await one("POST", "/generate", asked("r2"))).status == 503
+        assert (await one("GET", "/ready")).status == 503
+        assert (await running).status == 200
+        await one.server.stopper
+
+    asyncio.run(go())
+    assert ended == [0]
+
+
+def test_50_damaged_payloads_against_the_application_never_mix_weights(served):
+    one, rng = served(options=ServerOptions(update=UpdateLimits(idle_seconds=60))), random.Random(3)
+    manifest, payloads, _ = update_of(1, numbered_weights(1), bucket=8)
+
+    async def go():
+        assert (await one("POST", "/weights/begin", {"manifest": encode_manifest(manifest)})).status == 200
+        for i in range(50):
+            damaged = bytearray(payloads[i % len(payloads)])
+            for _ in range(rng.randint(1, 4)):
+                damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+            assert (await one("POST", "/weights/part", bytes(damaged[: rng.choice([len(damaged), -3])]))).status == 400
+            reply = await one("POST", "/generate", asked(f"p{i}", tokens=8))
+            assert reply.json()["completions"][0][0]["ids"] == [0] * 8
+        for payload in payloads:
+            assert (await one("POST", "/weights/part", payload)).status == 200
+        assert (await one("POST", "/weights/commit", {"version": 1})).status == 200
+        reply = await one("POST", "/generate", asked("end", tokens=8))
+        assert reply.json()["completions"][0][0]["ids"] == [1] * 8
+
+    asyncio.run(go())
+
+
+def test_errors_of_ours_are_answered_without_their_text(served, monkeypatch, caplog):
+    one = served()
+    monkeypatch.setattr(one.server, "info", lambda: 1 / 0)
+    reply = asyncio.run(one("GET", "/info"))
+    assert reply.status == 500
+    assert "ZeroDivision" not in json.dumps(reply.json())
+    assert "ZeroDivisionError" in caplog.text
+
+
+def test_only_so_many_parts_at_once_are_taken(served):
+    one = served()
+    most = next(route.at_once for route in ROUTES if route.path == "/weights/part")
+
+    async def go():
+        held = asyncio.Event()
+
+        async def slow_receive():
+            await held.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            raise AssertionError("nobody is there to be answered")
+
+        headers = [(b"authorization", f"Bearer {TOKEN}".encode())]
+        scope = {"type": "http", "method": "POST", "path": "/weights/part", "headers": headers}
+        slow = [asyncio.ensure_future(one.app(scope, slow_receive, send)) for _ in range(most)]
+        await asyncio.sleep(0)
+        assert (await one("POST", "/weights/part", b"x")).status == 429
+        held.set()
+        await asyncio.gather(*slow)
+        assert (await one("POST", "/weights/part", b"x")).status == 400
+
+    asyncio.run(go())
+
+
+def test_a_body_that_never_arrives_is_given_up(served, monkeypatch):
+    one = served()
+    monkeypatch.setattr("posttrain.serve.limits.SLOWEST_BYTES_PER_SECOND", 1 << 40)
+
+    async def go():
+        async def never():
+            await asyncio.sleep(60)
+
+        with pytest.raises(TooSlow, match="did not arrive"):
+            await read_body([], never, 100, seconds=0.05)
+
+    asyncio.run(go())
+    assert one.server.trouble() is None
