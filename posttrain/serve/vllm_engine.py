@@ -274,6 +274,8 @@ def _engine_args(options: VLLMOptions, on_cpu: bool) -> dict[str, Any]:
         "async_scheduling": False,  # a step ends before the next begins: tokens belong to exactly one version
         "disable_log_stats": True,
     }
+    if on_cpu:  # after a prompt in pieces vLLM sets a request's generator back, which CPU generators cannot do (0.32.0)
+        args["enable_chunked_prefill"] = False
     if options.random_weights:
         args["load_format"] = "dummy"
     if options.adapters:

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 TOKEN = "a-token-of-this-test"
-SERVED = ("--dtype", "float32", "--context-length", "256", "--engine-args", '{"max_num_seqs": 16}')
+SERVED = ("--dtype", "float32", "--context-length", "384", "--engine-args", '{"max_num_seqs": 16}')
 
 
 @pytest.fixture(scope="module")
