@@ -156,16 +156,13 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
         self.reward_options()
 
     def _take_old_names(self) -> None:
-        for old, new in (
-            ("max_prompt_length", "max_length"),
-            ("vllm_guided_decoding_regex", "vllm_structured_outputs_regex"),
-        ):
-            value, other = getattr(self, old), getattr(self, new)
-            if value is None or value == other:
-                continue
-            if other is not None:
-                raise ValueError(f"`{old}` is {value!r} and `{new}`, its new name, is {other!r}: give one of them.")
-            setattr(self, new, value)
+        self.max_length = _renamed("max_prompt_length", self.max_prompt_length, "max_length", self.max_length)
+        self.vllm_structured_outputs_regex = _renamed(
+            "vllm_guided_decoding_regex",
+            self.vllm_guided_decoding_regex,
+            "vllm_structured_outputs_regex",
+            self.vllm_structured_outputs_regex,
+        )
         if self.max_prompt_length is not None and "truncation_mode" not in self.set_by_user():
             self.truncation_mode = KEEP_END
 
@@ -221,3 +218,10 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
             isolation=IN_PROCESS if self.reward_workers == 0 else AUTO,
             cache=self.reward_cache,
         )
+
+
+def _renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:
+    """The value of an option that may be given under either name."""
+    if None not in (old_value, new_value) and old_value != new_value:
+        raise ValueError(f"`{old}` is {old_value!r} and `{new}`, its new name, is {new_value!r}: give one of them.")
+    return new_value if old_value is None else old_value

@@ -40,7 +40,8 @@ class VLLMConfig:
 
     use_vllm: bool = option(False, "vLLM writes the completions, as `vllm_mode` says. False: `rollout_engine` does.")
     vllm_mode: str = option(
-        COLOCATE, "'colocate': vLLM in this process, on its GPU. 'server': one or several `posttrain vllm-serve`."
+        COLOCATE,
+        "Where vLLM runs: 'colocate', in this process on its GPU; 'server', one or several `posttrain vllm-serve`.",
     )
     vllm_sync: str = option(
         AUTO,

@@ -15,7 +15,7 @@ from posttrain.rollout.engine import ENGINES, Prompt, SamplingParams, generate
 from posttrain.rollout.vllm_engine.colocate import ColocatedVLLM, ColocateOptions
 from posttrain.rollout.vllm_engine.sync_probe import SyncProbe, scored_by
 
-PROMPTS, TOKENS, SYNCS = int(os.environ.get("REAL_PROMPTS", "100")), 16, 50
+PROMPTS, TOKENS, SYNCS = int(os.environ.get("REAL_PROMPTS", "40")), 16, 50  # 100 take seven minutes
 
 
 @pytest.fixture(scope="module")
