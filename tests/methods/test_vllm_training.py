@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from posttrain.rollout.vllm_engine.launcher import TOKEN_VARIABLE, ServerProcess, free_port
+from posttrain.rollout.vllm_engine.launcher import TOKEN_VARIABLE, ServerProcess
 from posttrain.rollout.vllm_engine.transport import Deadlines
 from tests import tiny
 from tests.methods import vllm_runs
+from tests.with_vllm import ENVIRONMENT, PYTHON, SERVED, needs_vllm, run_on_two_ranks, run_pytest
 
-PYTHON = os.environ.get("POSTTRAIN_VLLM_PYTHON")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="POSTTRAIN_VLLM_PYTHON does not name a python with vLLM: not run"),
-]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+pytestmark = needs_vllm
 TOKEN = "a-token-of-this-test"
-SERVED = ("--dtype", "float32", "--context-length", "384", "--engine-args", '{"max_num_seqs": 16}')
 
 
 @pytest.fixture(scope="module")
@@ -95,19 +88,9 @@ def test_one_server_that_is_sent_adapters(folder, tmp_path):
 
 
 def test_colocated():
-    """In a process and an environment that has vLLM."""
-    file = Path(__file__).with_name("colocated_training.py")
-    command = [PYTHON, "-m", "pytest", str(file), "-q", "--show-capture=no"]
-    done = subprocess.run(command, cwd=file.parents[2], capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_pytest(Path(__file__).with_name("colocated_training.py"), 600)
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", ["1", "2"])
 def test_two_processes_with_a_vllm_each_or_one_together(tensor_parallel, tmp_path):
-    command = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
-    command += ["-m", "tests.methods.colocated_two_ranks", str(tmp_path), str(tensor_parallel)]
-    environment = os.environ | ENVIRONMENT
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[2], env=environment, capture_output=True, text=True, timeout=400
-    )
-    assert done.stdout.count("is content") == 2, done.stdout[-3000:] + done.stderr[-6000:]
+    run_on_two_ranks("tests.methods.colocated_two_ranks", str(tmp_path), tensor_parallel)

@@ -15,14 +15,11 @@ from safetensors.torch import load
 from posttrain.rollout.vllm_engine.launcher import TOKEN_VARIABLE, ServerProcess
 from tests import tiny
 from tests.methods import vllm_runs
-from tests.methods.test_vllm_training import ENVIRONMENT, SERVED, TOKEN
+from tests.methods.test_vllm_training import TOKEN
 from tests.trainer.test_hub import running_stand_in
+from tests.with_vllm import ENVIRONMENT, PYTHON, SERVED, needs_vllm
 
-PYTHON = os.environ.get("POSTTRAIN_VLLM_PYTHON")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="POSTTRAIN_VLLM_PYTHON does not name a python with vLLM: not run"),
-]
+pytestmark = needs_vllm
 ROOT = Path(__file__).parents[2]
 STEPS = 11
 

@@ -20,16 +20,11 @@ from posttrain.rollout.vllm_engine.transport import Deadlines, ServerGone, Serve
 from posttrain.rollout.vllm_engine.upstream import UpstreamClient
 from tests import tiny
 from tests.serve.test_vllm_server import NEW, PROMPTS, greedy, scores, tiny_model
+from tests.with_vllm import ENVIRONMENT, PYTHON, SERVED, needs_vllm
 
-PYTHON = os.environ.get("POSTTRAIN_VLLM_PYTHON")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="POSTTRAIN_VLLM_PYTHON does not name a python with vLLM: not run"),
-]
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+pytestmark = needs_vllm
 DEADLINES = Deadlines(health=5, completion=120, start=240, back=240)
 OPTIONS = ServedOptions(DEADLINES, bucket_bytes=20_000)
-SERVED = ("--dtype", "float32", "--context-length", "256", "--engine-args", '{"max_num_seqs": 16}')
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.util
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,44 +16,28 @@ from posttrain.rollout.vllm_engine.params import (
     request_seed,
     vllm_sampling,
 )
+from tests.with_vllm import needs_vllm, run_on_two_ranks, run_pytest
 
-PYTHON = os.environ.get("POSTTRAIN_VLLM_PYTHON") or (sys.executable if importlib.util.find_spec("vllm") else None)
-needs_vllm = pytest.mark.skipif(
-    not PYTHON, reason="POSTTRAIN_VLLM_PYTHON does not name a python with vLLM and the trainer's packages: not run"
-)
 HERE = Path(__file__).resolve()
 LOGPS = [-1.0, -0.5]
 ITSELF, UNKNOWN, ZERO = "itself", "unknown", "zero"
 
 
-@pytest.mark.slow
-@needs_vllm
-@pytest.mark.parametrize(("file", "seconds"), [("colocated_vllm.py", 600), ("colocated_vllm_real.py", 900)])
+@pytest.mark.parametrize(
+    ("file", "seconds"),
+    [
+        pytest.param("colocated_vllm.py", 600, marks=needs_vllm),
+        pytest.param("colocated_vllm_real.py", 900, marks=needs_vllm),
+    ],
+)
 def test_in_a_process_with_vllm(file, seconds):
-    """vLLM leaves its mark on a process (groups, kernels), so this one is kept out of it."""
-    command = [PYTHON, "-m", "pytest", str(HERE.with_name(file)), "-q", "--show-capture=no"]
-    done = subprocess.run(command, cwd=HERE.parents[2], capture_output=True, text=True, timeout=seconds)
-    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    run_pytest(HERE.with_name(file), seconds)
 
 
-@pytest.mark.slow
-@needs_vllm
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param("1", marks=needs_vllm), pytest.param("2", marks=needs_vllm)])
 def test_two_ranks(tensor_parallel):
     """Each with a vLLM of its own, or one model over both."""
-    launcher = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, str(HERE.with_name("colocated_vllm_ranks.py")), str(tensor_parallel)]
-    env = os.environ | {"PYTHONPATH": str(HERE.parents[2]), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True
-    )
-    try:
-        output, _ = process.communicate(timeout=240)
-    finally:  # the ranks too: they outlive a launcher that is killed
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 0, output[-6000:]
-    assert output.count("is content") == 2
+    run_on_two_ranks("tests.rollout.colocated_vllm_ranks", tensor_parallel)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """The server with a real vLLM, as a process. Needs POSTTRAIN_VLLM_PYTHON: the python of an environment with vLLM."""
 
-import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +12,9 @@ from posttrain.serve.payload import encode_manifest
 from tests import tiny
 from tests.serve.live_server import LiveServer
 from tests.serve.serving import update_of
+from tests.with_vllm import PYTHON, needs_vllm
 
-PYTHON = os.environ.get("POSTTRAIN_VLLM_PYTHON")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON, reason="POSTTRAIN_VLLM_PYTHON does not name a python with vLLM: not run"),
-]
+pytestmark = needs_vllm
 CONTEXT, NEW = 1024, 12
 PROMPTS = [[1, 5, 9], [7, 3, 3, 8, 20, 41], [100], list(range(2, 40))]
 

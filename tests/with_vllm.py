@@ -1,0 +1,47 @@
+"""Tests that need a real vLLM: the interpreter that has it, and what its processes are started with."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+PYTHON = os.environ.get("POSTTRAIN_VLLM_PYTHON")
+needs_vllm = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not PYTHON, reason="POSTTRAIN_VLLM_PYTHON names no interpreter with vLLM (`make vllm-env`): not run"
+    ),
+]
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
+SERVED = ("--dtype", "float32", "--context-length", "384", "--engine-args", '{"max_num_seqs": 16}')
+"""Arguments of a server for the tiny models of these tests."""
+ROOT = Path(__file__).parents[1]
+
+
+def run_pytest(file: Path, seconds: float) -> None:
+    """A file of tests in a process that has vLLM: it leaves its mark on a process, so that of the caller is kept out of it."""
+    command = [PYTHON, "-m", "pytest", str(file), "-q", "--show-capture=no"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+
+
+def run_on_two_ranks(module: str, *words: str, seconds: float = 400) -> None:
+    """A module as two processes of one run; each must say that it "is content"."""
+    command = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module, *words]
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=seconds)
+    finally:  # the ranks too: they outlive a launcher that is killed
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output[-6000:]
+    assert output.count("is content") == 2, output[-6000:]
