@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from posttrain.models.load import innermost_model
 from posttrain.rollout.vllm_engine.sync_probe import BOUNDS, ProbeResult, SyncProbe, scored_by
 
 if TYPE_CHECKING:
@@ -49,8 +50,10 @@ class WeightSync:
         if self._probe is None:
             dtype = next(model.parameters()).dtype
             bound = self.trainer.args.vllm_sync_tolerance
-            vocabulary = min(engine.vocabulary, model.get_input_embeddings().num_embeddings)
-            self._probe = SyncProbe(vocabulary, dtype if dtype in BOUNDS else torch.bfloat16, bound=bound)
+            own = innermost_model(model).config.get_text_config().vocab_size
+            self._probe = SyncProbe(
+                min(engine.vocabulary, own), dtype if dtype in BOUNDS else torch.bfloat16, bound=bound
+            )
         here = scored_by(model)(self._probe.sequences)
         results = [
             self._probe.check(lambda _: here, lambda _, scores=scores: scores, version, engine.version, differing)
