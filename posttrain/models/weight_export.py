@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from posttrain.models.adapters import is_peft_model, is_prompt_learning
 from posttrain.models.load import innermost_model
 from posttrain.models.merged_layers import TRANSPARENT, Source, sources_of, whole
-from posttrain.serve.payload import TensorSpec, checksum
+from posttrain.serve.payload import TensorSpec
 
 Read = Callable[[Source], Tensor]
 
@@ -71,16 +71,6 @@ def exported_adapter(model: nn.Module, adapter: str = "default") -> tuple[dict[s
         fields = json.loads((Path(folder) / "adapter_config.json").read_text())
     state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     return fields, ((name.replace("_orig_mod.", ""), whole(tensor)) for name, tensor in state.items())
-
-
-def tensor_bytes(tensor: Tensor) -> memoryview:
-    """The bytes that travel: little endian, in the order of rows."""
-    return memoryview(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy())
-
-
-def tensor_checksum(tensor: Tensor, kind: str = "blake2b") -> str:
-    """The checksum of the wire (`serve/payload`) over a tensor's bytes."""
-    return checksum(tensor_bytes(tensor), kind)
 
 
 # ---- which tensors ----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from torch import Tensor, nn
@@ -128,6 +128,21 @@ class RolloutEngine(Protocol):
 
     def wake(self) -> None:
         """Be ready again."""
+
+
+class ForeignEngine(RolloutEngine, Protocol):
+    """An engine that is another program with weights of its own: they must be sent, and its log-probs are not quite the trainer's.
+
+    Where several processes ask one such engine it also has `target` and `follow`: see `trainer/weight_sync`.
+    """
+
+    is_foreign: ClassVar[bool]  # True; engines that read the trainer's weights in place have no such attribute
+    vocabulary: int
+
+    def probed(
+        self, sequences: Sequence[np.ndarray]
+    ) -> list[tuple[list[np.ndarray], Callable[[int], list[str]] | None]]:
+        """For each copy of the weights: log-probs of these tokens, and what names tensors that are not the trainer's."""
 
 
 def generate(

@@ -15,6 +15,8 @@ from .errors import ServeError, Unauthorised
 Asgi = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
 Answer = Callable[[Any, ServeError], Awaitable[None]]
 
+TOKEN_VARIABLE = "POSTTRAIN_SERVE_TOKEN"
+"""In the environment of the server, and of those who ask it."""
 SHORTEST_TOKEN = 16
 
 

@@ -166,7 +166,7 @@ async def _completions(server: RolloutServer, request: Request, asked: dict[str,
         rest = iter(outcomes)
         groups = [[_completion(server, next(rest), asked) for _ in range(p["n"])] for p in asked["prompts"]]
         answer = {"request_id": request_id, "completions": groups, "logprobs_mode": server.engine.info.logprobs_mode}
-        if "conversations" in asked or any(prompt.get("messages") or prompt.get("text") for prompt in asked["prompts"]):
+        if any(prompt.get("messages") or prompt.get("text") for prompt in asked["prompts"]):
             answer["prompt_ids"] = [list(prompt["ids"]) for prompt in asked["prompts"]]
         return json.dumps(answer).encode()
 

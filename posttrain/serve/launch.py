@@ -15,14 +15,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .auth import SHORTEST_TOKEN, is_loopback
+from .auth import SHORTEST_TOKEN, TOKEN_VARIABLE, is_loopback
 from .engine import Engine
 from .server import RolloutServer, ServerOptions
 from .update import UpdateLimits
 
 log = logging.getLogger("posttrain_serve")
 
-TOKEN_VARIABLE = "POSTTRAIN_SERVE_TOKEN"
 REFUSED, START_FAILED, START_TOO_SLOW, PARENT_GONE = 2, 3, 4, 5
 """Exit statuses."""
 PARENT_SECONDS = 0.5

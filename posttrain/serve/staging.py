@@ -10,24 +10,9 @@ import torch
 from torch import Tensor
 
 from .errors import Conflict, PayloadError
-from .payload import Manifest, Part, Piece, TensorSpec, matches
+from .payload import ITEM_BYTES, Manifest, Part, Piece, TensorSpec, matches
 
-DTYPES = {
-    name: getattr(torch, name)
-    for name in (
-        "float32",
-        "float16",
-        "bfloat16",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "int64",
-        "int32",
-        "int16",
-        "int8",
-        "uint8",
-        "bool",
-    )
-}
+DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 """The dtypes of the wire format as torch knows them."""
 
 

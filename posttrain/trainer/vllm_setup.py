@@ -16,12 +16,12 @@ from posttrain.models.load import innermost_model
 from posttrain.models.weight_export import exported_adapter, exported_weights, untied_weights
 from posttrain.rollout.engine import RolloutEngine
 from posttrain.rollout.vllm_engine.params import completion_logps
+from posttrain.serve.auth import TOKEN_VARIABLE
 from posttrain.trainer.vllm_options import ADAPTER, AUTO, COLOCATE, SERVER, WEIGHTS
 
 if TYPE_CHECKING:
     from posttrain.trainer.online import OnlineTrainer
 
-TOKEN_VARIABLE = "POSTTRAIN_SERVE_TOKEN"
 UNAUTHORISED, FORBIDDEN, NOT_FOUND = 401, 403, 404
 ASK_SECONDS = 0.5
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
+from transformers import TrainerCallback
 
+from posttrain.models.weight_export import exported_weights
 from posttrain.rollout.vllm_engine.launcher import TOKEN_VARIABLE, ServerProcess
+from posttrain.rollout.vllm_engine.server_engine import ServedVLLM
 from posttrain.rollout.vllm_engine.transport import Deadlines
 from tests import tiny
 from tests.methods import vllm_runs
@@ -85,6 +90,22 @@ def test_one_server_that_is_sent_adapters(folder, tmp_path):
             assert any((tmp_path / "adapters").iterdir())
         finally:
             made.engine.close()
+
+
+def test_a_server_of_the_trainers_own_is_killed_after_every_step(folder, tmp_path):
+    """It is restarted, fed the weights of that step, and the run ends as if nothing had been."""
+
+    class Kills(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            os.kill(server.pid, signal.SIGKILL)
+
+    words = ("--model", str(folder), *SERVED)
+    server = ServerProcess(words, tmp_path / "log", PYTHON, environment=ENVIRONMENT, deadlines=Deadlines(start=240))
+    with ServedVLLM([server], export=lambda: exported_weights(made.model)) as engine:
+        made = vllm_runs.trainer("grpo", tmp_path / "run", engine=engine)
+        made.add_callback(Kills())
+        vllm_runs.check_run(made, tmp_path / "run")
+        assert server.starts == 1 + vllm_runs.STEPS
 
 
 def test_colocated():

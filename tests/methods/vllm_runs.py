@@ -34,7 +34,8 @@ def shortness(completion_ids, **columns):
     return [-len(ids) / 16 + len(set(ids)) / 32 for ids in completion_ids]
 
 
-def trainer(method: str, output: Path, peft_config: Any = None, **options: Any) -> Any:
+def trainer(method: str, output: Path, peft_config: Any = None, engine: Any = None, **options: Any) -> Any:
+    """With `engine`, that one writes; otherwise vLLM as the options say."""
     kind, config = METHODS[method]
     args = config(
         output_dir=str(output),
@@ -48,14 +49,13 @@ def trainer(method: str, output: Path, peft_config: Any = None, **options: Any) 
         report_to="none",
         use_cpu=True,
         bf16=False,
-        use_vllm=True,
+        use_vllm=engine is None,
         reward_workers=0,
         **options,
     )
     prompts = Dataset.from_list([{"prompt": f"Count to {number}:"} for number in range(16)])
-    return kind(
-        model(), shortness, args, train_dataset=prompts, processing_class=tiny.tokenizer(), peft_config=peft_config
-    )
+    more = {"processing_class": tiny.tokenizer(), "peft_config": peft_config, "engine": engine}
+    return kind(model(), shortness, args, train_dataset=prompts, **more)
 
 
 def check_run(made: Any, output: Path) -> None:
@@ -67,7 +67,8 @@ def check_run(made: Any, output: Path) -> None:
     assert len(logs) == STEPS
     for entry in logs:
         assert entry["sync/logp_difference/mean"] < 1e-4
-        assert entry["sampling/sampling_logp_difference/max"] < 1e-3 if "sampling/kl" in entry else True
+        if isinstance(made, GRPOTrainer):
+            assert entry["sampling/sampling_logp_difference/max"] < 1e-3
     files = sorted(output.glob("rollouts/step=*/*.parquet"))
     assert len(files) == STEPS
     for step, file in enumerate(files):

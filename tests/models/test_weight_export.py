@@ -13,12 +13,9 @@ from posttrain.models.weight_export import (
     exported_adapter,
     exported_specs,
     exported_weights,
-    tensor_bytes,
-    tensor_checksum,
     untied_weights,
 )
 from posttrain.models.weights import weights_fingerprint
-from posttrain.serve.payload import checksum
 from tests.rollout.families import FAMILIES, model_of
 
 IDS = torch.tensor([[2, 5, 9, 100, 31, 7]])
@@ -209,14 +206,6 @@ def test_the_adapter_alone_is_what_peft_saves(kind, tmp_path):
     assert config["auto_mapping"] is None  # it names code, which a server must not be told to run
     assert sorted(config["target_modules"]) == sorted(theirs["target_modules"])
     assert model.peft_config["default"].inference_mode is False
-
-
-def test_checksums_are_those_of_the_bytes_on_the_wire():
-    tensor = torch.arange(6, dtype=torch.float32).reshape(2, 3).T
-    assert tensor_checksum(tensor) == checksum(tensor.contiguous().numpy().tobytes())
-    rounded = tensor.to(torch.bfloat16)
-    assert bytes(tensor_bytes(rounded)) == rounded.contiguous().view(torch.int16).numpy().tobytes()
-    assert tensor_checksum(torch.tensor(1.0)) != tensor_checksum(torch.tensor(2.0))
 
 
 def test_sharded_and_distributed_models_say_the_same():

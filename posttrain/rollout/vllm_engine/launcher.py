@@ -18,10 +18,10 @@ from pathlib import Path
 import posttrain.serve
 from posttrain.rollout.vllm_engine.client import ServerClient
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, ServerGone, ServerSlow
+from posttrain.serve.auth import TOKEN_VARIABLE
 
 log = logging.getLogger(__name__)
 
-TOKEN_VARIABLE = "POSTTRAIN_SERVE_TOKEN"
 KILL_SECONDS = 30.0
 POLL_SECONDS = 0.1
 TAIL = 2000
