@@ -58,8 +58,10 @@ class RolloutLoader:
         collect: Callable[[RolloutLoader], list[Sample | None]],
         collate: Collator,
         rank: int = 0,
+        pins: bool = False,
     ) -> None:
         self.stream, self.schedule, self.collect, self.collate, self.rank = stream, schedule, collect, collate, rank
+        self.pins = pins  # batches in page-locked memory: the copy to the device overlaps
         self.taken = 0  # prompts of the stream, by all processes
         self.position = 0  # micro-batches of this epoch
         self.window: list[Sample | None] = []  # this process's samples of the window in use
@@ -98,7 +100,7 @@ class RolloutLoader:
                 self.window = self.collect(self)
             batch = self.collate(self._units(offset % self.schedule.micro_batches))
             self.position += 1
-            yield batch
+            yield batch.pin_memory() if self.pins else batch
 
     def _units(self, micro_batch: int) -> list[Unit]:
         size = self.schedule.batch_size

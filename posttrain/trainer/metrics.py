@@ -1,4 +1,4 @@
-"""MetricStore: numbers added up on the device, read by the host only when they are logged."""
+"""MetricStore: numbers added up where they are computed, read from the device only when they are logged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MetricStore:
             known = ~torch.isnan(value)
             pair = torch.stack([torch.where(known, value, 0).sum(), known.sum().to(value.dtype)])
             store = self._sums[mode]
-            store[name] = store[name] + pair if name in store else pair
+            store[name] = _at(store[name], pair) + pair if name in store else pair
 
     @staticmethod
     def _add_extremum(store: dict[tuple[str, int], Tensor], name: str, extremum: Extremum) -> None:
@@ -45,7 +45,7 @@ class MetricStore:
         signed = key[1] * extremum.values.detach().double().flatten()
         nothing = signed.new_full((1,), -math.inf)
         largest = torch.cat([nothing, signed.nan_to_num(-math.inf, math.inf, -math.inf)]).amax()
-        store[key] = torch.maximum(store[key], largest) if key in store else largest
+        store[key] = torch.maximum(_at(store[key], largest), largest) if key in store else largest
 
     def count(self, name: str, amount: float) -> None:
         """Add to a running total, such as the tokens seen since the beginning of the run."""
@@ -67,16 +67,21 @@ class MetricStore:
             "totals": dict(self.totals),
         }
 
-    def load_state(self, state: dict[str, Any], device: torch.device) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         self._sums["train"] = {
-            name: torch.tensor(pair, dtype=getattr(torch, state["dtypes"][name]), device=device)
+            name: torch.tensor(pair, dtype=getattr(torch, state["dtypes"][name]))
             for name, pair in state["train"].items()
         }
         self._largest["train"] = {
-            (name, sign): torch.tensor(-math.inf if value is None else value, dtype=torch.float64, device=device)
+            (name, sign): torch.tensor(-math.inf if value is None else value, dtype=torch.float64)
             for name, sign, value in state["extrema"]
         }
         self.totals = dict(state["totals"])
+
+
+def _at(stored: Tensor, new: Tensor) -> Tensor:
+    """What was loaded with a checkpoint lies on the host; it joins the numbers of its name where they are computed."""
+    return stored.to(new.device, non_blocking=True)
 
 
 # Names are the same on every process: an empty batch adds its metrics too, with a count of 0 or nothing to choose from.

@@ -252,13 +252,13 @@ class OnlineTrainer(BaseTrainer):
         """Inside, the engine is awake and has the weights of this step."""
         took = self.weight_sync.ready(self.state.global_step)
         if took:
-            self.metrics.add(
-                "train" if self._rows is self.train_dataset else "eval", as_tensors(took, self.args.device)
-            )
+            self.metrics.add("train" if self._rows is self.train_dataset else "eval", as_tensors(took))
         try:
             yield
         finally:
-            self.engine.sleep()
+            # Our own engines have given keys and values back already; graphs are kept, to capture them takes seconds.
+            if getattr(self.engine, "is_foreign", False):
+                self.engine.sleep()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -321,7 +321,7 @@ class OnlineTrainer(BaseTrainer):
             own = [self._trained_sample(rollout) for rollout in group]
             other = place.get(group[0].group, own)
             found += [*other, *[None] * (len(own) - len(other))]
-        self.metrics.add("train", as_tensors({"rollouts/replayed_groups": len(remembered)}, self.args.device))
+        self.metrics.add("train", as_tensors({"rollouts/replayed_groups": len(remembered)}))
         return found
 
     def _refilled(self, loader: RolloutLoader, collected: Collected) -> list[Sample | None]:
@@ -335,9 +335,7 @@ class OnlineTrainer(BaseTrainer):
             more, others = self._sorted_groups(self._collect(loader.take_groups(missing), "train"))
             kept, spare = kept + more, spare + others
         groups = [*kept, *spare][:wanted]
-        self.metrics.add(
-            "train", as_tensors({"rollouts/refilled_groups": len(kept) + len(spare) - wanted}, self.args.device)
-        )
+        self.metrics.add("train", as_tensors({"rollouts/refilled_groups": len(kept) + len(spare) - wanted}))
         samples = [self._trained_sample(rollout) for group in groups for rollout in group]
         return samples + [None] * (wanted * size - len(samples))
 
@@ -364,7 +362,7 @@ class OnlineTrainer(BaseTrainer):
         found = rollout_metrics(collected, self.rewards.names)
         if self.agents is not None:
             found |= self.agents.collected(collected)
-        self.metrics.add(mode, as_tensors(found, self.args.device))
+        self.metrics.add(mode, as_tensors(found))
         if mode == "train":
             self.metrics.count("num_tokens", sum(len(rollout.sample) for rollout in collected.rollouts))
             for kind, number in collected.table.failures.items():
@@ -391,7 +389,8 @@ class OnlineTrainer(BaseTrainer):
         else:
             stream = PromptStream(len(self.train_dataset), args.seed, args.shuffle_dataset)
         collator = replace(self.data_collator, max_tokens=args.max_tokens_per_pass)
-        self.loader = RolloutLoader(stream, args.schedule(), self._collect_window, collator, args.process_index)
+        pins = args.dataloader_pin_memory and args.device.type == "cuda"
+        self.loader = RolloutLoader(stream, args.schedule(), self._collect_window, collator, args.process_index, pins)
         return self.loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalRolloutLoader:

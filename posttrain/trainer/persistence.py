@@ -136,7 +136,7 @@ class PersistentTrainer(SavingTrainer):
             return
         state = self.run_state
         metrics, loss = load_sums(self.resumed_from, self.args.process_index)
-        self.metrics.load_state(metrics, self.args.device)
+        self.metrics.load_state(metrics)
         self._tr_loss = torch.tensor(loss, device=self.args.device, dtype=self._tr_loss.dtype)
         self._total_loss_scalar = state.loss_total
         self._globalstep_last_logged = state.last_logged_step

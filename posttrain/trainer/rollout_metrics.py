@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -88,11 +87,9 @@ def tool_metrics(rollouts: list[Rollout], tools: list[str], has_environments: bo
     return found
 
 
-def as_tensors(metrics: Numbers, device: torch.device) -> Metrics:
-    return {name: _as_tensor(value, device) for name, value in metrics.items()}
-
-
-def _as_tensor(value: float | Extremum, device: torch.device) -> Tensor | Extremum:
-    if isinstance(value, Extremum):
-        return replace(value, values=value.values.to(device))
-    return torch.tensor([value], dtype=torch.float64, device=device)
+def as_tensors(metrics: Numbers) -> Metrics:
+    """On the host, where they were counted: on their way to the device each would wait for all work that is queued there."""
+    return {
+        name: value if isinstance(value, Extremum) else torch.tensor([value], dtype=torch.float64)
+        for name, value in metrics.items()
+    }

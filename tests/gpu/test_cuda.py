@@ -11,7 +11,17 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, Qwen2Config, TrainerCallback
 
-from posttrain import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, Sample, SFTConfig, SFTTrainer
+from posttrain import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    Sample,
+    SFTConfig,
+    SFTTrainer,
+)
 from posttrain.data.collate import collate
 from posttrain.models.attention import RAGGED_ATTENTION, install_ragged_attention
 from posttrain.models.layer_kernels import compile_layers, fastest_kernels
@@ -164,6 +174,40 @@ def test_ordinary_steps_do_not_synchronise(tmp_path, method, accumulation):
     assert made.loaded.layout == ("ragged" if "sft" in method else "shared")
     assert made.masters.folds == (accumulation > 1 or "passes" in method)
     assert made.finite.on_device
+    assert made.state.global_step == 10
+
+
+class NoSyncBetweenSteps(TrainerCallback):
+    """As NoSync, but the rollouts of a step, which come before its beginning, may not wait either."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        torch.cuda.set_sync_debug_mode("error" if 4 <= state.global_step < 9 else "default")
+
+
+def test_rollouts_from_elsewhere_do_not_synchronise(tmp_path):
+    """The host prepares the next step of GRPO while the device is busy with the last one."""
+
+    def written(prompts, trainer):
+        ids = [[5 + (i * 7 + j) % 90 for j in range(3 + i % 5)] for i in range(len(prompts))]
+        logps = [[-4.0] * len(one) for one in ids]
+        return {"prompt_ids": [[3, 4, 5]] * len(prompts), "completion_ids": ids, "logprobs": logps}
+
+    made = GRPOTrainer(
+        model=tiny.causal_lm(dtype=torch.bfloat16, **WIDE),
+        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+        rollout_func=written,
+        args=GRPOConfig(
+            output_dir=str(tmp_path), max_steps=10, logging_steps=100, per_device_train_batch_size=8, num_generations=4,
+            report_to="none", save_strategy="no", learning_rate=1e-3, bf16=True, max_completion_length=16,
+        ),
+        train_dataset=Dataset.from_list([{"prompt": f"Say {i}."} for i in range(20)]),
+        processing_class=tiny.tokenizer(),
+        callbacks=[NoSyncBetweenSteps()],
+    )  # fmt: skip
+    try:
+        made.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
     assert made.state.global_step == 10
 
 

@@ -97,6 +97,17 @@ def test_the_plan_says_the_arithmetic(tmp_path, capsys):
     assert "rewards: share_of_letters" in told
 
 
+def test_the_engine_is_made_ready_once_for_the_whole_run(tmp_path, monkeypatch):
+    """On a GPU that means CUDA graphs, which take seconds to capture; keys and values are given back after each generation."""
+    ready = []
+    made = trainer(tmp_path, rollout_engine="native", max_steps=3)
+    make = made.engine._make
+    monkeypatch.setattr(made.engine, "_make", lambda: ready.append("made") or make())
+    made.train()
+    assert len(ready) <= 1  # none where the probe at the beginning has done it
+    assert made.engine._made[0].store.pages == 0
+
+
 # ---- advantages -----------------------------------------------------------------------------------------------------------
 
 
