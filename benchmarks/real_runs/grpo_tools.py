@@ -153,7 +153,7 @@ def main() -> None:
     after = measured(trainer, words.held_out, "after GRPO")
     names = ("step", "reward", "tools/call_frequency", "tools/failure_frequency", "completions/mean_length", "entropy")
     curve = [{name: each.get(name) for name in names} for each in trainer.state.log_history if "reward" in each]
-    rollouts = {f"step {step}": first_rollouts(trainer.args.output_dir, step) for step in (0, words.steps - 1)}
+    rollouts = {f"step {step}": first_rollouts(trainer.args.output_dir, step) for step in (1, words.steps)}
     result = {"before": before, "after": after, "seconds": seconds, "curve": curve, "rollouts": rollouts}
     Path(words.output, "result.json").write_text(json.dumps(result, indent=1, default=str), encoding="utf-8")
     print(f"{len(curve)} steps in {seconds:.0f} s: {after['accuracy'] - before['accuracy']:+.3f}")
