@@ -11,8 +11,9 @@ from .asgi import TEXT, Answer, Request, as_json
 from .engine_thread import DRAIN, IN_FLIGHT, KEEP
 from .errors import Conflict, FieldError, NotReady
 from .fields import Field, read_fields
-from .payload import MAX_VERSION, parse_checksums, parse_manifest
+from .payload import MAX_HEADER_BYTES, MAX_VERSION, PREFIX_BYTES, Buffer, parse_checksums, parse_manifest
 from .server import RolloutServer
+from .transports import MOST_FETCH_SECONDS, RECEIVERS
 
 CALL_SECONDS = 50.0
 VERSION = Field(f.integer(0, MAX_VERSION))
@@ -59,6 +60,29 @@ async def weights_begin(server: RolloutServer, request: Request) -> Answer:
 
 async def weights_part(server: RolloutServer, request: Request) -> Answer:
     return as_json(await asyncio.to_thread(server.updater.part, request.body))
+
+
+async def weights_fetch(server: RolloutServer, request: Request) -> Answer:
+    """A part whose head is in the body, and whose data is somewhere else: a shared block, memory of a GPU, a group."""
+    table = {
+        "transport": Field(f.one_of(*RECEIVERS)),
+        "head": Field(f.base64_bytes(MAX_HEADER_BYTES + PREFIX_BYTES)),
+        "place": Field(f.any_object),
+        "deadline_s": Field(f.number(0.0, MOST_FETCH_SECONDS, above=True), 60.0),
+    }
+    asked = read_fields(await request.json(), table)
+
+    def fetch(nbytes: int) -> Buffer:
+        return server.transports.fetch(asked["transport"], asked["place"], nbytes, asked["deadline_s"])
+
+    return as_json(await asyncio.to_thread(server.updater.fetched, asked["head"], fetch))
+
+
+async def weights_collective(server: RolloutServer, request: Request) -> Answer:
+    """Join the group that a trainer makes for its weights; answered when both are in it."""
+    meeting = await request.json()
+    server.refuse_if_stopping()
+    return as_json(await asyncio.to_thread(server.transports.join, meeting))
 
 
 async def weights_commit(server: RolloutServer, request: Request) -> Answer:

@@ -34,8 +34,9 @@ class EchoEngine:
         context_length: int = 4096,
         step_seconds: float = 0.0,
         on_load: Callable[[str], None] = lambda name: None,
+        device: str = "cpu",
     ) -> None:
-        self.weights = {name: tensor.clone() for name, tensor in weights.items()}
+        self.weights = {name: tensor.to(device, copy=True) for name, tensor in weights.items()}
         self._initial = {name: tensor.clone() for name, tensor in weights.items()}
         self._jobs: dict[str, _Writing] = {}
         self._step_seconds, self._on_load = step_seconds, on_load
@@ -48,7 +49,7 @@ class EchoEngine:
             VOCABULARY,
             "float32",
             "processed_logprobs",
-            "cpu",
+            device,
             "echo",
             capabilities=can,
             adapter_modules=("q", "q_proj"),

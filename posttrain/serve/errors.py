@@ -45,6 +45,12 @@ class TooLarge(ServeError):
     status = 413
 
 
+class TransportFailed(ServeError):
+    """The bytes of a part did not come by the way that was announced; they can still come over HTTP."""
+
+    status = 424
+
+
 class Busy(ServeError):
     status = 429
 

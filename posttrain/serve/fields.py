@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -76,6 +77,20 @@ def text(longest: int, shortest: int = 0) -> Read:
         except UnicodeEncodeError as error:
             raise FieldError(f"{where} has half of a surrogate pair, which is no character.") from error
         return value
+
+    return read
+
+
+def base64_bytes(longest: int) -> Read:
+    """Bytes, which JSON does not have; `longest` is their number once they are read."""
+
+    def read(value: Any, where: str) -> bytes:
+        try:
+            if not isinstance(value, str) or len(value) > 4 * (longest // 3 + 1):
+                raise ValueError
+            return base64.b64decode(value, validate=True)
+        except ValueError as error:  # also those of b64decode, and for characters outside of ASCII
+            raise FieldError(f"{where} is not base64 of at most {longest} bytes.") from error
 
     return read
 

@@ -18,6 +18,7 @@ from typing import Any
 from .auth import SHORTEST_TOKEN, TOKEN_VARIABLE, is_loopback
 from .engine import Engine
 from .server import RolloutServer, ServerOptions
+from .shared_blocks import default_folder
 from .update import UpdateLimits
 
 log = logging.getLogger("posttrain_serve")
@@ -51,6 +52,12 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--initial-version", type=int, default=0, help="version of the weights in the model's folder")
     p.add_argument("--adapter-folder", type=Path, help="LoRA adapters are taken from here only; turns adapters on")
+    p.add_argument(
+        "--shared-folder",
+        type=Path,
+        default=default_folder(),
+        help="trainers on this machine leave weights here, in shared memory; a folder of this user's alone, on tmpfs",
+    )
     p.add_argument("--most-rank", type=int, default=64, help="largest LoRA rank")
     p.add_argument("--adapter-modules", help="names of the modules that adapters may change, with commas between")
     p.add_argument("--sleep", action="store_true", help="allow /sleep and /wake (GPU)")
@@ -91,7 +98,8 @@ def check_address(host: str, token: str | None) -> None:
 def bind(host: str, port: int) -> socket.socket:
     """The socket, bound before the model is loaded: a port that is taken is known at once."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bound = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio goes by the protocol's name: without it Nagle's algorithm stays on, and every answer comes 40 ms late.
+    bound = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         bound.bind((host, port))
@@ -122,6 +130,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
             random_weights=args.random_weights,
             eager=args.eager,
             seed=args.seed,
+            shared_folder=args.shared_folder,
             more=args.engine_args,
         )
     )
@@ -131,6 +140,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
     return ServerOptions(
         initial_version=None if args.random_weights else args.initial_version,
         adapter_folder=args.adapter_folder,
+        shared_folder=args.shared_folder,
         update=UpdateLimits(int(args.most_update_gb * (1 << 30)), args.update_idle_seconds, not args.drop_loaded),
         most_part_bytes=args.most_part_mb << 20,
         most_in_flight=args.most_in_flight,

@@ -131,6 +131,14 @@ def encode_part(
     version: int, part: int, parts: int, pieces: Iterable[tuple[TensorSpec, int, Buffer]], kind: str = "blake2b"
 ) -> bytes:
     """The payload of one part, from (tensor, offset in its bytes, bytes)."""
+    head, chunks = split_part(version, part, parts, pieces, kind)
+    return b"".join([head, *chunks])
+
+
+def split_part(
+    version: int, part: int, parts: int, pieces: Iterable[tuple[TensorSpec, int, Buffer]], kind: str = "blake2b"
+) -> tuple[bytes, list[memoryview]]:
+    """The same as (all that comes before the data, the data in its pieces): the two may travel on different ways."""
     entries, chunks, end = [], [], 0
     for spec, offset, data in pieces:
         view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
@@ -139,7 +147,7 @@ def encode_part(
         entries.append({"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), **place})
         chunks.append(view)
     header = json.dumps({"version": version, "part": part, "parts": parts, "tensors": entries}).encode()
-    return b"".join([MAGIC, len(header).to_bytes(4, "little"), _digest(header), header, *chunks])
+    return b"".join([MAGIC, len(header).to_bytes(4, "little"), _digest(header), header]), chunks
 
 
 def _digest(header: Buffer) -> bytes:
@@ -151,8 +159,34 @@ def encode_manifest(manifest: Manifest) -> dict[str, Any]:
     return {"version": manifest.version, "parts": manifest.parts, "tensors": [asdict(t) for t in manifest.tensors]}
 
 
-def parse_part(body: Buffer, verify: bool = True) -> Part:
-    """The part in these bytes; `PayloadError` for anything that is not one. The pieces are views of `body`."""
+@dataclass(frozen=True)
+class PartHead:
+    """What a part says of itself before its data: read first, where the data comes on another way."""
+
+    version: int
+    part: int
+    parts: int
+    entries: tuple[Any, ...]  # not checked yet, see `with_data`
+    nbytes: int  # of the data
+    digest: str  # of the head: with the checksums in it, that of the whole part
+
+    def with_data(self, data: Buffer, verify: bool = True) -> Part:
+        """The whole part; `PayloadError` where the data is not what the head says."""
+        view = memoryview(data).toreadonly()
+        if view.format != "B":
+            view = view.cast("B")
+        pieces, end = [], 0
+        for entry in self.entries:
+            piece, end = _piece(entry, view, end, verify)
+            pieces.append(piece)
+        if end != len(view):
+            raise PayloadError(f"The header describes {end} bytes of data; the body has {len(view)}.")
+        _refuse_twice([piece.name for piece in pieces])
+        return Part(self.version, self.part, self.parts, tuple(pieces))
+
+
+def parse_head(body: Buffer) -> tuple[PartHead, memoryview]:
+    """(the head that these bytes begin with, what follows it); `PayloadError` for anything that is none."""
     view = memoryview(body).toreadonly()
     if len(view) < PREFIX_BYTES or view[: len(MAGIC)] != MAGIC:
         raise PayloadError(f"The body ({len(view)} bytes) does not begin like a weight payload of this format.")
@@ -164,19 +198,22 @@ def parse_part(body: Buffer, verify: bool = True) -> Part:
         raise PayloadError(
             f"The header is announced with {length} bytes and the body ends after {len(header)} of them."
         )
-    if not hmac.compare_digest(_digest(header), bytes(view[len(MAGIC) + 4 : PREFIX_BYTES])):
+    digest = _digest(header)
+    if not hmac.compare_digest(digest, bytes(view[len(MAGIC) + 4 : PREFIX_BYTES])):
         raise PayloadError("The header does not have the checksum that stands before it: it was changed on the way.")
     fields = fields_of(read_json(header), ("version", "part", "parts", "tensors"), "the header")
     version, parts = _version(fields["version"]), whole_number(fields["parts"], "parts", 1, MAX_PARTS)
     part = whole_number(fields["part"], "part", 0, parts - 1)
-    pieces, end = [], 0
-    for entry in _entries(fields["tensors"]):
-        piece, end = _piece(entry, data, end, verify)
-        pieces.append(piece)
-    if end != len(data):
-        raise PayloadError(f"The header describes {end} bytes of data; the body has {len(data)}.")
-    _refuse_twice([piece.name for piece in pieces])
-    return Part(version, part, parts, tuple(pieces))
+    entries = _entries(fields["tensors"])
+    last = entries[-1].get("end") if isinstance(entries[-1], dict) else None
+    nbytes = whole_number(last, "end of the last tensor", 0, MAX_TENSOR_BYTES)
+    return PartHead(version, part, parts, tuple(entries), nbytes, digest.hex()), data
+
+
+def parse_part(body: Buffer, verify: bool = True) -> Part:
+    """The part in these bytes; `PayloadError` for anything that is not one. The pieces are views of `body`."""
+    head, data = parse_head(body)
+    return head.with_data(data, verify)
 
 
 def _piece(entry: Any, data: memoryview, expected_begin: int, verify: bool) -> tuple[Piece, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from . import control, generation
 from .asgi import Route
 from .server import ServerOptions
+from .transports import MOST_FETCH_SECONDS
 
 
 def _json(options: ServerOptions) -> int:
@@ -23,6 +24,10 @@ def _long(options: ServerOptions) -> float:
     return options.most_seconds + 30.0  # the handlers end earlier, by the deadline in the body
 
 
+def _fetch(options: ServerOptions) -> float:
+    return MOST_FETCH_SECONDS + 30.0  # likewise
+
+
 ROUTES = (
     Route("GET", "/health", control.health, seconds=lambda options: 10.0),
     Route("GET", "/ready", control.ready, seconds=lambda options: 10.0),
@@ -33,6 +38,8 @@ ROUTES = (
     Route("POST", "/score", generation.score, _json, _long),
     Route("POST", "/weights/begin", control.weights_begin, _json, at_once=4),
     Route("POST", "/weights/part", control.weights_part, _part, lambda options: 600.0, at_once=8),
+    Route("POST", "/weights/fetch", control.weights_fetch, _json, _fetch, at_once=4),
+    Route("POST", "/weights/collective", control.weights_collective, _small, _fetch, at_once=2),
     Route("POST", "/weights/commit", control.weights_commit, _json, _long, at_once=4),
     Route("POST", "/weights/abort", control.weights_abort, _small),
     Route("POST", "/adapters/load", control.adapters_load, _small),

@@ -16,6 +16,7 @@ from .errors import NotReady
 from .metrics import Metrics
 from .payload import CHECKSUMS
 from .request_book import RequestBook
+from .transports import TransportOptions, Transports
 from .update import UpdateLimits, Updater
 from .versions import Serving, Versions
 
@@ -26,6 +27,7 @@ PROTOCOL = 1
 class ServerOptions:
     initial_version: int | None = 0  # None: the engine has no weights yet (a model loaded with random numbers)
     adapter_folder: Path | None = None
+    shared_folder: Path | None = None  # in which trainers of this machine leave weights
     update: UpdateLimits = field(default_factory=UpdateLimits)
     most_json_bytes: int = 64 << 20
     most_part_bytes: int = 272 << 20
@@ -46,6 +48,7 @@ class RolloutServer:
         self.thread = EngineThread(engine, self.versions, options.most_in_flight)
         self.adapters = Adapters(self.versions, options.adapter_folder, self.thread.adapters_in_use)
         self.updater = Updater(engine, self.versions, self.thread, self.adapters.install, options.update)
+        self.transports = Transports(TransportOptions(options.shared_folder, options.most_part_bytes))
         self.book = RequestBook()
         self.metrics = Metrics()
         self.started = time.monotonic()
@@ -59,6 +62,7 @@ class RolloutServer:
     def close(self) -> None:
         self.stopping = True
         self.thread.stop(self.options.stop_seconds)
+        self.transports.close()
 
     def trouble(self) -> str | None:
         """Why the process is not healthy."""
@@ -105,6 +109,7 @@ class RolloutServer:
             "not_ready": self.why_not_ready(),
             "update": self.updater.state(),
             "checksums": sorted(CHECKSUMS),
+            "transports": self.transports.about(),
             "limits": {
                 "json_bytes": options.most_json_bytes,
                 "part_bytes": options.most_part_bytes,

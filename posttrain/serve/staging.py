@@ -21,7 +21,7 @@ class Staging:
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.received: dict[int, str] = {}  # part -> digest of its body
+        self.received: dict[int, str] = {}  # part -> digest of its head, which has the checksums of the rest
         self._specs = {spec.name: spec for spec in manifest.tensors}
         self._bytes: dict[str, Tensor] = {}  # name -> uint8
         self._filled: dict[str, list[tuple[int, int]]] = {name: [] for name in self._specs}
@@ -29,7 +29,7 @@ class Staging:
         self._lock = threading.Lock()
 
     def add(self, part: Part, digest: str) -> None:
-        """Take a part whose pieces have their checksums. `digest`: of the whole body, to know it again."""
+        """Take a part whose pieces have their checksums. `digest`: of its head, to know it again."""
         with self._lock:
             if (part.version, part.parts) != (self.manifest.version, self.manifest.parts):
                 raise Conflict(

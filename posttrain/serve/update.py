@@ -6,7 +6,6 @@ If the engine itself refuses the new weights half way, the old ones are loaded a
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import threading
 import time
@@ -19,7 +18,7 @@ from torch import Tensor
 from .engine import Engine
 from .engine_thread import KEEP
 from .errors import Conflict, DeadlinePassed, EngineFailed, NotFound, PayloadError, ServeError, TooLarge
-from .payload import Buffer, Manifest, TensorSpec, parse_part
+from .payload import Buffer, Manifest, PartHead, TensorSpec, parse_head
 from .staging import Staging
 from .versions import Phase, Serving, Versions, fingerprint
 
@@ -124,9 +123,25 @@ class Updater:
 
     def part(self, body: Buffer) -> dict[str, Any]:
         """Stage one payload. Hashing happens outside of the lock, so parts can come side by side."""
-        part = parse_part(body)
-        update = self._current(part.version)
-        update.staging.add(part, hashlib.blake2b(body, digest_size=16).hexdigest())
+        head, data = parse_head(body)
+        return self._stage(head, data)
+
+    def fetched(self, body: Buffer, fetch: Callable[[int], Buffer]) -> dict[str, Any]:
+        """Stage a part of which the body has the head alone. `fetch(number of bytes)` gets the data, once it is known that
+        it is wanted; a part that is here already (its answer was lost) is not fetched again.
+        """
+        head, rest = parse_head(body)
+        if len(rest):
+            raise PayloadError(f"The head of the part is followed by {len(rest)} bytes.")
+        update = self._current(head.version)
+        if update.staging.received.get(head.part) == head.digest:
+            return self._state(update)
+        return self._stage(head, fetch(head.nbytes))
+
+    def _stage(self, head: PartHead, data: Buffer) -> dict[str, Any]:
+        part = head.with_data(data)
+        update = self._current(head.version)
+        update.staging.add(part, head.digest)
         update.heard = self._clock()
         return self._state(update)
 

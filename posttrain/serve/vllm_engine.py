@@ -16,6 +16,7 @@ from .engine import LENGTH, STOP, AdapterRef, EngineInfo, GenerateJob, Job, Prog
 from .errors import EngineFailed, FieldError
 from .model_folder import known_tensors, read_tensors, tied_tensors
 from .payload import TensorSpec
+from .worker_weights import EXTENSION, WorkerWeights
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ class VLLMOptions:
     random_weights: bool = False  # the folder has a config only; the first update brings the weights
     eager: bool = False
     seed: int = 0
+    shared_folder: Path | None = None  # through which weights reach worker processes; None: this user's in /dev/shm
     more: dict[str, Any] = field(default_factory=dict)  # further fields of vLLM's EngineArgs
 
 
@@ -65,6 +67,7 @@ class VLLMEngine:
         from vllm.v1.engine.llm_engine import LLMEngine
 
         self._options, self._jobs = options, {}
+        self._workers = WorkerWeights(options.shared_folder) if options.tensor_parallel > 1 else None
         self._on_cpu = current_platform.is_cpu()
         notes = [keep_cpu_weights_loadable()] if self._on_cpu else []
         self._engine = LLMEngine.from_engine_args(EngineArgs(**_engine_args(options, self._on_cpu)))
@@ -80,10 +83,8 @@ class VLLMEngine:
                 f"vLLM has brought the experts of {repacked[0]} into an order of its own, which new weights would not be "
                 "in: full weights cannot be loaded."
             )
-        if options.tensor_parallel > 1:
-            notes.append("Weight updates need tensor_parallel 1 in this version of the server.")
         can = {
-            "weights": not (quantised or repacked or options.adapters) and options.tensor_parallel == 1,
+            "weights": not (quantised or repacked or options.adapters),
             "adapters": options.adapters,
             "sleep": options.sleep and not self._on_cpu,
             "chat": True,
@@ -194,11 +195,14 @@ class VLLMEngine:
     # weights --------------------------------------------------------------------------------------------------------
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        for left_out in self.in_workers(_load_into_worker, tensors):
-            if left_out:
-                raise EngineFailed(
-                    f"vLLM has {len(left_out)} parameters that no tensor was loaded into, {left_out[0]} first."
-                )
+        if self._workers is not None:
+            left_out = self._workers.load(lambda method, args: self._engine.collective_rpc(method, args=args), tensors)
+        else:
+            (left_out,) = self.in_workers(_load_into_worker, tensors)
+        if left_out:
+            raise EngineFailed(
+                f"vLLM has {len(left_out)} parameters that no tensor was loaded into, {left_out[0]} first."
+            )
 
     def in_workers(self, function: Callable[..., T], *args: Any) -> list[T]:
         """`function(worker, *args)` in each of vLLM's workers."""
@@ -256,6 +260,8 @@ class VLLMEngine:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+        if self._workers is not None:
+            self._workers.close()
 
 
 def _engine_args(options: VLLMOptions, on_cpu: bool) -> dict[str, Any]:
@@ -276,6 +282,8 @@ def _engine_args(options: VLLMOptions, on_cpu: bool) -> dict[str, Any]:
     }
     if on_cpu:  # after a prompt in pieces vLLM sets a request's generator back, which CPU generators cannot do (0.32.0)
         args["enable_chunked_prefill"] = False
+    if options.tensor_parallel > 1:
+        args["worker_extension_cls"] = EXTENSION
     if options.random_weights:
         args["load_format"] = "dummy"
     if options.adapters:

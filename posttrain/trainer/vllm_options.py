@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.rollout.vllm_engine.params import PROCESSED, RAW
+from posttrain.rollout.vllm_engine.weight_channel import TRANSPORTS
 from posttrain.trainer.config import check_choice, check_range, option
 
 COLOCATE, SERVER = "colocate", "server"
@@ -31,6 +32,7 @@ ONLY_SERVED = (
     "vllm_completion_timeout",
     "vllm_server_adapter_folder",
     "vllm_server_logprobs_mode",
+    "vllm_weight_transport",
 )
 
 
@@ -88,12 +90,19 @@ class VLLMConfig:
         RAW, "For a plain `vllm serve`, which does not say: the --logprobs-mode that it was started with."
     )
 
+    vllm_weight_transport: str = option(
+        AUTO,
+        "How weights reach a server of ours: 'http', 'shared_memory' (one machine), 'cuda_ipc' (one GPU), 'collective' (NCCL; "
+        "gloo on the CPU), or 'auto': the fastest that both sides can. All are checked and exchanged alike.",
+    )
+
     def check_vllm_options(self) -> None:
         """Raise for what cannot be, and for options that were set and would have no effect."""
         if isinstance(self.vllm_engine_args, str):
             self.vllm_engine_args = json.loads(self.vllm_engine_args)
         check_choice("vllm_mode", self.vllm_mode, MODES)
         check_choice("vllm_sync", self.vllm_sync, (AUTO, WEIGHTS, ADAPTER))
+        check_choice("vllm_weight_transport", self.vllm_weight_transport, TRANSPORTS)
         check_choice("vllm_server_logprobs_mode", self.vllm_server_logprobs_mode, (PROCESSED, RAW))
         check_choice("vllm_model_impl", self.vllm_model_impl, ("vllm", "transformers", "auto"))
         check_range("vllm_gpu_memory_utilization", self.vllm_gpu_memory_utilization, 0, 1, open_low=True)

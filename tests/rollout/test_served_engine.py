@@ -271,7 +271,7 @@ def test_an_update_interrupted_at_a_random_byte_50_times_leaves_one_whole_versio
     """The connection is cut, on the way there or back; the server stays. What serves then is all old or all new."""
     process = processes[0]
     proxy = CuttingProxy(process.port)
-    client = ServerClient(proxy.url, process._token, QUICK)
+    client = ServerClient(proxy.url, process._token, QUICK, "http")  # the other ways: test_weight_transports
     rng, outcomes = random.Random(5), []
     with ServedVLLM([client], options=ServedOptions(QUICK, watch_seconds=1000, bucket_bytes=8)) as engine:
         engine.load_weights(numbered(1), 1)

@@ -74,7 +74,7 @@ def test_the_application_has_the_routes_of_the_table_and_no_others(served):
     inner = served().app._app
     assert isinstance(inner, Application)
     assert sorted(inner.routes) == sorted(ALL)
-    assert len(ALL) == len(set(ALL)) == 17
+    assert len(ALL) == len(set(ALL)) == 19
 
 
 @pytest.mark.parametrize(("method", "path"), [*ALL, ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/nowhere")])

@@ -1,5 +1,6 @@
 """The server with a real vLLM, as a process. Needs POSTTRAIN_VLLM_PYTHON: the python of an environment with vLLM."""
 
+import os
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -9,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from posttrain.serve.payload import encode_manifest
+from posttrain.serve.shared_blocks import default_folder
 from tests import tiny
 from tests.serve.live_server import LiveServer
 from tests.serve.serving import update_of
@@ -254,6 +256,24 @@ def test_a_model_without_weights_serves_nothing_until_a_version_is_whole(start):
     assert server.ask("POST", "/generate", body)[0] == 503
     server.push(3, dict(tiny_model(3).state_dict()))
     assert_serves(server, tiny_model(3), 3, "random")
+
+
+def test_two_worker_processes_take_new_weights_and_say_what_does_not_fit(start, monkeypatch):
+    """Tensor parallel: each worker takes its share out of a block of shared memory."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # two workers on one NUMA node
+    server = start("--tensor-parallel", "2", "--random-weights", until="/health")
+    info = server.get("/info")[1]
+    assert (info["world_size"], info["capabilities"]["weights"]) == (2, True)
+    wrong = dict(tiny_model(1).state_dict()) | {"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 3)}
+    with pytest.raises(AssertionError, match=r"The engine refused version 1 .*No version serves"):
+        server.push(1, wrong)
+    for version in (1, 2, 3):
+        server.push(version, dict(tiny_model(version).state_dict()))
+        assert_serves(server, tiny_model(version), version, "parallel")
+    server.push(4, dict(tiny_model(4).state_dict()), stop_after=3)
+    assert_serves(server, tiny_model(3), 3, "interrupted")
+    server.post("/weights/abort", {"version": 4})
+    assert [name for name in os.listdir(default_folder()) if name.startswith("block-")] == []
 
 
 def test_adapters_are_pushed_by_version_and_the_base_stays(start, tmp_path):

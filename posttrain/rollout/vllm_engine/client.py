@@ -11,6 +11,8 @@ from typing import Any
 from posttrain.rollout.engine import LENGTH, STOP, SamplingParams
 from posttrain.rollout.vllm_engine.kept_weights import BUCKET_BYTES, KeptWeights
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerAnswer, ServerRefused, Transport, checked
+from posttrain.rollout.vllm_engine.weight_channel import AUTO, NOT_OFFERED, WeightChannel
+from posttrain.rollout.vllm_engine.weight_senders import Sides, Wire
 from posttrain.serve.payload import Manifest, encode_manifest
 
 ABORTED = "aborted"
@@ -19,8 +21,6 @@ MARGIN_SECONDS = 10.0
 """How much longer than the server itself the client waits: the server's own refusal says more than a silence."""
 DRAIN, ABORT = "drain", "abort"
 """What a commit does with requests that still run: let them end first, or end them."""
-NOT_OFFERED = 0
-"""The "status" of a refusal by a client itself: this kind of server does not do that, now or later."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class ServerInfo:
     most_seconds: float = math.inf
     in_flight: int = 0
     dtype: str | None = None  # in which it computes
+    transports: dict[str, Any] = field(default_factory=dict)  # the ways by which it takes weights, see `weight_senders`
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,20 @@ class Written:
 class ServerClient:
     """Calls of one server, each with its deadline. Any number of threads may use it."""
 
-    def __init__(self, base_url: str, token: str | None = None, deadlines: Deadlines | None = None) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        token: str | None = None,
+        deadlines: Deadlines | None = None,
+        weight_transport: str = AUTO,
+    ) -> None:
         self.deadlines = deadlines or Deadlines()
         self._transport = Transport(base_url, token, self.deadlines.connect)
-        self.name = str(self._transport.address)
+        address = self._transport.address
+        self.name = str(address)
+        wire = Wire(self._post, address.host, address.port, self.deadlines.part)
+        self.channel = WeightChannel(self.name, wire, weight_transport)
+        self._transports: dict[str, Any] = {}  # as the server last said
         self._most_seconds = math.inf
 
     def __repr__(self) -> str:
@@ -102,7 +113,7 @@ class ServerClient:
 
     def info(self) -> ServerInfo:
         info = self._checked("/info", _info, self._get("/info", self.deadlines.control))
-        self._most_seconds = info.most_seconds
+        self._most_seconds, self._transports = info.most_seconds, info.transports
         return info
 
     def reset_cache(self, running: bool = False) -> None:
@@ -159,9 +170,12 @@ class ServerClient:
         manifest = encode_manifest(Manifest(version, len(plan), kept.specs))
         body = {"manifest": manifest, "replace": True, "rollback": True, "adapter_config": kept.adapter_config}
         self._post("/weights/begin", body, self.deadlines.control)
+        if not self._transports:
+            self.info()
+        self.channel.prepare(Sides(self._transports, kept.device))
         missing = len(plan)
         for number in range(len(plan)):
-            state = self._post("/weights/part", kept.payload(version, plan, number), self.deadlines.part)
+            state = self.channel.send(*kept.split_payload(version, plan, number))
             missing = self._checked("/weights/part", lambda fields: int(fields["missing"]), state)
         if missing:
             raise ServerAnswer(
@@ -197,6 +211,7 @@ class ServerClient:
         if not info.capabilities.get(what):
             notes = " ".join(info.notes) or "Adapters need --adapter-folder at its start."
             raise ServerRefused(f"{self.name} cannot take {what}. {notes}", NOT_OFFERED)
+        self.channel.refuse_if_impossible(Sides(info.transports, kept.device))
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
@@ -235,6 +250,7 @@ def _info(fields: Any) -> ServerInfo:
         most_seconds=float(limits["seconds"]),
         in_flight=int(fields["in_flight"]),
         dtype=str(fields["dtype"]),
+        transports=dict(fields["transports"]),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from posttrain.serve.buckets import Slice, plan_parts
-from posttrain.serve.payload import CHECKSUMS, ITEM_BYTES, TensorSpec, checksum, encode_part
+from posttrain.serve.payload import CHECKSUMS, ITEM_BYTES, TensorSpec, checksum, split_part
 from posttrain.serve.versions import fingerprint
 
 BUCKET_BYTES = 64 << 20
@@ -29,6 +29,7 @@ class KeptWeights:
     data: dict[str, memoryview]
     fingerprint: str  # of all tensors, as the server computes it
     adapter_config: dict[str, Any] | None = None  # given: the tensors are those of a LoRA adapter
+    device: torch.device = torch.device("cpu")  # where the trainer had them
 
     @classmethod
     def of(
@@ -39,7 +40,7 @@ class KeptWeights:
         adapter_config: dict[str, Any] | None = None,
     ) -> KeptWeights:
         """Copies of these tensors, taken one at a time. `folder`: on its disk instead of in memory."""
-        specs, data = [], {}
+        specs, data, device = [], {}, torch.device("cpu")
         for name, tensor in weights:
             dtype = str(tensor.dtype).removeprefix("torch.")
             if dtype not in ITEM_BYTES:
@@ -49,10 +50,11 @@ class KeptWeights:
             if name in data:
                 raise ValueError(f"{name} was exported twice; a version has every tensor once.")
             data[name] = _bytes_of(tensor, folder)
+            device = tensor.device if tensor.is_cuda else device
             specs.append(TensorSpec(name, dtype, tuple(tensor.shape), checksum(data[name], kind)))
         if not specs:
             raise ValueError("The export of the weights has no tensors, so there is nothing to send.")
-        return cls(tuple(specs), data, fingerprint(specs), adapter_config)
+        return cls(tuple(specs), data, fingerprint(specs), adapter_config, device)
 
     @property
     def nbytes(self) -> int:
@@ -64,9 +66,16 @@ class KeptWeights:
 
     def payload(self, version: int, plan: Sequence[Sequence[Slice]], number: int) -> bytes:
         """The body of one part."""
+        head, chunks = self.split_payload(version, plan, number)
+        return b"".join([head, *chunks])
+
+    def split_payload(
+        self, version: int, plan: Sequence[Sequence[Slice]], number: int
+    ) -> tuple[bytes, list[memoryview]]:
+        """(head, data in pieces) of one part."""
         kind = (self.specs[0].checksum or "").partition(":")[0]
         pieces = [(s.spec, s.offset, self.data[s.spec.name][s.offset : s.offset + s.length]) for s in plan[number]]
-        return encode_part(version, number, len(plan), pieces, kind)
+        return split_part(version, number, len(plan), pieces, kind)
 
 
 def spec_of(name: str, tensor: Tensor, kind: str) -> TensorSpec:

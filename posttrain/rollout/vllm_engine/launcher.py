@@ -18,6 +18,7 @@ from pathlib import Path
 import posttrain.serve
 from posttrain.rollout.vllm_engine.client import ServerClient
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, ServerGone, ServerSlow
+from posttrain.rollout.vllm_engine.weight_channel import AUTO
 from posttrain.serve.auth import TOKEN_VARIABLE
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class ServerProcess:
         environment: Mapping[str, str] | None = None,
         deadlines: Deadlines | None = None,
         token: str | None = None,
+        weight_transport: str = AUTO,
     ) -> None:
         self.arguments, self.log_file, self.python = list(arguments), Path(log_file), python
         self.port = free_port() if port is None else port
@@ -53,7 +55,7 @@ class ServerProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # of `_process`: a watcher may restart it while the trainer closes it
         self._owner, self._closed = os.getpid(), False
-        self.client = ServerClient(f"http://127.0.0.1:{self.port}", self._token, self.deadlines)
+        self.client = ServerClient(f"http://127.0.0.1:{self.port}", self._token, self.deadlines, weight_transport)
         atexit.register(self.close)
 
     def __repr__(self) -> str:

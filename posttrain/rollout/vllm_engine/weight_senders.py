@@ -1,0 +1,294 @@
+"""The ways by which a trainer sends the parts of a version to one server: one table.
+
+The head of a part, with names, shapes and checksums, always goes over HTTP, as do the announcement of a version and its commit;
+only the data takes another way. So nothing has to be trusted about the way: bytes that are not those of the head are refused.
+"""
+
+from __future__ import annotations
+
+import base64
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from posttrain.serve import cuda_ipc
+from posttrain.serve.collective import GLOO, NCCL, Meeting, Pair, available_backends
+from posttrain.serve.errors import TransportFailed
+from posttrain.serve.shared_blocks import SharedFolder, host_id
+from posttrain.serve.transports import COLLECTIVE, CUDA_IPC, MOST_FETCH_SECONDS, SHARED_MEMORY
+
+T = TypeVar("T")
+
+HTTP = "http"
+SERVERS_MARGIN = 0.8
+"""The server gives up a little earlier than the trainer: its refusal says more than a silence."""
+JOIN_SECONDS = 60.0
+GRACE_SECONDS = 3.0
+"""Where one side of an exchange has ended, so long for the other."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What a sender uses of a server's client."""
+
+    post: Callable[[str, Any, float], Any]
+    host: str
+    port: int
+    seconds: float  # for one part
+
+    def part(self, body: bytes) -> Any:
+        return self.post("/weights/part", body, self.seconds)
+
+    def fetch(self, transport: str, head: bytes, place: dict[str, Any]) -> Any:
+        """Let the server get the data from `place`."""
+        fields = {"transport": transport, "head": base64.b64encode(head).decode(), "place": place}
+        deadline = min(self.seconds * SERVERS_MARGIN, MOST_FETCH_SECONDS)
+        return self.post("/weights/fetch", fields | {"deadline_s": deadline}, self.seconds)
+
+    def join(self, meeting: dict[str, Any], seconds: float) -> Any:
+        return self.post("/weights/collective", meeting | {"deadline_s": seconds * SERVERS_MARGIN}, seconds)
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What is known when a way is chosen."""
+
+    server: dict[str, Any]  # `transports` of its /info
+    device: torch.device  # where the trainer has its weights
+
+    def way(self, name: str) -> dict[str, Any] | None:
+        return self.server.get("ways", {}).get(name)
+
+    @property
+    def one_machine(self) -> bool:
+        return host_id() is not None and self.server.get("host") == host_id()
+
+    @property
+    def own_gpu(self) -> str | None:
+        return cuda_ipc.gpu_ids()[self.device.index or 0] if self.device.type == "cuda" else None
+
+
+class Sender(Protocol):
+    """One way to one server. `send` answers what the server does; TransportFailed where this way does not work."""
+
+    @staticmethod
+    def suits(sides: Sides) -> bool:
+        """Whether "auto" takes it."""
+
+    @staticmethod
+    def why_not(sides: Sides) -> str | None:
+        """None where it can be tried, or the sentence that says why not."""
+
+    def __init__(self, wire: Wire, sides: Sides) -> None: ...
+    def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any: ...
+    def close(self) -> None: ...
+
+
+class HttpSender:
+    @staticmethod
+    def suits(sides: Sides) -> bool:
+        return True
+
+    @staticmethod
+    def why_not(sides: Sides) -> str | None:
+        return None
+
+    def __init__(self, wire: Wire, sides: Sides) -> None:
+        self._wire = wire
+
+    def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
+        return self._wire.part(b"".join([head, *chunks]))
+
+    def close(self) -> None:
+        pass
+
+
+class SharedMemorySender:
+    """Each part is a file in /dev/shm that the server removes when it has opened it, or this process afterwards."""
+
+    @staticmethod
+    def suits(sides: Sides) -> bool:
+        return SharedMemorySender.why_not(sides) is None
+
+    @staticmethod
+    def why_not(sides: Sides) -> str | None:
+        way = sides.way(SHARED_MEMORY)
+        if way is None:
+            return "the server offers no shared memory."
+        if not sides.one_machine:
+            return "the server runs on another machine."
+        try:
+            found = Path(way["folder"]).lstat()
+        except OSError as error:
+            return f"the server's folder {way['folder']} is not seen by this process ({error.strerror})."
+        if (found.st_dev, found.st_ino) != (way["device"], way["inode"]):
+            return f"the server's folder {way['folder']} is another one here: the two are in different containers."
+        return None
+
+    def __init__(self, wire: Wire, sides: Sides) -> None:
+        self._wire = wire
+        try:
+            self._folder = SharedFolder(Path(sides.way(SHARED_MEMORY)["folder"]))
+        except OSError as error:
+            raise TransportFailed(str(error)) from error
+
+    def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
+        try:
+            block = self._folder.write(chunks)
+        except OSError as error:
+            raise TransportFailed(f"A block could not be written to {self._folder.path} ({error.strerror}).") from error
+        with block:
+            return self._wire.fetch(SHARED_MEMORY, head, {"name": block.name})
+
+    def close(self) -> None:
+        self._folder.close()
+
+
+class CudaIpcSender:
+    """Each part is copied into one buffer on the GPU, which the server opens, copies to its host memory, and lets go of."""
+
+    @staticmethod
+    def suits(sides: Sides) -> bool:
+        return CudaIpcSender.why_not(sides) is None
+
+    @staticmethod
+    def why_not(sides: Sides) -> str | None:
+        way = sides.way(CUDA_IPC)
+        if sides.own_gpu is None:
+            return "the trainer's weights are not on a CUDA device."
+        if way is None:
+            return "the server's engine does not run on a CUDA device in the server's own process."
+        if not sides.one_machine or sides.own_gpu not in way["gpus"]:
+            return f"the server does not see the trainer's GPU {sides.own_gpu}."
+        return None
+
+    def __init__(self, wire: Wire, sides: Sides) -> None:
+        self._wire, self._device = wire, sides.device
+        self._buffer: Tensor | None = None
+        self._place: dict[str, Any] = {}
+
+    def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
+        nbytes = sum(len(chunk) for chunk in chunks)
+        try:
+            if self._buffer is None or self._buffer.numel() < nbytes:
+                self._buffer = None
+                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+                self._place = cuda_ipc.share(self._buffer)
+            _copy_into(self._buffer, chunks)
+            torch.cuda.current_stream(self._device).synchronize()
+        except RuntimeError as error:
+            raise TransportFailed(f"The GPU's memory cannot be shared ({str(error).splitlines()[0][:300]}).") from error
+        return self._wire.fetch(CUDA_IPC, head, self._place)
+
+    def close(self) -> None:
+        self._buffer, self._place = None, {}
+
+
+class CollectiveSender:
+    """Each part is a broadcast in a group of this trainer and the server: NCCL between GPUs, gloo otherwise."""
+
+    @staticmethod
+    def suits(sides: Sides) -> bool:
+        return CollectiveSender.backend(sides) == NCCL  # over gloo it is no faster than HTTP
+
+    @staticmethod
+    def backend(sides: Sides) -> str | None:
+        way = sides.way(COLLECTIVE)
+        offered = way["backends"] if way else []
+        gpus = (sides.way(CUDA_IPC) or {}).get("gpus", [])
+        one_gpu = sides.one_machine and bool(gpus) and sides.own_gpu == gpus[0]  # NCCL takes a GPU once only
+        if sides.own_gpu is not None and not one_gpu and NCCL in offered and NCCL in available_backends():
+            return NCCL
+        return GLOO if GLOO in offered and GLOO in available_backends() else None
+
+    @staticmethod
+    def why_not(sides: Sides) -> str | None:
+        return None if CollectiveSender.backend(sides) else "trainer and server have no backend of torch in common."
+
+    def __init__(self, wire: Wire, sides: Sides) -> None:
+        self._wire, self._key = wire, secrets.token_hex(16)
+        backend = self.backend(sides)
+        device = sides.device if backend == NCCL else torch.device("cpu")
+        try:
+            meeting = Meeting(wire.host, wire.port, self._key, wire.seconds)
+        except (OSError, RuntimeError) as error:
+            raise TransportFailed(f"No store could be opened for the server ({error}).") from error
+        where = {"backend": backend, "address": meeting.address, "port": meeting.port, "key": self._key}
+        seconds = min(wire.seconds, JOIN_SECONDS)
+        _, self._pair = _both(
+            lambda: wire.join(where, seconds), lambda: meeting.pair(backend, seconds, device), seconds
+        )
+        if self._pair is None:
+            raise TransportFailed("The server says that it is in the group, and is not.")
+
+    def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
+        pair: Pair = self._pair
+        if pair.is_closed:
+            raise TransportFailed("Trainer and server were out of step in their group.")
+        buffer = pair.buffer(sum(len(chunk) for chunk in chunks))
+        _copy_into(buffer, chunks)
+        answer, sent = _both(
+            lambda: self._wire.fetch(COLLECTIVE, head, {"group": self._key}),
+            lambda: (pair.broadcast(buffer, self._wire.seconds), True),
+            self._wire.seconds,
+        )
+        if sent is None:  # it had the part already; but the two ends are out of step from here on
+            pair.close()
+        return answer
+
+    def close(self) -> None:
+        self._pair.close()
+
+
+def _copy_into(buffer: Tensor, chunks: Sequence[memoryview]) -> None:
+    at = 0
+    for chunk in chunks:
+        if len(chunk):
+            buffer[at : at + len(chunk)].copy_(torch.frombuffer(chunk, dtype=torch.uint8))
+            at += len(chunk)
+
+
+def _both(ask: Callable[[], Any], act: Callable[[], T], seconds: float) -> tuple[Any, T | None]:
+    """The server's answer, and what was done in the group meanwhile (None: nothing, and the server did not need it).
+
+    What the server says counts most: that it is gone, or refuses, explains why the group fails.
+    """
+    asked, acted = _in_background(ask), _in_background(act)
+    wait([asked, acted], seconds + GRACE_SECONDS, FIRST_EXCEPTION)
+    wait([asked], GRACE_SECONDS)
+    if asked.done():
+        answer = asked.result()
+        wait([acted], GRACE_SECONDS)
+        return answer, acted.result() if acted.done() and acted.exception() is None else None
+    error = acted.exception() if acted.done() else None
+    raise TransportFailed(str(error) if error else f"The group of trainer and server was silent for {seconds:g} s.")
+
+
+def _in_background(function: Callable[[], T]) -> Future[T]:
+    """In a thread that can be left behind."""
+    outcome: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(function())
+        except BaseException as error:  # handed to whoever waits
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, name="weights", daemon=True).start()
+    return outcome
+
+
+SENDERS: dict[str, type[Sender]] = {
+    CUDA_IPC: CudaIpcSender,
+    SHARED_MEMORY: SharedMemorySender,
+    COLLECTIVE: CollectiveSender,
+    HTTP: HttpSender,
+}
+"""Every way there is; "auto" takes the first that can be tried."""

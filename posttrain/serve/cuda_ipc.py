@@ -1,0 +1,92 @@
+"""Bytes on a GPU that a process of this machine shares with another, which names the same GPU its own.
+
+torch gives a shared piece of GPU memory away as numbers and short byte strings; these travel as JSON. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import fields as f
+from .errors import FieldError, TransportFailed
+from .fields import Field, read_fields
+
+MOST_SHARED_BYTES = 1 << 40
+_COUNTER = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
+"""The file in which torch counts who still uses the memory. The receiver writes to it, so no other name is taken."""
+_MOST_COUNTERS = 10_000
+"""In one such file (CUDA_IPC_REF_COUNTER_FILE_SIZE of torch)."""
+
+PLACE = {
+    "gpu": Field(f.text(100, 1)),
+    "handle": Field(f.base64_bytes(1 << 16)),
+    "size": Field(f.integer(1, MOST_SHARED_BYTES)),
+    "offset": Field(f.integer(0, MOST_SHARED_BYTES)),
+    "counter": Field(f.base64_bytes(200)),
+    "counter_offset": Field(f.integer(0, _MOST_COUNTERS - 1)),
+    "event": Field(f.base64_bytes(200)),
+    "event_sync": Field(f.boolean),
+}
+
+
+def gpu_ids() -> list[str]:
+    """Of the GPUs that this process sees, in its own order; none unless CUDA is at work here already."""
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return []
+    return [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+
+
+def share(buffer: Tensor) -> dict[str, Any]:
+    """The place of a buffer, as JSON fields. Once for each buffer: torch keeps a count for every call."""
+    _, handle, size, offset, counter, counter_offset, event, event_sync = buffer.untyped_storage()._share_cuda_()
+    return {
+        "gpu": gpu_ids()[buffer.device.index],
+        "handle": _text(handle),
+        "size": size,
+        "offset": offset,
+        "counter": _text(counter),
+        "counter_offset": counter_offset,
+        "event": _text(event),
+        "event_sync": bool(event_sync),
+    }
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def copy_to_host(place: dict[str, Any], nbytes: int) -> memoryview:
+    """The first `nbytes` of what lies there. The memory is let go of before this returns."""
+    asked = read_fields(place, PLACE, "`place`")
+    if asked["size"] < nbytes:
+        raise TransportFailed(f"The shared memory has {asked['size']} bytes, and the header describes {nbytes}.")
+    if not _COUNTER.fullmatch(asked["counter"]):
+        raise FieldError("`counter` of `place` is not the name of a counter of torch.")
+    ids = gpu_ids()
+    if asked["gpu"] not in ids:
+        raise TransportFailed("The bytes lie on a GPU that this server does not use.")
+    index = ids.index(asked["gpu"])
+    try:
+        with torch.cuda.device(index):
+            storage = torch.UntypedStorage._new_shared_cuda(
+                index,
+                asked["handle"],
+                asked["size"],
+                asked["offset"],
+                asked["counter"],
+                asked["counter_offset"],
+                asked["event"],
+                asked["event_sync"],
+            )
+            shared = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            host = torch.empty(nbytes, dtype=torch.uint8)
+            host.copy_(shared[:nbytes])
+    except Exception as error:  # torch has several kinds for numbers that somebody made up: an empty handle is an IndexError
+        told = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TransportFailed(f"The shared GPU memory cannot be read ({told[:300]}).") from error
+    return memoryview(host.numpy())

@@ -1,0 +1,201 @@
+"""The ways, besides the body of a request, by which the bytes of a part may come: one table, and what /info says of it.
+
+Whichever way is taken, the head of the part comes over HTTP, with the checksums of its pieces. What was fetched is judged by it as
+if it had come in the body.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from . import collective, cuda_ipc
+from . import fields as f
+from .errors import Busy, FieldError, TooLarge, TransportFailed
+from .fields import Field, read_fields
+from .payload import Buffer
+from .shared_blocks import SharedFolder, host_id
+
+log = logging.getLogger(__name__)
+
+SHARED_MEMORY, CUDA_IPC, COLLECTIVE = "shared_memory", "cuda_ipc", "collective"
+MOST_FETCH_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    shared_folder: Path | None = None  # None: no shared memory
+    most_bytes: int = 272 << 20  # of one part
+
+
+class Receiver(Protocol):
+    """One way, on the server's side."""
+
+    def about(self) -> dict[str, Any] | None:
+        """What a trainer has to know to decide whether it can take this way; None: nobody can."""
+
+    def fetch(self, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
+        """Bytes of this process's own. `TransportFailed` where they do not come, `FieldError` for a place that is none."""
+
+    def close(self) -> None: ...
+
+
+class SharedMemoryReceiver:
+    PLACE = {"name": Field(f.text(200, 1))}
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._folder: SharedFolder | None = None
+        if options.shared_folder is not None:
+            try:
+                self._folder = SharedFolder(options.shared_folder)
+            except OSError as error:
+                log.warning("No weights are taken through shared memory: %s", error)
+
+    def about(self) -> dict[str, Any] | None:
+        return self._folder.about() if self._folder else None
+
+    def fetch(self, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
+        name = read_fields(place, self.PLACE, "`place`")["name"]
+        if self._folder is None:
+            raise TransportFailed("This server has no folder for shared blocks.")
+        return self._folder.take(name, nbytes)
+
+    def close(self) -> None:
+        if self._folder is not None:
+            self._folder.sweep()
+            self._folder.close()
+            self._folder = None
+
+
+class CudaIpcReceiver:
+    def __init__(self, options: TransportOptions) -> None:
+        pass
+
+    def about(self) -> dict[str, Any] | None:
+        gpus = cuda_ipc.gpu_ids()
+        return {"gpus": gpus} if gpus else None
+
+    def fetch(self, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
+        return cuda_ipc.copy_to_host(place, nbytes)
+
+    def close(self) -> None:
+        pass
+
+
+class CollectiveReceiver:
+    """One group at a time: the next one takes the place of the last."""
+
+    PLACE = {"group": Field(f.text(64, 1))}
+    MEETING = {
+        "backend": Field(f.one_of(collective.GLOO, collective.NCCL)),
+        "address": Field(f.text(64, 1)),
+        "port": Field(f.integer(1, 65535)),
+        "key": Field(f.text(32, 32)),
+        "deadline_s": Field(f.number(0.0, MOST_FETCH_SECONDS, above=True), 60.0),
+    }
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._pair: collective.Pair | None = None
+        self._key = ""
+        self._lock = threading.Lock()
+
+    def about(self) -> dict[str, Any] | None:
+        backends = collective.available_backends()
+        return {"backends": backends} if backends else None
+
+    def join(self, meeting: Any) -> dict[str, Any]:
+        """Come to where a trainer waits; returns when the group is made."""
+        asked = read_fields(meeting, self.MEETING)
+        if not collective.KEY.fullmatch(asked["key"]):
+            raise FieldError("`key` of the body is not made of 32 hexadecimal digits.")
+        if asked["backend"] not in collective.available_backends():
+            raise TransportFailed(f"This server has no {asked['backend']}.")
+        with self._alone():
+            self._drop()
+            address = _literal(asked["address"])
+            self._pair = collective.join(asked["backend"], address, asked["port"], asked["key"], asked["deadline_s"])
+            self._key = asked["key"]
+        return {"group": self._key}
+
+    def fetch(self, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
+        key = read_fields(place, self.PLACE, "`place`")["group"]
+        with self._alone():
+            if self._pair is None or key != self._key:
+                raise TransportFailed("The group that was named does not exist, or no longer.")
+            try:
+                buffer = self._pair.buffer(nbytes)
+                self._pair.broadcast(buffer, seconds)
+                return memoryview(buffer.to("cpu", copy=True).numpy())
+            except Exception:
+                self._drop()  # the two ends may be out of step
+                raise
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        if not self._lock.acquire(blocking=False):
+            raise Busy("Another part is being received from the group.")
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _drop(self) -> None:
+        if self._pair is not None:
+            self._pair.close()
+        self._pair, self._key = None, ""
+
+    def close(self) -> None:
+        self._drop()
+
+
+def _literal(address: str) -> str:
+    """An address in digits: the server looks up no names that others give it."""
+    try:
+        return str(ipaddress.ip_address(address))
+    except ValueError as error:
+        raise FieldError("`address` of the body is not an IP address.") from error
+
+
+RECEIVERS: dict[str, Callable[[TransportOptions], Receiver]] = {
+    SHARED_MEMORY: SharedMemoryReceiver,
+    CUDA_IPC: CudaIpcReceiver,
+    COLLECTIVE: CollectiveReceiver,
+}
+"""Every way there is on this side; HTTP itself needs none."""
+
+
+class Transports:
+    """The receivers of one server."""
+
+    def __init__(self, options: TransportOptions) -> None:
+        self._options = options
+        self._receivers: dict[str, Any] = {name: make(options) for name, make in RECEIVERS.items()}
+        self._instance = secrets.token_hex(8)
+
+    def about(self) -> dict[str, Any]:
+        """For /info. `instance`: this process, so that a trainer notices one that was started anew."""
+        found = {name: receiver.about() for name, receiver in self._receivers.items()}
+        ways = {name: about for name, about in found.items() if about is not None}
+        return {"host": host_id(), "instance": self._instance, "ways": ways}
+
+    def fetch(self, name: str, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
+        if nbytes > self._options.most_bytes:
+            raise TooLarge(f"The part has {nbytes} bytes; this server takes at most {self._options.most_bytes}.")
+        if nbytes == 0:
+            raise FieldError("The part has no data that could be fetched; send it in the body.")
+        return self._receivers[name].fetch(place, nbytes, seconds)
+
+    def join(self, meeting: Any) -> dict[str, Any]:
+        """Let the server be one end of a trainer's group."""
+        return self._receivers[COLLECTIVE].join(meeting)
+
+    def close(self) -> None:
+        for receiver in self._receivers.values():
+            receiver.close()

@@ -1,0 +1,445 @@
+"""Every way by which weights reach a server: the same two phases, whole versions only, and HTTP where a way fails."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain import GRPOConfig
+from posttrain.rollout.engine import Prompt, SamplingParams, generate
+from posttrain.rollout.vllm_engine import weight_senders
+from posttrain.rollout.vllm_engine.client import ServerClient
+from posttrain.rollout.vllm_engine.kept_weights import KeptWeights
+from posttrain.rollout.vllm_engine.server_engine import ServedOptions, ServedVLLM
+from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, ServerRefused
+from posttrain.rollout.vllm_engine.upstream import UpstreamClient
+from posttrain.rollout.vllm_engine.weight_channel import TRANSPORTS, WeightChannel
+from posttrain.rollout.vllm_engine.weight_senders import SENDERS, Sides, Wire
+from posttrain.serve.collective import Pair
+from posttrain.serve.shared_blocks import SharedFolder, host_id
+from posttrain.serve.transports import RECEIVERS
+from posttrain.trainer.vllm_setup import client_of as plain_client
+from tests.rollout.served import (
+    QUICK,
+    CuttingProxy,
+    SocketServer,
+    echo_process,
+    http,
+    needs_uvicorn,
+    numbered,
+    read_request,
+)
+
+WAYS = ["http", "shared_memory", "collective"]
+OPTIONS = ServedOptions(QUICK, watch_seconds=1000, bucket_bytes=8)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory):
+    """A server that no test harms; its blocks are in a folder of its own."""
+    folder = tmp_path_factory.mktemp("server")
+    made = echo_process(folder, "--shared-folder", str(folder / "blocks"))
+    made.start()
+    made.wait_until_healthy()
+    made.blocks = folder / "blocks"
+    yield made
+    made.close()
+
+
+def client_of(process, way, url=None, deadlines=QUICK):
+    return ServerClient(url or process.client.name, process._token, deadlines, way)
+
+
+def says(process):
+    body = {"prompts": [{"ids": [1]}], "sampling": {"max_tokens": 12}}
+    return process.client._post("/generate", body, 10)["completions"][0][0]
+
+
+def warnings(caplog):
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+# ---- whole updates ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_two_tables_and_the_option_name_the_same_ways():
+    assert list(SENDERS) == ["cuda_ipc", "shared_memory", "collective", "http"]
+    assert set(SENDERS) == {"http", *RECEIVERS}
+    assert ("auto", *SENDERS) == TRANSPORTS
+    with pytest.raises(ValueError, match="`pigeon` is no way for weights"):
+        ServerClient("http://127.0.0.1:1", None, QUICK, "pigeon")
+
+
+@needs_uvicorn
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("bucket", [5, 64, 1 << 20])
+def test_versions_arrive_by_every_way(process, way, bucket, caplog):
+    client = client_of(process, way)
+    with ServedVLLM([client], options=ServedOptions(QUICK, watch_seconds=1000, bucket_bytes=bucket)) as engine:
+        for version in (1, 2, 3):
+            weights = [*numbered(version)]
+            engine.load_weights(weights, version)
+            (completion,) = generate(engine, [Prompt([1])], SamplingParams(12))
+            assert completion.ids.tolist() == [version] * 12
+            assert client.channel.in_use == way
+    assert warnings(caplog) == []
+    assert list(process.blocks.iterdir()) == []
+
+
+@needs_uvicorn
+def test_auto_takes_shared_memory_on_one_machine(process):
+    client = client_of(process, "auto")
+    with ServedVLLM([client], options=OPTIONS) as engine:
+        engine.load_weights(numbered(4), 4)
+        assert client.channel.in_use == "shared_memory"
+    assert says(process)["ids"] == [4] * 12
+
+
+@needs_uvicorn
+@pytest.mark.parametrize("way", ["shared_memory", "collective"])
+def test_large_tensors_in_several_pieces_and_all_dtypes(process, way):
+    client = client_of(process, way)
+    torch.manual_seed(0)
+    kept = KeptWeights.of([(name, torch.randn(4)) for name in "abcd"], "blake2b")
+    version = client.info().version + 1
+    client.push(kept, version, 7)
+    info = client.info()
+    assert (info.version, info.fingerprint) == (version, kept.fingerprint)
+    assert client.channel.in_use == way
+
+
+# ---- bar 6: an update interrupted at a random tensor -------------------------------------------------------------------------
+
+
+@needs_uvicorn
+@pytest.mark.parametrize("way", WAYS)
+def test_an_update_interrupted_at_a_random_tensor_50_times_leaves_one_whole_version(process, way, monkeypatch):
+    """Cut connections on the way there or back, a trainer that stops between two parts, bytes that change on the way."""
+    proxy = CuttingProxy(process.port)
+    client = client_of(process, way, proxy.url)
+    rng, outcomes, sent = random.Random(7), [], []
+    real = SENDERS[way].send
+    monkeypatch.setattr(SENDERS[way], "send", lambda *args: (sent.append(1), real(*args))[1])
+    with ServedVLLM([client], options=OPTIONS) as engine:
+        engine.load_weights(numbered(1), 1)
+        before = list(proxy.passed)
+        engine.load_weights(numbered(2), 2)
+        whole = [now - then for now, then in zip(proxy.passed, before)]
+        for attempt in range(3, 53):
+            kept = engine._kept(numbered(attempt))
+            version = engine.fleet._next_version = engine.fleet._next_version + 1
+            serving = process.client.info().version
+            interrupt(attempt, rng, client, proxy, whole, kept, version)
+            proxy.allowed = [math.inf, math.inf]
+            said = says(process)
+            assert len(set(said["ids"])) == 1, said
+            assert said["version"] in (serving, version)
+            assert said["ids"][0] == (attempt if said["version"] == version else (outcomes or [2])[-1])
+            outcomes.append(said["ids"][0])
+        assert len(sent) > 100, "the parts did not take this way"
+        engine.load_weights(numbered(99), 99)
+        assert client.channel.in_use == way
+        (completion,) = generate(engine, [Prompt([1])], SamplingParams(12))
+        assert completion.ids.tolist() == [99] * 12
+    proxy.close()
+    end = time.monotonic() + 5
+    while list(process.blocks.iterdir()) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert list(process.blocks.iterdir()) == []
+
+
+def interrupt(attempt, rng, client, proxy, whole, kept, version):
+    """Begin to send a version, and do not get to its end."""
+    if attempt % 3 < 2:
+        way = attempt % 3
+        proxy.allowed[way] = proxy.passed[way] + rng.randint(0, whole[way] - 1)
+        with pytest.raises(ServerError):
+            client.push(kept, version, 8)
+        return
+    send, left = client.channel.send, [rng.randrange(8)]
+
+    def stops(head, chunks):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return send(head, chunks)
+
+    client.channel.send = stops
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            client.push(kept, version, 8)
+    finally:
+        del client.channel.send
+
+
+@needs_uvicorn
+@pytest.mark.parametrize("way", ["shared_memory", "collective"])
+def test_bytes_changed_on_the_way_are_noticed_and_sent_again_over_http(process, way, monkeypatch, caplog):
+    """A hijacked or damaged broadcast, or a block that somebody wrote to."""
+    client = client_of(process, way)
+    kept = KeptWeights.of(numbered(5), "blake2b")
+    version = client.info().version + 1
+    client.push(kept, version, 8)
+    damaged = []
+
+    def broadcast(pair, data, seconds, real=Pair.broadcast):
+        if not damaged:
+            damaged.append(data.clone())
+            data[3] ^= 1
+        real(pair, data, seconds)
+
+    def write(folder, pieces, real=SharedFolder.write):
+        if not damaged:
+            damaged.append(pieces)
+            pieces = [b"\1" * len(piece) for piece in pieces]
+        return real(folder, pieces)
+
+    monkeypatch.setattr(Pair, "broadcast", broadcast)
+    monkeypatch.setattr(SharedFolder, "write", write)
+    client.push(KeptWeights.of(numbered(6), "blake2b"), version + 1, 8)
+    assert damaged
+    assert says(process)["ids"] == [6] * 12
+    assert len(warnings(caplog)) == 1
+    assert "do not have their checksum" in warnings(caplog)[0]
+    assert f"by {way} failed; the rest of this version goes over HTTP" in warnings(caplog)[0]
+    client.push(KeptWeights.of(numbered(7), "blake2b"), version + 2, 8)
+    assert client.channel.in_use == way  # it had worked before: the next version tries it once more
+    assert len(warnings(caplog)) == 1
+
+
+# ---- ways that fail ----------------------------------------------------------------------------------------------------------
+
+
+@needs_uvicorn
+def test_a_way_that_fails_at_its_first_use_is_left_for_http_with_one_sentence(process, monkeypatch, caplog):
+    def full(folder, pieces):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SharedFolder, "write", full)
+    client = client_of(process, "auto")
+    with ServedVLLM([client], options=OPTIONS) as engine:
+        for version in (1, 2, 3):
+            engine.load_weights(numbered(version), version)
+            assert says(process)["ids"] == [version] * 12
+    (sentence,) = warnings(caplog)
+    assert "by shared_memory failed; weights go over HTTP instead." in sentence
+    assert "No space left on device" in sentence
+    asked = client_of(process, "shared_memory")
+    with (
+        ServedVLLM([asked], options=OPTIONS) as engine,
+        pytest.raises(
+            ServerRefused, match=r"by shared_memory, which `vllm_weight_transport` asks for: .*No space left"
+        ),
+    ):
+        engine.load_weights(numbered(9), 9)
+    assert says(process)["ids"] == [3] * 12
+
+
+@needs_uvicorn
+def test_a_way_that_was_asked_for_and_cannot_be_is_a_sentence(process):
+    with ServedVLLM([client_of(process, "cuda_ipc")], options=OPTIONS) as engine:
+        before = says(process)["ids"]
+        with pytest.raises(ServerRefused, match=r"by cuda_ipc: the trainer's weights are not on a CUDA device"):
+            engine.load_weights(numbered(9), 9)
+    assert says(process)["ids"] == before
+
+
+@needs_uvicorn
+@pytest.mark.parametrize("way", ["shared_memory", "collective"])
+def test_a_server_killed_and_restarted_is_sent_its_version_by_the_same_way(tmp_path, way):
+    process = echo_process(tmp_path, "--shared-folder", str(tmp_path / "blocks"))
+    process.client = ServerClient(process.client.name, process._token, QUICK, way)
+    with ServedVLLM([process], options=ServedOptions(QUICK, watch_seconds=0.2, bucket_bytes=8)) as engine:
+        engine.load_weights(numbered(1), 1)
+        process.kill()
+        (completion,) = generate(engine, [Prompt([1])], SamplingParams(8))
+        assert completion.ids.tolist() == [1] * 8
+        assert process.starts == 2
+        engine.load_weights(numbered(2), 2)
+        assert process.client.channel.in_use == way
+        (completion,) = generate(engine, [Prompt([1])], SamplingParams(8))
+        assert completion.ids.tolist() == [2] * 8
+
+
+@needs_uvicorn
+def test_a_stopped_server_does_not_hold_the_trainer_in_a_broadcast(tmp_path):
+    process = echo_process(tmp_path)
+    process.start()
+    process.wait_until_healthy()
+    deadlines = Deadlines(connect=1, health=1, control=2, part=2, commit=5, completion=10)
+    client = ServerClient(process.client.name, process._token, deadlines, "collective")
+    try:
+        client.push(KeptWeights.of(numbered(1), "blake2b"), 1, 8)
+        send = client.channel.send
+
+        def stop_then_send(head, chunks):
+            os.kill(process.pid, signal.SIGSTOP)
+            return send(head, chunks)
+
+        client.channel.send = stop_then_send
+        began = time.monotonic()
+        with pytest.raises(ServerError):
+            client.push(KeptWeights.of(numbered(2), "blake2b"), 2, 8)
+        assert time.monotonic() - began < 10
+        os.kill(process.pid, signal.SIGCONT)
+        del client.channel.send
+        client.push(KeptWeights.of(numbered(3), "blake2b"), 3, 8)
+        assert says(process)["ids"] == [3] * 12
+    finally:
+        process.close()
+
+
+@needs_uvicorn
+@pytest.mark.parametrize("way", ["shared_memory", "collective"])
+def test_a_trainer_killed_in_an_update_leaves_the_old_version_and_no_blocks(process, way, monkeypatch):
+    client = client_of(process, way)
+    serving = client.info().version + 1
+    client.push(KeptWeights.of(numbered(8), "blake2b"), serving, 8)
+    program = (
+        "import os, signal, torch\n"
+        "from posttrain.rollout.vllm_engine.client import ServerClient\n"
+        "from posttrain.rollout.vllm_engine.kept_weights import KeptWeights\n"
+        "from posttrain.serve.shared_blocks import SharedFolder\n"
+        "from posttrain.serve.collective import Pair\n"
+        "from tests.rollout.served import QUICK, numbered\n"
+        "count = [0]\n"
+        "def die(*_):\n"
+        "    count[0] += 1\n"
+        "    if count[0] == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "def write(folder, pieces, real=SharedFolder.write):\n"
+        "    block = real(folder, pieces); die(); return block\n"
+        "def broadcast(pair, data, seconds, real=Pair.broadcast):\n"
+        "    die(); real(pair, data, seconds)\n"
+        "SharedFolder.write, Pair.broadcast = write, broadcast\n"
+        f"client = ServerClient({process.client.name!r}, {process._token!r}, QUICK, {way!r})\n"
+        f"client.push(KeptWeights.of(numbered(9), 'blake2b'), {serving + 1}, 8)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    assert says(process)["ids"] == [8] * 12
+    left = list(process.blocks.iterdir())
+    assert len(left) == (way == "shared_memory")
+    monkeypatch.setattr("posttrain.serve.shared_blocks.STALE_SECONDS", -1.0)
+    client = client_of(process, way)  # the next trainer finds it when it begins
+    client.push(KeptWeights.of(numbered(10), "blake2b"), serving + 2, 8)
+    if way == "shared_memory":
+        assert list(process.blocks.iterdir()) == []
+    assert says(process)["ids"] == [10] * 12
+
+
+@needs_uvicorn
+def test_a_group_for_weights_lives_beside_the_default_group_of_the_trainer(process, tmp_path):
+    """In a process of its own: torch knows one default group for each."""
+    version = process.client.info().version + 1
+    program = (
+        "import torch, torch.distributed as dist\n"
+        "from posttrain.rollout.vllm_engine.client import ServerClient\n"
+        "from posttrain.rollout.vllm_engine.kept_weights import KeptWeights\n"
+        "from tests.rollout.served import QUICK, numbered\n"
+        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
+        "group = dist.group.WORLD\n"
+        f"client = ServerClient({process.client.name!r}, {process._token!r}, QUICK, 'collective')\n"
+        f"for number in (0, 1): client.push(KeptWeights.of(numbered(40 + number), 'blake2b'), {version} + number, 8)\n"
+        "assert client.channel.in_use == 'collective' and dist.group.WORLD is group\n"
+        "ones = torch.ones(3); dist.all_reduce(ones); assert ones.tolist() == [1, 1, 1]\n"
+        "dist.destroy_process_group()\n"
+        f"client.push(KeptWeights.of(numbered(42), 'blake2b'), {version} + 2, 8)\n"
+        "assert client.channel.in_use == 'collective' and not dist.is_initialized()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert says(process)["ids"] == [42] * 12
+
+
+# ---- which way -----------------------------------------------------------------------------------------------------------------
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def offers(tmp_path, host="here", gpus=None, backends=("gloo",), shared=True):
+    ways = {"collective": {"backends": list(backends)}}
+    if gpus:
+        ways["cuda_ipc"] = {"gpus": gpus}
+    if shared:
+        ways["shared_memory"] = SharedFolder(tmp_path / "blocks").about()
+    return {"host": host_id() if host == "here" else host, "instance": "x", "ways": ways}
+
+
+@pytest.mark.parametrize(
+    ("server", "device", "way"),
+    [
+        ({}, CPU, "shared_memory"),
+        ({"gpus": ["G0"]}, GPU, "cuda_ipc"),
+        ({"gpus": ["G1"]}, GPU, "shared_memory"),
+        ({"gpus": ["G0"]}, CPU, "shared_memory"),
+        ({"host": "there"}, CPU, "http"),
+        ({"host": "there", "gpus": ["G7"], "backends": ("nccl", "gloo")}, GPU, "collective"),
+        ({"host": "there", "gpus": ["G0"], "backends": ("gloo",)}, GPU, "http"),
+        ({"shared": False}, CPU, "http"),
+        ({"shared": False, "gpus": ["G0"], "backends": ("nccl", "gloo")}, GPU, "cuda_ipc"),
+        ({"shared": False, "gpus": ["G1"], "backends": ("nccl", "gloo")}, GPU, "collective"),
+    ],
+)
+def test_auto_chooses_by_what_both_sides_have(tmp_path, monkeypatch, server, device, way):
+    monkeypatch.setattr(weight_senders.cuda_ipc, "gpu_ids", lambda: ["G0"])
+    monkeypatch.setattr(weight_senders, "available_backends", lambda: ["nccl", "gloo"])
+    channel = WeightChannel("server", Wire(None, "127.0.0.1", 1, 1.0))
+    assert channel._chosen(Sides(offers(tmp_path, **server), device)) == way
+
+
+def test_what_is_missing_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_senders.cuda_ipc, "gpu_ids", lambda: ["G0"])
+    elsewhere = Sides(offers(tmp_path, "there", ["G0"]), GPU)
+    assert "another machine" in SENDERS["shared_memory"].why_not(elsewhere)
+    assert "does not see the trainer's GPU G0" in SENDERS["cuda_ipc"].why_not(elsewhere)
+    other = offers(tmp_path)
+    other["ways"]["shared_memory"]["inode"] += 1
+    assert "different containers" in SENDERS["shared_memory"].why_not(Sides(other, CPU))
+    assert "offers no shared memory" in SENDERS["shared_memory"].why_not(Sides({}, CPU))
+    assert "no backend of torch in common" in SENDERS["collective"].why_not(Sides({}, CPU))
+    assert SENDERS["http"].why_not(Sides({}, CPU)) is None
+
+
+# ---- the option ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_option_names_a_way_and_belongs_to_server_mode(tmp_path):
+    def config(**options):
+        return GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **options)
+
+    assert config().vllm_weight_transport == "auto"
+    for way in TRANSPORTS:
+        served = config(use_vllm=True, vllm_mode="server", vllm_weight_transport=way)
+        assert served.vllm_weight_transport == way
+    with pytest.raises(ValueError, match=r"vllm_weight_transport.*pigeon"):
+        config(use_vllm=True, vllm_mode="server", vllm_weight_transport="pigeon")
+    with pytest.raises(ValueError, match="`vllm_weight_transport` says how servers are reached"):
+        config(use_vllm=True, vllm_weight_transport="http")
+    with pytest.raises(ValueError, match="`use_vllm` is not"):
+        config(vllm_weight_transport="http")
+
+
+def test_a_plain_vllm_takes_no_way_but_its_own():
+    def no_such_route(connection, number):
+        while True:
+            read_request(connection)
+            connection.sendall(http(b"{}", "404 Not Found"))
+
+    server = SocketServer(no_such_route)
+    try:
+        assert isinstance(plain_client(server.url, None, QUICK, None, "raw_logprobs", "auto"), UpstreamClient)
+        with pytest.raises(ValueError, match=r"plain `vllm serve`, to which no weights can go by 'collective'"):
+            plain_client(server.url, None, QUICK, None, "raw_logprobs", "collective")
+    finally:
+        server.close()

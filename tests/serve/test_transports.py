@@ -1,0 +1,399 @@
+"""Weights that come beside HTTP: what is opened, what is refused, and that nothing waits for ever."""
+
+import asyncio
+import base64
+import json
+import os
+import random
+import secrets
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.serve import shared_blocks
+from posttrain.serve.app import build_app
+from posttrain.serve.collective import GLOO, Meeting, join
+from posttrain.serve.echo_engine import EchoEngine, numbered_weights
+from posttrain.serve.errors import FieldError, PayloadError, TransportFailed
+from posttrain.serve.fields import base64_bytes
+from posttrain.serve.launch import bind
+from posttrain.serve.payload import encode_manifest, parse_head
+from posttrain.serve.server import RolloutServer, ServerOptions
+from posttrain.serve.shared_blocks import SharedFolder
+from posttrain.serve.transports import RECEIVERS
+from tests.serve.asgi_client import call
+from tests.serve.serving import update_of
+
+TOKEN = "a-token-of-the-tests-7c1"
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    made = SharedFolder(tmp_path / "blocks")
+    yield made
+    made.close()
+
+
+def names(folder):
+    return sorted(os.listdir(folder.path))
+
+
+# shared blocks ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_block_arrives_bit_for_bit_and_is_removed_by_whoever_takes_it(folder):
+    pieces = [secrets.token_bytes(n) for n in (0, 1, 4096, 100_001)] + [b"x"] * 3000
+    wanted = b"".join(pieces)
+    with folder.write(pieces) as block:
+        found = os.stat(folder.path / block.name)
+        assert stat.S_IMODE(found.st_mode) == 0o600
+        assert found.st_size == len(wanted)
+        assert folder.take(block.name, len(wanted)) == wanted
+        assert names(folder) == []
+    with folder.write(pieces) as block:
+        assert bytes(folder.map(block.name, len(wanted))) == wanted
+        assert names(folder) == [block.name]
+    assert names(folder) == []
+    assert stat.S_IMODE(os.stat(folder.path).st_mode) == 0o700
+
+
+def test_only_plain_files_of_this_user_and_folder_are_taken(folder, tmp_path):
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"12345678")
+    name = "block-" + "0" * 32
+    bad = [
+        "../secret",
+        str(secret),
+        "..",
+        ".",
+        "",
+        "block-",
+        name + "/../../secret",
+        name + "\0",
+        name.upper(),
+        "x" * 200,
+    ]
+    for one in bad:
+        with pytest.raises(TransportFailed, match="not one that a trainer gives"):
+            folder.take(one, 8)
+    with pytest.raises(TransportFailed, match="No such file"):
+        folder.take(name, 8)
+    (folder.path / name).symlink_to(secret)
+    with pytest.raises(TransportFailed, match="cannot be opened"):
+        folder.take(name, 8)
+    (folder.path / name).unlink()
+    os.mkfifo(folder.path / name)
+    with pytest.raises(TransportFailed, match="no plain file"):
+        folder.take(name, 8)
+    (folder.path / name).unlink()
+    (folder.path / name).mkdir()
+    with pytest.raises(TransportFailed, match="no plain file"):
+        folder.take(name, 8)
+    with folder.write([b"12345678"]) as block:
+        for size in (0, 7, 9, 1 << 30):
+            with pytest.raises(TransportFailed, match="it has 8 bytes"):
+                folder.take(block.name, size)
+        assert folder.take(block.name, 8) == b"12345678"  # what was refused was left where it is
+    assert secret.read_bytes() == b"12345678"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+def test_a_block_of_another_user_is_refused(folder):
+    with folder.write([b"12345678"]) as block:
+        os.chown(folder.path / block.name, 12345, 12345)
+        with pytest.raises(TransportFailed, match="belongs to user 12345"):
+            folder.take(block.name, 8)
+
+
+def test_a_folder_that_others_may_write_to_or_that_is_a_link_is_not_used(tmp_path):
+    open_one = tmp_path / "open"
+    open_one.mkdir()
+    open_one.chmod(0o777)
+    with pytest.raises(PermissionError, match="mode 0700"):
+        SharedFolder(open_one)
+    private = tmp_path / "private"
+    private.mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(private)
+    with pytest.raises(OSError, match=r"link"):
+        SharedFolder(tmp_path / "link")
+
+
+def test_blocks_of_a_killed_process_are_swept_and_those_of_a_living_one_stay(folder, monkeypatch):
+    program = (
+        "import sys, time, pathlib\n"
+        "from posttrain.serve.shared_blocks import SharedFolder\n"
+        f"block = SharedFolder(pathlib.Path({str(folder.path)!r})).write([b'abc'])\n"
+        "print(block.name, flush=True)\n"
+        "time.sleep(60)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    try:
+        name = process.stdout.readline().strip()
+        with folder.write([b"mine"]) as mine:
+            assert folder.sweep() == 0
+            monkeypatch.setattr(shared_blocks, "STALE_SECONDS", -1.0)
+            assert folder.sweep() == 0
+            assert names(folder) == sorted([name, mine.name])
+            process.send_signal(signal.SIGKILL)
+            process.wait(10)
+            assert folder.sweep() == 1
+            assert names(folder) == [mine.name]
+    finally:
+        process.kill()
+
+
+# the routes ------------------------------------------------------------------------------------------------------------
+
+
+class Served:
+    def __init__(self, folder, **options):
+        self.engine = EchoEngine(numbered_weights(0))
+        self.server = RolloutServer(self.engine, ServerOptions(shared_folder=folder, **options))
+        self.server.start()
+        self.app = build_app(self.server, TOKEN)
+
+    async def __call__(self, path, body, method="POST"):
+        return await call(self.app, method, path, body, token=TOKEN)
+
+    async def begin(self, version, bucket=24):
+        """(head, data) of every part of a version that was announced."""
+        manifest, payloads, _ = update_of(version, numbered_weights(version), bucket)
+        reply = await self("/weights/begin", {"manifest": encode_manifest(manifest), "replace": True})
+        assert reply.status == 200, reply
+        return [split(payload) for payload in payloads]
+
+    async def answer(self):
+        body = {"prompts": [{"ids": [1]}], "sampling": {"max_tokens": 8}}
+        return (await self("/generate", body)).json()["completions"][0][0]["ids"]
+
+
+def split(payload):
+    _, data = parse_head(payload)
+    return payload[: len(payload) - len(data)], bytes(data)
+
+
+def fetch(head, place, transport="shared_memory", **more):
+    return {"transport": transport, "head": base64.b64encode(head).decode(), "place": place, **more}
+
+
+@pytest.fixture
+def served(tmp_path):
+    made = Served(tmp_path / "blocks")
+    yield made
+    made.server.close()
+
+
+def test_parts_come_from_shared_blocks_and_the_version_flips(served, folder):
+    async def go():
+        about = (await served("/info", b"", "GET")).json()["transports"]
+        assert about["ways"]["shared_memory"] == folder.about()
+        assert set(about["ways"]) <= set(RECEIVERS)
+        assert len(about["instance"]) == 16
+        parts = await served.begin(1)
+        for head, data in parts:
+            with folder.write([data]) as block:
+                assert (await served("/weights/fetch", fetch(head, {"name": block.name}))).status == 200
+                assert names(folder) == []
+                # the answer was lost: asked again it is one part, although the block is gone
+                assert (await served("/weights/fetch", fetch(head, {"name": block.name}))).status == 200
+        assert (
+            await served("/weights/part", parts[0][0] + parts[0][1])
+        ).status == 200  # and over HTTP it is the same one
+        assert (await served("/weights/commit", {"version": 1})).status == 200
+        assert await served.answer() == [1] * 8
+
+    asyncio.run(go())
+
+
+def test_other_bytes_than_the_head_says_are_refused_whichever_way_they_came(served, folder):
+    async def go():
+        (head, data), *_ = await served.begin(1)
+        for wrong in (data[:-1] + bytes([data[-1] ^ 1]), bytes(len(data)), data[::-1] + b""):
+            with folder.write([wrong]) as block:
+                reply = await served("/weights/fetch", fetch(head, {"name": block.name}))
+            assert (reply.status, reply.json()["kind"]) == (400, "PayloadError")
+        for wrong in (data[:-1], data + b"x", b"z"):
+            with folder.write([wrong]) as block:
+                reply = await served("/weights/fetch", fetch(head, {"name": block.name}))
+            assert (reply.status, reply.json()["kind"]) == (424, "TransportFailed")
+        assert (await served("/weights/commit", {"version": 1})).status == 409
+        assert await served.answer() == [0] * 8
+
+    asyncio.run(go())
+
+
+def test_a_part_that_nobody_began_is_not_fetched(served, folder):
+    async def go():
+        parts = await served.begin(1)
+        await served("/weights/abort", {"version": 1})
+        with folder.write([parts[0][1]]) as block:
+            assert (await served("/weights/fetch", fetch(parts[0][0], {"name": block.name}))).status == 404
+            assert names(folder) == [block.name]
+
+    asyncio.run(go())
+
+
+def test_300_damaged_requests_are_refused_and_nothing_is_opened_or_mixed(served, folder, tmp_path):
+    rng = random.Random(4)
+    (tmp_path / "outside").write_bytes(b"12345678" * 3)
+    values = [
+        None, True, -1, 0, 1 << 60, 1.5, "", "..", "../outside", "/etc/passwd", "a" * 70_000, [], {}, [1], {"name": "x"},
+        "block-" + "0" * 32, "é" * 10, "====", "AAA", "\ud800", float("1e300"), base64.b64encode(b"x" * 99).decode(),
+    ]  # fmt: skip
+
+    async def go():
+        parts = await served.begin(1)
+        for i in range(300):
+            head, data = parts[i % len(parts)]
+            with folder.write([data]) as block:
+                places = {
+                    "shared_memory": {"name": block.name},
+                    "cuda_ipc": {
+                        "gpu": "x", "handle": "AAAA", "size": 24, "offset": 0, "counter": "AAAA", "counter_offset": 0,
+                        "event": "", "event_sync": False,
+                    },
+                    "collective": {"group": "0" * 32},
+                }  # fmt: skip
+                name = rng.choice(list(places))
+                body = fetch(head, places[name], name)
+                where = rng.choice([body, body["place"]])
+                field = rng.choice(list(where))
+                where[field] = rng.choice(values)
+                if i % 3 == 0:
+                    damaged = bytearray(head)
+                    damaged[rng.randrange(len(damaged))] ^= 1 << rng.randrange(8)
+                    body["head"] = base64.b64encode(damaged).decode()
+                if i % 7 == 0:
+                    where["more"] = 1
+                reply = await served("/weights/fetch", json.dumps(body).encode())
+            assert 400 <= reply.status < 500, (body, reply)
+            assert "error" in reply.json()
+            if i % 30 == 0:
+                assert await served.answer() == [0] * 8
+        for head, data in parts:
+            with folder.write([data]) as block:
+                assert (await served("/weights/fetch", fetch(head, {"name": block.name}))).status == 200
+        assert (await served("/weights/commit", {"version": 1})).status == 200
+        assert await served.answer() == [1] * 8
+
+    asyncio.run(go())
+    assert names(folder) == []
+    assert (tmp_path / "outside").read_bytes() == b"12345678" * 3
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"backend": "mpi"}, 400),
+        ({"backend": "nccl"}, 424),
+        ({"address": "localhost"}, 400),
+        ({"address": "evil.example"}, 400),
+        ({"address": "1.2.3.4.5"}, 400),
+        ({"port": 0}, 400),
+        ({"port": "80"}, 400),
+        ({"key": "../" * 10 + "xy"}, 400),
+        ({"key": "a"}, 400),
+        ({"deadline_s": 0}, 400),
+        ({"deadline_s": 1e9}, 400),
+        ({"more": 1}, 400),
+        ({}, 424),  # right in itself, and nobody is there
+    ],
+)
+def test_a_group_is_joined_only_where_the_body_makes_sense(served, change, status):
+    if status == 424 and "backend" in change and torch.cuda.is_available():
+        pytest.skip("this machine may have NCCL")
+    with_nobody = {"backend": "gloo", "address": "127.0.0.1", "port": 9, "key": "0" * 32, "deadline_s": 1.0}
+    began = time.monotonic()
+    reply = asyncio.run(served("/weights/collective", with_nobody | change))
+    assert reply.status == status, reply
+    assert time.monotonic() - began < 5
+
+
+def test_parts_larger_than_allowed_and_empty_ones_are_not_fetched(tmp_path, folder):
+    one = Served(tmp_path / "blocks", most_part_bytes=8)
+
+    async def go():
+        (head, data), *_ = await one.begin(1)
+        with folder.write([data]) as block:
+            assert (await one("/weights/fetch", fetch(head, {"name": block.name}))).status == 413
+
+    asyncio.run(go())
+    one.server.close()
+
+
+def test_base64_is_strict():
+    read = base64_bytes(6)
+    assert read("AAEC", "x") == b"\0\1\2"
+    for wrong in (None, 3, "A", "AA", "A A=", "AAAA\n", "é", "A" * 400, b"AAAA"):
+        with pytest.raises(FieldError, match="x is not base64 of at most 6 bytes"):
+            read(wrong, "x")
+    with pytest.raises(PayloadError):
+        parse_head(b"")
+
+
+def test_answers_are_not_held_back():
+    bound = bind("127.0.0.1", 0)
+    assert bound.proto == socket.IPPROTO_TCP  # by which asyncio knows that it may send at once
+    bound.close()
+
+
+# groups ----------------------------------------------------------------------------------------------------------------
+
+
+def pair_up(seconds=10.0):
+    """Both ends, in this process."""
+    meeting = Meeting("127.0.0.1", 9, secrets.token_hex(16), seconds)
+    ends = []
+    other = threading.Thread(
+        target=lambda: ends.append(join(GLOO, meeting.address, meeting.port, meeting.key, seconds))
+    )
+    other.start()
+    mine = meeting.pair(GLOO, seconds, torch.device("cpu"))
+    other.join(seconds)
+    return mine, ends[0]
+
+
+def test_a_group_passes_bytes_on_and_leaves_the_default_group_alone():
+    assert not torch.distributed.is_initialized()
+    mine, theirs = pair_up()
+    for size in (1, 1000, 3_000_001):
+        sent = torch.randint(0, 256, (size,), dtype=torch.uint8)
+        other = threading.Thread(target=theirs.broadcast, args=(theirs.buffer(size), 10))
+        other.start()
+        mine.broadcast(sent, 10)
+        other.join(10)
+        assert torch.equal(theirs.buffer(size), sent)
+    assert not torch.distributed.is_initialized()
+    mine.close()
+    theirs.close()
+    with pytest.raises(TransportFailed, match="closed"):
+        mine.broadcast(sent, 1)
+
+
+def test_a_silent_end_costs_the_deadline_and_not_more():
+    mine, theirs = pair_up()
+    began = time.monotonic()
+    with pytest.raises(TransportFailed, match=r"broadcast of weights"):
+        theirs.broadcast(theirs.buffer(1000), 0.5)
+    theirs.close()
+    assert time.monotonic() - began < 3
+    mine.close()
+
+
+def test_a_meeting_without_the_other_is_over_at_its_deadline():
+    meeting = Meeting("127.0.0.1", 9, secrets.token_hex(16), 0.5)
+    began = time.monotonic()
+    with pytest.raises(TransportFailed):
+        meeting.pair(GLOO, 0.5, torch.device("cpu"))
+    with pytest.raises(TransportFailed):  # somebody who does not know the key meets nobody
+        join(GLOO, meeting.address, meeting.port, secrets.token_hex(16), 0.5)
+    assert time.monotonic() - began < 5
