@@ -202,6 +202,10 @@ class TokenStore:
     def num_samples(self) -> int:
         return len(self.lengths)
 
+    def tokens_of(self, index: int) -> np.ndarray:
+        """The tokens of a sample, a view into the file."""
+        return self._arrays["tokens"][self._starts[index] : self._starts[index + 1]]
+
     def sample(self, index: int, row: int) -> Sample:
         """A Sample whose tokens are a view into the file."""
         start, stop = self._starts[index], self._starts[index + 1]

@@ -63,19 +63,26 @@ def freeze_copy_of_adapter(model: nn.Module, source: str = "default") -> str:
 
 @contextmanager
 def adapter_in_use(model: nn.Module, name: str | None) -> Iterator[None]:
-    """Run with another adapter, or with none at all (`name=None`); what was trainable stays trainable."""
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    """Run with another adapter, or with none at all (`name=None`); what was trainable stays trainable, inside as well.
+
+    Inside, because FSDP decides when it first gathers a parameter whether it will ever have a gradient.
+    """
+    before = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+
+    def as_before() -> None:
+        for parameter, trains in before:
+            parameter.requires_grad_(trains)
+
     if name is None:
         with model.disable_adapter():
+            as_before()
             yield
     else:
         active = model.active_adapter
         model.set_adapter(name)
+        as_before()
         try:
             yield
         finally:
             model.set_adapter(active)
-            for parameter in model.parameters():
-                parameter.requires_grad_(False)
-    for parameter in trainable:
-        parameter.requires_grad_(True)
+    as_before()

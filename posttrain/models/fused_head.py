@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from posttrain.models.float32_head import head_operands
 from posttrain.models.head_kernels import Rows, read_rows, slopes_of_rows
+from posttrain.models.sharding import is_sharded_module, plain_class
 
 Statistic = Callable[[Tensor, Tensor, Tensor], Tensor]
 KERNEL_STATISTICS = ("entropy", "is_most_likely")
@@ -32,15 +33,18 @@ class Head(Protocol):
 
 
 def can_fuse(head: Head) -> bool:
-    """Only a plain, unsharded linear head: an adapter on it, a soft-cap or a shard needs autograd's own backward."""
+    """Only a plain linear head whose weight is here, whole: an adapter on it or a soft-cap needs autograd's own backward.
+
+    FSDP2 has gathered it when this is asked (`call_inside`), and its hooks have been called.
+    """
     module = head.module
+    is_watched = bool(module._forward_hooks or module._forward_pre_hooks) and not is_sharded_module(module)
     return (
-        type(module) is nn.Linear
+        plain_class(module) is nn.Linear
         and head.softcap is None
-        and not hasattr(module.weight, "placements")  # DTensor: FSDP2, tensor parallel
+        and not hasattr(module.weight, "placements")  # DTensor: tensor parallel
         and not hasattr(module.weight, "ds_id")  # ZeRO-3
-        and not module._forward_hooks
-        and not module._forward_pre_hooks
+        and not is_watched
     )
 
 

@@ -80,7 +80,8 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         model.to(options.device)  # the probe below, and Liger's kernels in it, run where training will
     if options.disable_dropout:
         disable_dropout(model)
-    kernels = _choose_kernels(model, innermost, options, notes)
+    # Weights that will be sharded wait on the CPU, where Liger's kernels do not run: they come after the probe then.
+    kernels = PLAIN if options.sharded else _choose_kernels(model, innermost, options, notes)
     if options.peft_config is not None:
         model = add_adapter(model, _adapter_config(options), _adapter_dtype(innermost, options, given))
     if options.fuse_lora and is_peft_model(model):
@@ -90,6 +91,8 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
     layout = _choose_layout(model, innermost, options, notes)
     if options.share_prefixes and layout == RAGGED:
         layout = _shared_if_possible(model, innermost, options, router_loss_weight, notes)
+    if options.sharded:
+        kernels = _choose_kernels(model, innermost, options, notes)
     return LoadedModel(model, layout, name, notes, router_loss_weight, kernels)
 
 
@@ -205,7 +208,7 @@ def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions,
     if is_prompt_learning(model):
         reason = "its adapter puts virtual tokens in front of every row"
     else:
-        reason = why_not_ragged(model, innermost, options.task)
+        reason = _of_the_first_process(why_not_ragged(model, innermost, options.task), options)
     if reason is None:
         return RAGGED
     if options.layout == RAGGED:
@@ -221,11 +224,22 @@ def _shared_if_possible(
     if router_loss_weight:
         reason = "the routers' loss counts the tokens of a prompt once for each answer"
     else:
-        reason = why_not_shared(model, innermost, options.task)
+        reason = _of_the_first_process(why_not_shared(model, innermost, options.task), options)
     if reason is None:
         return SHARED
     notes.append(f"A prompt is computed once for each of its answers: {reason}.")
     return RAGGED
+
+
+def _of_the_first_process(reason: str | None, options: LoadOptions) -> str | None:
+    """What a probe found. Where weights will be sharded, the first process alone may have read them (accelerate's
+    `cpu_ram_efficient_loading`): the others found out nothing.
+    """
+    if not options.sharded or not torch.distributed.is_initialized():
+        return reason
+    said = [reason]
+    torch.distributed.broadcast_object_list(said, src=0)
+    return said[0]
 
 
 def _choose_kernels(model: nn.Module, innermost: nn.Module, options: LoadOptions, notes: list[str]) -> str:

@@ -57,11 +57,16 @@ class ActivationCost:
         return kept + self.layer * (1 if level == NONE else 2)
 
 
-def activation_cost(body: nn.Module, config: Any, is_sharded: bool = False) -> ActivationCost:
-    """What `body` (the model without its head) keeps for a token. Sharded weights are not there to be run: a formula estimates."""
+def activation_cost(
+    body: nn.Module, config: Any, is_sharded: bool = False, dtype: torch.dtype | None = None
+) -> ActivationCost:
+    """What `body` (the model without its head) keeps for a token. Sharded weights are not there to be run: a formula estimates.
+
+    `dtype` that it computes in, where that is not its weights'.
+    """
     text = config.get_text_config()
     layers, width = text.num_hidden_layers, text.hidden_size
-    item = next(p.element_size() for p in body.parameters() if p.is_floating_point())
+    item = dtype.itemsize if dtype else next(p.element_size() for p in body.parameters() if p.is_floating_point())
     inputs = layers * width * item
     if is_sharded:
         inner = getattr(text, "intermediate_size", None) or 4 * width
@@ -172,6 +177,27 @@ def state_cost(parameters: Iterable[nn.Parameter], head: nn.Module | None, world
     return StateCost(
         sum(p.numel() for p in trained), sum(4 * p.numel() for p in low), gradients, _head_bytes(head, device)
     )
+
+
+def sharded_state_cost(
+    model: nn.Module, layers: Iterable[nn.Module], head: nn.Module | None, shards: int, dtype: torch.dtype, device: str
+) -> StateCost:
+    """A process's part under FSDP. The weights are counted too ("masters"): they are not on the device yet.
+
+    Gathered at once, with gradients of their own: two layers, and everything outside of the layers.
+    """
+    everything = {id(p): p for p in model.parameters()}
+    within = [{id(p): p for p in layer.parameters()} for layer in layers]
+    outside = [p for key, p in everything.items() if not any(key in layer for layer in within)]
+    largest = max(within, key=lambda layer: sum(p.numel() for p in layer.values()), default={})
+    gathered = sum(
+        times * p.numel() * (dtype.itemsize + (4 if p.requires_grad else 0))
+        for times, part in ((1, outside), (2, largest.values()))
+        for p in part
+    )
+    trained = sum(p.numel() for p in everything.values() if p.requires_grad) // shards
+    weights = sum(p.numel() * (4 if p.requires_grad else p.element_size()) for p in everything.values()) // shards
+    return StateCost(trained, weights, 4 * trained + gathered, _head_bytes(head, device))
 
 
 def _head_bytes(head: nn.Module | None, device: str) -> int:

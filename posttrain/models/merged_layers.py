@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.sharding import whole
+
 TRANSPARENT = ("_orig_mod", "_checkpoint_wrapped_module")
 """Children by which torch.compile and activation checkpointing say that they stand around a module."""
 
@@ -65,7 +67,7 @@ def _readers() -> list[tuple[type, Callable[[Any, str], Iterator[tuple[str, Sour
 
 def _own_tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Source]]:
     buffers = {name: one for name, one in module._buffers.items() if name not in module._non_persistent_buffers_set}
-    for name, tensor in (module._parameters | buffers).items():
+    for name, tensor in [*module._parameters.items(), *buffers.items()]:  # DeepSpeed's dict of parameters knows no `|`
         if tensor is not None:
             yield f"{prefix}{name}", _source_of(module, name, tensor, f"{prefix}{name}")
 
@@ -83,21 +85,6 @@ def _source_of(module: nn.Module, name: str, tensor: Tensor, full_name: str) -> 
         )
     shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
     return Source(shape, tensor.dtype, lambda: whole(tensor), (id(tensor),))
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor: gathered where it is sharded (FSDP2's DTensor; ZeRO-3, which is not tested here).
-
-    A collective then: every rank must ask for the same tensors in the same order.
-    """
-    if hasattr(tensor, "full_tensor"):
-        return tensor.detach().full_tensor()
-    if hasattr(tensor, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([tensor]):
-            return tensor.detach().clone()
-    return tensor.detach()
 
 
 def _is_quantised(tensor: Tensor) -> bool:

@@ -24,6 +24,7 @@ from posttrain.core.results import TokenScores
 from posttrain.models.attention import segment_kwargs
 from posttrain.models.float32_head import head_input
 from posttrain.models.fused_head import can_fuse, summed_nll, token_logps
+from posttrain.models.sharding import call_inside, is_sharded_module, plain_class
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 """Size of one chunk of logits: large enough to fill a GPU, small enough for a CPU's cache to help."""
@@ -153,7 +154,11 @@ def answer(causal_lm: nn.Module, request: ScoreRequest, **kwargs: Any) -> dict[s
     output = getattr(causal_lm, causal_lm.base_model_prefix)(**kwargs)
     hidden = output.last_hidden_state
     selected = hidden.flatten(0, 1)[_shifted(request, hidden.shape[1])]
-    result = _scores_of_hidden(causal_lm, selected, request)
+    head = causal_lm.get_output_embeddings()
+    if is_sharded_module(head):
+        result = call_inside(head, selected, lambda rows, call: _scores_of_hidden(causal_lm, rows, request, call))
+    else:
+        result = _scores_of_hidden(causal_lm, selected, request, head)
     if request.router_loss:
         result["aux_loss"] = router_loss(causal_lm, output.router_logits, kwargs.get("attention_mask"))
     return result
@@ -167,9 +172,12 @@ def _shifted(request: ScoreRequest, width: int) -> Tensor:
     return request.positions + (request.positions // request.width + 1) * extra
 
 
-def _scores_of_hidden(causal_lm: nn.Module, hidden: Tensor, request: ScoreRequest) -> dict[str, Tensor]:
-    head = LanguageHead.of(causal_lm, request.temperature)
-    hidden = head_input(hidden, causal_lm.get_output_embeddings())
+def _scores_of_hidden(
+    causal_lm: nn.Module, hidden: Tensor, request: ScoreRequest, call: Callable[[Tensor], Tensor]
+) -> dict[str, Tensor]:
+    """`call` computes logits, as often as is needed."""
+    head = LanguageHead.of(causal_lm, request.temperature, call)
+    hidden = head_input(hidden, head.module)
     fused = can_fuse(head)
     chunk = request.chunk_tokens or default_chunk_tokens(
         hidden.device, head.vocabulary, hidden.element_size() if fused else 4
@@ -231,9 +239,9 @@ def map_over_logits(
 
 
 def chunks_on_every_process(head: nn.Module, rows: int, chunk_tokens: int) -> int:
-    """How often the head must be called. A sharded head is a collective: processes with fewer tokens call it on none.
+    """How often the head must be called where each call is a collective: processes with fewer tokens call it on none.
 
-    Where the head is whole, each process may count for itself, and 0 is said.
+    Where the head is whole, or FSDP2 has gathered it, each process may count for itself, and 0 is said.
     """
     weight = getattr(head, "weight", None)
     is_sharded = hasattr(weight, "placements") or hasattr(weight, "ds_id")
@@ -267,12 +275,16 @@ class LanguageHead:
     """hidden -> logits as the model itself would compute them, with the temperature on top."""
 
     module: nn.Module
+    logits: Callable[[Tensor], Tensor]
     scale: float
     softcap: float | None
     vocabulary: int
 
     @classmethod
-    def of(cls, causal_lm: nn.Module, temperature: float = 1.0) -> LanguageHead:
+    def of(
+        cls, causal_lm: nn.Module, temperature: float = 1.0, call: Callable[[Tensor], Tensor] | None = None
+    ) -> LanguageHead:
+        """`call`: what computes the head's own logits, where that is not the head as a module."""
         config = causal_lm.config.get_text_config()
         scale = 1.0
         for name, factor in LOGIT_SCALES.items():
@@ -280,12 +292,13 @@ class LanguageHead:
                 scale *= factor(getattr(config, name))
         softcap = getattr(config, "final_logit_softcapping", None)
         head = causal_lm.get_output_embeddings()
+        call = head if call is None else call
         if softcap is None:  # the temperature can join the scale; under a soft-cap it must come after it
-            return cls(head, scale / temperature, None, config.vocab_size)
-        return cls(_Tempered(head, softcap, scale, temperature), 1.0, softcap, config.vocab_size)
+            return cls(head, call, scale / temperature, None, config.vocab_size)
+        return cls(head, _Tempered(call, softcap, scale, temperature), 1.0, softcap, config.vocab_size)
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.module(hidden)
+        logits = self.logits(hidden)
         return logits * self.scale if self.scale != 1.0 else logits
 
 
@@ -293,7 +306,7 @@ class LanguageHead:
 class _Tempered:
     """A soft-capped head: cap * tanh(scale * z / cap) / temperature."""
 
-    head: nn.Module
+    head: Callable[[Tensor], Tensor]
     softcap: float
     scale: float
     temperature: float
@@ -309,7 +322,7 @@ class _Tempered:
 def router_loss(causal_lm: nn.Module, router_logits: Any, attention_mask: Tensor | None) -> Tensor:
     """The family's own load-balancing loss, over real tokens (a ragged batch has no others)."""
     config = causal_lm.config.get_text_config()
-    load_balancing_loss = sys.modules[type(causal_lm).__module__].load_balancing_loss_func
+    load_balancing_loss = sys.modules[plain_class(causal_lm).__module__].load_balancing_loss_func
     experts = getattr(config, "num_local_experts", None) or config.num_experts
     mask = attention_mask if attention_mask is not None and attention_mask.dim() == 2 else None
     return load_balancing_loss(router_logits, experts, config.num_experts_per_tok, mask)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from posttrain.models.adapters import is_peft_model, is_prompt_learning
 from posttrain.models.load import innermost_model
-from posttrain.models.merged_layers import TRANSPARENT, Source, sources_of, whole
+from posttrain.models.merged_layers import TRANSPARENT, Source, sources_of
+from posttrain.models.sharding import reshard, whole
 from posttrain.serve.payload import TensorSpec
 
 Read = Callable[[Source], Tensor]
@@ -31,6 +32,7 @@ def exported_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iter
 
     Tensors are detached and may be the model's own memory: read them, do not write into them.
     """
+    reshard(model)
     yield from _converted(model, lambda source: _cast(source.read(), source, dtype))
 
 
@@ -62,6 +64,7 @@ def exported_adapter(model: nn.Module, adapter: str = "default") -> tuple[dict[s
     from peft import get_peft_model_state_dict
 
     model = _peft_model(model)
+    reshard(model)
     if adapter not in model.peft_config:
         raise ValueError(f"The model has no adapter '{adapter}'; it has {sorted(model.peft_config)}.")
     config = copy.copy(model.peft_config[adapter])

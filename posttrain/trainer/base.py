@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -122,6 +122,16 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         fit_memory(self)  # now that the reference is on the device too
         self._uncompile_if_selective()
 
+    @classmethod
+    def without_model(cls, model: str, args: BaseConfig, processing_class: Any = None) -> Self:
+        """As much of a trainer as data need, to look at them beforehand: tokenizer, template and `prepared`, no model."""
+        made = cls.__new__(cls)
+        made.args, made.formatting_func = args, None
+        tokenizer = made._tokenizer(model, processing_class)
+        prepare_tokenizer(tokenizer, args)
+        made.renderer = Renderer(tokenizer)
+        return made
+
     # ---- what a method provides --------------------------------------------------------------------------------------
 
     def prepare_options(self, is_training: bool) -> dict[str, Any]:
@@ -185,7 +195,8 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     def _load_options(self, peft_config: Any, quantization_config: Any, train_dataset: Any) -> LoadOptions:
         args = self.args
         return LoadOptions(
-            dtype=args.compute_dtype,
+            # A frozen base needs no masters: its shards are kept in the dtype that it computes in.
+            dtype=args.load_dtype if peft_config is None else args.compute_dtype,
             task=self.task,
             model_init_kwargs=dict(args.model_init_kwargs or {}),
             trust_remote_code=args.trust_remote_code,
@@ -198,7 +209,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
             share_prefixes=isinstance(args, SharedPromptsConfig) and args.share_prompts,
             router_aux_loss_coef=args.router_aux_loss_coef,
             device=args.device,
-            sharded=bool(args.fsdp or args.deepspeed),
+            sharded=args.sharding is not None,
         )
 
     def _steps_ahead(self, train_dataset: Any) -> int:
@@ -340,6 +351,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
             torch.distributed.all_reduce(counts)
             totals = StepTotals(dict(zip(totals.counts, counts.unbind())))
         self.before_step(passes)
+        self.even_out(batch_samples, self.data_collator)
         faults.fault_point("data")
         return totals
 
@@ -354,8 +366,9 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
 
     def _one_pass(self, model: nn.Module, inputs: TokenBatch, totals: Any, is_last: bool) -> Tensor:
         with ExitStack() as stack:
-            # MasterWeights.all_reduce averages whole steps; without masters DDP reduces with the last pass.
-            if self.args.world_size > 1 and (self.masters is not None or not is_last):
+            # MasterWeights.all_reduce averages whole steps; without masters DDP reduces with the last pass, FSDP with each.
+            is_copied = self.args.world_size > 1 and not self.is_fully_sharded
+            if is_copied and (self.masters is not None or not is_last):
                 stack.enter_context(self.accelerator.no_sync(model))
             if self.args.activation_offloading:
                 stack.enter_context(offloaded_activations(self.args.device))
@@ -404,7 +417,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args: BaseConfig, model: nn.Module | None = None) -> tuple[Any, dict[str, Any]]:
         """transformers' table, but "adamw_8bit" is our own; bitsandbytes' is "adamw_bnb_8bit", and it serves sharded weights."""
-        if args.optim == EIGHT_BIT and not (args.fsdp or args.deepspeed):
+        if args.optim == EIGHT_BIT and args.sharding is None:
             return adamw_8bit(args)
         return PersistentTrainer.get_optimizer_cls_and_kwargs(args, model)
 
@@ -414,7 +427,8 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
             return optimizer
         if self.args.fp16:  # the gradient scaler unscales, checks and skips by itself
             return optimizer
-        if has_low_precision(p for group in optimizer.param_groups for p in group["params"]):
+        is_low = has_low_precision(p for group in optimizer.param_groups for p in group["params"])
+        if is_low and not self.keeps_masters_in_shards():
             one_pass = (
                 self.args.gradient_accumulation_steps == self.args.world_size == 1 and not self.args.max_tokens_per_pass
             )

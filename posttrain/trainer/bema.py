@@ -94,7 +94,7 @@ class BEMACallback(TrainerCallback):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any
     ) -> None:
-        if getattr(args, "fsdp", None) or getattr(args, "deepspeed", None):
+        if getattr(args, "sharding", None) is not None:
             raise ValueError(
                 "BEMACallback averages whole weights; under FSDP and DeepSpeed they are sharded. Leave it out."
             )

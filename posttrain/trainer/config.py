@@ -6,8 +6,6 @@ Checks that need only options live in `__post_init__`, beside the option.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import importlib.util
 import json
 import os
@@ -18,19 +16,14 @@ import torch
 from transformers import TrainingArguments
 
 from posttrain.core.batch import PADDED, RAGGED
+from posttrain.core.options import default_of, is_ours, option
 from posttrain.models.layer_kernels import COMPILED, LIGER, PLAIN
 
 STEPS_WORTH_COMPILING_FOR = 300
 """Compiling costs about as much time as it saves in a few dozen steps."""
+FSDP, DEEPSPEED = "fsdp", "deepspeed"
+"""Who holds weights in pieces; accelerate's environment variables name them so, too."""
 TRUNCATION_MODES = ("keep_start", "keep_end", "error", "drop")
-
-
-def option(default: Any, help: str, **metadata: Any) -> Any:
-    """A config field with its documentation; a mutable default is copied for each config."""
-    metadata = {"help": help, "posttrain": True, **metadata}
-    if isinstance(default, (list, dict)):
-        return dataclasses.field(default_factory=lambda: copy.copy(default), metadata=metadata)
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass
@@ -140,25 +133,32 @@ class BaseConfig(TrainingArguments):
             fast = torch.cuda.is_available() and not self.use_cpu and torch.cuda.is_bf16_supported()
             self.bf16 = not self.fp16 and (fast or launched_with == "bf16")
         requested = bool(self.bf16)
-        self.bf16 = requested and self._engine_owns_masters()
+        self.bf16 = requested and self.sharding is not None
         return requested
 
-    def _engine_owns_masters(self) -> bool:
-        """FSDP and DeepSpeed keep their own masters and formats; everything else is `trainer/optimizer`'s business."""
-        launched = (
-            os.environ.get(name, "false").lower() for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED")
-        )
-        return bool(self.fsdp or self.deepspeed) or "true" in launched
+    @property
+    def sharding(self) -> str | None:
+        """FSDP or DEEPSPEED where the weights are held in pieces, by these options or by `accelerate launch`; else None.
+
+        Both keep masters of their own; everywhere else those are `trainer/optimizer`'s business.
+        """
+        asked = {FSDP: self.fsdp, DEEPSPEED: self.deepspeed}
+        launched = {name: os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true" for name in asked}
+        return next((name for name in asked if asked[name] or launched[name]), None)
 
     def _after_precision(self) -> None:
-        if not self._engine_owns_masters() and not self.fp16:
+        if self.sharding is None and not self.fp16:
             self.mixed_precision = "no"
 
     @property
+    def load_dtype(self) -> torch.dtype:
+        """What trained weights are loaded in; float32 masters are kept beside them. Shards are the masters themselves."""
+        return torch.float32 if self.sharding is not None else self.compute_dtype
+
+    @property
     def compute_dtype(self) -> torch.dtype:
-        """What weights are loaded in; float32 masters are kept beside them where they are trained."""
-        low = self.bf16 and not self._engine_owns_masters()
-        return torch.bfloat16 if low else torch.float32
+        """What forward and backward compute in."""
+        return torch.bfloat16 if self.bf16 else torch.float32
 
     # ---- checks --------------------------------------------------------------------------------------------------
 
@@ -191,14 +191,14 @@ class BaseConfig(TrainingArguments):
             )
         if self.max_skipped_steps < 1:
             raise ValueError(f"`max_skipped_steps` is {self.max_skipped_steps}; it must be at least 1.")
-        if self.max_tokens_per_pass is not None and (self.max_tokens_per_pass < 1 or self.deepspeed):
+        if self.max_tokens_per_pass is not None and (self.max_tokens_per_pass < 1 or self.sharding == DEEPSPEED):
             raise ValueError(
                 f"`max_tokens_per_pass` is {self.max_tokens_per_pass}; it must be at least 1, and left out under DeepSpeed, which "
                 "counts backward passes itself."
             )
         if self.compile_layers and self.use_liger_kernel:
             raise ValueError("Set at most one of `compile_layers` and `use_liger_kernel`.")
-        if self.compile_layers and self._engine_owns_masters():
+        if self.compile_layers and self.sharding is not None:
             raise ValueError(
                 "`compile_layers` is for whole models; FSDP and DeepSpeed gather the weights of a layer as it runs."
             )
@@ -220,7 +220,7 @@ class BaseConfig(TrainingArguments):
         if self.compile_layers:
             return (COMPILED,)
         uncompiled = LIGER if (has_liger if self.use_liger_kernel is None else self.use_liger_kernel) else PLAIN
-        is_free = self.compile_layers is None and self.use_liger_kernel is None and not self._engine_owns_masters()
+        is_free = self.compile_layers is None and self.use_liger_kernel is None and self.sharding is None
         return (uncompiled, COMPILED) if is_free and steps >= STEPS_WORTH_COMPILING_FOR else (uncompiled,)
 
     @property
@@ -240,14 +240,6 @@ class SharedPromptsConfig:
         True,
         "Compute a prompt once for all answers to it in a micro-batch, wherever the model allows it. Same gradient, less work.",
     )
-
-
-def is_ours(field: dataclasses.Field) -> bool:
-    return bool(field.metadata.get("posttrain"))
-
-
-def default_of(field: dataclasses.Field) -> Any:
-    return field.default_factory() if field.default is dataclasses.MISSING else field.default
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

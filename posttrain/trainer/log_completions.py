@@ -77,7 +77,7 @@ class LogCompletionsCallback(TrainerCallback):
                 f"`freq` is missing, and eval_strategy={trainer.args.eval_strategy.value!r} gives none: pass `freq`, the number "
                 "of optimizer steps between two looks."
             )
-        if trainer.args.fsdp or trainer.args.deepspeed:
+        if trainer.args.sharding is not None:
             raise ValueError("LogCompletionsCallback generates on one process; sharded weights cannot. Leave it out.")
         self.generation = generation_config or GenerationConfig(do_sample=False, max_new_tokens=DEFAULT_NEW_TOKENS)
         self.prompts = self._tokens_of(prompts) if prompts is not None else self._evaluation_prompts(num_prompts)

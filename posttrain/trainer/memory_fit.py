@@ -14,6 +14,7 @@ from posttrain.core.batch import SHARED
 from posttrain.data.collate import laid_out_tokens
 from posttrain.models import memory
 from posttrain.models.load import innermost_model
+from posttrain.trainer.config import DEEPSPEED
 
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
@@ -37,9 +38,15 @@ def fit_memory(trainer: BaseTrainer) -> None:
     if wishes.checkpointing is not None and wishes.offload is not None and wishes.optim is not None:
         return
     innermost = innermost_model(trainer.model)
-    sharded = bool(args.fsdp or args.deepspeed)
-    cost = memory.activation_cost(getattr(innermost, innermost.base_model_prefix), innermost.config, sharded)
-    state = memory.state_cost(trainer.model.parameters(), innermost.get_output_embeddings(), args.world_size)
+    body, head = getattr(innermost, innermost.base_model_prefix), innermost.get_output_embeddings()
+    if args.sharding is None:
+        cost = memory.activation_cost(body, innermost.config)
+        state = memory.state_cost(trainer.model.parameters(), head, args.world_size)
+    else:
+        cost = memory.activation_cost(body, innermost.config, is_sharded=True, dtype=args.compute_dtype)
+        layers = [module for module in innermost.modules() if isinstance(module, GradientCheckpointingLayer)]
+        shards = (trainer.model, layers, head, args.world_size, args.compute_dtype, args.device.type)
+        state = memory.sharded_state_cost(*shards)
     can_recompute = any(isinstance(module, GradientCheckpointingLayer) for module in innermost.modules())
     plan = memory.memory_plan(_free(trainer), batch_tokens(trainer), cost, state, wishes, can_recompute)
     apply(trainer, plan)
@@ -56,9 +63,7 @@ def wishes_of(trainer: BaseTrainer) -> memory.Wishes:
         level = chosen if args.gradient_checkpointing else memory.NONE
     optim = getattr(args.optim, "value", args.optim)
     given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
-    is_open = (
-        optim == getattr(DEFAULT_OPTIM, "value", DEFAULT_OPTIM) and not given and not (args.fsdp or args.deepspeed)
-    )
+    is_open = optim == getattr(DEFAULT_OPTIM, "value", DEFAULT_OPTIM) and not given and args.sharding is None
     return memory.Wishes(level, args.activation_offloading, None if is_open else optim, args.max_tokens_per_pass)
 
 
@@ -68,7 +73,7 @@ def batch_tokens(trainer: BaseTrainer) -> memory.BatchTokens:
     Where the lengths are not known (a stream), the limits on rows and length stand for them.
     """
     args = trainer.args
-    can_split = not args.deepspeed
+    can_split = args.sharding != DEEPSPEED
     lengths = getattr(trainer.train_dataset, "unit_lengths", None)
     if lengths is None or len(lengths) == 0:
         longest = trainer.longest_row()

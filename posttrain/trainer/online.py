@@ -43,6 +43,9 @@ from posttrain.rollout.streamed_prompts import StreamedPrompts, StreamOrder
 from posttrain.trainer import checkpoint as files
 from posttrain.trainer.agents import Agents, AnyRows, rows_for
 from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.config import DEEPSPEED
+from posttrain.trainer.gathered_engine import GatheredEngine
+from posttrain.trainer.joint_export import JointExport
 from posttrain.trainer.online_config import OnlineConfig
 from posttrain.trainer.progress import count, several
 from posttrain.trainer.reference_setup import follow_policy, live_reference
@@ -69,6 +72,7 @@ class OnlineTrainer(BaseTrainer):
     live: ModelReference | None = None
     loader: RolloutLoader | None = None
     replay: ReplayBuffer | None = None
+    joint_export: JointExport | None = None  # where FSDP holds weights that an engine is sent
     agents: Agents | None = None  # methods with tools set it before they call this class's __init__
 
     def __init__(
@@ -187,13 +191,16 @@ class OnlineTrainer(BaseTrainer):
     def _make_engine(self) -> RolloutEngine:
         if self.args.use_vllm:
             return vllm_engine(self)
-        if self.args.fsdp or self.args.deepspeed:
+        if self.args.sharding == DEEPSPEED:
             raise ValueError(
-                f"The {self.args.rollout_engine!r} engine reads whole weights; under FSDP and DeepSpeed they are in pieces. Use "
-                "one process per GPU without sharding."
+                f"The {self.args.rollout_engine!r} engine reads whole weights; under DeepSpeed they are in pieces. Use FSDP "
+                "(`fsdp=True`), or one process per GPU without sharding."
             )
         slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
-        return ENGINES[self.args.rollout_engine](self.model, decode=self.decode_exactly, **slots)
+        make = functools.partial(ENGINES[self.args.rollout_engine], decode=self.decode_exactly, **slots)
+        if self.is_fully_sharded:
+            return GatheredEngine(self.model, make, self.args.device, self.args.compute_dtype)
+        return make(self.model)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -273,10 +280,11 @@ class OnlineTrainer(BaseTrainer):
     def _annotate(self, samples: list[Sample]) -> None:
         """The trainer's own log-probs, and the reference's, written on the samples."""
         collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
+        how = (collator, self.args.device, self.most_of_any_process if self.is_fully_sharded else int)
         if self.needs_old_logps:
-            write_logps(samples, OLD_LOGPS, self._policy_logps, collator, self.args.device)
+            write_logps(samples, OLD_LOGPS, self._policy_logps, *how)
         if self.live is not None:
-            write_logps(samples, PRECOMPUTED, lambda batch: self.live.scores(batch).logps, collator, self.args.device)
+            write_logps(samples, PRECOMPUTED, lambda batch: self.live.scores(batch).logps, *how)
         self.annotated(samples)
 
     def annotated(self, samples: list[Sample]) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from posttrain.models.sharding import local_part
 from posttrain.trainer import master_adamw
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -127,13 +128,28 @@ def has_low_precision(parameters: Iterable[nn.Parameter]) -> bool:
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
     """Euclidean norm of all of them, in float32 or better whatever their dtype."""
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    alike: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+        alike.setdefault((gradient.dtype, placed(gradient)), []).append(local_part(gradient))
     norms = []
-    for dtype, group in by_dtype.items():
-        norms += torch._foreach_norm(group, 2.0, dtype=torch.promote_types(dtype, torch.float32))
+    for (dtype, place), group in alike.items():
+        each = torch._foreach_norm(group, 2.0, dtype=torch.promote_types(dtype, torch.float32))
+        norms += each if place is None else [over_shards(torch.linalg.vector_norm(torch.stack(each)), *place)]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].dtype) for norm in norms]))
+
+
+def placed(tensor: Tensor) -> tuple[Any, Any] | None:
+    """(mesh, placements) of a tensor of which other processes have other parts; None where it is whole."""
+    return (tensor.device_mesh, tensor.placements) if hasattr(tensor, "placements") else None
+
+
+def over_shards(norm: Tensor, mesh: Any, placements: Any) -> Tensor:
+    """The norm of a whole from those of its parts. Collective."""
+    square = norm.double().square()
+    for dimension, placement in enumerate(placements):
+        if placement.is_shard():
+            dist.all_reduce(square, group=mesh.get_group(dimension))
+    return square.sqrt().to(norm.dtype)
 
 
 class FiniteSteps:
@@ -179,7 +195,7 @@ class FiniteSteps:
         if isinstance(self.optimizer, master_adamw.MasterAdamW):
             self.optimizer.clip = factor.float()  # it multiplies while it reads
         else:
-            torch._foreach_mul_(gradients, factor)
+            torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
 
     def _arm(self, bad: Tensor) -> None:
         if self.on_device:

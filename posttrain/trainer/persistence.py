@@ -21,6 +21,7 @@ from posttrain.trainer.background_save import CheckpointNotSaved
 from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.run_state import RNG_FILE, RunIdentity, RunState, load_rng, load_sums
 from posttrain.trainer.saving import OPTIMIZER, SCHEDULER, SavingTrainer
+from posttrain.trainer.sharding import load_shard_tree, load_shards
 
 logger = logging.getLogger(__name__)
 
@@ -147,26 +148,37 @@ class PersistentTrainer(SavingTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not self._own_formats:
             return super()._load_optimizer_and_scheduler(checkpoint)
-        tree = files.load_tree(Path(checkpoint) / OPTIMIZER)
+        if self.is_fully_sharded:
+            load_shard_tree(self.model, self.optimizer, files.load_tree(self.shards_file(checkpoint)))
+        else:
+            self._load_whole_optimizer(files.load_tree(Path(checkpoint) / OPTIMIZER))
+        self.lr_scheduler.load_state_dict(files.load_tree(Path(checkpoint) / SCHEDULER))
+        return None
+
+    def _load_whole_optimizer(self, tree: dict[str, Any]) -> None:
         self.optimizer.load_state_dict(tree["optimizer"])
         if self.masters is not None:
             with torch.no_grad():
                 for (_, master), saved in zip(self.masters.pairs, tree["masters"], strict=True):
                     master.copy_(saved)
             self.masters.publish()
-        self.lr_scheduler.load_state_dict(files.load_tree(Path(checkpoint) / SCHEDULER))
-        return None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if self.is_fully_sharded:
+            return  # trained weights come with the optimizer's shards, all others from where the run began
         with self._dtypes_kept():
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
         self.settle_saves(wait=True)
+        if self.is_fully_sharded:
+            best = files.load_tree(self.shards_file(self.state.best_model_checkpoint))
+            return load_shards(self.model, self.optimizer, best)
         with self._dtypes_kept():
             super()._load_best_model()
         if self.masters is not None:
             self.masters.reload()
+        return None
 
     @contextmanager
     def _dtypes_kept(self) -> Iterator[None]:

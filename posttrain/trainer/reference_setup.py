@@ -27,6 +27,7 @@ from posttrain.models.reference import (
 from posttrain.trainer.callbacks import SyncRefModelCallback
 from posttrain.trainer.config import check_range, option
 from posttrain.trainer.reference_cache import store_of, with_reference_logps
+from posttrain.trainer.sharding import shard_frozen
 
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
@@ -85,6 +86,10 @@ def make_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Referen
 def follow_policy(trainer: BaseTrainer, reference: Reference) -> None:
     """With `sync_ref_model`, move the reference towards the policy as training goes on."""
     if trainer.args.sync_ref_model:
+        if trainer.args.sharding is not None:
+            raise ValueError(
+                "`sync_ref_model` moves whole weights; under FSDP and DeepSpeed they are in pieces. Leave it out."
+            )
         trainer.add_callback(SyncRefModelCallback(reference, trainer.accelerator))
 
 
@@ -111,7 +116,9 @@ def live_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Referen
     model = trainer.loaded.model
     if ref_model is not None:
         is_loaded = isinstance(ref_model, nn.Module)
+        sharded = trainer.args.sharding is not None
         options = LoadOptions(device=trainer.args.device) if is_loaded else _reference_options(trainer)
+        options = replace(options, sharded=sharded)
         loaded = load_model(ref_model, replace(options, **_layout_of(trainer)))
         if loaded.layout != trainer.loaded.layout:  # the policy shares prefixes, this reference cannot
             trainer.loaded.layout = trainer.data_collator.layout = loaded.layout
@@ -146,7 +153,10 @@ def _layout_of(trainer: BaseTrainer) -> dict[str, Any]:
 
 
 def _placed(trainer: BaseTrainer, model: nn.Module) -> nn.Module:
+    """On the device; in pieces where the policy is."""
     model.requires_grad_(False)
+    if trainer.is_fully_sharded:
+        return shard_frozen(trainer.accelerator, model)
     return trainer.accelerator.prepare_model(model, evaluation_mode=True)
 
 

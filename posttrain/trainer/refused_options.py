@@ -6,18 +6,10 @@ a reason.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, fields
 from typing import Any
 
-from posttrain.trainer.config import default_of
-
-REFUSED = "refused"
-
-
-def refused(default: Any, sentence: str) -> Any:
-    """A config field that may only have its default. `sentence` says why, and what to use instead."""
-    return dataclasses.field(default=default, metadata={REFUSED: sentence, "help": sentence})
+from posttrain.core.options import default_of, is_refused, refused
 
 
 @dataclass
@@ -60,5 +52,5 @@ def refuse_options(config: Any) -> None:
     """Raise for the first of them that was set."""
     for field in fields(config):
         value = getattr(config, field.name)
-        if REFUSED in field.metadata and value != default_of(field):
-            raise ValueError(f"`{field.name}` is {value!r}, which has no effect here. {field.metadata[REFUSED]}")
+        if is_refused(field) and value != default_of(field):
+            raise ValueError(f"`{field.name}` is {value!r}, which has no effect here. {field.metadata['help']}")

@@ -20,13 +20,22 @@ TOKENS_OF_A_PASS = {"cuda": 32768, "cpu": 4096}
 
 @torch.no_grad()
 def write_logps(
-    samples: list[Sample], name: str, logps_of: Callable[[TokenBatch], Tensor], collator: Collator, device: torch.device
+    samples: list[Sample],
+    name: str,
+    logps_of: Callable[[TokenBatch], Tensor],
+    collator: Collator,
+    device: torch.device,
+    passes: Callable[[int], int] = lambda needed: needed,
 ) -> None:
-    """Write `logps_of` each trained token into `per_token[name]` of its sample; 0 where nothing is trained."""
+    """Write `logps_of` each trained token into `per_token[name]` of its sample; 0 where nothing is trained.
+
+    `passes` says how many are run where this process needs so many: a sharded model is asked equally often by all.
+    """
     budget = min(collator.max_tokens or 2**62, TOKENS_OF_A_PASS.get(device.type, TOKENS_OF_A_PASS["cuda"]))
     collator = replace(collator, max_tokens=budget)
     units = as_units(samples, collator)
-    for part in split_by_tokens(units, collator.layout, budget):
+    parts = split_by_tokens(units, collator.layout, budget)
+    for part in [*parts, *[[]] * (passes(len(parts)) - len(parts))]:
         batch = collator.one_pass(part)
         found = logps_of(batch.to(device)).float().cpu().numpy()
         ends = np.cumsum(batch.counts.numpy())

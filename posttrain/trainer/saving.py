@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from posttrain.models.sharding import local_part
 from posttrain.trainer import checkpoint as files
 from posttrain.trainer.background_save import (
     CheckpointWriter,
@@ -30,15 +30,17 @@ from posttrain.trainer.config import BaseConfig
 from posttrain.trainer.metrics import MetricStore
 from posttrain.trainer.optimizer import FiniteSteps, MasterWeights
 from posttrain.trainer.run_state import RunState, save_rng, save_sums
+from posttrain.trainer.sharding import ShardingTrainer, shard_tree
 from posttrain.trainer.skipped import NonFiniteTraining, SkippedSteps
 from posttrain.trainer.snapshot import Snapshot, capturing, is_capturing, write_content
 
 logger = logging.getLogger(__name__)
 
 OPTIMIZER, SCHEDULER, TRAINER_STATE, OPTIONS = "optimizer", "scheduler", "trainer_state.json", "training_args.json"
+SHARDS = "optimizer_{rank}"
 
 
-class SavingTrainer(transformers.Trainer):
+class SavingTrainer(ShardingTrainer):
     """transformers.Trainer whose checkpoints are whole or absent, and are written while training goes on."""
 
     args: BaseConfig
@@ -79,7 +81,7 @@ class SavingTrainer(transformers.Trainer):
     def _may_save_in_background(self, wanted: int) -> bool:
         """One process and our own formats only: a sharded state is gathered by all processes together, at one time."""
         args = self.args
-        alone = args.world_size == 1 and self._own_formats and self.hp_search_backend is None
+        alone = self._is_alone and self.hp_search_backend is None
         if not (args.save_in_background and alone and args.device.type in ("cpu", "cuda")):
             return False
         if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no":
@@ -128,7 +130,7 @@ class SavingTrainer(transformers.Trainer):
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run_dir = Path(self._get_output_dir(trial=trial))
-        if self.args.world_size == 1 and self._own_formats:
+        if self._is_alone:
             self._save_alone(run_dir)
         else:
             self._save_together(run_dir)
@@ -248,7 +250,9 @@ class SavingTrainer(transformers.Trainer):
         return state
 
     def _refuse_to_save_nonfinite_weights(self) -> bool:
-        named = [(name, _local(p)) for name, p in self.model.named_parameters() if p.is_floating_point()]
+        # Asking about the whole of a sharded parameter would be a collective for each.
+        parameters = self.model.named_parameters()
+        named = [(name, local_part(p.detach())) for name, p in parameters if p.is_floating_point()]
         finite = torch.stack([torch.isfinite(p).all().to(self.args.device) for _, p in named])
         if not self.any_process(not finite.all()):  # the one time that the host asks
             return False
@@ -283,21 +287,27 @@ class SavingTrainer(transformers.Trainer):
             self.processing_class.save_pretrained(str(folder))
 
     @property
-    def _own_formats(self) -> bool:
-        """FSDP and DeepSpeed write sharded states of their own."""
-        return not (self.is_fsdp_enabled or self.is_deepspeed_enabled)
+    def _is_alone(self) -> bool:
+        """One process that has all of the state."""
+        return self.args.world_size == 1 and self.args.sharding is None
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self._own_formats:
             return super()._save_optimizer_and_scheduler(output_dir)
-        if not self.args.should_save:
-            return None
-        tree: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
-        if self.masters is not None:
-            tree["masters"] = [master.data for _, master in self.masters.pairs]
-        files.save_tree(Path(output_dir) / OPTIMIZER, tree)
-        files.save_tree(Path(output_dir) / SCHEDULER, _without_functions(self.lr_scheduler.state_dict()))
+        if self.is_fully_sharded:
+            files.save_tree(self.shards_file(output_dir), shard_tree(self.optimizer))
+        elif self.args.should_save:
+            tree: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
+            if self.masters is not None:
+                tree["masters"] = [master.data for _, master in self.masters.pairs]
+            files.save_tree(Path(output_dir) / OPTIMIZER, tree)
+        if self.args.should_save:
+            files.save_tree(Path(output_dir) / SCHEDULER, _without_functions(self.lr_scheduler.state_dict()))
         return None
+
+    def shards_file(self, folder: str | Path) -> Path:
+        """Where this process keeps its shards of trained weights and of the optimizer's state."""
+        return Path(folder) / SHARDS.format(rank=self.args.process_index)
 
     def _save_rng_state(self, output_dir: str) -> None:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
@@ -314,12 +324,6 @@ def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not callable(value) and name != "lr_lambdas"} | (
         {"lr_lambdas": [None] * len(state["lr_lambdas"])} if "lr_lambdas" in state else {}
     )
-
-
-def _local(parameter: nn.Parameter) -> torch.Tensor:
-    """This process's part of a parameter: asking about the whole of a sharded one would be a collective for each."""
-    detached = parameter.detach()
-    return detached.to_local() if hasattr(detached, "to_local") else detached
 
 
 def _saved_files(tokenizer: Any) -> dict[str, bytes]:

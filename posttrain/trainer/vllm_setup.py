@@ -13,10 +13,12 @@ import torch
 
 from posttrain.models.adapters import is_peft_model
 from posttrain.models.load import innermost_model
-from posttrain.models.weight_export import exported_adapter, exported_weights, untied_weights
+from posttrain.models.weight_export import untied_weights
 from posttrain.rollout.engine import RolloutEngine
 from posttrain.rollout.vllm_engine.params import completion_logps
 from posttrain.serve.auth import TOKEN_VARIABLE
+from posttrain.trainer.config import DEEPSPEED
+from posttrain.trainer.joint_export import JointExport
 from posttrain.trainer.vllm_options import ADAPTER, AUTO, COLOCATE, SERVER, WEIGHTS
 
 if TYPE_CHECKING:
@@ -28,9 +30,9 @@ ASK_SECONDS = 0.5
 
 def vllm_engine(trainer: OnlineTrainer) -> RolloutEngine:
     """Started or connected; it has no weights of the trainer's yet, see `weight_sync`."""
-    if trainer.args.fsdp or trainer.args.deepspeed:
+    if trainer.args.sharding == DEEPSPEED:
         raise ValueError(
-            "Weights that FSDP or DeepSpeed holds in pieces are not sent to vLLM yet: train without sharding."
+            "Weights that DeepSpeed holds in pieces are not sent to vLLM. Use FSDP (`fsdp=True`), or train without sharding."
         )
     return {COLOCATE: _colocated, SERVER: _served}[trainer.args.vllm_mode](trainer)
 
@@ -61,7 +63,12 @@ def _colocated(trainer: OnlineTrainer) -> RolloutEngine:
 
     by_adapter = _sends_adapter(trainer, can=True)
     level = (1 if by_adapter else 2) if args.vllm_enable_sleep_mode else 0
+    dtype = None
+    if trainer.is_fully_sharded:  # the shards are float32 masters
+        dtype = str(args.compute_dtype).removeprefix("torch.")
+        trainer.joint_export = JointExport(trainer.model, args.compute_dtype, by_adapter)
     options = ColocateOptions(
+        dtype=dtype,
         context_length=args.vllm_max_model_length,
         memory_share=args.vllm_gpu_memory_utilization,
         tensor_parallel=args.vllm_tensor_parallel_size,
@@ -86,7 +93,7 @@ def _served(trainer: OnlineTrainer) -> RolloutEngine:
     token = _token(args.vllm_server_token_file)
     folder = Path(args.vllm_server_adapter_folder) if args.vllm_server_adapter_folder else None
     clients = [
-        client_of(address, token, deadlines, folder, args.vllm_server_logprobs_mode)
+        client_of(address, token, deadlines, folder, args.vllm_server_logprobs_mode, args.vllm_weight_transport)
         for address in args.vllm_addresses()
     ]
     vocabulary = innermost_model(trainer.model).config.get_text_config().vocab_size
@@ -94,27 +101,35 @@ def _served(trainer: OnlineTrainer) -> RolloutEngine:
     engine = ServedVLLM(clients, vocabulary=vocabulary, options=ServedOptions(deadlines=deadlines))
     about = [member.info for member in engine.fleet.members]
     can = all(one.capabilities.get("adapters") for one in about)
-    if _sends_adapter(trainer, can):
-        engine.send(adapter_export=lambda: exported_adapter(model))
-    else:
-        if untied := untied_weights(model):
-            raise ValueError(
-                f"The adapter has made {untied[0]} a tensor of its own, and a server goes by the model's config, which ties it to "
-                "another. Leave that module out of the adapter, or use `vllm_mode='colocate'`."
-            )
-        dtype = _wire_dtype(about)
-        engine.send(export=lambda: exported_weights(model, dtype))
+    by_adapter = _sends_adapter(trainer, can)
+    if not by_adapter and (untied := untied_weights(model)):
+        raise ValueError(
+            f"The adapter has made {untied[0]} a tensor of its own, and a server goes by the model's config, which ties it to "
+            "another. Leave that module out of the adapter, or use `vllm_mode='colocate'`."
+        )
+    export = JointExport(model, _wire_dtype(about), by_adapter)
+    engine.send(**({"adapter_export": export.adapter} if by_adapter else {"export": export.weights}))
+    if trainer.is_fully_sharded:
+        trainer.joint_export = export
     refuse_correction_without_logps(trainer, engine.logprobs_mode)
     return engine
 
 
-def client_of(address: str, token: str | None, deadlines: Any, adapter_folder: Path | None, logprobs_mode: str) -> Any:
+def client_of(
+    address: str,
+    token: str | None,
+    deadlines: Any,
+    adapter_folder: Path | None,
+    logprobs_mode: str,
+    weight_transport: str = AUTO,
+) -> Any:
     """A client of whichever kind of server answers there, once one does."""
     from posttrain.rollout.vllm_engine.client import ServerClient
     from posttrain.rollout.vllm_engine.transport import ServerGone, ServerRefused, ServerSlow
     from posttrain.rollout.vllm_engine.upstream import UpstreamClient
+    from posttrain.rollout.vllm_engine.weight_senders import HTTP
 
-    ours = ServerClient(address, token, deadlines)
+    ours = ServerClient(address, token, deadlines, weight_transport)
     end = time.monotonic() + deadlines.start
     while True:
         try:
@@ -122,6 +137,11 @@ def client_of(address: str, token: str | None, deadlines: Any, adapter_folder: P
             return ours
         except ServerRefused as refusal:
             if refusal.status == NOT_FOUND:  # no /info: not our server
+                if weight_transport not in (AUTO, HTTP):
+                    raise ValueError(
+                        f"{address} is a plain `vllm serve`, to which no weights can go by {weight_transport!r}: leave "
+                        "`vllm_weight_transport` out, or start the server with `posttrain vllm-serve`."
+                    ) from refusal
                 return UpstreamClient(address, token, deadlines, adapter_folder, logprobs_mode)
             if refusal.status in (UNAUTHORISED, FORBIDDEN):
                 raise

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from posttrain.models.load import innermost_model
+from posttrain.models.sharding import local_part, reshard
 from posttrain.rollout.vllm_engine.sync_probe import BOUNDS, ProbeResult, SyncProbe, scored_by
+from posttrain.trainer.joint_export import JointExport
 
 if TYPE_CHECKING:
     from posttrain.trainer.online import OnlineTrainer
@@ -33,12 +36,17 @@ class WeightSync:
             engine.load_weights(None, version)
             engine.wake()
             return {}
+        reshard(model)  # so that gathered and sharded parameters are not counted in turn
         state = (version, _changes(model))
-        if state == self._done:
+        is_sent = state == self._done
+        if self.trainer.is_fully_sharded:  # all send, or none does
+            is_sent = not self.trainer.any_process(not is_sent)
+        if is_sent:
             engine.wake()
             return {}
         began = time.perf_counter()
-        send_weights(engine, version, self.trainer.args.process_index, self.trainer.args.world_size)
+        args = self.trainer.args
+        send_weights(engine, version, args.process_index, args.world_size, self.trainer.joint_export)
         engine.wake()
         found = self._checked(version)
         self._done = state
@@ -48,33 +56,53 @@ class WeightSync:
         """Scores of a fixed batch on both sides; WeightsDiffer stops the run."""
         engine, model = self.trainer.engine, self.trainer.model
         if self._probe is None:
-            dtype = next(model.parameters()).dtype
+            is_sharded = self.trainer.is_fully_sharded  # float32 masters of what computes in bfloat16
+            dtype = self.trainer.args.compute_dtype if is_sharded else next(model.parameters()).dtype
             bound = self.trainer.args.vllm_sync_tolerance
             own = innermost_model(model).config.get_text_config().vocab_size
             self._probe = SyncProbe(
                 min(engine.vocabulary, own), dtype if dtype in BOUNDS else torch.bfloat16, bound=bound
             )
         here = scored_by(model)(self._probe.sequences)
-        results = [
-            self._probe.check(lambda _: here, lambda _, scores=scores: scores, version, engine.version, differing)
-            for scores, differing in engine.probed(self._probe.sequences)
-        ]
-        return max(results, key=lambda result: result.mean)
+        joint, world_size = self.trainer.joint_export, self.trainer.args.world_size
+
+        def compared() -> ProbeResult:
+            asked = (
+                engine.probed(self._probe.sequences) if joint is None else joint.probed(engine, self._probe.sequences)
+            )
+            results = [
+                self._probe.check(lambda _: here, lambda _, scores=scores: scores, version, engine.version, differing)
+                for scores, differing in asked
+            ]
+            return max(results, key=lambda result: result.mean)
+
+        return compared() if joint is None else by_all(compared, world_size, "could not confirm the weights")
 
 
-def send_weights(engine: Any, version: int, process_index: int, world_size: int) -> None:
-    """To an engine of each process's own, or, where all processes ask the same servers (`follow`), once from process 0."""
+def send_weights(
+    engine: Any, version: int, process_index: int, world_size: int, joint: JointExport | None = None
+) -> None:
+    """To an engine of each process's own, or, where all processes ask the same servers (`follow`), once from process 0.
+
+    `joint`: the weights are sharded, so that all processes walk through them together, whoever sends them.
+    """
     if world_size == 1 or not hasattr(engine, "follow"):
-        engine.load_weights(None, version)
+        if joint is None:
+            engine.load_weights(None, version)
+        else:
+            by_all(lambda: joint.load(engine, version), world_size, f"could not take version {version} of the weights")
         return
     failed: Exception | None = None
     told: list[Any] = [None, None]
     if process_index == 0:
         try:
-            engine.load_weights(None, version)
+            load = lambda: engine.load_weights(None, version)  # noqa: E731
+            load() if joint is None else joint.read_by(load)
             told = [dataclasses.replace(engine.target, kept=None), None]
         except Exception as error:  # the other processes wait for a word: they must stop, too
             failed, told = error, [None, str(error)]
+    elif joint is not None:
+        joint.walk()
     torch.distributed.broadcast_object_list(told, src=0)
     if failed is not None:
         raise failed
@@ -84,9 +112,26 @@ def send_weights(engine: Any, version: int, process_index: int, world_size: int)
         engine.follow(told[0])
 
 
+def by_all(action: Callable[[], Any], world_size: int, what_failed: str) -> Any:
+    """The result of an action that every process takes; where it fails on one of them, all raise."""
+    result, failed = None, None
+    try:
+        result = action()
+    except Exception as error:
+        failed = error
+    said: list[Any] = [None] * world_size
+    torch.distributed.all_gather_object(said, None if failed is None else str(failed))
+    if failed is not None:
+        raise failed
+    for number, error in enumerate(said):
+        if error is not None:
+            raise RuntimeError(f"Process {number} {what_failed}: {error}")
+    return result
+
+
 def _changes(model: nn.Module) -> int:
     """Grows with every change of a parameter that torch sees: weights that were loaded again have the old step's number.
 
     Every process makes the same changes, so that all of them send or none does.
     """
-    return sum(parameter._version for parameter in model.parameters())
+    return sum(local_part(parameter)._version for parameter in model.parameters())

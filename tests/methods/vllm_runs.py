@@ -40,7 +40,7 @@ def trainer(method: str, output: Path, peft_config: Any = None, engine: Any = No
     args = config(
         output_dir=str(output),
         max_steps=STEPS,
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=options.pop("per_device_train_batch_size", 8),
         num_generations=4,
         max_completion_length=12,
         learning_rate=1e-2,

@@ -260,3 +260,13 @@ def test_peft_models_are_asked_through_their_wrappers():
     model = get_peft_model(tiny.causal_lm(), LoraConfig(target_modules=["q_proj"]))
     innermost = memory_fit.innermost_model(model)
     assert cost_of(innermost).kept[NONE] > 0
+
+
+def test_a_process_of_a_sharded_run_has_its_part_of_everything_and_gathers_two_layers():
+    model = tiny.causal_lm(family="llama")
+    count, layer = (sum(p.numel() for p in part.parameters()) for part in (model, model.model.layers[0]))
+    cost = memory.sharded_state_cost(model, model.model.layers, None, 4, torch.bfloat16, "cuda")
+    assert cost.trained == count // 4
+    assert cost.masters == count  # 4 bytes of a quarter
+    outside = count - 2 * layer
+    assert cost.gradients == 4 * (count // 4) + (outside + 2 * layer) * 6

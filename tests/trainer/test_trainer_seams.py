@@ -13,6 +13,7 @@ from posttrain.trainer.hub import HubTrainer
 from posttrain.trainer.online import OnlineTrainer
 from posttrain.trainer.persistence import PersistentTrainer
 from posttrain.trainer.saving import SavingTrainer
+from posttrain.trainer.sharding import ShardingTrainer
 
 SEAMS = {
     # how a step is computed
@@ -35,6 +36,9 @@ SEAMS = {
     "log": "logs start_time",
     "floating_point_ops": "inputs",
     "_track_num_input_tokens": "inputs",
+    # weights in pieces
+    "create_accelerator_and_postprocess": "",
+    "save_model": "output_dir _internal_call",
     # the hub
     "push_to_hub": "commit_message blocking token revision kwargs",
     "_push_from_checkpoint": "checkpoint_folder",
@@ -52,6 +56,9 @@ SEAMS = {
     "_save_rng_state": "output_dir",
     "_load_rng_state": "checkpoint",
 }
+TRAINERS = (
+    BaseTrainer, EvaluatingTrainer, OnlineTrainer, PersistentTrainer, SavingTrainer, ShardingTrainer, HubTrainer
+)  # fmt: skip
 RELIED_ON = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 """Attributes of Trainer's loop that a resume restores."""
 
@@ -66,7 +73,7 @@ def test_the_seam_is_as_we_know_it(name):
 def test_no_override_is_missing_from_the_list():
     own = {
         name
-        for cls in (BaseTrainer, EvaluatingTrainer, OnlineTrainer, PersistentTrainer, SavingTrainer, HubTrainer)
+        for cls in TRAINERS
         for name, value in vars(cls).items()
         if callable(value) and hasattr(transformers.Trainer, name) and not name.startswith("__")
     }

@@ -1,0 +1,84 @@
+"""Our server around a tiny transformers model, for tests of server mode where there is no vLLM.
+
+python -m tests.methods.model_server --model FOLDER ...        (the arguments of `posttrain vllm-serve`)
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from posttrain.models.weight_export import exported_specs
+from posttrain.serve import launch
+from posttrain.serve.echo_engine import EchoEngine
+from posttrain.serve.engine import LENGTH, STOP, AdapterRef, Job, Progress, ScoreJob
+
+
+class ModelEngine(EchoEngine):
+    """Writes a whole completion, or scores, in one step."""
+
+    def __init__(self, folder: str, has_adapters: bool) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        super().__init__({name: tensor.detach() for name, tensor in self.model.state_dict().items()}, 256)
+        self.specs = {spec.name: spec for spec in exported_specs(self.model)}
+        changes = {"vocabulary": self.model.config.vocab_size, "adapter_modules": ("q_proj", "v_proj")}
+        self.info = type(self.info)(
+            **{**vars(self.info), **changes, "capabilities": self.info.capabilities | {"adapters": has_adapters}}
+        )
+        self.adapters: dict[int, Any] = {}
+        self.used: dict[str, Any] = {}  # the model of each job
+
+    def add(self, job: Job, adapter: AdapterRef | None) -> None:
+        super().add(job, adapter)
+        self.used[job.job_id] = self.model if adapter is None else self.adapters[adapter.number]
+
+    @torch.no_grad()
+    def _write(self, writing: Any) -> Progress:
+        job, model = writing.job, self.used.pop(writing.job.job_id)
+        generator = torch.Generator().manual_seed(job.sampling.seed or 0)
+        ids, logps = list(job.ids), []
+        while len(logps) < job.sampling.max_tokens and (not logps or ids[-1] not in job.sampling.stop_ids):
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -1] / (job.sampling.temperature or 1.0)
+            chances = logits.softmax(-1)
+            token = (
+                int(torch.multinomial(chances, 1, generator=generator))
+                if job.sampling.temperature
+                else int(chances.argmax())
+            )
+            ids.append(token)
+            logps.append(float(logits.log_softmax(-1)[token]))
+        reason = STOP if ids[-1] in job.sampling.stop_ids else LENGTH
+        return Progress(job.job_id, ids[len(job.ids) :], reason, logps)
+
+    @torch.no_grad()
+    def _score(self, job: ScoreJob) -> Progress:
+        logits = self.used.pop(job.job_id)(input_ids=torch.tensor([list(job.ids)])).logits[0]
+        logps = logits[:-1].log_softmax(-1).gather(1, torch.tensor(job.ids[1:])[:, None])[:, 0]
+        return Progress(job.job_id, job.ids[job.start :], LENGTH, logps[job.start - 1 :].tolist())
+
+    @torch.no_grad()
+    def load_weights(self, tensors: Any) -> None:
+        own: dict[str, Tensor] = dict(self.model.state_dict())
+        for name, tensor in tensors:
+            own[name].copy_(tensor)
+
+    def known_tensors(self) -> dict[str, Any]:
+        return self.specs
+
+    def add_adapter(self, adapter: AdapterRef) -> None:
+        self.adapters[adapter.number] = PeftModel.from_pretrained(copy.deepcopy(self.model), adapter.path).eval()
+
+    def remove_adapter(self, adapter: AdapterRef) -> None:
+        self.adapters.pop(adapter.number)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    launch.make_engine = lambda args: ModelEngine(args.model, args.adapter_folder is not None)
+    sys.exit(launch.main())

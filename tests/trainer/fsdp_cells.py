@@ -1,0 +1,191 @@
+"""Runs that FSDP2 on two processes must end as one process without it does, and the processes that take them.
+
+    python -m tests.trainer.fsdp_cells FOLDER CELL ...
+
+Started once alone and once as two processes; each run leaves its final model, its log and its checkpoints in FOLDER/CELL.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import traceback
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from posttrain.core import faults
+from posttrain.methods.table import METHODS
+from tests import tiny
+from tests.trainer import fsdp_on_cpu
+
+STEPS, SAVED = 4, 2
+ROWS = 11  # 4 + 4 + 3: the last window is uneven over two processes
+LAUNCHED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+}
+"""What `accelerate launch` sets for the config that `accelerate config` writes."""
+ONLINE = {
+    "num_generations": 4, "max_completion_length": 5, "steps_per_generation": 4, "num_iterations": 2, "beta": 0.1,
+    "reward_workers": 0,
+}  # fmt: skip
+LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+@dataclass(frozen=True)
+class Cell:
+    method: str
+    options: dict[str, Any] = field(default_factory=dict)
+    lora: dict[str, Any] | None = None
+    model: dict[str, Any] = field(default_factory=dict)
+    launched: bool = False  # by accelerate's environment variables instead of options, from a path
+    fault: str = ""  # of the last process
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    resumes: bool = False
+
+
+CELLS = {
+    "sft": Cell("sft", {"max_grad_norm": 0.5, "load_best_model_at_end": True, "eval_strategy": "steps"}, resumes=True),
+    "sft-tied": Cell("sft", {"chunk_tokens": 7}, model={"tie_word_embeddings": True}),
+    "sft-padded": Cell("sft", {"padding_free": False, "loss_type": "dft", "chunk_tokens": 7}),
+    "sft-passes": Cell("sft", {"max_tokens_per_pass": 90}),
+    "sft-experts": Cell("sft", {"router_aux_loss_coef": 0.1}, model={"family": "qwen3_moe"}),
+    "sft-recomputed": Cell("sft", {"gradient_checkpointing": True}),
+    "sft-launched": Cell("sft", {"optim": "adamw_torch"}, launched=True, resumes=True),
+    "sft-lora": Cell("sft", {"max_grad_norm": 0.5}, LORA, resumes=True),
+    "sft-lora-head": Cell("sft", {"chunk_tokens": 7}, {"r": 4, "target_modules": ["q_proj", "lm_head"]}),
+    "sft-nonfinite": Cell("sft", fault="nan:gradient:2"),
+    "dpo": Cell("dpo", {"eval_strategy": "steps"}),
+    "dpo-lora": Cell("dpo", {"precompute_ref_log_probs": False}, LORA),
+    "reward": Cell("reward"),
+    "reward-lora": Cell("reward", {}, LORA),
+    "grpo": Cell("grpo", ONLINE | {"eval_strategy": "steps"}, resumes=True),
+    "grpo-lora": Cell("grpo", ONLINE | {"max_tokens_per_pass": 40}, LORA, fsdp={"activation_checkpointing": True}),
+}
+
+
+def checksum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """A reward that any other completion would change."""
+    return [float(sum(ids) % 13) for ids in completion_ids]
+
+
+def prompts(rows: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"Say {number}" + " please" * (number % 3)} for number in range(rows)]
+
+
+DATA = {"sft": tiny.chats, "dpo": tiny.pairs, "reward": tiny.pairs, "grpo": prompts}
+
+
+def model_of(cell: Cell) -> Any:
+    if cell.method == "reward":
+        return tiny.reward_model(**cell.model)
+    return tiny.causal_lm(**{"family": "llama", **cell.model})
+
+
+def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    args = METHODS[cell.method].config_class(
+        **{
+            "output_dir": str(folder),
+            "max_steps": STEPS,
+            "save_steps": SAVED,
+            "eval_steps": SAVED,
+            "logging_steps": 1,
+            **_cut(cell.method, world),
+            "learning_rate": 1e-3,
+            "report_to": "none",
+            "use_cpu": True,
+            "bf16": False,
+            "dataset_cache_dir": str(folder.parent / "cache"),
+            **({"fsdp": True, "fsdp_config": dict(cell.fsdp)} if world > 1 and not cell.launched else {}),
+            **cell.options,
+            **changes,
+        }
+    )
+    data = DATA[cell.method](ROWS)
+    more: dict[str, Any] = {"reward_funcs": checksum} if cell.method == "grpo" else {}
+    if cell.lora is not None:
+        more["peft_config"] = peft.LoraConfig(**cell.lora)
+    return METHODS[cell.method].trainer_class(
+        model=str(folder.parent / "model") if cell.launched else model_of(cell),
+        args=args,
+        train_dataset=Dataset.from_list(data),
+        eval_dataset=Dataset.from_list(data[:5]),
+        processing_class=tiny.tokenizer(),
+        callbacks=[IsSharded()] if world > 1 else None,
+        **more,
+    )
+
+
+def _cut(method: str, world: int) -> dict[str, int]:
+    """Eight rows a step; the same micro-batches on one process as on two (the routers' loss depends on them)."""
+    if method == "grpo":  # which rollouts come together depends on the accumulation
+        return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 2}
+    return {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // world}
+
+
+class IsSharded(TrainerCallback):
+    """No comparison below would notice that nothing was sharded."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        from torch.distributed.fsdp import FSDPModule
+
+        assert isinstance(model, FSDPModule), f"{type(model).__name__} is not sharded"
+
+
+@contextmanager
+def environment(cell: Cell, world: int, rank: int) -> Any:
+    """The variables of a launch, and of faults, while a cell runs. accelerate leaves some behind."""
+    before = dict(os.environ)
+    os.environ.update(LAUNCHED if cell.launched and world > 1 else {})
+    faults.arm(cell.fault if rank == world - 1 else None)
+    try:
+        yield
+    finally:
+        faults.arm(None)
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def run(cell: Cell, folder: Path) -> None:
+    made = trainer(cell, folder)
+    made.train()
+    made.save_model(str(folder / "final"))
+    if not cell.resumes:
+        return
+    resumed = folder.with_name(folder.name + "-resumed")
+    if made.is_world_process_zero():
+        shutil.copytree(folder / f"checkpoint-{SAVED}", resumed / f"checkpoint-{SAVED}")
+    made.accelerator.wait_for_everyone()
+    again = trainer(cell, resumed)
+    again.train(resume_from_checkpoint=True)
+    again.save_model(str(resumed / "final"))
+
+
+def main(home: Path, names: list[str]) -> None:
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    torch.set_num_threads(1)
+    fsdp_on_cpu.allow()
+    for name in names:
+        with environment(CELLS[name], world, rank):
+            try:
+                run(CELLS[name], home / name)
+            except Exception:
+                (home / f"{name}-{rank}.error").write_text(traceback.format_exc())
+                raise
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,187 @@
+"""FSDP2 on two processes ends where one process without it does; what it saves is whole, and resumes exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from posttrain import SFTConfig, SFTTrainer
+from posttrain.models.sharding import call_inside, is_sharded_module, plain_class
+from posttrain.trainer import checkpoint as files
+from posttrain.trainer.sharding import ShardingTrainer
+from tests import tiny
+from tests.trainer.fsdp_cells import CELLS, SAVED, STEPS, model_of
+
+ROOT = Path(__file__).parents[2]
+COMPARED = ("loss", "eval_loss", "grad_norm", "num_tokens", "entropy", "reward", "reward_std", "aux_loss", "kl")
+
+
+def start(processes: int, home: Path) -> list[subprocess.Popen]:
+    home.mkdir()
+    model_of(CELLS["sft-launched"]).save_pretrained(home / "model")
+    tiny.tokenizer().save_pretrained(home / "model")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(processes):
+        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+        environment |= {name: str(value) for name, value in world.items()} if processes > 1 else {}
+        log = open(home / f"{rank}.log", "w")  # noqa: SIM115
+        command = [sys.executable, "-m", "tests.trainer.fsdp_cells", str(home), *CELLS]
+        started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
+    return started
+
+
+@pytest.fixture(scope="module")
+def homes(tmp_path_factory):
+    """(of one process, of two): where the cells have left their runs."""
+    home = tmp_path_factory.mktemp("fsdp")
+    started = start(1, home / "one") + start(2, home / "two")
+    for process in started:
+        process.wait(timeout=280)
+    return home / "one", home / "two"
+
+
+def final(home: Path, name: str) -> dict[str, torch.Tensor]:
+    folder = home / name / "final"
+    if not folder.exists():
+        errors = [path.read_text() for path in home.glob("*.error")]
+        pytest.fail("\n".join(errors) or (home / "0.log").read_text()[-3000:])
+    return load_file(next(folder.glob("*model.safetensors")))
+
+
+def logged(home: Path, name: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (home / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if not cell.fault])
+def test_ends_where_one_process_does(name, homes):
+    one, two = (final(home, name) for home in homes)
+    assert one.keys() == two.keys()
+    for key, tensor in one.items():
+        torch.testing.assert_close(two[key], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+    seen = set()
+    for line, other in zip(*(logged(home, name) for home in homes), strict=True):
+        for key in {*COMPARED} & line.keys():
+            seen.add(key)
+            assert other[key] == pytest.approx(line[key], rel=1e-4, abs=1e-6), key
+    assert {"loss", "grad_norm"} <= seen
+
+
+@pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.resumes])
+def test_resumes_exactly(name, homes):
+    _, two = homes
+    whole, resumed = final(two, name), final(two, f"{name}-resumed")
+    assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
+    last = f"checkpoint-{STEPS}"
+    for rank in range(2):
+        kept = [load_file(two / run / last / f"optimizer_{rank}.safetensors") for run in (name, f"{name}-resumed")]
+        assert kept[0].keys() == kept[1].keys()
+        assert all(torch.equal(kept[1][key], tensor) for key, tensor in kept[0].items())
+    lines = {run: [line for line in logged(two, run) if "loss" in line] for run in (name, f"{name}-resumed")}
+    for line, other in zip(lines[name][SAVED:], lines[f"{name}-resumed"], strict=True):
+        for key in COMPARED:
+            assert other.get(key) == line.get(key), key
+
+
+def test_checkpoints_are_ours_and_verify(homes):
+    _, two = homes
+    for folder in files.checkpoints(two / "sft"):
+        files.verify(folder)
+        names = {path.suffix for path in folder.iterdir()}
+        assert not names & {".bin", ".pt", ".pth"}, "a pickle"
+    first, second = (
+        load_file(two / "sft" / f"checkpoint-{STEPS}" / f"optimizer_{rank}.safetensors") for rank in (0, 1)
+    )
+    elements = sum(
+        tensor.numel() for tensor in load_file(two / "sft" / f"checkpoint-{STEPS}" / "model.safetensors").values()
+    )
+    masters = [sum(t.numel() for key, t in part.items() if "masters" in key) for part in (first, second)]
+    assert sum(masters) == elements
+    assert max(masters) < 0.6 * elements
+
+
+@pytest.mark.parametrize(
+    ("name", "auto"), [("sft-launched", AutoModelForCausalLM), ("reward", AutoModelForSequenceClassification)]
+)
+def test_what_is_saved_loads(name, auto, homes):
+    loaded = auto.from_pretrained(homes[1] / name / "final")
+    for key, tensor in final(homes[0], name).items():
+        torch.testing.assert_close(loaded.state_dict()[key], tensor, rtol=1e-5, atol=1e-6)
+    architectures = json.loads((homes[1] / name / "final" / "config.json").read_text())["architectures"]
+    assert architectures == [auto.from_pretrained(homes[0] / name / "final").config.architectures[0]]
+
+
+def test_a_step_that_is_not_finite_on_one_process_is_taken_by_none(homes):
+    _, two = homes
+    skipped = (two / "sft-nonfinite" / "skipped_steps.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in skipped] == [2]
+    assert all(torch.isfinite(tensor).all() for tensor in final(two, "sft-nonfinite").values())
+
+
+# ---- what is refused ---------------------------------------------------------------------------------------------------
+
+
+def test_fsdp_where_accelerate_would_train_whole_copies_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    args = SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none")
+    assert args.sharding == "fsdp"
+    with pytest.raises(ValueError, match="accelerate does not shard here"):
+        SFTTrainer(tiny.causal_lm(), args, processing_class=tiny.tokenizer())
+
+
+def test_the_first_version_of_fsdp_is_refused():
+    plugin = SimpleNamespace(fsdp_version=1)
+    trainer = SimpleNamespace(
+        is_fsdp_enabled=True, accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
+    )
+    with pytest.raises(ValueError, match="fsdp_version: 2"):
+        ShardingTrainer._refuse_other_fsdp(trainer)
+
+
+def test_masters_and_log_probs_stay_float32_where_layers_are_bfloat16():
+    plugin = SimpleNamespace(
+        activation_checkpointing=True, activation_checkpointing_offload=False, mixed_precision_policy="accelerate's"
+    )
+    gradients = SimpleNamespace(plugin_kwargs={})
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            bf16=True,
+            activation_offloading=None,
+            accelerator_config=SimpleNamespace(gradient_accumulation_kwargs=None),
+        ),
+        accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), gradient_state=gradients),
+    )
+    ShardingTrainer._set_up_fsdp(trainer)
+    policy = plugin.mixed_precision_policy
+    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, torch.float32, None)
+    assert gradients.plugin_kwargs == {"sync_each_batch": True}
+    assert trainer.args.gradient_checkpointing  # by transformers, without accelerate's wrappers
+    assert not plugin.activation_checkpointing
+
+
+def test_a_function_in_the_place_of_a_forward_sees_hooks_once_and_leaves_no_trace():
+    layer = torch.nn.Linear(3, 2)
+    calls = []
+    layer.register_forward_pre_hook(lambda *_: calls.append("gathered"))
+    rows = torch.randn(4, 3)
+    found = call_inside(layer, rows, lambda given, forward: torch.cat([forward(row[None]) for row in given]))
+    torch.testing.assert_close(found, torch.nn.functional.linear(rows, layer.weight, layer.bias))
+    assert calls == ["gathered"]
+    assert "forward" not in layer.__dict__
+    assert plain_class(layer) is torch.nn.Linear
+    assert not is_sharded_module(layer)
