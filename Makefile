@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-slow vllm-env lint docs parity speed trust clean help
+.PHONY: demo test test-slow vllm-env lint docs frontend parity speed trust clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /'
@@ -44,7 +44,10 @@ lint: $(STAMP)  ## ruff and the import contract
 	$(BIN)/lint-imports --no-cache
 
 docs: $(STAMP)  ## write the option tables of docs/ from the configs
-	$(BIN)/python scripts/write_option_tables.py
+	$(BIN)/python -m scripts.write_option_tables
+
+frontend:  ## build the page of `posttrain view` from frontend/ into posttrain/view/static (needs Node 20 and npm)
+	cd frontend && npm ci --no-audit --no-fund && npm run build
 
 parity: $(STAMP)  ## side by side with TRL 1.16.0, in an environment of its own
 	benchmarks/parity/run.sh

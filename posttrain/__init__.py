@@ -38,13 +38,23 @@ _HOMES = {
         "unpair_preference_dataset",
     ),
     "posttrain.data.renderer": ("Conversation", "RenderError", "Renderer"),
+    "posttrain.evaluation.spec": ("EvalSpec",),
     "posttrain.methods.dpo": ("DPOConfig", "DPOTrainer"),
     "posttrain.methods.grpo": ("GRPOConfig", "GRPOTrainer"),
     "posttrain.methods.reward_model": ("RewardConfig", "RewardTrainer"),
     "posttrain.methods.rloo": ("RLOOConfig", "RLOOTrainer"),
     "posttrain.methods.sft": ("SFTConfig", "SFTTrainer"),
     "posttrain.methods.table": ("METHODS",),
+    "posttrain.migration.script_arguments": (
+        "DatasetMixtureConfig",
+        "ModelConfig",
+        "ScriptArguments",
+        "get_dataset",
+        "init_zero_verbose",
+    ),
+    "posttrain.migration.trl_parser": ("TrlParser",),
     "posttrain.models.chat_template_clone": ("clone_chat_template",),
+    "posttrain.models.model_options": ("get_kbit_device_map", "get_peft_config", "get_quantization_config"),
     "posttrain.models.reference": ("create_reference_model",),
     "posttrain.rewards.accuracy": ("accuracy_reward", "reasoning_accuracy_reward"),
     "posttrain.rewards.format": ("answer_format_reward", "think_format_reward"),
@@ -63,6 +73,7 @@ _HOMES = {
     "posttrain.trainer.config": ("BaseConfig", "option"),
     "posttrain.trainer.online": ("OnlineTrainer",),
     "posttrain.trainer.online_config": ("OnlineConfig",),
+    "posttrain.trainer.task_evals": ("TaskEvals",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -1,4 +1,4 @@
-"""Write the option tables of docs/ from the configs. `--check` writes nothing and fails if a table is out of date.
+"""Write the option tables of docs/ and of the command line from the configs. `--check` fails if one is out of date.
 
 A page holds `<!-- options: DPOConfig -->` and `<!-- end of options -->`; what is between them is replaced. A config's table has the
 options that it declares itself or takes from a mixin; those of BaseConfig have a page of their own. `options: RefusedOptions` are
@@ -18,6 +18,7 @@ from typing import Any
 from posttrain.methods.table import METHODS
 from posttrain.trainer.config import BaseConfig, default_of, is_ours
 from posttrain.trainer.refused_options import RefusedOptions
+from scripts import option_specs
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLE = re.compile(r"(<!-- options: (\w+) -->\n)(.*?)(<!-- end of options -->)", re.DOTALL)
@@ -66,9 +67,13 @@ def rewritten(text: str) -> str:
 
 
 def outdated() -> dict[Path, str]:
-    """Page -> its text with current tables, for every page whose tables are not."""
+    """File -> its text with current tables, for every file whose tables are not."""
     pages = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
-    return {page: fresh for page, text in pages.items() if (fresh := rewritten(text)) != text}
+    found = {page: fresh for page, text in pages.items() if (fresh := rewritten(text)) != text}
+    specs = option_specs.written()
+    if not option_specs.FILE.exists() or option_specs.FILE.read_text(encoding="utf-8") != specs:
+        found[option_specs.FILE] = specs
+    return found
 
 
 def main() -> int:

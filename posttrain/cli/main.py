@@ -5,11 +5,41 @@ from __future__ import annotations
 import importlib
 import sys
 
+from posttrain.cli.errors import EXIT_CODE, UsageError, nearest
+
+TRAIN = "posttrain.cli.train"
+
 COMMANDS = {
+    "check": (
+        "posttrain.cli.check",
+        "look at the data of a run before it costs anything: token by token, and what is wrong",
+    ),
+    "completion": ("posttrain.cli.completion", "a script with which bash, zsh or fish complete commands and options"),
     "demo": ("posttrain.cli.demo", "post-train a real 135M model on embedded data and show what changed"),
+    "doctor": ("posttrain.cli.doctor", "what works on this machine, and what to type next"),
     "env": ("posttrain.cli.env", "versions and devices, for bug reports"),
+    "sweep": ("posttrain.cli.sweep", "one run after another over values of any options; a table and a plot at the end"),
+    "view": (
+        "posttrain.cli.view",
+        "curves and rollouts of runs: a page on this machine, a terminal summary or a report",
+    ),
+    "eval": ("posttrain.cli.eval", "answer prompts with a model and judge the answers: pass@k with intervals"),
+    "export": (
+        "posttrain.cli.export",
+        "a trained model as merged weights, an adapter or GGUF, checked against what was trained",
+    ),
+    "chat": ("posttrain.cli.chat", "talk to a model in the terminal"),
+    "launch": ("posttrain.cli.jobs", "write, and submit, the job of a run for Slurm, SkyPilot or Kubernetes"),
+    "run": ("posttrain.cli.run", "run a script written for TRL, its imports answered by posttrain"),
     "vllm-serve": ("posttrain.cli.serve", "write completions for trainers with vLLM, in an environment of its own"),
 }
+
+
+def commands() -> dict[str, tuple[str, str]]:
+    """Name -> (module, what it does): a command for every method of METHODS, and the others."""
+    from posttrain.cli.option_table import method_names
+
+    return {name: (TRAIN, f"train: {summary}") for name, summary in method_names().items()} | COMMANDS
 
 
 def main(words: list[str] | None = None) -> int:
@@ -22,19 +52,26 @@ def main(words: list[str] | None = None) -> int:
 
         print(__version__)
         return 0
-    if words[0] not in COMMANDS:
-        import difflib
-
-        near = difflib.get_close_matches(words[0], COMMANDS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+    known = commands()
+    if words[0] not in known:
+        hint = nearest(words[0], known)
         print(f"posttrain: there is no command {words[0]!r}.{hint}\n\n{usage()}", file=sys.stderr)
-        return 2
-    return importlib.import_module(COMMANDS[words[0]][0]).main(words[1:]) or 0
+        return EXIT_CODE
+    module = importlib.import_module(known[words[0]][0])
+    try:
+        return (module.main(words[0], words[1:]) if known[words[0]][0] == TRAIN else module.main(words[1:])) or 0
+    except UsageError as error:
+        print(f"posttrain {words[0]}: {error}", file=sys.stderr)
+        return EXIT_CODE
+    except BrokenPipeError:  # `posttrain ... | head`: nobody reads on
+        sys.stderr.close()
+        return 1
 
 
 def usage() -> str:
-    width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in COMMANDS.items()]
+    known = commands()
+    width = max(map(len, known))
+    lines = [f"  {name:<{width}}  {summary}" for name, (_, summary) in known.items()]
     return "usage: posttrain COMMAND [options]\n\n" + "\n".join(lines)
 
 

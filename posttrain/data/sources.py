@@ -1,4 +1,4 @@
-"""Datasets by name: from the Hub or from local files, whole or in part, alone or mixed.
+"""Datasets by name: from the Hub or from local files, whole or in part. `mixtures` puts several together.
 
 JSON, CSV and text files are read line by line by us, because the usual readers mend in silence what they should report: bytes
 that are not UTF-8, numbers among texts, words like "None" that become nulls. Faults are told with file and line, all of them.
@@ -12,7 +12,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,13 @@ class DatasetSource:
     """Share of the rows to take, chosen by a seeded shuffle."""
     weight: float = 1.0
     """In a mixture: how often its rows are taken (concatenated), or its share of the draws (interleaved)."""
+    share: float | None = None
+    """In a mixture: its share of the rows (of all sources or of none)."""
+    keep: list[str] | None = None
+    """Columns to keep; None: all."""
+    data_files: Any = None
+    """Of a Hub dataset: which files of its repository."""
+    data_dir: str | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.fraction <= 1:
@@ -76,7 +83,7 @@ def load_source(source: DatasetSource | str, *, seed: int = 0, streaming: bool =
         raise SourceError(f"There is no file or folder {source.path}.")
     else:
         dataset = _load_from_hub(source, streaming)
-    dataset = rename_columns(dataset, source.columns, source.path)
+    dataset = _kept_columns(rename_columns(dataset, source.columns, source.path), source)
     if streaming:
         if source.fraction < 1:
             raise ValueError(f"fraction={source.fraction} of {source.path}: a stream has no share to take; use `take`.")
@@ -88,7 +95,8 @@ def load_source(source: DatasetSource | str, *, seed: int = 0, streaming: bool =
 
 def _load_from_hub(source: DatasetSource, streaming: bool) -> AnyDataset:
     try:
-        return datasets.load_dataset(source.path, source.subset, split=source.split, streaming=streaming)
+        files = {"data_files": source.data_files, "data_dir": source.data_dir}
+        return datasets.load_dataset(source.path, source.subset, split=source.split, streaming=streaming, **files)
     except (ValueError, OSError) as error:
         where = f"{source.path} (subset {source.subset!r}, split {source.split!r})"
         raise SourceError(f"{where} is no local file and could not be loaded from the Hub: {error}") from error
@@ -110,6 +118,17 @@ def rename_columns(dataset: AnyDataset, columns: dict[str, str], name: str) -> A
             f"{name} has a column {', '.join(map(repr, taken))} already; map that one to another name too."
         )
     return dataset.rename_columns({old: new for old, new in columns.items() if old != new})
+
+
+def _kept_columns(dataset: AnyDataset, source: DatasetSource) -> AnyDataset:
+    if source.keep is None:
+        return dataset
+    present = list(dataset.column_names or next(iter(dataset), {}))
+    if missing := [column for column in source.keep if column not in present]:
+        raise SourceError(
+            f"{source.path} has no column {missing[0]!r} to keep; it has {', '.join(map(repr, present))}."
+        )
+    return dataset.select_columns(source.keep)
 
 
 def take_fraction(dataset: datasets.Dataset, fraction: float, seed: int) -> datasets.Dataset:
@@ -381,74 +400,3 @@ def _text_rows(name: str) -> Iterator[Row | Fault]:
 
 
 READERS: dict[str, Callable[[str], Iterator[Row | Fault]]] = {"json": _json_rows, "csv": _csv_rows, "text": _text_rows}
-
-
-# ------------------------------------------------------------------------------------------------------------- mixtures
-
-
-def load_mixture(
-    sources: Sequence[DatasetSource | str], *, mixing: str = "concatenate", seed: int = 0, streaming: bool = False
-) -> AnyDataset:
-    """Several sources as one dataset.
-
-    `concatenate`: weight 2 takes every row twice, 0.5 a seeded half of them; the result is shuffled (a stream is not).
-    `interleave`: each row is drawn from a source with probability weight / sum of weights, until one is exhausted.
-    """
-    if mixing not in MIXERS:
-        raise ValueError(f"mixing={mixing!r} is none of {', '.join(MIXERS)}.")
-    if not sources:
-        raise ValueError("A mixture needs at least one source.")
-    listed = [DatasetSource(source) if isinstance(source, str) else source for source in sources]
-    loaded = [load_source(source, seed=seed, streaming=streaming) for source in listed]
-    if len(loaded) == 1 and listed[0].weight == 1:
-        return loaded[0]
-    return MIXERS[mixing](_with_common_columns(loaded, listed), [source.weight for source in listed], seed)
-
-
-def _concatenate(parts: list[AnyDataset], weights: list[float], seed: int) -> AnyDataset:
-    if isinstance(parts[0], datasets.IterableDataset):
-        if any(weight != int(weight) for weight in weights):
-            raise ValueError("Concatenated streams take whole weights: a stream has no share to take.")
-        return datasets.concatenate_datasets([p for part, weight in zip(parts, weights) for p in [part] * int(weight)])
-    copies = []
-    for part, weight in zip(parts, weights):
-        copies += [part] * int(weight)
-        if weight != int(weight):
-            copies.append(take_fraction(part, weight - int(weight), seed))
-    return datasets.concatenate_datasets(copies).shuffle(seed=seed)
-
-
-def _interleave(parts: list[AnyDataset], weights: list[float], seed: int) -> AnyDataset:
-    probabilities = [weight / sum(weights) for weight in weights]
-    return datasets.interleave_datasets(parts, probabilities=probabilities, seed=seed)
-
-
-MIXERS: dict[str, Callable[[list[AnyDataset], list[float], int], AnyDataset]] = {
-    "concatenate": _concatenate,
-    "interleave": _interleave,
-}
-
-
-def _with_common_columns(parts: list[AnyDataset], sources: list[DatasetSource]) -> list[AnyDataset]:
-    """The columns that all parts have, with values of one type: conversations that differ in their keys become JSON."""
-    names = [list(part.column_names or next(iter(part), {})) for part in parts]
-    common = [name for name in names[0] if all(name in others for others in names)]
-    if not common:
-        lists = "; ".join(f"{source.path}: {', '.join(columns)}" for source, columns in zip(sources, names))
-        raise SourceError(f"The sources of the mixture share no column ({lists}). Map their columns to common names.")
-    parts = [part.select_columns(common) for part in parts]
-    if any(part.features is None for part in parts):
-        return parts
-    for name in common:
-        if any(part.features[name] != parts[0].features[name] for part in parts):
-            parts = [_as_json(part, name, source.path) for part, source in zip(parts, sources)]
-    return parts
-
-
-def _as_json(part: AnyDataset, column: str, path: str) -> AnyDataset:
-    if isinstance(part.features[column], datasets.Value):
-        raise SourceError(
-            f"{path}: the column {column!r} holds {part.features[column].dtype}; in another source of the mixture it does "
-            "not. Map one of them to another name, or convert it."
-        )
-    return part.cast_column(column, datasets.Json())

@@ -11,10 +11,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from posttrain.data import row_formats as formats
+from posttrain.data.mixtures import load_mixture
 from posttrain.data.prepare import PrepareOptions, prepare_dataset
 from posttrain.data.renderer import Renderer
 from posttrain.data.row_checks import BadRowsError
-from posttrain.data.sources import DatasetSource, SourceError, load_mixture, load_source
+from posttrain.data.sources import DatasetSource, SourceError, load_source
 from tests import tiny
 
 GOOD = [{"text": f"row {i}"} for i in range(20)]

@@ -10,9 +10,9 @@ import re
 import pytest
 from transformers import TrainingArguments
 
+from posttrain.core.options import is_refused
 from posttrain.methods.table import METHODS
 from posttrain.trainer.config import BaseConfig, is_ours
-from posttrain.trainer.refused_options import REFUSED
 from scripts.write_option_tables import DOCS, TABLE, configs, outdated, own_options, row, table
 
 CONFIGS = configs()
@@ -57,7 +57,7 @@ def test_every_field_declared_in_this_library_has_a_help_text(name):
             for base in config.__mro__
             if base.__module__.startswith("posttrain.")
         )
-        is_known = is_ours(field) or REFUSED in field.metadata
+        is_known = is_ours(field) or is_refused(field)
         assert is_known == declared_here, f"{name}.{field.name} is declared without option(default, help)"
         if declared_here:
             text = field.metadata["help"]

@@ -1,0 +1,231 @@
+"""`posttrain check METHOD|CONFIG.yaml [--option value]`: a look at the data, token by token, before any GPU is paid for."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli.arguments import METHOD_KEY, RunConfig, parse
+from posttrain.cli.errors import UsageError
+from posttrain.cli.option_table import method_names
+
+if TYPE_CHECKING:
+    from posttrain.data.audit import Audit, AuditFinding
+
+USAGE = """usage: posttrain check [METHOD] [CONFIG.yaml] [--samples 3] [--json FILE|-] [--option value ...]
+
+Reads, checks and tokenises the rows as `posttrain METHOD` would, with the same options, and loads no model. Shows a few samples
+token by token (trained, context, cut), what is cut, dropped or repeated, how long the rows are, and what is wrong with the chat
+template.
+Exit code 0: nothing is wrong; 1: errors; 2: the command cannot be done. Warnings do not change it."""
+OWN = ("--samples", "--json")
+BAR = 40
+
+
+def main(words: list[str]) -> int:
+    if not words or any(word in ("-h", "--help") for word in words):
+        print(USAGE)
+        return 0
+    own, words = _own_options(words)
+    config = config_named(words, "check")
+    found = Checked(config)
+    if own["--json"]:
+        _write_json(own["--json"], found)
+    if own["--json"] != "-":
+        found.show(int(own["--samples"] or 3))
+    return 1 if found.errors else 0
+
+
+def config_named(words: list[str], command: str) -> RunConfig:
+    """METHOD CONFIG.yaml --options, where the file may name the method instead."""
+    if words and words[0] in method_names():
+        return parse(words[0], words[1:])
+    if not words or words[0].startswith("--"):
+        raise UsageError(
+            f"Name a method ({', '.join(method_names())}) or a file of options that has the key `{METHOD_KEY}`."
+        )
+    from posttrain.core.config_file import ConfigFileError, read_config
+
+    try:
+        method = read_config(words[0])[0].get(METHOD_KEY)
+    except ConfigFileError as error:
+        raise UsageError(str(error)) from error
+    if method not in method_names():
+        raise UsageError(
+            f"{words[0]} does not name its method. Write `posttrain {command} METHOD {words[0]}`, or the key `{METHOD_KEY}` into "
+            "the file."
+        )
+    return parse(method, words)
+
+
+def _own_options(words: list[str]) -> tuple[dict[str, str | None], list[str]]:
+    found: dict[str, str | None] = dict.fromkeys(OWN)
+    rest = []
+    left = iter(words)
+    for word in left:
+        name, equals, value = word.partition("=")
+        if name in OWN:
+            found[name] = value if equals else next(left, None)
+            if found[name] is None:
+                raise UsageError(f"{name} needs a value.")
+        else:
+            rest.append(word)
+    if found["--samples"] is not None and not found["--samples"].isdigit():
+        raise UsageError(f"--samples is {found['--samples']!r}; it takes a whole number.")
+    return found, rest
+
+
+class Checked:
+    """The datasets of a run, prepared and looked at."""
+
+    def __init__(self, config: RunConfig) -> None:
+        from posttrain.cli.assemble import config_of, model_name, told
+        from posttrain.data.audit import audit, of_tokenizer, overlap
+        from posttrain.methods.table import METHODS
+
+        config.values["on_bad_rows"] = "drop"  # to see all of them
+        config.values["dataset_streaming"] = config.values["streaming"] = False
+        _quiet()
+        self.config = config
+        self.args = told(lambda: config_of(config))
+        named = config.get("tokenizer_name_or_path") or model_name(config)
+        self.side = told(lambda: METHODS[config.method].trainer_class.without_model(named, self.args))
+        self.findings: list[AuditFinding] = []
+        self.audits: list[Audit] = []
+        self.prepared: list[Any] = []
+        has_tools = False
+        for name, rows in zip(("train", "eval"), self._rows()):
+            if rows is not None and (prepared := self._prepared(rows, name)) is not None:
+                has_tools |= "tools" in (rows.column_names or ())
+                self.prepared.append(prepared)
+                self.audits.append(audit(prepared, self.side.renderer))
+        conversational = any(each.detection.conversational for each in self.prepared)
+        of_template = of_tokenizer(self.side.renderer, conversational)
+        self.findings += [one for one in of_template if has_tools or "tool calls" not in one.sentence]
+        self.findings += [finding for each in self.audits for finding in each.findings]
+        if len(self.prepared) == 2:
+            self.findings += overlap(*self.prepared)
+
+    def _rows(self) -> tuple[Any, Any]:
+        from posttrain.cli.datasets_of import datasets_of
+        from posttrain.data.audit import ERROR, AuditFinding
+        from posttrain.data.sources import SourceError
+
+        try:
+            return datasets_of(self.config)
+        except SourceError as error:
+            self.findings.append(AuditFinding(ERROR, "file", "data", str(error).rstrip(".")))
+            return None, None
+
+    def _prepared(self, rows: Any, name: str) -> Any:
+        from posttrain.data.audit import ERROR, AuditFinding
+
+        self.side.args.on_bad_rows = "drop"
+        try:
+            with contextlib.redirect_stdout(
+                io.StringIO()
+            ):  # the summary of the preparation: it is said in another form here
+                prepared = self.side._prepared(rows, name)
+        except ValueError as error:  # no format fits, or nothing is left: the sentence says which
+            self.findings.append(AuditFinding(ERROR, "format", name, str(error).rstrip(".")))
+            return None
+        prepared = getattr(prepared, "prepared", prepared)  # prompts of online methods
+        return getattr(prepared, "samples", prepared)  # before they are packed
+
+    @property
+    def errors(self) -> list[AuditFinding]:
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    # ---- shown -----------------------------------------------------------------------------------------------------
+
+    def show(self, samples: int) -> None:
+        from rich.console import Console
+
+        console = Console(highlight=False, soft_wrap=True)
+        for audit, prepared in zip(self.audits, self.prepared):
+            console.rule(f"{audit.dataset}: {audit.kept:,} of {audit.rows:,} rows", align="left")
+            console.print(f"{audit.explanation[0].upper()}{audit.explanation[1:]}.")
+            console.print(f"{audit.tokens:,} tokens, {audit.trained_tokens:,} of them trained.")
+            for line in histogram(audit, self.args.max_length):
+                console.print(line, markup=False)
+            for sample in self._samples(prepared, samples):
+                self._show_sample(console, prepared, *sample)
+        if self.findings:
+            console.rule("to look at", align="left")
+        for finding in sorted(self.findings, key=lambda one: one.severity):
+            console.print(
+                f"{finding.severity:<8}{finding}",
+                style="red" if finding.severity == "error" else "yellow",
+                markup=False,
+            )
+        told = f"{len(self.errors)} errors, {len(self.findings) - len(self.errors)} warnings."
+        console.print("Nothing is wrong." if not self.findings else told)
+
+    @staticmethod
+    def _samples(prepared: Any, count: int) -> Iterator[tuple[int, int]]:
+        """(stored number, role) of the samples of a few units, spread over the dataset."""
+        if not len(prepared):
+            return
+        step = max(len(prepared) // max(count, 1), 1)
+        for unit in prepared._units[::step][:count]:
+            first, last = int(prepared.store.unit_offsets[unit]), int(prepared.store.unit_offsets[unit + 1])
+            for number in range(first, last):
+                yield number, int(unit)
+
+    def _show_sample(self, console: Any, prepared: Any, number: int, unit: int) -> None:
+        from posttrain.cli.token_view import coloured, kinds_of, marked
+
+        sample = prepared.store.sample(number, int(prepared.store.rows[unit]))
+        start, stop = int(prepared._sample_starts[number]), int(prepared._sample_stops[number])
+        role = prepared.roles[number - int(prepared.store.unit_offsets[unit])]
+        kinds = kinds_of(sample.trained, start, stop)
+        tokenizer = self.side.renderer.tokenizer
+        console.print(
+            f"\nrow {sample.row}, {role}: {len(kinds)} tokens, {kinds.count('trained')} trained, {kinds.count('cut')} cut"
+        )
+        if console.is_terminal:
+            console.print(coloured(tokenizer, sample.input_ids, kinds))
+        else:
+            console.print(marked(tokenizer, sample.input_ids, kinds), markup=False)
+
+    def as_json(self) -> dict[str, Any]:
+        told = [{**asdict(finding), "rows": list(finding.rows)} for finding in self.findings]
+        datasets = [
+            {name: value for name, value in each.as_json().items() if name != "findings"} for each in self.audits
+        ]
+        return {"method": self.config.method, "errors": len(self.errors), "findings": told, "datasets": datasets}
+
+
+def histogram(audit: Audit, max_length: int | None) -> list[str]:
+    if not audit.histogram:
+        return []
+    most = max(count for _, count in audit.histogram) or 1
+    shown = ", ".join(f"{name} {value:,.0f}" for name, value in audit.lengths.items())
+    lines = [f"Tokens a sample: {shown}; max_length is {max_length}."]
+    for edge, count in audit.histogram:
+        if count:
+            lines.append(f"  up to {edge:>7,} {'#' * max(1, round(BAR * count / most))} {count:,}")
+    return lines
+
+
+def _write_json(path: str, found: Checked) -> None:
+    text = json.dumps(found.as_json(), indent=1)
+    if path == "-":
+        sys.stdout.write(text + "\n")
+    else:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+
+
+def _quiet() -> None:
+    """Bars of the libraries underneath would stand between the lines."""
+    import datasets
+    from transformers.utils import logging
+
+    datasets.disable_progress_bars()
+    logging.disable_progress_bar()

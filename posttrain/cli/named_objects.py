@@ -1,0 +1,103 @@
+"""Functions and classes by name: my_package.rewards.exact, or rewards.py:exact, or the name of a built-in reward."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from posttrain.cli.errors import UsageError, nearest
+
+BUILT_IN_REWARDS: dict[str, tuple[str, tuple[int, ...] | None]] = {
+    "accuracy_reward": ("posttrain.rewards.accuracy", None),
+    "reasoning_accuracy_reward": ("posttrain.rewards.accuracy", None),
+    "think_format_reward": ("posttrain.rewards.format", None),
+    "answer_format_reward": ("posttrain.rewards.format", None),
+    "get_soft_overlong_punishment": ("posttrain.rewards.length", (1280, 256)),
+    "get_cosine_scaled_reward": ("posttrain.rewards.length", ()),
+    "get_repetition_penalty_reward": ("posttrain.rewards.length", ()),
+}
+"""Name -> (module, arguments with which a maker of rewards is called; None: it is the reward itself)."""
+
+
+def reward_named(name: str, option: str = "reward_funcs") -> Any:
+    """A reward function by built-in name, dotted path or file.py:name."""
+    if name in BUILT_IN_REWARDS:
+        module, arguments = BUILT_IN_REWARDS[name]
+        found = getattr(importlib.import_module(module), name)
+        return found if arguments is None else found(*arguments)
+    if "." not in name and ":" not in name:
+        hint = (
+            nearest(name, BUILT_IN_REWARDS)
+            or " A function of yours is named as my_module.function or file.py:function."
+        )
+        raise UsageError(f"`{option}`: there is no built-in reward {name!r}.{hint}")
+    return callable_named(name, option)
+
+
+def callable_named(name: str, option: str) -> Any:
+    found = object_named(name, option)
+    if not callable(found):
+        raise UsageError(f"`{option}`: {name} is a {type(found).__name__}, which cannot be called.")
+    return found
+
+
+def object_named(name: str, option: str) -> Any:
+    """What a dotted path or file.py:name names; the working directory is searched first."""
+    file, colon, attribute = name.rpartition(":")
+    if colon:
+        module, where = _from_file(file, option), file
+    else:
+        where, _, attribute = name.rpartition(".")
+        if not where:
+            raise UsageError(f"`{option}` is {name!r}; it takes my_module.name or file.py:name.")
+        module = _imported(where, name, option)
+    if not hasattr(module, attribute):
+        names = [each for each in vars(module) if not each.startswith("_")]
+        raise UsageError(f"`{option}`: {where} has no {attribute!r}.{nearest(attribute, names)}")
+    return getattr(module, attribute)
+
+
+def _from_file(file: str, option: str) -> ModuleType:
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise UsageError(f"`{option}`: there is no file {file}.")
+    if path.suffix != ".py":
+        raise UsageError(f"`{option}`: {file} cannot be loaded: Python files end in .py.")
+    name = path.stem
+    while (known := sys.modules.get(name)) is not None:
+        if getattr(known, "__file__", None) == str(path):
+            return known
+        name = f"{name}_"  # a module of that name is there already; functions of files travel by value, whatever it is called
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    _guarded(partial(spec.loader.exec_module, module), file, option)
+    return module
+
+
+def _imported(module: str, name: str, option: str) -> ModuleType:
+    folder = str(Path.cwd())
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    return _guarded(partial(importlib.import_module, module), name, option)
+
+
+def _guarded(load: Any, name: str, option: str) -> Any:
+    try:
+        return load()
+    except Exception as error:  # the user's code runs here: whatever it raises is told with its name
+        place = _line_of(error)
+        raise UsageError(f"`{option}`: {name} cannot be imported: {type(error).__name__}: {error}{place}.") from error
+
+
+def _line_of(error: BaseException) -> str:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    file = trace.tb_frame.f_code.co_filename if trace is not None else ""
+    return f" ({file}, line {trace.tb_lineno})" if file and not file.startswith("<") and "importlib" not in file else ""

@@ -1,0 +1,56 @@
+"""Samples as the model sees them, token by token: what is trained, what is context, what max_length cuts off."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+CONTEXT, TRAINED, CUT = "context", "trained", "cut"
+STYLES = {
+    CONTEXT: ("grey58", "grey42"),
+    TRAINED: ("bold green", "bold dark_green"),
+    CUT: ("strike red", "strike dark_red"),
+}
+"""Two shades each, in turn from token to token, so that one sees where they part."""
+MOST_TOKENS = 400
+
+
+def kinds_of(trained: np.ndarray, start: int, stop: int) -> list[str]:
+    """Of each token of a whole sample, of which [start, stop) is kept. The first token of all is predicted by nothing."""
+    names = np.where(trained, TRAINED, CONTEXT).astype(object)
+    names[:start], names[stop:] = CUT, CUT
+    if start < len(names) and names[start] == TRAINED:
+        names[start] = CONTEXT
+    return names.tolist()
+
+
+def coloured(tokenizer: Any, ids: np.ndarray, kinds: list[str]) -> Any:
+    """A rich Text."""
+    from rich.text import Text
+
+    text = Text()
+    for place, (piece, kind) in enumerate(zip(pieces_of(tokenizer, ids), kinds)):
+        if place == MOST_TOKENS:
+            text.append(f" ... {len(ids) - MOST_TOKENS} more tokens", style="italic")
+            break
+        text.append(piece, style=STYLES[kind][place % 2])
+    return text
+
+
+def marked(tokenizer: Any, ids: np.ndarray, kinds: list[str]) -> str:
+    """Without colours: runs of one kind, each with its name and its number of tokens."""
+    lines, start = [], 0
+    pieces = pieces_of(tokenizer, ids[:MOST_TOKENS])
+    for place in range(1, len(pieces) + 1):
+        if place == len(pieces) or kinds[place] != kinds[start]:
+            lines.append(f"{kinds[start]:>8} {place - start:>4} | {''.join(pieces[start:place])!r}")
+            start = place
+    if len(ids) > MOST_TOKENS:
+        lines.append(f"... {len(ids) - MOST_TOKENS} more tokens")
+    return "\n".join(lines)
+
+
+def pieces_of(tokenizer: Any, ids: np.ndarray) -> list[str]:
+    """The text of each token. Half a character is shown as the mark that stands for it."""
+    return [tokenizer.decode([int(token)], skip_special_tokens=False) for token in ids]

@@ -1,0 +1,85 @@
+"""`import trl` answered by posttrain: which module of TRL's has which of our names, and what to say of the others."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+import posttrain
+
+PLACES: dict[str, str] = {
+    "DatasetConfig": "posttrain.migration.script_arguments",
+    "disable_dropout_in_model": "posttrain.models.load",
+}
+"""Names of TRL's that `posttrain` itself does not have -> where they are."""
+RENAMED = {"disable_dropout_in_model": "disable_dropout"}
+UNSUPPORTED: dict[str, str] = {
+    "AutoModelForCausalLMWithValueHead": "the value head belongs to PPO, which posttrain does not have yet",
+    "PPOTrainer": "posttrain does not have PPO yet; GRPO and RLOO need no critic",
+    "KTOTrainer": "posttrain does not have KTO yet; DPO with pairs is the nearest",
+    "WeaveCallback": "posttrain writes every rollout to parquet: `posttrain view RUN` shows them",
+    "setup_chat_format": "it is gone from TRL, too: use_chat_format(model, tokenizer, 'chatml')",
+    "DataCollatorForCompletionOnlyLM": "SFTConfig(completion_only_loss=True) on prompt and completion columns does that",
+}
+"""Names that scripts import often and that are not there -> what to do."""
+ROOT = "trl"
+
+
+class UnsupportedByPosttrain(ImportError):
+    """A script asks for something of TRL's that posttrain does not have; the message names it and the way round."""
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes `trl` and every module below it out of posttrain's names."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if name == ROOT or name.startswith(f"{ROOT}."):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__path__ = []
+        module.__version__ = posttrain.__version__
+
+
+class _Module(ModuleType):
+    """One of TRL's modules: every name is looked up when it is asked for."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return found(name, self.__name__)
+
+
+def found(name: str, module: str = ROOT) -> Any:
+    """posttrain's object of that name."""
+    if name in PLACES:
+        return getattr(importlib.import_module(PLACES[name]), RENAMED.get(name, name))
+    if name in posttrain.__all__:
+        return getattr(posttrain, name)
+    why = UNSUPPORTED.get(name) or UNSUPPORTED.get(name.replace("Config", "Trainer"))
+    told = f": {why}" if why else ". docs/differences-from-trl.md lists what is there"
+    raise UnsupportedByPosttrain(f"The script imports {name} from {module}, which posttrain does not have{told}.")
+
+
+def install() -> None:
+    """From now on `import trl` gives posttrain, whether TRL is installed or not."""
+    for name in [name for name in sys.modules if name == ROOT or name.startswith(f"{ROOT}.")]:
+        del sys.modules[name]
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def uninstall() -> None:
+    """`import trl` finds what it found before."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
+    for name in [name for name in sys.modules if name == ROOT or name.startswith(f"{ROOT}.")]:
+        del sys.modules[name]

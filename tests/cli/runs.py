@@ -1,0 +1,60 @@
+"""Small inputs of the command line's tests: a tiny model on disk, rows of every kind, and the command in this process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from posttrain.cli.main import main
+from tests import tiny
+
+ROWS = {
+    "sft": [{"prompt": f"What is {i}?", "completion": f" It is {i}."} for i in range(24)],
+    "dpo": [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(24)],
+    "reward": [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(24)],
+    "grpo": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
+    "rloo": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
+}
+REWARD = '''
+def length(completions, **columns):
+    """Rewards that are different for different answers."""
+    return [float(len(text)) for text in completions]
+'''
+ONLINE = {"reward_funcs": ["rewards_of_test.py:length"], "num_generations": 4, "max_completion_length": 6}
+COMMON = {
+    "max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "report_to": "none", "use_cpu": True,
+    "save_strategy": "no", "logging_steps": 1,
+}  # fmt: skip
+
+
+def folder_with_inputs(folder: Path) -> Path:
+    """`folder` with model/, METHOD.jsonl and rewards_of_test.py."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tiny.causal_lm().save_pretrained(folder / "model")
+    tiny.tokenizer().save_pretrained(folder / "model")
+    for method, rows in ROWS.items():
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / f"{method}.jsonl").write_text(text, encoding="utf-8")
+    (folder / "rewards_of_test.py").write_text(REWARD, encoding="utf-8")
+    return folder
+
+
+def options_of(method: str) -> dict:
+    """Options with which a method trains in a folder with inputs."""
+    own = ONLINE if method in ("grpo", "rloo") else {}
+    named = {"model_name_or_path": "model", "dataset_name": f"{method}.jsonl", "output_dir": f"out-{method}"}
+    return {**COMMON, **named, **own}
+
+
+def flags(options: dict) -> list[str]:
+    words = []
+    for name, value in options.items():
+        if isinstance(value, bool):
+            words.append(f"--{name}" if value else f"--no_{name}")
+        else:
+            words += [f"--{name}", *([str(one) for one in value] if isinstance(value, list) else [str(value)])]
+    return words
+
+
+def posttrain(*words: str) -> int:
+    return main(list(words))

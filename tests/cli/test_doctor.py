@@ -1,0 +1,51 @@
+"""`posttrain doctor` and `posttrain completion`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from posttrain.cli import doctor
+from tests.cli.runs import posttrain
+
+
+def test_a_machine_that_works(capsys):
+    assert posttrain("doctor") == 0
+    shown = capsys.readouterr().out
+    assert "the native engine" in shown
+    assert "posttrain check" in shown
+    assert "!!" not in shown
+
+
+def test_what_fails_is_said_and_changes_the_exit_code(capsys, monkeypatch):
+    monkeypatch.setenv("POSTTRAIN_VLLM_PYTHON", "/nowhere/python")
+    assert posttrain("doctor") == 1
+    assert "/nowhere/python" in capsys.readouterr().out
+
+
+def test_a_kernel_that_raises_is_named():
+    def fail():
+        raise RuntimeError("no kernel image\nis available")
+
+    line = doctor._tried("attention", "torch's", fail)
+    assert line.mark == doctor.BAD
+    assert "no kernel image" in line.told
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_name_commands_and_options(shell, capsys):
+    assert posttrain("completion", shell) == 0
+    script = capsys.readouterr().out
+    for word in ("sft", "check", "vllm-serve", "learning_rate", "num_generations"):
+        assert word in script
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash here")
+def test_bash_completes(capsys):
+    posttrain("completion", "bash")
+    script = capsys.readouterr().out
+    ask = 'COMP_WORDS=(posttrain sft --learn); COMP_CWORD=2; _posttrain; echo "${COMPREPLY[@]}"'
+    shown = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == ["--learning_rate"]

@@ -1,0 +1,144 @@
+"""Training from the command line: every method, with a file and with flags; the same command again; help in no time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from posttrain.cli.main import main
+from posttrain.cli.option_table import method_names, table_of
+from posttrain.methods.table import METHODS
+from scripts import option_specs
+from tests.cli.runs import flags, folder_with_inputs, options_of, posttrain
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    return folder_with_inputs(tmp_path_factory.mktemp("inputs"))
+
+
+@pytest.fixture
+def folder(inputs, tmp_path, monkeypatch):
+    """A working directory with the inputs, for outputs of its own."""
+    for each in inputs.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def steps(folder: Path) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def test_every_method_has_a_command_and_every_option_stands_in_the_table():
+    assert list(method_names()) == list(METHODS)
+    assert option_specs.FILE.read_text() == option_specs.written(), "run `make docs`"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_file_and_flags_train_the_same(folder, method):
+    options = options_of(method)
+    (folder / "run.yaml").write_text(yaml.safe_dump({**options, "output_dir": "by-file"}))
+    assert posttrain(method, "run.yaml") == 0
+    assert posttrain(method, *flags({**options, "output_dir": "by-flags"})) == 0
+    by_file, by_flags = (steps(folder / name) for name in ("by-file", "by-flags"))
+    assert len(by_file) == 2
+    assert [line["loss"] for line in by_file] == [line["loss"] for line in by_flags]
+    for name in ("model.safetensors", "posttrain.yaml", "run.json"):
+        assert (folder / "by-file" / name).exists()
+    record = yaml.safe_load((folder / "by-flags" / "posttrain.yaml").read_text())
+    assert record == {"method": method, **options, "output_dir": "by-flags"}
+    assert json.loads((folder / "by-file" / "run.json").read_text())["starts"][0]["versions"]["torch"]
+
+
+def test_flags_go_before_the_file_and_the_file_before_defaults(folder):
+    options = {**options_of("sft"), "max_steps": 3, "learning_rate": "1e-4"}
+    (folder / "run.yaml").write_text(yaml.safe_dump(options))
+    assert posttrain("sft", "run.yaml", "--max_steps", "1", "--lr-scheduler-type=constant") == 0
+    (line,) = steps(folder / "out-sft")
+    assert line["learning_rate"] == 1e-4
+
+
+def test_the_same_command_again_goes_on(folder, capsys):
+    words = ["sft", *flags({**options_of("sft"), "save_strategy": "steps", "save_steps": 1, "max_steps": 2})]
+    assert main(words) == 0
+    before = (folder / "out-sft" / "model.safetensors").read_bytes()
+    assert main(words) == 0
+    assert (folder / "out-sft" / "model.safetensors").read_bytes() == before
+    assert [line["step"] for line in steps(folder / "out-sft")] == [1, 2]
+    assert len(json.loads((folder / "out-sft" / "run.json").read_text())["starts"]) == 2
+    assert main([*words, "--learning_rate", "0.5"]) == 2  # another run: refused, not mixed
+    assert "learning_rate" in capsys.readouterr().err
+
+
+def test_a_run_starts_again_from_what_it_left_behind(folder):
+    assert posttrain("sft", *flags(options_of("sft"))) == 0
+    assert posttrain("sft", "out-sft/posttrain.yaml", "--output_dir", "again") == 0
+    assert steps(folder / "again")[-1]["loss"] == steps(folder / "out-sft")[-1]["loss"]
+
+
+def test_lora_mixtures_columns_and_held_out_rows(folder):
+    rows = [{"question": f"Q{i}?", "reply": f" A{i}."} for i in range(20)]
+    (folder / "other.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {
+        **options_of("sft"), "use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj"],
+        "test_split_size": 6, "eval_strategy": "steps", "eval_steps": 1,
+        "datasets": [
+            {"path": "sft.jsonl", "columns": ["prompt", "completion"]},
+            {"path": "other.jsonl", "columns": {"question": "prompt", "reply": "completion"}, "weight": 2},
+        ],
+    }  # fmt: skip
+    del options["dataset_name"]
+    (folder / "run.yaml").write_text(yaml.safe_dump(options))
+    assert posttrain("sft", "run.yaml") == 0
+    assert (folder / "out-sft" / "adapter_model.safetensors").exists()
+    lines = [json.loads(line) for line in (folder / "out-sft" / "metrics.jsonl").read_text().splitlines()]
+    assert sum("eval_loss" in line for line in lines) == 2
+
+
+def test_shares_of_a_mixture_are_trls(folder):
+    from posttrain.cli.arguments import parse
+    from posttrain.cli.datasets_of import datasets_of
+
+    (folder / "many.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 100)
+    (folder / "few.jsonl").write_text('{"prompt": "c", "completion": "d"}\n' * 10)
+    listed = [{"path": "many.jsonl", "fraction": 3}, {"path": "few.jsonl", "fraction": 1}]
+    config = parse("sft", ["--datasets", json.dumps(listed)])
+    train, evaluation = datasets_of(config)
+    assert evaluation is None
+    assert sorted(train["prompt"]) == ["a"] * 30 + ["c"] * 10
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_help_shows_every_option_within_a_second(method):
+    start = time.perf_counter()
+    command = [sys.executable, "-m", "posttrain.cli.main", method, "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    took = time.perf_counter() - start
+    missing = [name for name in table_of(method).options if f"--{name}" not in shown]
+    assert not missing
+    assert " ".join(shown.split()).count("(default: ") == len(table_of(method).options)
+    assert took < 5, f"{took:.1f} s"  # a second on a machine that does nothing else; torch alone would take longer
+
+
+def test_the_command_line_imports_nothing_heavy():
+    heavy = "{'torch', 'transformers', 'datasets', 'numpy', 'yaml'}"
+    code = f"import sys, posttrain.cli.main, posttrain.cli.train; print({heavy} & set(sys.modules))"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.strip() == "set()"
+
+
+def test_processes_are_started_by_accelerate(folder):
+    options = {**options_of("sft"), "num_processes": 2, "per_device_train_batch_size": 2}
+    command = [sys.executable, "-m", "posttrain.cli.main", "sft", *flags(options)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    assert "x 2 processes" in ended.stdout
+    assert len(steps(folder / "out-sft")) == 2

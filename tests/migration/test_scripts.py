@@ -1,0 +1,73 @@
+"""Scripts of the kind that TRL's users have, unmodified, through `posttrain run`. Each runs in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cli.runs import folder_with_inputs
+
+SCRIPTS = Path(__file__).parent / "scripts"
+NAMES = sorted(path.name for path in SCRIPTS.glob("*.py"))
+ARGUMENTS = {
+    "sft_with_parser.py": [
+        "--config", "recipe.yaml", "--model_name_or_path", "model", "--dataset_name", "sft.jsonl", "--use_peft", "--lora_r", "4",
+    ],
+    "reward_with_parser.py": [
+        "--model_name_or_path", "model", "--dataset_name", "reward.jsonl", "--output_dir", "out", "--max_steps", "2",
+        "--report_to", "none", "--use_cpu", "True", "--save_strategy", "no",
+    ],
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = folder_with_inputs(tmp_path_factory.mktemp("scripts"))
+    (folder / "recipe.yaml").write_text(
+        "output_dir: out\nmax_steps: 2\nlearning_rate: 1e-3\nreport_to: none\nuse_cpu: true\nsave_strategy: 'no'\n"
+        "env: {RECIPE_SEEN: 'yes'}\n"
+    )
+    return folder
+
+
+def ran(script: Path, folder: Path, *words: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "posttrain.cli.main", "run", str(script), *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+
+
+def test_there_are_ten():
+    assert len(NAMES) >= 10
+    for name in NAMES:
+        assert "posttrain" not in (SCRIPTS / name).read_text(), f"{name} is meant to know nothing of posttrain"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_runs_unmodified(inputs, tmp_path, name):
+    for each in inputs.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    ended = ran(SCRIPTS / name, tmp_path, *ARGUMENTS.get(name, []))
+    assert ended.returncode == 0, ended.stdout[-1500:] + ended.stderr[-3000:]
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    assert any("loss" in line or "train_loss" in line for line in lines)
+    assert (tmp_path / "ended").read_text() == "yes"  # the script's own last line
+
+
+def test_what_is_missing_is_named(tmp_path):
+    (tmp_path / "script.py").write_text("from trl import AutoModelForCausalLMWithValueHead\n")
+    ended = ran(tmp_path / "script.py", tmp_path)
+    assert ended.returncode == 2
+    assert "AutoModelForCausalLMWithValueHead" in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert ran(tmp_path / "nowhere.py", tmp_path).returncode == 2
+
+
+def test_an_error_of_the_script_keeps_its_traceback(tmp_path):
+    (tmp_path / "script.py").write_text("import trl\nassert trl.SFTTrainer\nraise KeyError('mine')\n")
+    ended = ran(tmp_path / "script.py", tmp_path)
+    assert ended.returncode == 1
+    assert "KeyError: 'mine'" in ended.stderr
