@@ -1,0 +1,50 @@
+/** Numbers and texts as people read them. */
+
+export function number(value: number | null | undefined, digits = 4): string {
+  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  if (size !== 0 && (size < 1e-3 || size >= 1e6)) return value.toExponential(1).replace("e+", "e");
+  return String(Number(value.toPrecision(digits)));
+}
+
+/** For axes: 500k, 1.5M. */
+export function tick(value: number): string {
+  for (const [size, letter] of [
+    [1e9, "G"],
+    [1e6, "M"],
+    [1e3, "k"],
+  ] as const) {
+    if (Math.abs(value) >= 10 * size || (size > 1e3 && Math.abs(value) >= size))
+      return `${Number((value / size).toPrecision(3))}${letter}`;
+  }
+  return number(value, 3);
+}
+
+/** For columns: the same number of places in every row. */
+export function fixed(value: number | null | undefined, places: number): string {
+  return value === null || value === undefined ? "–" : value.toFixed(places).replace(/^-(0\.?0*)$/, "$1");
+}
+
+export function count(value: number, noun: string): string {
+  return `${value.toLocaleString("en")} ${noun}${value === 1 ? "" : "s"}`;
+}
+
+export function textOf(content: unknown): string {
+  if (content === null || content === undefined) return "";
+  if (typeof content === "string") return content;
+  if (Array.isArray(content) && content.every((part) => part && typeof part === "object" && "type" in part)) {
+    return content.map((part) => (part.type === "text" ? String(part.text ?? "") : `[${part.type}]`)).join("");
+  }
+  return JSON.stringify(content, null, 1);
+}
+
+export const FLAG_NAMES: Record<string, string> = {
+  error: "errors",
+  failed_reward: "failed rewards",
+  tool_calls: "tool calls",
+  tool_error: "tool errors",
+  truncated: "cut off",
+  masked: "masked",
+  no_advantage: "no advantage",
+};

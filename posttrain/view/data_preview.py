@@ -1,0 +1,171 @@
+"""What an offline method was trained on, as far as a run folder or its user says where it is.
+
+Three kinds of sources: prepared rows (`prepared_data.json` in the run folder names their token stores: tokens with the mask that
+training used), datasets (a local path in a configuration file of the run, or `--data`), and the rows that were left out
+(`bad_rows_*.jsonl`). Nothing is fetched: a dataset of the Hub is named, not shown.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.view.errors import NotFound, ViewError
+from posttrain.view.run_folder import RunFolder
+from posttrain.view.token_text import TokenText, numbered
+
+PREPARED_FILE = "prepared_data.json"
+"""{"train": {"store": "folder of a token store"}, ...}"""
+PATH_NAMES = ("path", "dataset", "dataset_name", "train_dataset", "eval_dataset", "data", "train_file", "datasets")
+MOST_ROWS, PAGE_ROWS, MOST_TOKENS, MOST_CHARACTERS = 1000, 20, 4096, 20_000
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str
+    kind: str  # a key of READERS
+    path: Path | None
+    note: str = ""
+
+    def as_json(self) -> Json:
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "path": None if self.path is None else str(self.path),
+            "note": self.note,
+        }
+
+
+def sources_of(run: RunFolder, given: list[str]) -> list[Source]:
+    """`given` are paths from the command line."""
+    found = [Source(Path(path).name, "dataset", Path(path), "named on the command line") for path in given]
+    for part, facts in (_read_json(run.path / PREPARED_FILE) or {}).items():
+        if isinstance(facts, dict) and isinstance(facts.get("store"), str):
+            found.append(Source(f"{part}, as trained on", "prepared", Path(facts["store"])))
+    for file, settings in run.settings().items():
+        found += _named_in(settings, file)
+    for path in sorted(run.path.glob("bad_rows_*.jsonl")):
+        part = path.stem.removeprefix("bad_rows_")
+        found.append(Source(f"{part}, rows left out", "left_out", path))
+    return list({(source.kind, source.path, source.name): source for source in reversed(found)}.values())[::-1]
+
+
+def _named_in(settings: Json, file: str) -> list[Source]:
+    found = []
+    for word in _paths_in(settings):
+        path = Path(word).expanduser()
+        if path.exists():
+            found.append(Source(path.name, "dataset", path, f"named in {file}"))
+        else:
+            found.append(Source(word, "elsewhere", None, f"named in {file}; not on this machine under that path"))
+    return found
+
+
+def _paths_in(value: Any, is_path: bool = False) -> list[str]:
+    if isinstance(value, dict):
+        return [w for name, inner in value.items() for w in _paths_in(inner, name in PATH_NAMES)]
+    if isinstance(value, list):
+        return [word for inner in value for word in _paths_in(inner, is_path)]
+    return [value] if is_path and isinstance(value, str) and value else []
+
+
+def preview(run: RunFolder, given: list[str], number: int, start: int) -> Json:
+    """A page of rows of one source."""
+    sources = sources_of(run, given)
+    if number >= len(sources):
+        raise NotFound(f"The run has {len(sources)} sources of data, and none with the number {number}.")
+    source = sources[number]
+    return source.as_json() | READERS[source.kind](source, start, run.tokenizer())
+
+
+# ---- the kinds -----------------------------------------------------------------------------------------------------------
+
+
+def _dataset_rows(source: Source, start: int, tokenizer: TokenText | None) -> Json:
+    from posttrain.data.sources import SourceError, load_source  # takes a second, and only this needs it
+
+    start = min(start, MOST_ROWS)
+    try:
+        rows = load_source(str(source.path), streaming=True)
+        page = list(itertools.islice(iter(rows), start, start + PAGE_ROWS + 1))
+    except (SourceError, ValueError, OSError) as error:
+        raise ViewError(f"{source.path} cannot be shown: {error}") from error
+    shown = [{"row": start + place, "fields": _fields(row)} for place, row in enumerate(page[:PAGE_ROWS])]
+    return {"rows": shown, "start": start, "total": None, "more": len(page) > PAGE_ROWS and start < MOST_ROWS}
+
+
+def _left_out_rows(source: Source, start: int, tokenizer: TokenText | None) -> Json:
+    assert source.path is not None
+    with open(source.path, encoding="utf-8", errors="replace") as file:
+        lines = list(itertools.islice(file, start, start + PAGE_ROWS + 1))
+    rows = []
+    for place, line in enumerate(lines[:PAGE_ROWS]):
+        try:
+            content = json.loads(line)
+        except ValueError:
+            content = line
+        rows.append({"row": start + place, "fields": _fields(content if isinstance(content, dict) else {"": content})})
+    return {"rows": rows, "start": start, "total": None, "more": len(lines) > PAGE_ROWS}
+
+
+def _prepared_rows(source: Source, start: int, tokenizer: TokenText | None) -> Json:
+    from posttrain.data.token_store import DamagedStoreError, TokenStore
+
+    assert source.path is not None
+    try:
+        store = TokenStore(source.path, verify=False)
+    except DamagedStoreError as error:
+        raise ViewError(f"The prepared rows are not there any more: {error}") from error
+    rows = []
+    for number in range(min(start, store.num_units), min(start + PAGE_ROWS, store.num_units)):
+        samples = [_sample(sample, tokenizer) for sample in store.unit(number)]
+        rows.append({"row": int(store.rows[number]), "samples": samples})
+    return {"rows": rows, "start": start, "total": store.num_units, "more": start + PAGE_ROWS < store.num_units}
+
+
+def _sample(sample: Any, tokenizer: TokenText | None) -> Json:
+    ids = sample.input_ids[:MOST_TOKENS].tolist()
+    return {
+        "pieces": tokenizer.pieces(ids) if tokenizer else numbered(ids),
+        "ids": ids,
+        "trained": [int(flag) for flag in sample.trained[:MOST_TOKENS]],
+        "tokens": len(sample.input_ids),
+        "trained_tokens": int(sample.trained.sum()),
+    }
+
+
+def _nothing_here(source: Source, start: int, tokenizer: TokenText | None) -> Json:
+    return {"rows": [], "start": 0, "total": 0, "more": False}
+
+
+READERS: dict[str, Callable[[Source, int, TokenText | None], Json]] = {
+    "dataset": _dataset_rows,
+    "prepared": _prepared_rows,
+    "left_out": _left_out_rows,
+    "elsewhere": _nothing_here,
+}
+
+
+def _fields(row: Json) -> Json:
+    """Values that JSON has; long ones cut, others by the name of their type."""
+    return {name: _field(value) for name, value in row.items()}
+
+
+def _field(value: Any) -> Any:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=lambda v: repr(type(v)))
+    if len(text) > MOST_CHARACTERS:
+        return text[:MOST_CHARACTERS] + f"… ({len(text):,} characters)"
+    return value if isinstance(value, str) else json.loads(text, parse_constant=lambda word: None)
+
+
+def _read_json(path: Path) -> Json | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None

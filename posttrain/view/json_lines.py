@@ -1,0 +1,74 @@
+"""GrowingLines: the JSON lines of a file that a run is still writing, read a piece at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+Entry = dict[str, Any]
+Series = dict[str, tuple[list[int], list[float | None]]]
+
+
+class GrowingLines:
+    """`entries` grow with every `refresh`. `generation` counts how often the file began anew, as that of a resumed run does."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.entries: list[Entry] = []
+        self.generation = 0
+        self._inode, self._offset = -1, 0
+        self._lock = threading.Lock()
+
+    def refresh(self) -> None:
+        with self._lock:
+            try:
+                with open(self.path, "rb") as file:
+                    self._read_on(file)
+            except FileNotFoundError:
+                if self._inode != -1:
+                    self._begin_anew(-1)
+
+    def _read_on(self, file: Any) -> None:
+        facts = os.fstat(file.fileno())
+        if facts.st_ino != self._inode or facts.st_size < self._offset:
+            self._begin_anew(facts.st_ino)
+        file.seek(self._offset)
+        content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]  # what comes after the last line end is still being written
+        self._offset += len(whole)
+        for line in whole.splitlines():
+            entry = _object_in(line)
+            if entry is not None:
+                self.entries.append(entry)
+
+    def _begin_anew(self, inode: int) -> None:
+        self.entries, self._offset, self._inode = [], 0, inode
+        self.generation += 1
+
+
+def _object_in(line: bytes) -> Entry | None:
+    """A line that a crash cut off says nothing; the run that goes on removes it."""
+    try:
+        entry = json.loads(line)
+    except ValueError:
+        return None
+    return entry if isinstance(entry, dict) else None
+
+
+def series_of(entries: list[Entry]) -> Series:
+    """name -> (steps, values) of all numbers in logs. A null (NaN where it was logged) stays: a gap in the curve."""
+    series: Series = {}
+    for entry in entries:
+        step = entry.get("step")
+        if not isinstance(step, int):
+            continue
+        for name, value in entry.items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if name != "step" and (is_number or value is None):
+                steps, values = series.setdefault(name, ([], []))
+                steps.append(step)
+                values.append(value)
+    return series

@@ -1,0 +1,89 @@
+"""Exports: what is written, what is left out, and that the trainers read it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from posttrain.rollout.rollout_store import RolloutStore
+from posttrain.view import api
+from posttrain.view.api import Viewed
+from posttrain.view.errors import NotFound, ViewError
+from posttrain.view.run_folder import open_runs
+
+
+def rollout(group, sample, completion, reward, prompt="2 + 2 =", **others):
+    return {
+        "group": group, "sample": sample, "prompt": prompt, "completion": completion, "reward": reward,
+        "completion_ids": [1], "trained": [True], **others,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def viewed(tmp_path):
+    talk = json.dumps([{"role": "user", "content": "Hi"}])
+    answers = [json.dumps([{"role": "assistant", "content": word}]) for word in ("Hello!", "Go away.")]
+    with RolloutStore(tmp_path) as store:
+        store.write(1, [rollout(0, 0, " 5", 0.0), rollout(0, 1, " 4", 1.0), rollout(0, 2, " four", 0.5)])
+        store.write(1, [rollout(1, 0, " 9", 1.0, "3 + 6 ="), rollout(1, 1, " 9", 1.0, "3 + 6 =")])
+        store.write(2, [rollout(2, 0, answers[0], 1.0, talk), rollout(2, 1, answers[1], -1.0, talk)])
+        store.write(3, [rollout(3, 0, "", float("nan"), error="lost"), rollout(3, 1, " x", 0.1)])
+    return Viewed(open_runs([str(tmp_path)]))
+
+
+def rows(made):
+    return [json.loads(line) for line in made["json_lines"].splitlines()]
+
+
+def test_pairs_set_the_best_against_the_worst(viewed):
+    made = api.exported(viewed, {"run": 0, "format": "dpo", "filter": {"step_max": "1"}})
+    assert rows(made) == [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " 5"}]
+    assert made["skipped"] == {"all rewards of the group are equal": 1}
+
+
+def test_pairs_of_conversations_stay_conversations(viewed):
+    made = api.exported(viewed, {"run": 0, "format": "dpo", "ids": ["2/process-0/0"]})  # one stands for its group
+    assert rows(made) == [
+        {
+            "prompt": [{"role": "user", "content": "Hi"}],
+            "chosen": [{"role": "assistant", "content": "Hello!"}],
+            "rejected": [{"role": "assistant", "content": "Go away."}],
+        }
+    ]
+
+
+def test_two_chosen_ones_are_compared_with_each_other(viewed):
+    made = api.exported(viewed, {"run": 0, "format": "dpo", "ids": ["1/process-0/1", "1/process-0/2"]})
+    assert rows(made) == [{"prompt": "2 + 2 =", "chosen": " 4", "rejected": " four"}]
+
+
+def test_a_group_without_two_rewards_makes_no_pair(viewed):
+    made = api.exported(viewed, {"run": 0, "format": "dpo", "filter": {"step_min": "3"}})
+    assert made["rows"] == 0
+    assert made["skipped"] == {"fewer than two completions with a reward": 1}
+
+
+def test_sft_is_messages_where_there_are_messages(viewed):
+    made = api.exported(
+        viewed, {"run": 0, "format": "sft", "filter": {"step_min": "2", "step_max": "2", "sort": "-reward"}}
+    )
+    assert rows(made)[0] == {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
+    }
+    made = api.exported(viewed, {"run": 0, "format": "sft", "ids": ["1/process-0/1"]})
+    assert rows(made) == [{"prompt": "2 + 2 =", "completion": " 4"}]
+    made = api.exported(viewed, {"run": 0, "format": "prompt-completion", "filter": {"step_min": "3"}})
+    assert made["skipped"] == {"could not be written": 1}
+
+
+def test_what_is_wrong_is_told(viewed):
+    for body, kind, sentence in (
+        ({"run": 0, "format": "csv", "ids": []}, ViewError, "no format 'csv'"),
+        ({"run": 4, "format": "dpo"}, NotFound, "no run 4"),
+        ({"format": "dpo"}, ViewError, "run is missing"),
+        ({"run": 0, "format": "dpo", "ids": "all"}, ViewError, "no list"),
+        ({"run": 0, "format": "dpo", "ids": ["9/process-0/0"]}, NotFound, "no rollout"),
+    ):
+        with pytest.raises(kind, match=sentence):
+            api.exported(viewed, body)
