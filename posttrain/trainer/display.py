@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from posttrain.data.preparation_report import PreparationReport
     from posttrain.trainer.base import BaseTrainer
 
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, DATA_FILE = "metrics.jsonl", "prepared_data.json"
 LAYOUTS = {RAGGED: "ragged batches", SHARED: "ragged batches with shared prompts", PADDED: "padded batches"}
 
 
@@ -31,6 +32,7 @@ def display_callbacks(trainer: BaseTrainer) -> None:
         trainer.remove_callback(callback)
     # Callbacks are called in this order: the plan comes before the live display begins, the summary after it ended.
     trainer.add_callback(MetricsFile(trainer.args.output_dir))
+    trainer.add_callback(DataPointer(trainer))
     trainer.add_callback(RunPlan(trainer))
     trainer.add_callback(RichProgressCallback().stand_back_for(trainer.callback_handler.callbacks))
     if trainer.args.alerts:
@@ -53,6 +55,27 @@ class MetricsFile(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
             self.file.append(state.global_step, logs)
+
+
+class DataPointer(TrainerCallback):
+    """`prepared_data.json`: where the tokens of the rows lie, so that `posttrain view` can show them as they were trained on."""
+
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        datasets = {"train": self.trainer.train_dataset, "eval": self.trainer.eval_dataset}
+        places = {name: store_of(rows) for name, rows in datasets.items()}
+        known = {name: {"store": str(place)} for name, place in places.items() if place is not None}
+        if state.is_world_process_zero and known:
+            (Path(args.output_dir) / DATA_FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+
+
+def store_of(rows: Any) -> Path | None:
+    """The folder of a prepared dataset's tokens, be it of prompts, of packed samples or plain; a stream has none."""
+    rows = getattr(rows, "prepared", rows)
+    rows = getattr(rows, "samples", rows)
+    return getattr(getattr(rows, "store", None), "folder", None)
 
 
 class CardWriter(TrainerCallback):

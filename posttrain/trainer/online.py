@@ -263,9 +263,7 @@ class OnlineTrainer(BaseTrainer):
         try:
             yield
         finally:
-            # Our own engines have given keys and values back already; graphs are kept, to capture them takes seconds.
-            if getattr(self.engine, "is_foreign", False):
-                self.engine.sleep()
+            self.engine.sleep()
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:

@@ -117,6 +117,14 @@ def run_commands(page: Path, block: Block, namespace: Namespace) -> None:
             raise RuntimeError(f"{page}:{block.line}: `{shlex.join(words)}` ended with {code}.")
 
 
+def write_file(page: Path, block: Block, namespace: Namespace) -> None:
+    """A YAML block that begins with `# NAME.yaml` is that file, for the commands below it."""
+    first = block.code.splitlines()[0]
+    if not first.startswith("# ") or not first.endswith(".yaml"):
+        raise ValueError(f"{page}:{block.line}: the first line of a YAML block must be `# NAME.yaml`.")
+    Path(first[2:]).write_text(block.code, encoding="utf-8")
+
+
 def nothing(page: Path, block: Block, namespace: Namespace) -> None:
     """A picture, a file tree, a table: not code."""
 
@@ -137,6 +145,7 @@ LANGUAGES: dict[str, Callable[[Path, Block, Namespace], None]] = {
     "python": run_python,
     "diff": run_diff,
     "bash": run_commands,
+    "yaml": write_file,
 }
 
 

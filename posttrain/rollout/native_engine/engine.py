@@ -199,13 +199,12 @@ class NativeEngine:
         self.version = version
 
     def sleep(self) -> None:
-        """Drop the graphs and their memory too; keys and values exist inside of a session only."""
+        """Keys and values, the large part, exist inside of a session only. Graphs are kept: to capture them takes seconds."""
         if self._in_session:
             raise RuntimeError("This engine has an open session; close it before `sleep`.")
-        self._made, self._drawings = None, {}
 
     def wake(self) -> None:
-        """What `sleep` dropped is made again when it is needed."""
+        """Nothing was given back."""
 
 
 class NativeSession:
