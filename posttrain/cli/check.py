@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.arguments import METHOD_KEY, RunConfig, parse
+from posttrain.cli.bars import no_bars
 from posttrain.cli.errors import UsageError
 from posttrain.cli.option_table import method_names
 
@@ -91,7 +92,7 @@ class Checked:
 
         config.values["on_bad_rows"] = "drop"  # to see all of them
         config.values["dataset_streaming"] = config.values["streaming"] = False
-        _quiet()
+        no_bars()
         self.config = config
         self.args = told(lambda: config_of(config))
         named = config.get("tokenizer_name_or_path") or model_name(config)
@@ -220,12 +221,3 @@ def _write_json(path: str, found: Checked) -> None:
         sys.stdout.write(text + "\n")
     else:
         Path(path).write_text(text + "\n", encoding="utf-8")
-
-
-def _quiet() -> None:
-    """Bars of the libraries underneath would stand between the lines."""
-    import datasets
-    from transformers.utils import logging
-
-    datasets.disable_progress_bars()
-    logging.disable_progress_bar()

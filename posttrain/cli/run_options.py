@@ -81,5 +81,10 @@ GROUPS: dict[str, type] = {
     "launch": LaunchOptions,
 }
 """Every method has these, `rewards` only those that are rewarded."""
-ALIASES = {"model": "model_name_or_path", "config_file": "accelerate_config", "dataset": "dataset_name"}
+ALIASES = {
+    "model": "model_name_or_path",
+    "config_file": "accelerate_config",
+    "dataset": "dataset_name",
+    "torch_dtype": "dtype",
+}
 """Short or older names -> the option. (`multi_gpu` and `fsdp1` are names of profiles: see `launch`.)"""

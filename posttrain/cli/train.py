@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.cli import launch
 from posttrain.cli.arguments import RunConfig, parse
+from posttrain.cli.bars import no_bars
 from posttrain.cli.help_text import help_of
 
 
@@ -29,7 +30,7 @@ def train(config: RunConfig, words: list[str]) -> int:
     from posttrain.cli.assemble import told, trainer_of
     from posttrain.cli.run_record import write_record
 
-    _no_bars()
+    no_bars()
     trainer = trainer_of(config)
     if trainer.args.should_save:
         write_record(Path(trainer.args.output_dir), config, ["posttrain", config.method, *words])
@@ -49,12 +50,3 @@ def _resume(config: RunConfig, folder: Path) -> Any:
     if given is None:
         return any(folder.glob("checkpoint-*"))
     return {"true": True, "auto": True, "false": False}.get(str(given).lower(), given)
-
-
-def _no_bars() -> None:
-    """Progress is shown by the trainer; those of the libraries underneath would stand between its lines."""
-    import datasets
-    from transformers.utils import logging
-
-    datasets.disable_progress_bars()
-    logging.disable_progress_bar()

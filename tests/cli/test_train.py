@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from posttrain.cli.arguments import parse
 from posttrain.cli.main import main
 from posttrain.cli.option_table import method_names, table_of
 from posttrain.methods.table import METHODS
@@ -66,6 +67,77 @@ def test_flags_go_before_the_file_and_the_file_before_defaults(folder):
     assert line["learning_rate"] == 1e-4
 
 
+RECIPES = {
+    "sft": """
+# as TRL's users have them
+model_name_or_path: Qwen/Qwen2-0.5B
+torch_dtype: bfloat16
+attn_implementation: sdpa
+dataset_name: trl-lib/Capybara
+dataset_train_split: train
+learning_rate: 2.0e-4
+num_train_epochs: 1
+packing: true
+per_device_train_batch_size: 2
+gradient_accumulation_steps: 8
+gradient_checkpointing: true
+gradient_checkpointing_kwargs: {use_reentrant: false}
+eos_token: '<|im_end|>'
+eval_strategy: steps
+eval_steps: 100
+use_peft: true
+lora_r: 32
+lora_alpha: 16
+lora_target_modules: [q_proj, v_proj]
+output_dir: Qwen2-0.5B-SFT
+push_to_hub: false
+accelerate_config: zero3
+num_processes: 4
+env: {VAR1: value1}
+""",
+    "dpo": """
+model_name_or_path: Qwen/Qwen2-0.5B-Instruct
+datasets:
+  - path: trl-lib/ultrafeedback_binarized
+    split: train
+    fraction: 0.5
+  - path: trl-lib/tldr-preference
+    columns: [prompt, chosen, rejected]
+    fraction: 0.5
+test_split_size: 0.1
+loss_type: [sigmoid, sft]
+loss_weights: [1.0, 0.1]
+beta: 0.1
+learning_rate: 5e-7
+precompute_ref_log_probs: true
+report_to: [trackio]
+""",
+    "grpo": """
+model_name_or_path: Qwen/Qwen2-0.5B
+dataset_name: trl-lib/DeepMath-103K
+reward_funcs: [accuracy_reward, think_format_reward]
+num_generations: 8
+max_completion_length: 256
+use_vllm: true
+vllm_mode: colocate
+loss_type: dapo
+epsilon_high: 0.28
+scale_rewards: none
+""",
+}
+
+
+@pytest.mark.parametrize("method", RECIPES)
+def test_files_of_trl_are_taken(tmp_path, method):
+    (tmp_path / "recipe.yaml").write_text(RECIPES[method])
+    given = yaml.safe_load(RECIPES[method])
+    config = parse(method, ["--config", str(tmp_path / "recipe.yaml")])
+    given.pop("env", None)
+    names = {"torch_dtype": "dtype"}
+    assert set(config.values) == {names.get(name, name) for name in given}
+    assert config.get("learning_rate") == pytest.approx(float(given.get("learning_rate", config.get("learning_rate"))))
+
+
 def test_the_same_command_again_goes_on(folder, capsys):
     words = ["sft", *flags({**options_of("sft"), "save_strategy": "steps", "save_steps": 1, "max_steps": 2})]
     assert main(words) == 0
@@ -104,7 +176,6 @@ def test_lora_mixtures_columns_and_held_out_rows(folder):
 
 
 def test_shares_of_a_mixture_are_trls(folder):
-    from posttrain.cli.arguments import parse
     from posttrain.cli.datasets_of import datasets_of
 
     (folder / "many.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 100)
