@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.arguments import METHOD_KEY, RunConfig, parse
-from posttrain.cli.bars import no_bars
 from posttrain.cli.errors import UsageError
 from posttrain.cli.option_table import method_names
+from posttrain.cli.output import no_bars, write_json
 
 if TYPE_CHECKING:
     from posttrain.data.audit import Audit, AuditFinding
@@ -37,7 +34,7 @@ def main(words: list[str]) -> int:
     config = config_named(words, "check")
     found = Checked(config)
     if own["--json"]:
-        _write_json(own["--json"], found)
+        write_json(own["--json"], found.as_json())
     if own["--json"] != "-":
         found.show(int(own["--samples"] or 3))
     return 1 if found.errors else 0
@@ -213,11 +210,3 @@ def histogram(audit: Audit, max_length: int | None) -> list[str]:
         if count:
             lines.append(f"  up to {edge:>7,} {'#' * max(1, round(BAR * count / most))} {count:,}")
     return lines
-
-
-def _write_json(path: str, found: Checked) -> None:
-    text = json.dumps(found.as_json(), indent=1)
-    if path == "-":
-        sys.stdout.write(text + "\n")
-    else:
-        Path(path).write_text(text + "\n", encoding="utf-8")

@@ -30,7 +30,7 @@ def is_started() -> bool:
 def command_of(config: RunConfig, words: list[str]) -> list[str] | None:
     """The command that starts the run's processes; None: this process is enough."""
     profile = _config_file(config.get("accelerate_config"))
-    count = config.get("num_processes") or (None if profile else _visible_gpus(config.get("gpu_ids")))
+    count = config.get("num_processes") or (None if profile else visible_gpus(config.get("gpu_ids")))
     several = (count or 1) > 1 or (config.get("num_machines") or 1) > 1
     if profile is None and not several:
         return None
@@ -95,7 +95,7 @@ def _profile_file(name: str) -> Path:
     return Path(str(files("posttrain").joinpath("launch_profiles", f"{name}.yaml")))
 
 
-def _visible_gpus(gpu_ids: str | None) -> int:
+def visible_gpus(gpu_ids: str | None) -> int:
     if gpu_ids and gpu_ids != "all":
         return len(gpu_ids.split(","))
     import torch

@@ -18,6 +18,10 @@ COMMANDS = {
     "demo": ("posttrain.cli.demo", "post-train a real 135M model on embedded data and show what changed"),
     "doctor": ("posttrain.cli.doctor", "what works on this machine, and what to type next"),
     "env": ("posttrain.cli.env", "versions and devices, for bug reports"),
+    "explain": (
+        "posttrain.cli.explain",
+        "the arithmetic of a run before it begins: steps, tokens, loss, work and memory",
+    ),
     "sweep": ("posttrain.cli.sweep", "one run after another over values of any options; a table and a plot at the end"),
     "view": (
         "posttrain.cli.view",

@@ -9,8 +9,8 @@ from typing import Any
 
 from posttrain.cli import launch
 from posttrain.cli.arguments import RunConfig, parse
-from posttrain.cli.bars import no_bars
 from posttrain.cli.help_text import help_of
+from posttrain.cli.output import no_bars
 
 
 def main(method: str, words: list[str]) -> int:

@@ -1,0 +1,238 @@
+"""Every loss as a line that a person reads, with places for its numbers: what `posttrain explain` prints.
+
+Each line is also an expression that can be computed (`tests/losses/test_formulas.py` does, against the loss itself): sg stops the
+gradient, choose(c, a, b) is a where c and b elsewhere, and `EXPRESSION where x = ...; y = ...` names its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.losses.policy import CISPO_CAP, POLICY_LOSSES, chosen_level, clip_range
+from posttrain.losses.preference import PREFERENCE_LOSSES
+
+# ---- the table -------------------------------------------------------------------------------------------------------------
+
+SUPERVISED_FORMULAS = {
+    "nll": "-log(p)",
+    "label_smoothed_nll": "-(1 - {label_smoothing_factor}) * log(p) - {label_smoothing_factor} * mean_v(log(p_v))",
+    "dft": "-sg(p) * log(p)",
+}
+"""Name of SUPERVISED_LOSSES -> the loss of a trained token of probability p."""
+
+PREFERENCE_FORMULAS = {
+    "sigmoid": "-log(sigmoid({beta} * d))",
+    "sigmoid_norm": "-log(sigmoid({beta} * (s_c / len_c - s_r / len_r)))",
+    "hinge": "max(0, 1 - {beta} * d)",
+    "ipo": "(s_c / len_c - s_r / len_r - 1 / (2 * {beta}))**2",
+    "exo_pair": "q * log(q / (1 - {label_smoothing})) + (1 - q) * log((1 - q) / {label_smoothing}) "
+    "where q = sigmoid({beta} * d)",
+    "nca_pair": "-log(sigmoid({beta} * l_c)) - log(sigmoid(-{beta} * l_c)) / 2 - log(sigmoid(-{beta} * l_r)) / 2",
+    "robust": "(-(1 - {label_smoothing}) * log(sigmoid({beta} * d)) + {label_smoothing} * log(sigmoid(-{beta} * d))) "
+    "/ (1 - 2 * {label_smoothing})",
+    "bco_pair": "-log(sigmoid({beta} * l_c)) - log(sigmoid(-{beta} * l_r))",
+    "sppo_hard": "(l_c - 1 / (2 * {beta}))**2 + (l_r + 1 / (2 * {beta}))**2",
+    "aot": "-(1 - {label_smoothing}) * log(sigmoid({beta} * D)) - {label_smoothing} * log(sigmoid(-{beta} * D)) "
+    "where D = sort(logp_c - logp_r) - sort(ref_c - ref_r)",
+    "aot_unpaired": "-(1 - {label_smoothing}) * log(sigmoid({beta} * D)) - {label_smoothing} * log(sigmoid(-{beta} * D)) "
+    "where D = sort(l_c) - sort(l_r)",
+    "apo_zero": "1 - sigmoid({beta} * l_c) + sigmoid({beta} * l_r)",
+    "apo_down": "sigmoid({beta} * l_c) + 1 - sigmoid({beta} * (l_c - l_r))",
+    "discopop": "-(1 - m) * log(sigmoid({beta} * d)) + m * exp(-{beta} * d) where m = sigmoid({beta} * d / {discopop_tau})",
+    "sft": "-logp_c",
+}
+"""Name of PREFERENCE_LOSSES -> the loss of a pair."""
+
+SCORE_FORMULAS = {
+    "reverse_kl": "l",
+    "forward_kl": "1 - exp(-l)",
+    "js_divergence": "log(2) + log(sigmoid(l))",
+    "alpha_divergence": "(exp(({f_alpha_divergence_coef} - 1) * l) - 1) / ({f_alpha_divergence_coef} - 1)",
+}
+"""Value of `f_divergence_type` -> the score s of a log-ratio l."""
+
+REWARD_FORMULAS = {
+    "bradley_terry": "-log(sigmoid(r_c - r_r - margin))",
+    "centring": "(r_c + r_r)**2",
+}
+"""Function of losses/reward -> the loss of a pair."""
+
+SURROGATE_FORMULAS = {
+    "clipped": "-min(rho * A, clip(rho, {below}, {above}) * A)",
+    "clipped with delta": "-min(min(rho, {delta}) * A, clip(rho, {below}, {above}) * A)",
+    "cispo": "-sg(min(rho, {cap})) * A * log(p)",
+    "sapo": "-A * sigmoid(tau * (rho - 1)) * 4 / tau where tau = choose(A > 0, {sapo_temperature_pos}, {sapo_temperature_neg})",
+    "vespo": "-sg(phi) * A * log(p) where w = prod_t(rho); k = choose(A >= 0, {vespo_k_pos}, {vespo_k_neg}); "
+    "c = choose(A >= 0, {vespo_lambda_pos}, {vespo_lambda_neg}); phi = exp(c + k * log(w) - c * w)",
+    "gmpo": "-exp(mean_t(c)) * A where c = choose(A >= 0, min(log(rho), {high}), max(log(rho), -{low}))",
+}
+"""Function of losses/policy -> what a token adds: rho its ratio, A its advantage, p its probability."""
+
+RATIO_FORMULAS = {
+    "token": "p / p_old",
+    "sequence": "exp(mean_t(log(p / p_old)))",
+    "sequence_token": "sg(exp(mean_t(log(p / p_old)))) * p / sg(p)",
+    "sequence_sum": "exp(sum_t(log(p / p_old)))",
+}
+"""Value of `importance_sampling_level` -> the ratio rho."""
+
+NORMALISERS = {
+    "per_token": "sum over tokens / {tokens} trained tokens of the step",
+    "mean_of_token_means": "mean over the tokens of a completion, sum over completions / {sequences} completions of the step",
+    "mean_of_token_sums": "sum over the tokens of a completion, sum over completions / {sequences} completions of the step",
+    "per_possible_token": "sum over tokens / ({sequences} completions of the step x {max_completion_length} possible tokens)",
+    "per_local_token": "mean over the tokens of a micro-batch, mean over the {batches} micro-batches of the step",
+}
+"""Function of losses/policy -> what is divided by what."""
+
+ADVANTAGE_FORMULAS = {
+    "group": "(r - mean_group(r)) / (std_group(r) + 1e-4)",
+    "batch": "(r - mean_group(r)) / (std_batch(r) + 1e-4)",
+    "none": "r - mean_group(r)",
+    "normalize_then_sum": "(z - mean_batch(z)) / (std_batch(z) + 1e-4) where z = sum_k(weight_k * (r_k - mean_group(r_k)) "
+    "/ (std_group(r_k) + 1e-4))",
+    "rloo": "r - mean of the other {others} of the group",
+}
+"""Value of `scale_rewards` (or the name of another rule) -> the advantage A."""
+
+
+# ---- with numbers ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Formula:
+    """The loss of a run: its terms, what the names in them mean, and what is divided by what."""
+
+    terms: tuple[str, ...]
+    divided_by: tuple[str, ...]
+    names: tuple[tuple[str, str], ...] = ()
+
+    def lines(self) -> list[str]:
+        shown = [f"loss = {term}" if not i else f"     + {term}" for i, term in enumerate(self.terms)]
+        divided = [f"  {part}" for part in self.divided_by]
+        return [*shown, *divided, *(f"  {name} = {meaning}" for name, meaning in self.names)]
+
+
+def number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
+def filled(formula: str, values: Any) -> str:
+    """The formula with the numbers of `values`, a mapping or a config, in their places."""
+    known = values if isinstance(values, dict) else vars(values)
+    return formula.format_map({name: number(value) for name, value in known.items()})
+
+
+Totals = dict[str, str]
+"""What the step divides by, in words: tokens, sequences, units, batches."""
+
+
+def of_sft(args: Any, totals: Totals) -> Formula:
+    name = "label_smoothed_nll" if args.label_smoothing_factor else args.loss_type
+    divided = (f"sum over tokens / {totals['tokens']} trained tokens of the step",)
+    return Formula((filled(SUPERVISED_FORMULAS[name], args),), divided, (("p", "probability of a trained token"),))
+
+
+def of_dpo(args: Any, totals: Totals) -> Formula:
+    weights = args.loss_weights or [1.0] * len(args.loss_type)
+    terms, divided = [], []
+    for name, weight in zip(args.loss_type, weights):
+        line = filled(PREFERENCE_FORMULAS[name], args)
+        terms.append(line if weight == 1 else f"{number(weight)} * [{line}]")
+        per = {"unit": f"{totals['units']} pairs", "token:chosen": "the chosen tokens"}[PREFERENCE_LOSSES[name].per]
+        divided.append(f"{name}: sum over pairs / {per} of the step")
+    names = [("l", "log(policy / reference) of a whole answer"), ("d", "s_c - s_r")]
+    names.append(("s", filled(SCORE_FORMULAS[args.f_divergence_type], args)))
+    if args.ld_alpha is not None:
+        names.append(("log-probs", f"tokens past the shorter answer count {number(args.ld_alpha)}"))
+    if args.use_weighting:
+        names.append(("weight of a pair", "exp(mean_t(log(p) - log(sum_v(p_v**2)))), chosen times rejected"))
+    used = " ".join(terms)
+    kept = [pair for pair in names if len(pair[0]) > 1 or _uses(used, pair[0])]
+    return Formula(tuple(terms), tuple(divided), tuple(kept))
+
+
+def _uses(text: str, name: str) -> bool:
+    found = {"l": ("l_c", "l_r", "d", "s_"), "d": ("d)", "d /"), "s": ("s_c", "d)", "d /")}[name]
+    return any(part in text for part in found)
+
+
+def of_reward(args: Any, totals: Totals) -> Formula:
+    terms = [REWARD_FORMULAS["bradley_terry"]]
+    if args.center_rewards_coefficient:
+        terms.append(f"{number(args.center_rewards_coefficient)} * {REWARD_FORMULAS['centring']}")
+    names = (("r", "reward of an answer"), ("margin", "the row's, 0 where it has none"))
+    return Formula(tuple(terms), (f"sum over pairs / {totals['units']} pairs of the step",), names)
+
+
+def of_grpo(args: Any, totals: Totals) -> Formula:
+    credit = args.scale_rewards if args.multi_objective_aggregation == "sum_then_normalize" else "normalize_then_sum"
+    made = _of_policy(args.loss_type, args, totals, ADVANTAGE_FORMULAS[credit])
+    terms, names, divided = list(made.terms), list(made.names), list(made.divided_by)
+    if args.beta:
+        factor = "rho * " if args.use_bias_correction_kl else ""
+        terms.append(f"{number(args.beta)} * {factor}(p_ref / p - log(p_ref / p) - 1)")
+        names.append(("p_ref", "probability under the reference"))
+    if args.entropy_coef or args.use_adaptive_entropy:
+        moving = ", which adapts" if args.use_adaptive_entropy else ""
+        terms.append(f"-{number(args.entropy_coef)} * entropy")
+        divided.append(f"the entropy: mean over the tokens of the step{moving}")
+    if args.top_entropy_quantile < 1:
+        names.append(("tokens", f"the policy term has the {args.top_entropy_quantile:.0%} of highest entropy only"))
+    if args.off_policy_mask_threshold is not None:
+        names.append(
+            ("mask", f"completions with A < 0 that drifted by more than {args.off_policy_mask_threshold} are out")
+        )
+    return Formula(tuple(terms), tuple(divided), tuple(names))
+
+
+def of_rloo(args: Any, totals: Totals) -> Formula:
+    advantage = filled(ADVANTAGE_FORMULAS["rloo"], {"others": args.num_generations - 1})
+    made = _of_policy("rloo", args, totals, advantage)
+    clipped = (
+        "reward"
+        if args.reward_clip_range is None
+        else f"clip(reward, {args.reward_clip_range[0]}, {args.reward_clip_range[1]})"
+    )
+    penalty = f" - {number(args.beta)} * sum_t(log(p_old / p_ref))" if args.beta else ""
+    names = [*made.names, ("r", clipped + penalty)]
+    if args.normalize_advantages:
+        names.append(("A, then", "shifted and scaled to mean 0 and deviation 1 over a generation"))
+    return Formula(made.terms, made.divided_by, tuple(names))
+
+
+def _of_policy(name: str, args: Any, totals: Totals, advantage: str) -> Formula:
+    loss = POLICY_LOSSES[name]
+    level = chosen_level(name, loss, importance_sampling_level=getattr(args, "importance_sampling_level", None))
+    divided = filled(
+        NORMALISERS[loss.normaliser.__name__], totals | {"max_completion_length": args.max_completion_length}
+    )
+    names = (("rho", RATIO_FORMULAS[level]), ("A", advantage))
+    return Formula((surrogate_line(name, args),), (divided,), names)
+
+
+def surrogate_line(name: str, args: Any) -> str:
+    """The surrogate of a policy loss with its numbers."""
+    kind = POLICY_LOSSES[name].surrogate.__name__
+    values = dict(vars(args))
+    given = (values.get("epsilon"), values.get("epsilon_high"))
+    if kind == "clipped":
+        low, high = clip_range(*given, 0.2)
+        values |= {"below": 1 - low, "above": 1 + high}
+        kind = "clipped" if values.get("delta") is None else "clipped with delta"
+    if kind == "gmpo":
+        values["low"], values["high"] = clip_range(*given, 0.4)
+    values["cap"] = CISPO_CAP if given[1] is None else given[1]
+    return filled(SURROGATE_FORMULAS[kind], values)
+
+
+FORMULAS: dict[str, Callable[[Any, Totals], Formula]] = {
+    "sft": of_sft,
+    "dpo": of_dpo,
+    "reward": of_reward,
+    "grpo": of_grpo,
+    "rloo": of_rloo,
+}
+"""Method -> its loss with the numbers of a config."""

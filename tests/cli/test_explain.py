@@ -1,0 +1,441 @@
+"""`posttrain explain`: its figures are those that a real run then counts, for 20 configurations of three methods."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from posttrain.cli.arguments import parse
+from posttrain.cli.assemble import trainer_of
+from posttrain.cli.explain import Explained
+from tests.cli import test_broken_configs as broken
+from tests.cli.runs import flags, folder_with_inputs, options_of, posttrain
+
+REWARD = '''
+from pathlib import Path
+
+
+def length(completions, **columns):
+    """Longer is better; every call leaves a line."""
+    with open("calls.txt", "a") as file:
+        file.write(f"{len(completions)}\\n")
+    return [float(len(text)) for text in completions]
+'''
+WORDS = ["amber", "birch", "cedar", "delta", "ember", "flint", "grove", "heath", "inlet", "jetty", "knoll"]
+
+
+def text(number: int, size: int) -> str:
+    return " ".join(WORDS[(number * 5 + k * k) % len(WORDS)] for k in range(size))
+
+
+UNEVEN = {
+    "sft": [{"prompt": f"Say {i}:", "completion": " " + text(i, 1 + i * i % 7)} for i in range(23)],
+    "texts": [{"text": text(i, 1 + (3 * i) % 11)} for i in range(19)],
+    "dpo": [
+        {"prompt": f"Say {i}:", "chosen": " " + text(i, 1 + i % 5), "rejected": " no " + text(i + 1, i % 3)}
+        for i in range(21)
+    ],
+    "grpo": [{"prompt": f"Say {text(i, 1 + i % 4)}:"} for i in range(11)],
+}
+EVERY_STEP = {"logging_steps": 1, "max_steps": -1, "disable_tqdm": True}
+SMALL = {"per_device_train_batch_size": 2, "num_train_epochs": 1}
+GROUPS = {"num_generations": 4, "per_device_train_batch_size": 4, "reward_workers": 0, "num_train_epochs": 1}
+
+CASES = {
+    # name: (method, rows, options)
+    "sft: a step a batch": ("sft", "sft", SMALL),
+    "sft: accumulation with a partial last step": ("sft", "sft", {**SMALL, "gradient_accumulation_steps": 4}),
+    "sft: two and a half epochs": ("sft", "sft", {**SMALL, "num_train_epochs": 2.5, "gradient_accumulation_steps": 3}),
+    "sft: the rest is dropped": ("sft", "sft", {**SMALL, "per_device_train_batch_size": 5, "dataloader_drop_last": True}),
+    "sft: max_steps inside of the second epoch": ("sft", "sft", {**SMALL, "max_steps": 17, "warmup_steps": 0.2}),
+    "sft: packed": ("sft", "texts", {**SMALL, "packing": True, "max_length": 48, "num_train_epochs": 2}),
+    "sft: packed, split": (
+        "sft",
+        "texts",
+        {**SMALL, "packing": True, "packing_strategy": "bfd_split", "max_length": 24, "gradient_accumulation_steps": 2},
+    ),
+    "sft: wrapped": (
+        "sft", "texts", {**SMALL, "packing": True, "packing_strategy": "wrapped", "max_length": 32},
+    ),
+    "sft: cut and trained on whole rows": ("sft", "sft", {**SMALL, "max_length": 20, "completion_only_loss": False}),
+    "sft: too long ones dropped, passes, evaluations and checkpoints": (
+        "sft",
+        "sft",
+        {
+            **SMALL, "max_length": 28, "truncation_mode": "drop", "per_device_train_batch_size": 4, "save_strategy": "steps",
+            "save_steps": 2, "save_total_limit": 2, "save_only_model": True, "eval_strategy": "steps", "eval_steps": 3,
+            "test_split_size": 3, "max_tokens_per_pass": 60, "logging_steps": 2, "warmup_steps": 2,
+        },
+    ),
+    "sft: grouped by length": (
+        "sft", "sft", {**SMALL, "train_sampling_strategy": "group_by_length", "gradient_accumulation_steps": 2},
+    ),
+    "dpo: pairs": ("dpo", "dpo", {**SMALL, "gradient_accumulation_steps": 2, "num_train_epochs": 2}),
+    "dpo: cut, dropped rest, several losses": (
+        "dpo",
+        "dpo",
+        {
+            **SMALL, "max_length": 16, "dataloader_drop_last": True, "loss_type": ["sigmoid", "sft"],
+            "gradient_accumulation_steps": 3,
+        },
+    ),
+    "dpo: precomputed reference, evaluation by epoch": (
+        "dpo",
+        "dpo",
+        {
+            **SMALL, "precompute_ref_log_probs": True, "eval_strategy": "epoch", "test_split_size": 4, "num_train_epochs": 2,
+            "save_strategy": "epoch", "save_only_model": True,
+        },
+    ),
+    "dpo: coupled pairs in passes": (
+        "dpo", "dpo", {**SMALL, "loss_type": ["aot"], "max_tokens_per_pass": 70, "gradient_accumulation_steps": 2},
+    ),
+    "grpo: a generation a step": ("grpo", "grpo", {**GROUPS, "num_train_epochs": 2}),
+    "grpo: accumulation, several epochs": ("grpo", "grpo", {**GROUPS, "gradient_accumulation_steps": 2, "num_train_epochs": 3}),
+    "grpo: two passes over each generation": ("grpo", "grpo", {**GROUPS, "num_iterations": 2, "beta": 0.1}),
+    "grpo: steps_per_generation": (
+        "grpo", "grpo", {**GROUPS, "steps_per_generation": 4, "gradient_accumulation_steps": 2, "max_steps": 5},
+    ),
+    "grpo: generation_batch_size, a reward a sample": (
+        "grpo",
+        "grpo",
+        {**GROUPS, "per_device_train_batch_size": 2, "generation_batch_size": 8, "reward_batching": "sample", "max_steps": 7},
+    ),
+    "grpo: a step that takes parts of two generations": (
+        "grpo",
+        "grpo",
+        {**GROUPS, "steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_iterations": 1, "reward_batching": "all"},
+    ),
+    "rloo: evaluation": (
+        "rloo",
+        "grpo",
+        {**GROUPS, "num_generations": 2, "eval_strategy": "steps", "eval_steps": 4, "test_split_size": 3, "eval_on_start": True},
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = folder_with_inputs(tmp_path_factory.mktemp("explain"))
+    (folder / "rewards_of_test.py").write_text(REWARD, encoding="utf-8")
+    for name, rows in UNEVEN.items():
+        (folder / f"uneven_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def here(inputs, monkeypatch):
+    monkeypatch.chdir(inputs)
+    (inputs / "calls.txt").unlink(missing_ok=True)
+    return inputs
+
+
+def words_of(method: str, rows: str, changes: dict, folder: str = "out") -> list[str]:
+    options = options_of(method) | EVERY_STEP | {"dataset_name": f"uneven_{rows}.jsonl", "output_dir": folder} | changes
+    return flags(options)
+
+
+class Spy:
+    """Counts, from outside, what a run does."""
+
+    def __init__(self, trainer) -> None:
+        self.trainer, self.steps = trainer, defaultdict(lambda: defaultdict(int))
+        self.generations = self.completions = self.prompt_tokens = 0
+        self.prompts = set()
+        self._hear(trainer, "loss", self._of_loss)
+        self._hear(trainer, "training_step", self._of_micro_batch)
+        if hasattr(trainer, "collector"):
+            self._hear(trainer.collector, "collect", self._of_generation, after=True)
+
+    @staticmethod
+    def _hear(owner, name, hear, after=False) -> None:
+        real = getattr(owner, name)
+
+        def heard(*args, **kwargs):
+            result = real(*args, **kwargs)
+            hear(*args, result) if after else hear(*args)
+            return result
+
+        setattr(owner, name, heard)
+
+    def _of_loss(self, batch, *_) -> None:
+        if torch.is_grad_enabled():
+            step = self.steps[self.trainer.state.global_step]
+            step["rows"] += batch.num_units if not hasattr(self.trainer, "collector") else batch.num_samples
+            step["samples"] += batch.num_samples
+            step["tokens"] += batch.num_tokens
+            step["trained"] += batch.num_trained
+            step["passes"] += 1
+
+    def _of_micro_batch(self, *_) -> None:
+        self.steps[self.trainer.state.global_step]["micro_batches"] += 1
+
+    def _of_generation(self, requests, state, collected) -> None:
+        if self.trainer._rows is self.trainer.train_dataset:
+            self.generations += 1
+            self.completions += len(requests)
+            self.prompts |= {request.number for request in requests}
+            self.prompt_tokens += sum(len(r.sample) - r.sample.num_trained for r in collected.rollouts)
+
+    def range(self, name: str) -> tuple[int, float, int, int]:
+        values = [step[name] for step in self.steps.values()]
+        return min(values), sum(values) / len(values), max(values), sum(values)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_counts_are_those_of_the_run(here, name, tmp_path):
+    method, rows, changes = CASES[name]
+    config = parse(method, words_of(method, rows, changes, str(tmp_path / "out")))
+    told = Explained(config).counts
+    trainer = trainer_of(parse(method, words_of(method, rows, changes, str(tmp_path / "out"))))
+    spy = Spy(trainer)
+    trainer.train()
+    history, online = trainer.state.log_history, told.rollouts is not None
+    logged = [entry for entry in history if "learning_rate" in entry]
+    assert told.optimizer_steps == trainer.state.global_step == len(spy.steps)
+    assert told.epochs == pytest.approx(trainer.state.epoch, abs=1e-12)
+    assert told.logs == len(logged)
+    assert told.evaluations == len([entry for entry in history if "eval_runtime" in entry])
+    assert told.checkpoints_kept == len(list((tmp_path / "out").glob("checkpoint-*")))
+    if changes.get("warmup_steps") and changes.get("logging_steps", 1) == 1:
+        rates = [entry["learning_rate"] for entry in logged]
+        assert told.warmup_steps == rates.index(max(rates))
+    exact = ("rows", "samples", "micro_batches", "passes") + (() if online else ("tokens", "trained"))
+    for figure in exact:
+        found = told.per_step[figure]
+        assert (found.smallest, found.mean, found.largest, found.total) == spy.range(figure), figure
+    if online:
+        assert_rollouts(told, spy, here, trainer, tmp_path / "out")
+    elif changes.get("logging_steps", 1) == 1:
+        assert told.per_step["tokens"].total == logged[-1]["num_tokens"]
+        assert max(b["num_tokens"] - a["num_tokens"] for a, b in zip([{"num_tokens": 0}, *logged], logged)) == (
+            told.per_step["tokens"].largest
+        )
+
+
+def assert_rollouts(told, spy: Spy, here: Path, trainer, folder: Path) -> None:
+    import pyarrow.dataset
+
+    rollouts = told.rollouts
+    assert rollouts.generations == spy.generations
+    assert rollouts.prompts == len(spy.prompts)
+    assert rollouts.completions == spy.completions
+    assert rollouts.prompt_tokens == spy.prompt_tokens
+    stored = pyarrow.dataset.dataset(folder / "rollouts").to_table().to_pylist()
+    assert rollouts.completions == len(stored)
+    logged = [entry["num_tokens"] for entry in trainer.state.log_history if "num_tokens" in entry][-1]
+    assert rollouts.prompt_tokens < logged <= rollouts.most_tokens
+    for figure in ("smallest", "mean", "largest", "total"):
+        assert (
+            getattr(told.per_step["tokens"], figure)
+            >= dict(zip(("smallest", "mean", "largest", "total"), spy.range("tokens")))[figure]
+        )
+    calls = [int(line) for line in (here / "calls.txt").read_text().split()]
+    if told.evaluations:  # which calls rewards too, once for each group
+        evaluated = told.evaluations * told.eval_rows
+        assert rollouts.reward_calls + evaluated == len(calls)
+        assert rollouts.completions + told.evaluations * told.eval_completions == sum(calls)
+    else:
+        assert rollouts.reward_calls == len(calls)
+        assert rollouts.completions == sum(calls)
+
+
+def test_there_are_twenty_configurations_of_the_three_methods():
+    assert len([name for name in CASES if name.startswith(("sft", "dpo", "grpo"))]) >= 20
+
+
+# ---- the command -----------------------------------------------------------------------------------------------------------
+
+
+def explained(method: str, rows: str, changes: dict, gpu: int | None = None) -> Explained:
+    return Explained(parse(method, words_of(method, rows, changes)), gpu)
+
+
+def test_the_screen_and_the_file_say_the_same(here, capsys):
+    words = words_of("dpo", "dpo", {**SMALL, "loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5], "beta": 0.25})
+    assert posttrain("explain", "dpo", "--gpu", "24GB", "--json", "told.json", *words) == 0
+    shown, told = capsys.readouterr().out, json.loads((here / "told.json").read_text())
+    assert told["counts"]["optimizer_steps"] == 11
+    assert "optimizer steps  11 (11 an epoch, 1 epochs" in shown
+    assert "loss = -log(sigmoid(0.25 * d))" in shown
+    assert "+ 0.5 * [-logp_c]" in shown
+    assert "1 to 2 pairs of the step" in shown
+    assert "reference: a frozen copy" in shown
+    assert "On 24 GB it fits" in shown
+    assert f"{told['counts']['per_step']['tokens']['total']:,}" in shown
+    assert set(told["memory"]["phases"]) == {"load", "update"}
+
+
+def test_a_file_that_names_its_method(here, capsys):
+    import yaml
+
+    options = options_of("grpo") | EVERY_STEP | GROUPS | {"dataset_name": "uneven_grpo.jsonl", "method": "grpo"}
+    (here / "grpo.yaml").write_text(yaml.safe_dump(options), encoding="utf-8")
+    assert posttrain("explain", "grpo.yaml", "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["counts"]["rollouts"]["prompts"] == 11
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["explain", "sft", "--gpu", "large"], ["--gpu", "'large'", "24GB"]),
+        (["explain", "sft", "--gpu"], ["--gpu", "80GB"]),
+        (["explain", "nothing.yaml"], ["nothing.yaml"]),
+        (["explain", "sft", "--lerning_rate", "1"], ["lerning_rate", "learning_rate"]),
+        (["explain", "grpo", *words_of("grpo", "grpo", {**GROUPS, "num_generations": 3})], ["num_generations"]),
+        (["explain", "dpo", *words_of("dpo", "sft", SMALL)], ["chosen"]),
+        (
+            [
+                "explain",
+                "sft",
+                *words_of("sft", "sft", {"per_device_train_batch_size": 99, "dataloader_drop_last": True}),
+            ],
+            ["99"],
+        ),
+    ],
+)
+def test_what_cannot_be_explained_ends_with_a_sentence(here, capsys, words, said):
+    assert posttrain(*words) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in said), error
+
+
+@pytest.mark.parametrize("case", broken.CASES)
+def test_what_cannot_be_trained_cannot_be_explained(broken_inputs, monkeypatch, capsys, tmp_path, case):
+    """The list of tests/cli/test_broken_configs.py: the same exit code, and a sentence with the same words in it."""
+    import yaml
+
+    method, changes, said = broken.CASES[case]
+    options = {name: value for name, value in {**options_of(method), **changes}.items() if value is not None}
+    (tmp_path / "run.yaml").write_text(
+        yaml.safe_dump(options | {"output_dir": str(tmp_path / "out")}), encoding="utf-8"
+    )
+    monkeypatch.chdir(broken_inputs)
+    assert posttrain("explain", method, str(tmp_path / "run.yaml")) == 2
+    error = capsys.readouterr().err
+    assert all(part in error for part in said), error
+    assert "Traceback" not in error
+
+
+broken_inputs = broken.inputs
+
+
+def test_several_processes_share_the_rows(here):
+    alone = explained("sft", "sft", {**SMALL, "per_device_train_batch_size": 6}).counts
+    told = explained("sft", "sft", {**SMALL, "per_device_train_batch_size": 2, "num_processes": 3})
+    assert told.counts.per_step["rows"] == alone.per_step["rows"]
+    assert told.counts.per_step["tokens"] == alone.per_step["tokens"]
+    assert told.counts.per_step["passes"].largest == 3
+    assert told.counts.processes == 3
+    assert told.args.world_size == 1  # what stood for three processes is gone
+    groups = explained("grpo", "grpo", {**GROUPS, "per_device_train_batch_size": 2, "num_processes": 2}).counts
+    one = explained("grpo", "grpo", GROUPS).counts
+    assert (groups.rollouts.prompts, groups.rollouts.completions) == (one.rollouts.prompts, one.rollouts.completions)
+    assert (
+        groups.rollouts.reward_calls == 2 * one.rollouts.reward_calls
+    )  # a group on two processes is judged in two calls
+
+
+def test_a_stream_is_read_as_far_as_its_steps(here):
+    streamed = {**SMALL, "streaming": True, "max_steps": 4, "train_sampling_strategy": "sequential"}
+    told = explained("sft", "sft", streamed).counts
+    stored = explained("sft", "sft", {**streamed, "streaming": False}).counts
+    assert told.rows_of_dataset is None
+    assert told.optimizer_steps == 4
+    assert told.per_step["tokens"] == stored.per_step["tokens"]
+
+
+# ---- memory and work -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def seven_billion(here):
+    from transformers import Qwen2Config
+
+    from tests import tiny
+
+    config = Qwen2Config(
+        hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        vocab_size=152064, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(here / "qwen7b")
+    tiny.tokenizer().save_pretrained(here / "qwen7b")
+    return {"model_name_or_path": "./qwen7b", "use_cpu": False}
+
+
+def test_memory_of_a_model_without_weights(seven_billion):
+    count = 7_615_616_512  # of Qwen2.5 7B
+    told = explained("sft", "sft", {**SMALL, **seven_billion, "gradient_accumulation_steps": 2})
+    phases = {phase.name: phase for phase in told.memory.phases}
+    assert told.shape.parameters == told.shape.trained == count
+    assert phases["load"].terms == {"weights": 2 * count}
+    update = phases["update"].terms
+    assert (update["weights"], update["masters"], update["moments"]) == (2 * count, 4 * count, 8 * count)
+    assert update["gradients"] == 4 * count + 2 * 152064 * 3584
+    assert phases["update"].binding == "moments"
+
+
+def test_the_largest_settings_fit_and_the_next_do_not(seven_billion):
+    told = explained("sft", "sft", {**SMALL, **seven_billion, "use_peft": True}, gpu=24 * 2**30)
+    from posttrain.trainer.run_memory import Demands, memory_model
+
+    model, share = memory_model(told.side, told.shape, told.counts, Demands()), 0.5
+    for level in ("none", "selective", "full"):
+        tokens = model.largest_pass(told.memory.room, level, False, share)
+        assert model.update(tokens, int(tokens * share), level, False).peak <= told.memory.room
+        assert model.update(tokens + 2, int((tokens + 2) * share), level, False).peak > told.memory.room
+    fitting = [told.memory.fitting[level]["tokens"] for level in ("none", "selective", "full")]
+    assert fitting == sorted(fitting)
+    assert fitting[0] > 0
+
+
+def test_keys_and_values_and_the_reference_of_an_online_run(seven_billion):
+    told = explained("grpo", "grpo", {**GROUPS, **seven_billion, "beta": 0.1, "max_completion_length": 100})
+    phases = {phase.name: phase for phase in told.memory.phases}
+    longest = told.counts.rollouts.longest_prompt
+    assert set(phases) == {"load", "generation", "scoring", "update"}
+    assert phases["generation"].terms["keys and values"] == 2 * 28 * 512 * 2 * (4 * 100 + longest)
+    assert phases["load"].terms["reference"] == phases["load"].terms["weights"]
+    assert told.memory.tokens == 4 * 100 + longest  # the prompt of a group is computed once
+
+
+def test_activations_of_plain_layers_are_those_that_the_probe_finds():
+    import torch
+
+    from posttrain.models import memory
+    from posttrain.models.layer_kernels import PLAIN
+    from posttrain.models.load import LoadOptions, load_model
+    from posttrain.trainer.run_memory import estimated_activations, shape_of
+    from tests import tiny
+
+    shape = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 2}
+    model = load_model(tiny.causal_lm(dtype=torch.bfloat16, **shape), LoadOptions(dtype=torch.bfloat16)).model
+    found = memory.activation_cost(model.model, model.config)
+    told = estimated_activations(shape_of(model), PLAIN)
+    for level in ("none", "selective", "full"):
+        assert told.kept[level] == pytest.approx(found.kept[level], rel=0.06), level
+
+
+def test_operations_of_a_step_are_six_for_each_weight_and_token(seven_billion):
+    told = explained("sft", "texts", {**SMALL, **seven_billion})
+    tokens, shape = told.counts.per_step["tokens"].mean, told.shape
+    dense = 6 * tokens * (shape.parameters - shape.embedding)
+    assert told.work.operations_per_step == pytest.approx(dense, rel=0.03)
+    assert told.work.operations == pytest.approx(told.counts.optimizer_steps * told.work.operations_per_step)
+
+
+def test_which_passes_a_run_makes(here):
+    def passes(method: str, rows: str, **changes: object) -> list[str]:
+        told = explained(method, rows, {**(SMALL if rows == "dpo" else GROUPS), **changes}).work
+        return [one.what for one in (*told.per_step, *told.before_training)]
+
+    assert passes("dpo", "dpo") == ["policy, forward and backward", "reference, forward"]
+    assert passes("dpo", "dpo", precompute_ref_log_probs=True)[1] == "reference, forward, once over all rows"
+    assert len(passes("dpo", "dpo", loss_type=["aot"], gradient_accumulation_steps=2)) == 4
+    assert len(passes("grpo", "grpo")) == 3
+    assert passes("grpo", "grpo", num_iterations=2)[3] == "policy, forward, for the log-probs before the update"
+    assert passes("grpo", "grpo", beta=0.1)[3] == "reference, forward, once for each rollout"

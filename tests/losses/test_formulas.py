@@ -1,0 +1,148 @@
+"""The lines that `posttrain explain` prints are the losses: each is computed from its text and compared with the function."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.core.batch import RAGGED, TokenBatch
+from posttrain.losses import formulas, policy, reward
+from posttrain.losses.divergences import F_DIVERGENCES
+from posttrain.losses.formulas import filled, surrogate_line
+from posttrain.losses.importance import CORRECTION_MODES
+from posttrain.losses.named_options import call
+from posttrain.losses.pair import Pair
+from posttrain.losses.policy import POLICY_LOSSES, RATIOS, PolicyTokens
+from posttrain.losses.preference import PREFERENCE_LOSSES
+from posttrain.losses.supervised import SUPERVISED_LOSSES
+from posttrain.methods.grpo import GRPOConfig
+from posttrain.methods.table import METHODS
+
+COUNTS = [3, 1, 4]
+OPTIONS = {
+    "beta": 0.3, "label_smoothing": 0.2, "label_smoothing_factor": 0.1, "discopop_tau": 0.05, "f_alpha_divergence_coef": 0.4,
+}  # fmt: skip
+
+
+def of_sequences(combine):
+    """f over the tokens of each completion, given to each of them."""
+
+    def combined(values):
+        parts = np.split(values, np.cumsum(COUNTS)[:-1])
+        return np.concatenate([np.full(len(part), combine(part)) for part in parts])
+
+    return combined
+
+
+KNOWN = {
+    "log": np.log, "exp": np.exp, "max": np.maximum, "min": np.minimum, "sort": np.sort, "clip": np.clip, "choose": np.where,
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "sg": lambda x: x, "mean_t": of_sequences(np.mean),
+    "sum_t": of_sequences(np.sum), "prod_t": of_sequences(np.prod),
+}  # fmt: skip
+
+
+def computed(line: str, **names):
+    """The value of a formula's text."""
+    expression, _, parts = line.partition(" where ")
+    known = KNOWN | names
+    for part in filter(None, parts.split("; ")):
+        name, _, value = part.partition(" = ")
+        known[name] = eval(value, {}, known)
+    return eval(expression, {}, known)
+
+
+def test_every_loss_has_a_formula_and_no_other():
+    assert formulas.SUPERVISED_FORMULAS.keys() == SUPERVISED_LOSSES.keys()
+    assert formulas.PREFERENCE_FORMULAS.keys() == PREFERENCE_LOSSES.keys()
+    assert formulas.SCORE_FORMULAS.keys() == F_DIVERGENCES.keys()
+    assert {name.removesuffix(" with delta") for name in formulas.SURROGATE_FORMULAS} == {
+        loss.surrogate.__name__ for loss in POLICY_LOSSES.values()
+    }
+    assert formulas.NORMALISERS.keys() == {loss.normaliser.__name__ for loss in POLICY_LOSSES.values()}
+    assert formulas.RATIO_FORMULAS.keys() == RATIOS.keys()
+    assert formulas.FORMULAS.keys() == METHODS.keys()
+    assert CORRECTION_MODES
+
+
+@pytest.mark.parametrize("name", PREFERENCE_LOSSES)
+@pytest.mark.parametrize("divergence", F_DIVERGENCES)
+def test_preference(name, divergence):
+    if divergence != "reverse_kl" and not PREFERENCE_LOSSES[name].f_divergences:
+        return
+    draw = torch.Generator().manual_seed(3)
+    logps = [torch.randn(5, generator=draw, dtype=torch.float64) for _ in range(4)]
+    lengths = torch.tensor([3, 4, 1, 7, 2]), torch.tensor([2, 2, 5, 1, 3])
+    pair = Pair(
+        *logps, *lengths, chosen_nll=-logps[0], f_divergence=divergence, f_alpha=OPTIONS["f_alpha_divergence_coef"]
+    )
+    expected = call(PREFERENCE_LOSSES[name].function, pair, options=OPTIONS).sum().item()
+    chosen, rejected, ref_chosen, ref_rejected = (part.numpy() for part in logps)
+    score = filled(formulas.SCORE_FORMULAS[divergence], OPTIONS)
+    l_c, l_r = chosen - ref_chosen, rejected - ref_rejected
+    s_c, s_r = computed(score, l=l_c), computed(score, l=l_r)
+    names = {
+        "l_c": l_c, "l_r": l_r, "s_c": s_c, "s_r": s_r, "d": s_c - s_r, "len_c": lengths[0].numpy(), "len_r": lengths[1].numpy(),
+        "logp_c": chosen, "logp_r": rejected, "ref_c": ref_chosen, "ref_r": ref_rejected,
+    }  # fmt: skip
+    assert computed(filled(formulas.PREFERENCE_FORMULAS[name], OPTIONS), **names).sum() == pytest.approx(
+        expected, rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("name", SUPERVISED_LOSSES)
+def test_supervised(name):
+    table = torch.randn(6, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    logps, options = table[:, 2], {"label_smoothing": OPTIONS["label_smoothing_factor"]}
+    given = (logps, table.mean(-1)) if name == "label_smoothed_nll" else (logps,)
+    expected = call(SUPERVISED_LOSSES[name], *given, options=options).sum().item()
+    line = filled(formulas.SUPERVISED_FORMULAS[name], OPTIONS)
+    found = computed(line, p=logps.exp().numpy(), p_v=table.exp().numpy(), mean_v=lambda x: x.mean(-1))
+    assert found.sum() == pytest.approx(expected, rel=1e-9)
+
+
+def test_reward():
+    chosen, rejected, margin = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 0.7])
+    names = {"r_c": chosen.numpy(), "r_r": rejected.numpy(), "margin": margin.numpy()}
+    given = {"bradley_terry": (chosen, rejected, margin), "centring": (chosen, rejected)}
+    for name, line in formulas.REWARD_FORMULAS.items():
+        assert computed(line, **names) == pytest.approx(getattr(reward, name)(*given[name]).numpy(), rel=1e-6)
+
+
+def tokens_of() -> PolicyTokens:
+    size = sum(COUNTS)
+    draw = torch.Generator().manual_seed(1)
+    logps, old = (-torch.rand(size, generator=draw, dtype=torch.float64) * 0.8 for _ in range(2))
+    zeros, counts = torch.zeros(size, dtype=torch.long), torch.tensor(COUNTS)
+    batch = TokenBatch(
+        RAGGED, zeros[None], zeros[None], zeros, zeros, counts=counts, lengths=counts, ends=counts, num_units=len(COUNTS),
+        roles=("completion",), rows=tuple(range(len(COUNTS))), num_tokens=size, num_trained=size,
+    )  # fmt: skip
+    advantages = torch.repeat_interleave(torch.tensor([0.7, -1.3, -0.2], dtype=torch.float64), counts)
+    return PolicyTokens(batch, logps, old, advantages)
+
+
+@pytest.mark.parametrize("delta", [None, 1.2])
+@pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "rloo"])
+def test_policy(name, delta, tmp_path):
+    loss = POLICY_LOSSES[name]
+    if delta and "delta" not in loss.options:
+        return
+    args = GRPOConfig(output_dir=str(tmp_path), loss_type=name, delta=delta, use_cpu=True)
+    tokens = tokens_of()
+    for level in loss.levels:
+        ratios = RATIOS[level](tokens)
+        expected, _ = call(loss.surrogate, tokens, ratios, options=args)
+        p, p_old = tokens.logps.exp().numpy(), tokens.old_logps.exp().numpy()
+        rho = computed(formulas.RATIO_FORMULAS[level], p=p, p_old=p_old)
+        assert rho == pytest.approx(ratios.tokens.numpy(), rel=1e-9)
+        found = computed(surrogate_line(name, args), rho=rho, A=tokens.advantages.numpy(), p=p)
+        assert found == pytest.approx(expected.numpy(), rel=1e-6)
+
+
+def test_the_ratio_of_rloo_is_that_of_a_whole_completion():
+    tokens = tokens_of()
+    found = computed(
+        formulas.RATIO_FORMULAS["sequence_sum"], p=tokens.logps.exp().numpy(), p_old=tokens.old_logps.exp().numpy()
+    )
+    assert found == pytest.approx(policy.summed_ratios(tokens).tokens.numpy(), rel=1e-9)
