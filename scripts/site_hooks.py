@@ -9,4 +9,6 @@ OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    return OUTSIDE.sub(lambda match: f"{match[1]} (`{match[2]}`)" if match[1] not in match[2] else f"`{match[2]}`", markdown)
+    return OUTSIDE.sub(
+        lambda match: f"{match[1]} (`{match[2]}`)" if match[1] not in match[2] else f"`{match[2]}`", markdown
+    )

@@ -24,7 +24,10 @@ FEATURES: tuple[tuple[str, str], ...] = (
     ("... prompts computed once", MATRIX + "-shared-"),
     ("... with LoRA", MATRIX + "-lora-"),
     ("the numbers of TRL 1.16.0", r"test_trl_parity_recorded::test_numbers_of_trl\[{method}"),
-    ("killed at random instants, resumed, bit-identical", r"test_kill::test_killed_at_random_instants.*\[{method}-short"),
+    (
+        "killed at random instants, resumed, bit-identical",
+        r"test_kill::test_killed_at_random_instants.*\[{method}-short",
+    ),
     ("the same seed twice is bit-identical", r"test_numbers::test_the_same_seed_twice.*{method}"),
     ("two processes equal one", r"test_two_processes::test_two_processes_equal_one.*\[{method}"),
     ("FSDP2 equals one process", r"test_fsdp::test_ends_where_one_process_does\[{method}"),

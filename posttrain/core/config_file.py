@@ -22,7 +22,9 @@ def read_config(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     if not file.is_file():
         raise ConfigFileError(f"There is no file {path}. Give a YAML file of options, or options as --name value.")
     if file.stat().st_size > MOST_BYTES:
-        raise ConfigFileError(f"{path} has {file.stat().st_size:,} bytes; a file of options has at most {MOST_BYTES:,}.")
+        raise ConfigFileError(
+            f"{path} has {file.stat().st_size:,} bytes; a file of options has at most {MOST_BYTES:,}."
+        )
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -83,5 +85,7 @@ def _environment(given: Any, path: str) -> dict[str, str]:
                 "it."
             )
         if isinstance(value, dict | list):
-            raise ConfigFileError(f"{path}: `{ENVIRONMENT}` sets {name} to a {type(value).__name__}; give text or a number.")
+            raise ConfigFileError(
+                f"{path}: `{ENVIRONMENT}` sets {name} to a {type(value).__name__}; give text or a number."
+            )
     return {name: "" if value is None else str(value) for name, value in given.items()}

@@ -1,4 +1,4 @@
-"""A model that was saved, by us or by anybody: its folder, its base where it is an adapter, and how to load it as it was trained."""
+"""A model that was saved, by us or by others: its folder, its base where it is an adapter, and how to load it as it was trained."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ class SavedModel:
     @property
     def has_tokenizer(self) -> bool:
         folder = Path(self.path)
-        return not folder.is_dir() or any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json"))
+        return not folder.is_dir() or any(
+            (folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")
+        )
 
     def own_dtype(self) -> torch.dtype | str:
         """In which it was trained: a base is loaded in the dtype of its adapter, all else in its file's."""

@@ -86,7 +86,9 @@ def copy_to_host(place: dict[str, Any], nbytes: int) -> memoryview:
             shared = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             host = torch.empty(nbytes, dtype=torch.uint8)
             host.copy_(shared[:nbytes])
-    except Exception as error:  # torch has several kinds for numbers that somebody made up: an empty handle is an IndexError
+    except (
+        Exception
+    ) as error:  # torch has several kinds for numbers that somebody made up: an empty handle is an IndexError
         told = (str(error).splitlines() or [type(error).__name__])[0]
         raise TransportFailed(f"The shared GPU memory cannot be read ({told[:300]}).") from error
     return memoryview(host.numpy())

@@ -1,4 +1,4 @@
-"""TaskEvals: a run that answers prompts and is judged, from before its first step; the scores of `posttrain eval`, during training."""
+"""TaskEvals: a run that answers prompts and is judged, from before its first step on; the scores are those of `posttrain eval`."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ class TaskEvals(TrainerCallback):
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"Two evaluations are named {twice[0]!r}; set `name` of one of them.")
         if self.trainer.task != CAUSAL_LM:
-            raise ValueError(f"{type(self.trainer).__name__} trains a model that writes nothing: it has no task scores.")
+            raise ValueError(
+                f"{type(self.trainer).__name__} trains a model that writes nothing: it has no task scores."
+            )
         metric = self._best_metric()
         if metric is not None and metric.split("/")[1] not in names:
             raise ValueError(f"`metric_for_best_model` is {metric!r}; the evaluations are named {', '.join(names)}.")
@@ -76,7 +78,9 @@ class TaskEvals(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         is_last = state.global_step >= state.max_steps
         asked = control.should_save or control.should_evaluate
-        self._run([task for task in self.tasks if is_last or self._is_due(task.spec, state.global_step, asked)], control)
+        self._run(
+            [task for task in self.tasks if is_last or self._is_due(task.spec, state.global_step, asked)], control
+        )
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_save or control.should_evaluate:
@@ -174,9 +178,12 @@ class TaskEvals(TrainerCallback):
 
     def _best_metric(self) -> str | None:
         """The metric of ours that says which checkpoint is best; None: somebody else's does."""
-        named = self.trainer.args.metric_for_best_model
-        if named is None:
-            return f"{PREFIX}/{self.specs[0].name}/score"
+        args = self.trainer.args
+        named = args.metric_for_best_model
+        if (
+            named is None
+        ):  # with a limit of 1 transformers deletes the last checkpoint for the best: only where that was asked for
+            return None if args.save_total_limit == 1 else f"{PREFIX}/{self.specs[0].name}/score"
         named = named.removeprefix("eval_")
         return named if named.startswith(f"{PREFIX}/") else None
 

@@ -1,0 +1,130 @@
+"""What an evaluation found: every answer's reward, and the scores made of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from posttrain.evaluation.spec import EvalSpec
+from posttrain.evaluation.statistics import Estimate, estimates, pass_at_k
+
+REWARD = "reward"
+
+
+@dataclass
+class Answers:
+    """N answers, in whatever order."""
+
+    rows: np.ndarray  # (N,) of the dataset
+    rewards: np.ndarray  # (N, K) by reward; NaN: no opinion
+    totals: np.ndarray  # (N,) weighted sum; NaN: not judged
+    lengths: np.ndarray  # (N,) tokens
+    truncated: np.ndarray  # (N,) bool
+    failed: np.ndarray  # (N,) bool: could not be written, or a reward failed
+
+    @classmethod
+    def joined(cls, parts: list[Answers]) -> Answers:
+        """Those of several processes, ordered by row."""
+        whole = {one.name: np.concatenate([getattr(part, one.name) for part in parts]) for one in fields(cls)}
+        order = np.argsort(whole["rows"], kind="stable")
+        return cls(**{name: values[order] for name, values in whole.items()})
+
+
+@dataclass
+class EvalResult:
+    """The scores of one task."""
+
+    spec: EvalSpec
+    reward_names: list[str]
+    answers: Answers
+    seconds: dict[str, float] = field(default_factory=dict)  # "generate", "reward"
+    engine: str = ""
+    samples: list[dict[str, Any]] = field(default_factory=list)  # texts, where they were asked for
+
+    def __post_init__(self) -> None:
+        self.scores = self._scores()
+
+    @property
+    def threshold(self) -> float | None:
+        """The reward from which on an answer passes; None: rewards are not of that kind."""
+        if self.spec.threshold is not None:
+            return self.spec.threshold
+        judged = self.answers.totals[~np.isnan(self.answers.totals)]
+        return 1.0 if len(judged) and np.isin(judged, (0.0, 1.0)).all() else None
+
+    def _scores(self) -> dict[str, Estimate]:
+        """`reward`, and `pass@1` to `pass@K` where answers pass or do not."""
+        answers, samples = self.answers, self.spec.samples
+        prompts, place = np.unique(answers.rows, return_inverse=True)
+        judged = ~np.isnan(answers.totals)
+        counts = np.bincount(place[judged], minlength=len(prompts))
+        sums = np.bincount(place[judged], weights=answers.totals[judged], minlength=len(prompts))
+        columns = {REWARD: np.divide(sums, counts, out=np.full(len(prompts), np.nan), where=counts > 0)}
+        if self.threshold is not None:
+            right = np.bincount(place[judged & (answers.totals >= self.threshold)], minlength=len(prompts))
+            for k in range(1, samples + 1):
+                pairs = zip(counts.tolist(), right.tolist())
+                columns[f"pass@{k}"] = np.array([pass_at_k(n, c, k) for n, c in pairs])
+        judged_totals = answers.totals[judged]
+        is_share = bool(len(judged_totals)) and bool(np.isin(judged_totals, (0.0, 1.0)).all())
+        shares = {name for name in columns if name != REWARD or is_share}
+        return estimates(columns, shares, samples == 1, self.spec.seed)
+
+    @property
+    def score(self) -> Estimate:
+        """The one number: pass@1 where answers pass or do not, else the mean reward."""
+        return self.scores.get("pass@1", self.scores[REWARD])
+
+    @property
+    def prompts(self) -> int:
+        return len(np.unique(self.answers.rows))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return float(self.answers.lengths.sum() / max(self.seconds.get("generate", 0.0), 1e-9))
+
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers for a log: of pass@k those of k = 1, 2, 4, ... and the last."""
+        shown = {REWARD, *(f"pass@{2**i}" for i in range(12)), f"pass@{self.spec.samples}"}
+        found = {"score": self.score.value}
+        for name, estimate in self.scores.items():
+            if name in shown:
+                found |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+        found |= {f"rewards/{name}": value for name, value in self._rewards_by_name().items()}
+        found |= {"truncated": float(self.answers.truncated.mean()), "length": float(self.answers.lengths.mean())}
+        found |= {"failed": float(self.answers.failed.sum()), "seconds": sum(self.seconds.values())}
+        return {name: value for name, value in found.items() if not math.isnan(value)}
+
+    def _rewards_by_name(self) -> dict[str, float]:
+        """Means of the single rewards, where there are several."""
+        if len(self.reward_names) < 2:
+            return {}
+        told = zip(self.reward_names, self.answers.rewards.T)
+        return {name: float(np.nanmean(values)) for name, values in told if not np.isnan(values).all()}
+
+    def as_json(self) -> dict[str, Any]:
+        spec = self.spec
+        asked = {
+            name: getattr(spec, name)
+            for name in ("name", "samples", "temperature", "top_p", "top_k", "max_new_tokens", "limit", "seed")
+        }
+        return {
+            **asked,
+            "data": str(spec.data) if isinstance(spec.data, str) else None,
+            "rewards": self.reward_names,
+            "threshold": self.threshold,
+            "prompts": self.prompts,
+            "answers": len(self.answers.rows),
+            "failed": int(self.answers.failed.sum()),
+            "score": self.score.as_json(),
+            **{name: estimate.as_json() for name, estimate in self.scores.items()},
+            "reward_means": self._rewards_by_name(),
+            "truncated": float(self.answers.truncated.mean()),
+            "mean_length": float(self.answers.lengths.mean()),
+            "tokens_per_second": self.tokens_per_second,
+            "seconds": self.seconds,
+            "engine": self.engine,
+        }

@@ -1,0 +1,225 @@
+"""export: a run as merged weights, an adapter or a GGUF file, in a folder that appears when it has been verified, or not at all."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoConfig, GenerationConfig
+
+from posttrain.exporting import llama_cpp
+from posttrain.exporting.gguf_file import GGUF_TYPES, check_gguf, family_of, the_package, write_gguf
+from posttrain.exporting.gguf_tokenizer import described
+from posttrain.exporting.verification import BOUNDS, ExportRefused, Recorded, Verified, check_answers, record, verify
+from posttrain.exporting.weight_files import check_weights, write_weights
+from posttrain.models.load import innermost_model
+from posttrain.models.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SavedModel, find_saved
+from posttrain.models.weight_export import exported_weights, untied_weights
+
+MERGED, ADAPTER, GGUF = "merged", "adapter", "gguf"
+GGUF_NAME = "model-{kind}.gguf"
+TEXTS = (
+    "What is 3 + 45? It's 48.", "  two  spaces\n\n\ttab\r\n", "naïve Zürich 東京 🙂 é", "def f(x_1): return x_1 ** 2  # 12345",
+    "<|im_start|>user\nHi<|im_end|>\n",
+)  # fmt: skip
+"""Cut by the tokenizer of an export as by that of the run."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """What is wanted."""
+
+    saved: SavedModel
+    to: str
+    output: Path
+    dtype: str | None = None  # "float32", "float16", "bfloat16", of GGUF files also "q8_0"; None: that of the model
+    bound: float | None = None
+    trust_remote_code: bool = False
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was made."""
+
+    path: Path  # the folder, or the GGUF file
+    written_as: str
+    verified: Verified
+
+
+def export(wanted: Export) -> Exported:
+    """Write, load afresh, compare, publish. ExportRefused, and nothing is left behind, where the comparison fails."""
+    _refuse_impossible(wanted)
+    written_as = wanted.dtype or _own_dtype(wanted.saved)
+    model = wanted.saved.load(torch.float32, wanted.trust_remote_code).eval()
+    recorded = record(model, wanted.saved.task)
+    staged = wanted.output.with_name(f".{wanted.output.name}.tmp-{os.getpid()}")
+    staged.mkdir(parents=True)
+    try:
+        check_files = WRITERS[wanted.to](wanted, model, staged, written_as)
+        del model
+        gc.collect()
+        check_files()
+        verified = _verified(wanted, recorded, staged, written_as)
+        _publish(staged, wanted.output)
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+    name = GGUF_NAME.format(kind=written_as) if wanted.to == GGUF else ""
+    return Exported(wanted.output / name, written_as, verified)
+
+
+def _refuse_impossible(wanted: Export) -> None:
+    known = GGUF_TYPES if wanted.to == GGUF else ("float32", "float16", "bfloat16")
+    if wanted.dtype is not None and wanted.dtype not in known:
+        raise ValueError(f"`dtype` is {wanted.dtype!r}; an export to {wanted.to} takes one of {', '.join(known)}.")
+    if wanted.saved.path.endswith(".gguf"):
+        raise ValueError(f"{wanted.saved.path} is a GGUF file already: export the run that it was made from.")
+    if wanted.to == ADAPTER and not wanted.saved.is_adapter:
+        raise ValueError(f"{wanted.saved.path} holds a whole model and no adapter: export it as {MERGED}.")
+    if wanted.saved.is_adapter and not (Path(wanted.saved.path) / ADAPTER_WEIGHTS).exists():
+        raise ValueError(f"{wanted.saved.path} has no {ADAPTER_WEIGHTS}; pickled adapters are not read.")
+    if wanted.to == GGUF:
+        the_package()
+        family_of(AutoConfig.from_pretrained(wanted.saved.base or wanted.saved.path))
+        described(wanted.saved.tokenizer(wanted.trust_remote_code))
+    if wanted.output.exists() and (not wanted.output.is_dir() or any(wanted.output.iterdir())):
+        raise ValueError(f"{wanted.output} exists already; name another folder with --output.")
+
+
+def _own_dtype(saved: SavedModel) -> str:
+    """What the weights were trained in."""
+    own = saved.own_dtype()
+    if own == "auto":
+        own = AutoConfig.from_pretrained(saved.base or saved.path).dtype or torch.float32
+    name = str(own).removeprefix("torch.")
+    return name if name in BOUNDS else "float32"
+
+
+# ---- the formats: each writes, and gives a function that reads the files back ------------------------------------------
+
+
+def _write_merged(wanted: Export, model: nn.Module, folder: Path, written_as: str) -> Callable[[], None]:
+    dtype = getattr(torch, written_as)
+    sums = write_weights(folder, exported_weights(model, dtype))
+    innermost = innermost_model(model)
+    config = copy.deepcopy(innermost.config)
+    config.dtype, config.architectures = dtype, [type(innermost).__name__]
+    if untied_weights(model):
+        config.tie_word_embeddings = False
+    config.save_pretrained(folder)
+    _write_companions(wanted, innermost, folder)
+    return lambda: _check_folder(wanted, folder, sums)
+
+
+def _write_adapter(wanted: Export, model: nn.Module, folder: Path, written_as: str) -> Callable[[], None]:
+    """The adapter's own file, in which rows of new tokens stand, too."""
+    dtype, source = getattr(torch, written_as), Path(wanted.saved.path)
+    tensors = load_file(source / ADAPTER_WEIGHTS)
+    sums = write_weights(folder, ((name, tensor.to(dtype)) for name, tensor in tensors.items()), shard_bytes=1 << 62)
+    (folder / "model.safetensors").rename(folder / ADAPTER_WEIGHTS)
+    config, base = json.loads((source / ADAPTER_CONFIG).read_text(encoding="utf-8")), wanted.saved.base
+    config["base_model_name_or_path"] = str(Path(base).resolve()) if Path(base).exists() else base
+    config |= {"inference_mode": True, "auto_mapping": None}  # the latter would be a name of code to import
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    _write_companions(wanted, None, folder)
+    return lambda: _check_folder(wanted, folder, sums)
+
+
+def _write_gguf(wanted: Export, model: nn.Module, folder: Path, written_as: str) -> Callable[[], None]:
+    path = folder / GGUF_NAME.format(kind=written_as)
+    tokenizer = wanted.saved.tokenizer(wanted.trust_remote_code)
+    sums = write_gguf(path, model, tokenizer, written_as, name=Path(wanted.output).name)
+    return lambda: check_gguf(path, sums)
+
+
+WRITERS: dict[str, Callable[[Export, nn.Module, Path, str], Callable[[], None]]] = {
+    MERGED: _write_merged,
+    ADAPTER: _write_adapter,
+    GGUF: _write_gguf,
+}
+
+
+def _check_folder(wanted: Export, folder: Path, sums: dict[str, str]) -> None:
+    check_weights(folder, sums)
+    _check_tokenizer(wanted, folder)
+
+
+def _check_tokenizer(wanted: Export, folder: Path) -> None:
+    """Loaders choose a tokenizer's class by the files around it: what is loaded from the export must cut text as in training."""
+    trained, fresh = (one.tokenizer(wanted.trust_remote_code) for one in (wanted.saved, SavedModel(str(folder))))
+    for text in TEXTS:
+        if trained(text)["input_ids"] != fresh(text)["input_ids"]:
+            raise ExportRefused(
+                f"The tokenizer that is loaded from the export ({type(fresh).__name__}) cuts {text!r} into other tokens than that "
+                f"of the run ({type(trained).__name__}): the model would read what it was not trained on."
+            )
+    if trained.chat_template != fresh.chat_template:
+        raise ExportRefused("The chat template that is loaded from the export is not that of the run.")
+
+
+def _write_companions(wanted: Export, innermost: nn.Module | None, folder: Path) -> None:
+    """Tokenizer with its chat template, and a generation config that ends where the tokenizer says."""
+    tokenizer = wanted.saved.tokenizer(wanted.trust_remote_code)
+    tokenizer.save_pretrained(folder)
+    generation = getattr(innermost, "generation_config", None)
+    if generation is None:
+        return
+    generation = copy.deepcopy(generation)
+    named = generation.eos_token_id
+    ends = [named] if isinstance(named, int) else [*(named or ())]
+    if tokenizer.eos_token_id is not None and tokenizer.eos_token_id not in ends:
+        generation.eos_token_id = [tokenizer.eos_token_id, *ends]
+    if generation.pad_token_id is None:
+        generation.pad_token_id = tokenizer.pad_token_id
+    _save_generation(generation, folder)
+
+
+def _save_generation(generation: GenerationConfig, folder: Path) -> None:
+    try:
+        generation.save_pretrained(folder)
+    except (
+        ValueError
+    ):  # a temperature and no sampling, as many models come: transformers reads that and refuses to write it
+        generation.do_sample = True
+        generation.save_pretrained(folder)
+
+
+# ---- is it the model that was trained? ---------------------------------------------------------------------------------
+
+
+def _verified(wanted: Export, recorded: Recorded, staged: Path, written_as: str) -> Verified:
+    path = staged / GGUF_NAME.format(kind=written_as) if wanted.to == GGUF else staged
+    fresh = find_saved(path)
+    if fresh.task != wanted.saved.task:
+        fresh = SavedModel(fresh.path, fresh.base, wanted.saved.task)
+    try:
+        model = fresh.load(torch.float32, wanted.trust_remote_code).eval()
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise ExportRefused(f"The export cannot be loaded: {type(error).__name__}: {error}") from error
+    found = verify(recorded, model, written_as, wanted.bound)
+    if wanted.to == GGUF and llama_cpp.is_installed():
+        _check_llama_cpp_tokens(wanted, path)
+        answers = llama_cpp.llama_cpp_logps(path, recorded.sequences)
+        found = replace(found, llama_cpp=check_answers(recorded, answers, found.bound, "llama.cpp"))
+    return found
+
+
+def _check_llama_cpp_tokens(wanted: Export, path: Path) -> None:
+    tokenizer = wanted.saved.tokenizer(wanted.trust_remote_code)
+    for text, found in zip(TEXTS, llama_cpp.llama_cpp_tokens(path, TEXTS)):
+        if found != tokenizer(text, add_special_tokens=False)["input_ids"]:
+            raise ExportRefused(f"llama.cpp cuts {text!r} into other tokens than the run's tokenizer does.")
+
+
+def _publish(staged: Path, output: Path) -> None:
+    if output.exists():
+        output.rmdir()  # empty: looked at before
+    staged.rename(output)

@@ -1,0 +1,195 @@
+"""`posttrain eval` and `evals` of a training command: equal scores, and mistakes that are named before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from posttrain.models import load
+from tests.cli.runs import REWARD, folder_with_inputs, options_of, posttrain
+
+ODD = """
+def odd(completion_ids, answer, **columns):
+    return [float((sum(ids) + int(a)) & 1) for ids, a in zip(completion_ids, answer)]
+"""
+ENTRY = {
+    "name": "odd",
+    "data": "grpo.jsonl",
+    "reward": "rewards_of_test.py:odd",
+    "samples": 3,
+    "max_new_tokens": 8,
+    "limit": 6,
+}
+FLAGS = [
+    "--data",
+    "grpo.jsonl",
+    "--reward",
+    "rewards_of_test.py:odd",
+    "--samples",
+    "3",
+    "--max-new-tokens",
+    "8",
+    "--limit",
+    "6",
+]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    folder = folder_with_inputs(tmp_path_factory.mktemp("inputs"))
+    (folder / "rewards_of_test.py").write_text(REWARD + ODD)
+    (folder / "asked.csv").write_text("question,answer\n" + "".join(f"What is {i}?,{i}\n" for i in range(6)))
+    return folder
+
+
+@pytest.fixture
+def folder(inputs, tmp_path, monkeypatch):
+    for each in inputs.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def found(folder, *words):
+    assert posttrain("eval", *words, "--json", "found.json", "--save-samples", "samples.jsonl") == 0
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    return json.loads((folder / "found.json").read_text()), samples
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+def test_a_score_of_a_run_is_that_of_its_checkpoint(folder, capsys, method):
+    options = {**options_of(method), "evals": [{**ENTRY, "every": 1}], "save_strategy": "steps", "save_steps": 1}
+    (folder / "run.yaml").write_text(yaml.safe_dump({**options, "learning_rate": 0.02}))
+    assert posttrain(method, "run.yaml") == 0
+    lines = [json.loads(line) for line in (folder / f"out-{method}" / "metrics.jsonl").read_text().splitlines()]
+    logged = {line["step"]: line for line in lines if "evals/odd/score" in line}
+    assert list(logged) == [0, 1, 2]
+    for step in (1, 2):
+        by_file, _ = found(folder, f"out-{method}/checkpoint-{step}", "--evals", "run.yaml")
+        by_flags, _ = found(folder, f"out-{method}/checkpoint-{step}", *FLAGS)
+        for one in (by_file, by_flags):
+            assert one["pass@1"]["value"] == logged[step]["evals/odd/pass@1"]
+            assert one["pass@3"]["low"] == logged[step]["evals/odd/pass@3_low"]
+            assert one["truncated"] == logged[step]["evals/odd/truncated"]
+    state = json.loads((folder / f"out-{method}" / "checkpoint-2" / "trainer_state.json").read_text())
+    best = max((1, 2), key=lambda step: logged[step]["evals/odd/score"])
+    assert state["best_model_checkpoint"].endswith(f"checkpoint-{best}")
+
+
+def test_two_processes_share_the_prompts_and_score_as_one(folder):
+    options = {**options_of("sft"), "evals": [ENTRY], "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
+    (folder / "run.yaml").write_text(yaml.safe_dump({**options, "num_processes": 2, "per_device_train_batch_size": 2}))
+    command = [sys.executable, "-m", "posttrain.cli.main", "sft", "run.yaml"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    lines = [json.loads(line) for line in (folder / "out-sft" / "metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "evals/odd/score" in line]
+    assert [line["step"] for line in logged] == [0, 1]
+    told, _ = found(folder, "out-sft/checkpoint-1", *FLAGS)
+    assert told["pass@1"]["value"] == logged[1]["evals/odd/pass@1"]
+    assert told["pass@2"]["high"] == logged[1]["evals/odd/pass@2_high"]
+
+
+def test_the_table_the_json_and_the_samples_say_the_same(folder, capsys):
+    told, samples = found(folder, "model", *FLAGS)
+    shown = capsys.readouterr().out
+    passed = [one["rewards"]["odd"] for one in samples]
+    assert len(samples) == 18
+    assert told["pass@1"]["value"] == pytest.approx(sum(passed) / 18) == pytest.approx(told["reward"]["value"])
+    assert f"{told['pass@3']['value']:.4f}" in shown
+    assert "6 prompts, 18 answers" in shown
+    assert told["engine"] == "NativeEngine"
+    assert posttrain("eval", "model", *FLAGS, "--json", "-") == 0
+    assert json.loads(capsys.readouterr().out)["pass@1"] == told["pass@1"]
+
+
+def test_columns_are_renamed_and_the_plain_engine_writes_the_same(folder):
+    told, samples = found(folder, "model", *FLAGS, "--engine", "transformers")
+    assert told["engine"] == "TransformersEngine"
+    words = [*FLAGS[2:], "--data", "asked.csv", "--column", "question=prompt"]
+    assert [one["completion_ids"] for one in found(folder, "model", *words)[1]] == [
+        one["completion_ids"] for one in samples
+    ]
+
+
+# ---- mistakes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    def refuse(*given, **named):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(load, "load_pretrained", refuse)
+    monkeypatch.setattr("posttrain.models.saved_model.load_pretrained", refuse)
+    monkeypatch.setattr("posttrain.trainer.base.load_model", refuse)
+
+
+def sentence(capsys) -> str:
+    told = capsys.readouterr().err.strip()
+    assert "Traceback" not in told
+    return told
+
+
+ENTRIES = {
+    "an unknown key": ({"sampels": 2}, ["entry 2", "sampels", "samples"]),
+    "text for a number": ({"samples": "many"}, ["entry 2", "samples", "'many'", "whole number"]),
+    "a fraction for a whole number": ({"limit": 2.5}, ["entry 2", "limit", "2.5"]),
+    "no data": ({"data": None}, ["entry 2", "data"]),
+    "no reward": ({"reward": None}, ["entry 2", "reward"]),
+    "a reward that is not there": ({"reward": "rewards_of_test.py:odds"}, ["entry 2", "odds", "'odd'"]),
+    "a file that is not there": ({"data": "nowhere.jsonl"}, ["entry 2", "nowhere.jsonl"]),
+    "a column that is not there": ({"data": "sft.jsonl"}, ["entry 2", "'answer'", "odd"]),
+    "no prompts": ({"data": "answers.jsonl"}, ["entry 2", "prompt"]),
+    "greedy and several": ({"temperature": 0}, ["entry 2", "samples", "temperature 0"]),
+    "a negative number": ({"temperature": -1.0, "samples": 1}, ["entry 2", "temperature", "-1"]),
+    "a name twice": ({"name": "odd"}, ["entry 2", "odd", "name"]),
+    "weights of other rewards": ({"reward_weights": [1.0, 2.0]}, ["entry 2", "reward_weights"]),
+}
+
+
+@pytest.mark.parametrize("case", ENTRIES)
+def test_entries_that_cannot_be(folder, no_model, capsys, case):
+    changes, wanted = ENTRIES[case]
+    (folder / "answers.jsonl").write_text('{"answer": "1"}\n')
+    second = {name: value for name, value in {**ENTRY, "name": "second", **changes}.items() if value is not None}
+    (folder / "run.yaml").write_text(yaml.safe_dump({**options_of("sft"), "evals": [ENTRY, second]}))
+    assert posttrain("sft", "run.yaml") == 2
+    told = sentence(capsys)
+    assert all(word in told for word in wanted), told
+    assert "evals" in told
+
+
+def test_a_reward_model_has_no_task_scores(folder, no_model, capsys):
+    (folder / "run.yaml").write_text(yaml.safe_dump({**options_of("reward"), "evals": [ENTRY]}))
+    assert posttrain("reward", "run.yaml") == 2
+    assert "writes nothing" in sentence(capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["model"], ["--data"]),
+        (["model", "--data", "grpo.jsonl"], ["--reward"]),
+        (["nowhere/at/all", *FLAGS], ["nowhere/at/all"]),
+        ([".", *FLAGS], ["config.json"]),
+        (["model", *FLAGS, "--samples", "x"], ["samples", "'x'"]),
+        (["model", *FLAGS, "--sample"], ["--sample"]),
+        (["model", *FLAGS, "--dtype", "float12"], ["float12", "bfloat16"]),
+        (["model", *FLAGS, "--column", "question"], ["question", "OLD=NEW"]),
+        (["model", *FLAGS, "--evals", "run.yaml"], ["--evals"]),
+        (["model", "--evals", "nowhere.yaml"], ["nowhere.yaml"]),
+        (["model", "--data", "sft.jsonl", "--reward", "rewards_of_test.py:odd"], ["'answer'"]),
+        (["model", "--data", "grpo.jsonl", "--reward", "acuracy_reward"], ["accuracy_reward"]),
+    ],
+)
+def test_words_that_cannot_be(folder, no_model, capsys, words, wanted):
+    (folder / "run.yaml").write_text(yaml.safe_dump({"evals": [ENTRY]}))
+    assert posttrain("eval", *words) == 2
+    told = sentence(capsys)
+    assert all(word in told for word in wanted), told
+    assert told.startswith("posttrain eval: ")

@@ -1,0 +1,120 @@
+"""One task: the same answers whatever the batch and the processes; scores that are those of the answers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from posttrain.data.renderer import Renderer
+from posttrain.evaluation.run import TaskEvaluation, engine_for, stop_ids
+from posttrain.evaluation.spec import EvalSpec
+from posttrain.rollout.engine import ENGINES
+from tests import tiny
+
+ROWS = [{"prompt": f"What is {i}?", "answer": i} for i in range(12)]
+
+
+def odd(completion_ids, answer, **columns):
+    return [float((sum(ids) + a) & 1) for ids, a in zip(completion_ids, answer)]
+
+
+def parts(completion_ids, prompts, **columns):
+    """0, 0.5 or 1; None: no opinion about some prompts."""
+    return [None if "0" in prompt else sum(ids) % 3 / 2 for prompt, ids in zip(prompts, completion_ids)]
+
+
+def sometimes_raises(completion_ids, answer, **columns):
+    if answer[0] == 3:
+        raise RuntimeError("no")
+    return [1.0] * len(answer)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny.causal_lm()
+
+
+def run(model, spec, engine="native", **options):
+    tokenizer = tiny.tokenizer()
+    task = TaskEvaluation(spec, spec.rows(Renderer(tokenizer)), tokenizer)
+    made = (
+        ENGINES[engine](model, decode=tokenizer.decode, **options) if options else engine_for(engine, tokenizer)(model)
+    )
+    found = task(made, stop_ids(model, tokenizer), keep_samples=True)
+    task.close()
+    return found
+
+
+def texts(result):
+    return {(one["row"], one["sample"]): one["completion_ids"] for one in result.samples}
+
+
+def test_answers_do_not_depend_on_slots_engine_or_limit(model):
+    spec = EvalSpec(ROWS, odd, samples=3, max_new_tokens=10, seed=5)
+    whole = run(model, spec)
+    assert len(texts(whole)) == 36
+    assert texts(run(model, spec, max_slots=2)) == texts(whole)
+    assert texts(run(model, spec, engine="transformers")) == texts(whole)
+    few = texts(run(model, EvalSpec(ROWS, odd, samples=2, max_new_tokens=10, seed=5, limit=4)))
+    assert few == {key: texts(whole)[key] for key in few}
+    assert texts(run(model, EvalSpec(ROWS, odd, samples=3, max_new_tokens=10, seed=6))) != texts(whole)
+
+
+def test_scores_are_those_of_the_answers(model):
+    found = run(model, EvalSpec(ROWS, odd, samples=4, max_new_tokens=10))
+    by_hand = np.zeros((12, 4))
+    for (row, sample), ids in texts(found).items():
+        by_hand[row, sample] = (sum(ids) + row) & 1
+    assert found.scores["reward"].value == pytest.approx(by_hand.mean())
+    assert found.score.value == found.scores["pass@1"].value == pytest.approx(by_hand.mean())
+    assert found.scores["pass@4"].value == pytest.approx(by_hand.any(1).mean())
+    assert 0 < found.scores["pass@1"].value < found.scores["pass@2"].value < found.scores["pass@4"].value <= 1
+    assert found.metrics()["truncated"] == np.mean([one["finish_reason"] == "length" for one in found.samples])
+    assert found.metrics()["length"] == np.mean([len(ids) for ids in texts(found).values()])
+
+
+def test_rewards_that_are_not_0_or_1_pass_from_a_threshold_on(model):
+    plain = run(model, EvalSpec(ROWS, parts, samples=2, max_new_tokens=6))
+    assert list(plain.scores) == ["reward"]
+    passing = run(model, EvalSpec(ROWS, parts, samples=2, max_new_tokens=6, threshold=0.5))
+    judged = passing.answers.totals[~np.isnan(passing.answers.totals)]
+    assert len(judged) == 20  # rows 0 and 10 have no opinion
+    assert passing.scores["pass@1"].value == pytest.approx((judged >= 0.5).mean())
+
+
+def test_several_rewards_are_weighed(model):
+    one, two = (run(model, EvalSpec(ROWS, reward, max_new_tokens=6)) for reward in (odd, parts))
+    both = run(model, EvalSpec(ROWS, [odd, parts], max_new_tokens=6, reward_weights=[2.0, 1.0]))
+    assert both.answers.totals == pytest.approx(2 * one.answers.totals + np.nan_to_num(two.answers.totals))
+    assert both.metrics()["rewards/parts"] == pytest.approx(np.nanmean(two.answers.totals))
+
+
+def test_an_answer_whose_reward_failed_is_left_out_and_counted(model):
+    found = run(model, EvalSpec(ROWS, sometimes_raises, samples=2, max_new_tokens=4))
+    assert found.metrics()["failed"] == 2
+    assert found.scores["pass@1"].value == 1.0
+    assert found.answers.rows[found.answers.failed].tolist() == [3, 3]
+    assert "RuntimeError" in next(one["error"] for one in found.samples if one["row"] == 3)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"samples": 0}, "samples"),
+        ({"samples": 2, "temperature": 0.0}, "temperature 0"),
+        ({"limit": 0}, "limit"),
+        ({"every": 0}, "every"),
+        ({"top_p": 2.0}, "top_p"),
+        ({"reward_weights": [1.0, 2.0]}, "reward_weights"),
+        ({"name": "a b"}, "name"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused(wrong, told):
+    with pytest.raises(ValueError, match=told):
+        EvalSpec(ROWS, odd, **wrong)
+
+
+def test_a_reward_that_wants_a_column_that_is_not_there_is_refused_before_anything_is_written():
+    spec = EvalSpec([{"prompt": "a"}], odd)
+    with pytest.raises(ValueError, match="odd needs the column 'answer'"):
+        spec.rows(Renderer(tiny.tokenizer()))
