@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-slow vllm-env lint docs site frontend parity speed trust clean help
+.PHONY: demo test test-slow vllm-env lint docs site support frontend parity speed trust clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /'
@@ -47,7 +47,10 @@ docs: $(STAMP)  ## write the option tables of docs/ and of the command line from
 	$(BIN)/python -m scripts.write_option_tables
 
 site: $(STAMP)  ## the documentation as a site, in runs/site
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+support: $(STAMP)  ## write docs/support.md from the results that `test` and `test-slow` have left behind
+	$(BIN)/python -m scripts.support_matrix runs/junit/*.xml
 
 frontend:  ## build the page of `posttrain view` from frontend/ into posttrain/view/static (needs Node 20 and npm)
 	cd frontend && npm ci --no-audit --no-fund && npm run build

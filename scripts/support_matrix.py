@@ -1,6 +1,6 @@
 """docs/support.md from the results of the tests: what is shown to work, by how many tests, for which method.
 
-    python -m scripts.support_matrix runs/junit/*.xml
+    make support
 
 `make test` and `make test-slow` leave their results there. A cell without a test is empty, whatever anybody believes.
 """
@@ -37,9 +37,9 @@ FEATURES: tuple[tuple[str, str], ...] = (
 """What is said -> which tests show it."""
 TITLE = """# What is supported
 
-Generated from the results of the tests (`make test`, `make test-slow`, then `python -m scripts.support_matrix runs/junit/*.xml`): a number is how many tests of that kind
-passed, `n failed` how many did not, and an empty cell means that no test shows it. All of these run on the CPU; what was run on a GPU is in
-[benchmarks/README.md](../benchmarks/README.md) and [trust](trust.md).
+Generated from the results of the tests (`make test`, `make test-slow`, then `make support`): a number is how many tests of that
+kind passed, `n failed` how many did not, and an empty cell means that no test shows it. All of these run on the CPU; what was run
+on a GPU is in [benchmarks/README.md](../benchmarks/README.md), [trust](trust.md) and [vLLM](vllm.md).
 
 """
 
@@ -63,7 +63,8 @@ def page(results: dict[str, str]) -> str:
         cells = [cell(results, pattern.format(method=method)) for method in methods]
         lines.append(f"| {told} | " + " | ".join(cells) + " |")
     counted = Counter(results.values())
-    total = f"\nOf {len(results):,} tests {counted['passed']:,} passed, {counted['failed']:,} failed and {counted['skipped']:,} were skipped.\n"
+    kinds = ", ".join(f"{counted[kind]:,} {kind}" for kind in ("passed", "failed", "skipped"))
+    total = f"\nOf {len(results):,} tests: {kinds}.\n"
     return TITLE + "\n".join(lines) + "\n" + total
 
 
