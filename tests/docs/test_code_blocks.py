@@ -12,7 +12,7 @@ import pytest
 from tests.docs.fenced_blocks import ROOT, blocks_of, pages
 
 KNOWN_LANGUAGES = {"python", "diff", "bash", "yaml", "output", "text", "json", "bibtex"}
-"""The first three are run, `yaml` is written to the file that it names, `output` is compared with what was printed, the rest is not code."""
+"""The first three are run, `yaml` is written to the file that it names, `output` is compared with what was printed."""
 LINK = re.compile(r"\]\(([^)#\s]*)(#[^)\s]*)?\)")
 
 
