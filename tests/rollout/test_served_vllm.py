@@ -10,7 +10,9 @@ import threading
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
+from posttrain.cli.main import main
 from posttrain.models.weight_export import exported_adapter, exported_weights
 from posttrain.rollout.engine import LENGTH, Prompt, SamplingParams, generate
 from posttrain.rollout.vllm_engine.launcher import ServerProcess, free_port
@@ -70,6 +72,18 @@ def assert_greedy(engine, model, version):
     for found in engine.scores_by_server(sequences).values():
         for ids, mine in zip(sequences, found):
             assert mine == pytest.approx(scores(model, ids)[1].tolist(), abs=1e-4)
+
+
+def test_an_exported_run_is_served_as_it_was_trained(folder, tmp_path):
+    """`posttrain export --to merged`, then vLLM on the folder that it wrote: greedy answers and log-probs of the trained model."""
+    trained = lora_of(AutoModelForCausalLM.from_pretrained(folder), 3)
+    trained.save_pretrained(tmp_path / "run")
+    tiny.tokenizer().save_pretrained(tmp_path / "run")
+    words = ["--to", "merged", "--dtype", "float32", "--output", str(tmp_path / "merged")]
+    assert main(["export", str(tmp_path / "run"), *words]) == 0
+    process = served(tmp_path / "merged", tmp_path / "server.log")
+    with ServedVLLM([process], export=lambda: exported_weights(trained), options=OPTIONS) as engine:
+        assert_greedy(engine, trained, 0)
 
 
 def test_full_weights_sampling_and_a_kill(folder, tmp_path):
