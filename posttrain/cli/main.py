@@ -22,6 +22,7 @@ COMMANDS = {
         "posttrain.cli.explain",
         "the arithmetic of a run before it begins: steps, tokens, loss, work and memory",
     ),
+    "schema": ("posttrain.cli.schema", "a JSON Schema of a method's file of options, for editors"),
     "sweep": ("posttrain.cli.sweep", "one run after another over values of any options; a table and a plot at the end"),
     "view": (
         "posttrain.cli.view",

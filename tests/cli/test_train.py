@@ -138,6 +138,20 @@ def test_files_of_trl_are_taken(tmp_path, method):
     assert config.get("learning_rate") == pytest.approx(float(given.get("learning_rate", config.get("learning_rate"))))
 
 
+@pytest.mark.parametrize("method", RECIPES)
+def test_the_schema_takes_what_the_command_takes(method, capsys):
+    jsonschema = pytest.importorskip("jsonschema")
+    assert posttrain("schema", method) == 0
+    schema = json.loads(capsys.readouterr().out)
+    jsonschema.Draft202012Validator.check_schema(schema)
+    recipe = yaml.safe_load(RECIPES[method])
+    jsonschema.validate({"method": method, **recipe}, schema)
+    for wrong in ({"lerning_rate": 1.0}, {"max_steps": "many"}, {"seed": [1]}):
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**recipe, **wrong}, schema)
+    assert posttrain("schema", "stf") == 2
+
+
 def test_the_same_command_again_goes_on(folder, capsys):
     words = ["sft", *flags({**options_of("sft"), "save_strategy": "steps", "save_steps": 1, "max_steps": 2})]
     assert main(words) == 0
