@@ -27,7 +27,7 @@ class ModelOptions:
     use_peft: bool = option(False, "Train a LoRA adapter instead of the weights.")
     lora_r: int = option(16, "Rank of the adapter.")
     lora_alpha: int = option(32, "Its scale: alpha / r (with `use_rslora` alpha / sqrt(r)).")
-    lora_dropout: float = option(0.05, "Dropout before the adapter.")
+    lora_dropout: float = option(0.0, "Dropout before the adapter; above 0 its slower forward is used.")
     lora_target_modules: list[str] | None = option(
         None, "Names of the linear layers that get one; 'all-linear': all. None: PEFT's choice for the architecture."
     )

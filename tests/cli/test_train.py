@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -187,6 +188,15 @@ def test_lora_mixtures_columns_and_held_out_rows(folder):
     assert (folder / "out-sft" / "adapter_model.safetensors").exists()
     lines = [json.loads(line) for line in (folder / "out-sft" / "metrics.jsonl").read_text().splitlines()]
     assert sum("eval_loss" in line for line in lines) == 2
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="needs bitsandbytes")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised_weights_by_flags(folder, bits):
+    options = {**options_of("sft"), "use_peft": True, f"load_in_{bits}bit": True, "lora_target_modules": "all-linear"}
+    assert posttrain("sft", *flags(options)) == 0
+    assert (folder / "out-sft" / "adapter_model.safetensors").exists()
+    assert len(steps(folder / "out-sft")) == 2
 
 
 def test_shares_of_a_mixture_are_trls(folder):
