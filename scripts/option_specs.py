@@ -47,7 +47,7 @@ def specs_of(method: Method) -> Iterator[dict[str, Any]]:
     shared = {field.name for field in dataclasses.fields(BaseConfig) if is_ours(field)}
     hints = typing.get_type_hints(config)
     found: dict[str, list[dict[str, Any]]] = {"method": [], "model": [], "data": [], "rewards": [], "launch": []}
-    found |= {"shared": [], "training": []}
+    found |= {"shared": [], "training": [], "refused": []}
     for group, options in GROUPS.items():
         kinds = typing.get_type_hints(options)
         for field in dataclasses.fields(options):
@@ -57,8 +57,8 @@ def specs_of(method: Method) -> Iterator[dict[str, Any]]:
         if not field.init or field.name.startswith("_"):
             continue
         if is_refused(field):
-            continue
-        if is_ours(field):
+            group = "refused"
+        elif is_ours(field):
             group = "shared" if field.name in shared else "method"
         else:
             group = "training"

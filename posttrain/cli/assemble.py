@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from posttrain.cli.arguments import RunConfig
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
-CONFIG_GROUPS = ("method", "shared", "training")
+CONFIG_GROUPS = ("method", "shared", "training", "refused")
 TASKS = {"reward": "SEQ_CLS"}
 """PEFT's name of a method's task, where it is not CAUSAL_LM."""
 

@@ -38,7 +38,7 @@ def main(words: list[str]) -> int:
 def _options() -> dict[str, list[str]]:
     from posttrain.cli.option_table import method_names, table_of
 
-    return {method: [f"--{name}" for name in table_of(method).options] for method in method_names()}
+    return {method: [f"--{name}" for name in table_of(method).shown] for method in method_names()}
 
 
 def bash() -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import textwrap
 
-from posttrain.cli.option_table import MethodTable, OptionSpec, table_of
+from posttrain.cli.option_table import OptionSpec, table_of
 
 GROUP_TITLES = {
     "model": "Model and adapter",
@@ -51,7 +51,3 @@ def default_text(spec: OptionSpec) -> str:
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     return str(value) if not isinstance(value, str) or value else "''"
-
-
-def option_names(table: MethodTable) -> list[str]:
-    return [f"--{name}" for name in table.options]

@@ -19,12 +19,16 @@ class OptionSpec:
     """An option: what may be written for it, and what it does."""
 
     name: str
-    group: str  # "method", "shared", "training" (of transformers), "model", "data", "rewards" or "launch"
+    group: str  # "method", "shared", "training" (of transformers), "model", "data", "rewards", "launch"; "refused": see below
     kinds: tuple[str, ...]  # of "bool", "int", "float", "str", "list", "dict", "none"
     default: Any
     help: str
     choices: tuple[str, ...] = ()
     items: tuple[str, ...] = ()  # kinds of the items, where it may be a list
+
+
+REFUSED = "refused"
+"""Group of options of TRL's that may only have their default: known by name, refused by the config with a reason, not shown."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,11 @@ class MethodTable:
     method: str
     summary: str
     options: dict[str, OptionSpec]
+
+    @property
+    def shown(self) -> list[str]:
+        """Names of the options that have a meaning here."""
+        return [name for name, spec in self.options.items() if spec.group != REFUSED]
 
 
 @cache

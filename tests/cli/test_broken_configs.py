@@ -74,6 +74,11 @@ CASES = {
     "a tool that is not there": ("grpo", {"tools": ["tools_of_nobody.search"]}, ["tools", "tools_of_nobody"]),
     "a profile that does not exist": ("sft", {"accelerate_config": "fsdp3"}, ["accelerate_config", "fsdp3", "fsdp2"]),
     "a file for another method": ("dpo", {"method": "sft"}, ["posttrain sft", "posttrain dpo"]),
+    "an option without a meaning here": (
+        "grpo",
+        {"use_transformers_paged": True},
+        ["use_transformers_paged", "native"],
+    ),
     "vLLM's mode": ("grpo", {"use_vllm": True, "vllm_mode": "colocated"}, ["vllm_mode", "colocated", "colocate"]),
 }
 TEXTS = {
