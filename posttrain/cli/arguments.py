@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.cli.errors import UsageError, nearest
-from posttrain.cli.option_table import MethodTable, OptionSpec, table_of
+from posttrain.cli.option_table import MethodTable, OptionSpec, method_names, table_of
 from posttrain.cli.run_options import ALIASES
 from posttrain.cli.values import value_of, words_value
 from posttrain.core.config_file import ConfigFileError, read_config
@@ -85,14 +85,15 @@ def split(words: list[str], table: MethodTable) -> tuple[list[str], list[tuple[s
     return files, flags
 
 
-def known_name(table: MethodTable, name: str) -> str:
+def known_name(name: str) -> str:
+    """An option's own name, of one with dashes or of an alias."""
     plain = name.replace("-", "_")
     return ALIASES.get(plain, plain)
 
 
 def _flag(table: MethodTable, name: str) -> tuple[OptionSpec, bool]:
     """(option, whether the flag says no)."""
-    plain = known_name(table, name)
+    plain = known_name(name)
     if plain in table.options:
         return table.options[plain], False
     if plain.startswith("no_") and "bool" in getattr(table.options.get(plain[3:]), "kinds", ()):
@@ -101,8 +102,6 @@ def _flag(table: MethodTable, name: str) -> tuple[OptionSpec, bool]:
 
 
 def _hint(table: MethodTable, name: str) -> str:
-    from posttrain.cli.option_table import method_names
-
     others = [method for method in method_names() if name in table_of(method).options]
     if others:
         return f" It is an option of {', '.join(others)}."
@@ -118,7 +117,7 @@ def _take_file(config: RunConfig, table: MethodTable, path: str) -> None:
     if named != config.method:
         raise UsageError(f"{path} is for `posttrain {named}`; the command is `posttrain {config.method}`.")
     for key, given in values.items():
-        name = known_name(table, key)
+        name = known_name(key)
         if name not in table.options:
             raise UsageError(f"{path} sets `{key}`, which posttrain {config.method} does not know.{_hint(table, name)}")
         spec = table.options[name]
@@ -129,3 +128,23 @@ def _take_file(config: RunConfig, table: MethodTable, path: str) -> None:
 
 def _set(config: RunConfig, spec: OptionSpec, value: Any, where: str) -> None:
     config.values[spec.name], config.origin[spec.name] = value, where
+
+
+def config_named(words: list[str], command: str) -> RunConfig:
+    """METHOD CONFIG.yaml --options, where the file may name the method instead."""
+    if words and words[0] in method_names():
+        return parse(words[0], words[1:])
+    if not words or words[0].startswith("--"):
+        raise UsageError(
+            f"Name a method ({', '.join(method_names())}) or a file of options that has the key `{METHOD_KEY}`."
+        )
+    try:
+        method = read_config(words[0])[0].get(METHOD_KEY)
+    except ConfigFileError as error:
+        raise UsageError(str(error)) from error
+    if method not in method_names():
+        raise UsageError(
+            f"{words[0]} does not name its method. Write `posttrain {command} METHOD {words[0]}`, or the key `{METHOD_KEY}` into "
+            "the file."
+        )
+    return parse(method, words)

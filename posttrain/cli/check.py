@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.arguments import METHOD_KEY, RunConfig, parse
+from posttrain.cli.arguments import RunConfig, config_named
 from posttrain.cli.errors import UsageError
-from posttrain.cli.option_table import method_names
 from posttrain.cli.output import no_bars, write_json
+from posttrain.cli.words import own_options
 
 if TYPE_CHECKING:
     from posttrain.data.audit import Audit, AuditFinding
@@ -22,7 +22,7 @@ Reads, checks and tokenises the rows as `posttrain METHOD` would, with the same 
 token by token (trained, context, cut), what is cut, dropped or repeated, how long the rows are, and what is wrong with the chat
 template.
 Exit code 0: nothing is wrong; 1: errors; 2: the command cannot be done. Warnings do not change it."""
-OWN = ("--samples", "--json")
+OWN = {"--samples": "5", "--json": "checked.json"}
 BAR = 40
 
 
@@ -30,7 +30,9 @@ def main(words: list[str]) -> int:
     if not words or any(word in ("-h", "--help") for word in words):
         print(USAGE)
         return 0
-    own, words = _own_options(words)
+    own, words = own_options(words, OWN)
+    if not (own["--samples"] or "3").isdigit():
+        raise UsageError(f"--samples is {own['--samples']!r}; it takes a whole number.")
     config = config_named(words, "check")
     found = Checked(config)
     if own["--json"]:
@@ -38,45 +40,6 @@ def main(words: list[str]) -> int:
     if own["--json"] != "-":
         found.show(int(own["--samples"] or 3))
     return 1 if found.errors else 0
-
-
-def config_named(words: list[str], command: str) -> RunConfig:
-    """METHOD CONFIG.yaml --options, where the file may name the method instead."""
-    if words and words[0] in method_names():
-        return parse(words[0], words[1:])
-    if not words or words[0].startswith("--"):
-        raise UsageError(
-            f"Name a method ({', '.join(method_names())}) or a file of options that has the key `{METHOD_KEY}`."
-        )
-    from posttrain.core.config_file import ConfigFileError, read_config
-
-    try:
-        method = read_config(words[0])[0].get(METHOD_KEY)
-    except ConfigFileError as error:
-        raise UsageError(str(error)) from error
-    if method not in method_names():
-        raise UsageError(
-            f"{words[0]} does not name its method. Write `posttrain {command} METHOD {words[0]}`, or the key `{METHOD_KEY}` into "
-            "the file."
-        )
-    return parse(method, words)
-
-
-def _own_options(words: list[str]) -> tuple[dict[str, str | None], list[str]]:
-    found: dict[str, str | None] = dict.fromkeys(OWN)
-    rest = []
-    left = iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        if name in OWN:
-            found[name] = value if equals else next(left, None)
-            if found[name] is None:
-                raise UsageError(f"{name} needs a value.")
-        else:
-            rest.append(word)
-    if found["--samples"] is not None and not found["--samples"].isdigit():
-        raise UsageError(f"--samples is {found['--samples']!r}; it takes a whole number.")
-    return found, rest
 
 
 class Checked:
@@ -171,7 +134,7 @@ class Checked:
         if not len(prepared):
             return
         step = max(len(prepared) // max(count, 1), 1)
-        for unit in prepared._units[::step][:count]:
+        for unit in prepared.units[::step][:count]:
             first, last = int(prepared.store.unit_offsets[unit]), int(prepared.store.unit_offsets[unit + 1])
             for number in range(first, last):
                 yield number, int(unit)
@@ -180,7 +143,7 @@ class Checked:
         from posttrain.cli.token_view import coloured, kinds_of, marked
 
         sample = prepared.store.sample(number, int(prepared.store.rows[unit]))
-        start, stop = int(prepared._sample_starts[number]), int(prepared._sample_stops[number])
+        start, stop = prepared.window(number)
         role = prepared.roles[number - int(prepared.store.unit_offsets[unit])]
         kinds = kinds_of(sample.trained, start, stop)
         tokenizer = self.side.renderer.tokenizer

@@ -7,13 +7,12 @@ import functools
 import io
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from posttrain.cli.arguments import RunConfig, config_named
 from posttrain.cli.errors import UsageError
 from posttrain.cli.output import no_bars, write_json
-
-if TYPE_CHECKING:
-    from posttrain.cli.arguments import RunConfig
+from posttrain.cli.words import own_options
 
 USAGE = """usage: posttrain explain [METHOD] [CONFIG.yaml] [--gpu 24GB] [--json FILE|-] [--option value ...]
 
@@ -22,16 +21,14 @@ will make the batches), the loss with its numbers, the work, and the memory by p
 --gpu SIZE   whether it fits a device of that size, and the largest settings that do
 --json FILE  the same as JSON; - is the screen
 Exit code 0: explained; 2: the command cannot be done."""
-OWN = ("--gpu", "--json")
+OWN = {"--gpu": "80GB", "--json": "explained.json"}
 
 
 def main(words: list[str]) -> int:
     if not words or any(word in ("-h", "--help") for word in words):
         print(USAGE)
         return 0
-    from posttrain.cli.check import config_named
-
-    own, words = _own_options(words)
+    own, words = own_options(words, OWN)
     gpu = None if own["--gpu"] is None else gpu_bytes(own["--gpu"])
     found = Explained(config_named(words, "explain"), gpu)
     if own["--json"]:
@@ -41,20 +38,6 @@ def main(words: list[str]) -> int:
 
         show(found)
     return 0
-
-
-def _own_options(words: list[str]) -> tuple[dict[str, str | None], list[str]]:
-    found: dict[str, str | None] = dict.fromkeys(OWN)
-    rest, left = [], iter(words)
-    for word in left:
-        name, equals, value = word.partition("=")
-        if name not in OWN:
-            rest.append(word)
-            continue
-        found[name] = value if equals else next(left, None)
-        if found[name] is None or found[name].startswith("--"):
-            raise UsageError(f"{name} needs a value, such as {'80GB' if name == '--gpu' else 'explained.json'}.")
-    return found, rest
 
 
 def gpu_bytes(text: str) -> int:

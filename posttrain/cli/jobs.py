@@ -13,6 +13,7 @@ from pathlib import Path
 from posttrain.cli.arguments import RunConfig, parse
 from posttrain.cli.errors import UsageError
 from posttrain.cli.option_table import method_names
+from posttrain.cli.words import Parser
 
 SUBMIT = {"slurm": ["sbatch"], "skypilot": ["sky", "launch", "--yes"], "kubernetes": ["kubectl", "apply", "-f"]}
 SUFFIX = {"slurm": "sbatch", "skypilot": "yaml", "kubernetes": "yaml"}
@@ -41,8 +42,8 @@ def main(words: list[str]) -> int:
     return subprocess.run(submit, check=False).returncode
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    parser = Parser(
         prog="posttrain launch", description=__doc__.split("\n")[0], allow_abbrev=False,
         epilog="All other words are those of `posttrain METHOD`: a file of options and --option value.",
     )  # fmt: skip

@@ -69,7 +69,8 @@ def _whole_copies(config: RunConfig, count: int | None) -> list[str]:
         )
     sizes = {"dp_replicate_size": machines, "dp_shard_size": count // machines}
     pairs = [word for name, size in sizes.items() for word in (f"--parallelism_config_{name}", str(size))]
-    return ["--use_parallelism_config", "true", *pairs]
+    # accelerate refuses the third word without the two before it, whatever the file says
+    return ["--use_fsdp", "--fsdp_version", "2", "--use_parallelism_config", *pairs]
 
 
 def run(command: list[str], environment: dict[str, str]) -> int:

@@ -6,22 +6,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.options import option
+from posttrain.data.dataset_options import DatasetOptions
 from posttrain.models.model_options import ModelOptions
 
 
 @dataclass
-class DataOptions:
+class DataOptions(DatasetOptions):
     """Which rows are trained on, and which are evaluated."""
 
-    dataset_name: str | None = option(None, "Dataset: a Hub id, a file (JSONL, JSON, CSV, Parquet, ...) or a folder.")
-    dataset_config: str | None = option(None, "Configuration of a dataset from the Hub.")
-    dataset_train_split: str = option("train", "Split to train on.")
-    dataset_test_split: str = option("test", "Split to evaluate on, where `eval_strategy` asks for evaluation.")
     dataset_columns: dict[str, str] | None = option(
         None, 'Their column -> the column that the method reads, such as {"question": "prompt"}.'
     )
     eval_dataset_name: str | None = option(None, "Dataset to evaluate on, where it is another one.")
-    dataset_streaming: bool = option(False, "Read rows as they are needed instead of preparing all of them first.")
     test_split_size: float | None = option(
         None, "Share (below 1) or number of rows held out of training to evaluate on."
     )
@@ -37,7 +33,6 @@ class DataOptions:
         "Tasks whose prompts are answered and judged during the run, each with `data`, `reward` and, where needed, `name`, "
         "`samples`, `max_new_tokens`, `temperature`, `limit`, `every`, `threshold`, `patience`, `max_drop`, `columns`, `seed`.",
     )
-    ignore_bias_buffers: bool = option(False, "Keep boolean buffers out of DDP's broadcasts.")
 
 
 @dataclass

@@ -108,7 +108,7 @@ def read_sweep(path: str) -> Sweep:
     if trials is not None and (type(trials) is not int or trials < 1):
         raise UsageError(f"{path}: `trials` is {trials!r}; it takes a whole number above 0.")
     options = checked(method, given.get("options") or {}, f"{path}, `options`")
-    over = {known_name(table_of(method), name): choices for name, choices in given["over"].items()}
+    over = {known_name(name): choices for name, choices in given["over"].items()}
     for name, choices in over.items():
         check_choices(method, name, choices, trials, path)
     folder = Path(given.get("output_dir", f"runs/sweep-{method}"))
@@ -121,7 +121,7 @@ def read_sweep(path: str) -> Sweep:
 def checked(method: str, options: dict[str, Any], where: str) -> dict[str, Any]:
     table, found = table_of(method), {}
     for key, given in options.items():
-        name = known_name(table, key)
+        name = known_name(key)
         if name not in table.options:
             raise UsageError(
                 f"{where} sets `{key}`, which posttrain {method} does not know.{nearest(name, table.options)}"

@@ -13,7 +13,7 @@ WIDTH, HEIGHT, LEFT, BOTTOM, TOP = 300, 220, 60, 40, 30
 
 
 def plot(metric: str, over: dict[str, Any], trials: list[Trial]) -> str:
-    panels = [_panel(metric, name, over[name], trials, place * (WIDTH + 20)) for place, name in enumerate(over)]
+    panels = [_panel(metric, name, trials, place * (WIDTH + 20)) for place, name in enumerate(over)]
     total = len(over) * (WIDTH + 20)
     style = "text{font:11px system-ui,sans-serif;fill:#555}circle{fill:#2a6fdb;fill-opacity:.75}line{stroke:#bbb}"
     return (
@@ -22,10 +22,10 @@ def plot(metric: str, over: dict[str, Any], trials: list[Trial]) -> str:
     )
 
 
-def _panel(metric: str, name: str, choices: Any, trials: list[Trial], left: int) -> str:
+def _panel(metric: str, name: str, trials: list[Trial], left: int) -> str:
     values = [trial.values[name] for trial in trials]
     is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
-    places = [_position(value, values, is_number, choices) for value in values]
+    places = [_position(value, values, is_number) for value in values]
     results = [trial.result["metric"] for trial in trials]
     low, high = min(results), max(results)
     span = (high - low) or 1.0
@@ -53,7 +53,7 @@ def _panel(metric: str, name: str, choices: Any, trials: list[Trial], left: int)
     )
 
 
-def _position(value: Any, values: list[Any], is_number: bool, choices: Any) -> float:
+def _position(value: Any, values: list[Any], is_number: bool) -> float:
     if not is_number:
         names = sorted({str(one) for one in values})
         return names.index(str(value)) / max(len(names) - 1, 1)

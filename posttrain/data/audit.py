@@ -26,7 +26,7 @@ MANY_CUT = 0.05
 NEARLY_EQUAL = 0.9
 """Share of two answers' tokens that they begin with in common, above which a pair says little."""
 MOST_ROWS_NAMED = 5
-TOO_FEW_TO_JUDGE = 20
+STOPS_LOOKED_AT = 2000
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class StoredUnits:
 
     def _hashes(self) -> tuple[np.ndarray, np.ndarray]:
         """(units,) of all tokens, and of those before the first trained one (all of them where none is trained)."""
-        store, units = self.store, self.prepared._units
+        store, units = self.store, self.prepared.units
         whole, prompts = (np.empty(len(units), dtype=np.uint64) for _ in range(2))
         for place, unit in enumerate(units):
             first, last = int(store.unit_offsets[unit]), int(store.unit_offsets[unit + 1])
@@ -194,7 +194,7 @@ def _of_pairs(name: str, prepared: PreparedDataset) -> list[AuditFinding]:
     if len(prepared.roles) != 2:
         return []
     store, places = prepared.store, []
-    for unit in prepared._units:
+    for unit in prepared.units:
         first = int(store.unit_offsets[unit])
         begin = max(store.first_trained(first), 0)
         one, other = (store.tokens_of(number)[begin:] for number in (first, first + 1))
@@ -216,7 +216,7 @@ def _of_stops(name: str, prepared: PreparedDataset, renderer: Renderer) -> list[
     stops = {renderer.tokenizer.eos_token_id, trained_stop_token(renderer) if renderer.has_template else None} - {None}
     store = prepared.store
     ends = Counter()
-    for unit in prepared._units[:2000]:
+    for unit in prepared.units[:STOPS_LOOKED_AT]:
         number = int(store.unit_offsets[unit])
         tokens = store.tokens_of(number)
         ends[bool(set(tokens[-2:].tolist()) & stops)] += 1  # a template may write a line break after it

@@ -336,8 +336,17 @@ class PreparedDataset(torch.utils.data.Dataset):
 
     def _cut(self, number: int, row: int) -> Sample:
         sample = self.store.sample(number, row)
-        start, stop = int(self._sample_starts[number]), int(self._sample_stops[number])
+        start, stop = self.window(number)
         return sample if stop - start == len(sample) else sample.slice(start, stop)
+
+    @property
+    def units(self) -> np.ndarray:
+        """Number of each kept unit in the store, in the order of this dataset."""
+        return self._units
+
+    def window(self, number: int) -> tuple[int, int]:
+        """The part of a stored sample that is kept: from which token to before which."""
+        return int(self._sample_starts[number]), int(self._sample_stops[number])
 
     @property
     def rows(self) -> np.ndarray:

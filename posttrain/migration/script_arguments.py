@@ -9,6 +9,7 @@ from typing import Any
 import datasets
 
 from posttrain.core.options import option
+from posttrain.data.dataset_options import DatasetOptions
 from posttrain.data.mixtures import load_mixture
 from posttrain.data.sources import DatasetSource
 from posttrain.models.model_options import ModelOptions
@@ -26,15 +27,8 @@ class ModelConfig(ModelOptions):
 
 
 @dataclass
-class ScriptArguments:
-    """Which dataset a script trains on."""
-
-    dataset_name: str | None = option(None, "Dataset: a Hub id, a file or a folder.")
-    dataset_config: str | None = option(None, "Configuration of a dataset from the Hub.")
-    dataset_train_split: str = option("train", "Split to train on.")
-    dataset_test_split: str = option("test", "Split to evaluate on.")
-    dataset_streaming: bool = option(False, "Read rows as they are needed.")
-    ignore_bias_buffers: bool = option(False, "Keep boolean buffers out of DDP's broadcasts.")
+class ScriptArguments(DatasetOptions):
+    """Which dataset a script of one's own trains on."""
 
 
 @dataclass

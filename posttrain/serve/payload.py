@@ -127,18 +127,13 @@ class Manifest:
     tensors: tuple[TensorSpec, ...]
 
 
-def encode_part(
-    version: int, part: int, parts: int, pieces: Iterable[tuple[TensorSpec, int, Buffer]], kind: str = "blake2b"
-) -> bytes:
-    """The payload of one part, from (tensor, offset in its bytes, bytes)."""
-    head, chunks = split_part(version, part, parts, pieces, kind)
-    return b"".join([head, *chunks])
-
-
 def split_part(
     version: int, part: int, parts: int, pieces: Iterable[tuple[TensorSpec, int, Buffer]], kind: str = "blake2b"
 ) -> tuple[bytes, list[memoryview]]:
-    """The same as (all that comes before the data, the data in its pieces): the two may travel on different ways."""
+    """One part, from (tensor, offset in its bytes, bytes): all that comes before the data, and the data in its pieces.
+
+    Joined they are the body of a request; they may also travel on different ways.
+    """
     entries, chunks, end = [], [], 0
     for spec, offset, data in pieces:
         view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
@@ -208,12 +203,6 @@ def parse_head(body: Buffer) -> tuple[PartHead, memoryview]:
     last = entries[-1].get("end") if isinstance(entries[-1], dict) else None
     nbytes = whole_number(last, "end of the last tensor", 0, MAX_TENSOR_BYTES)
     return PartHead(version, part, parts, tuple(entries), nbytes, digest.hex()), data
-
-
-def parse_part(body: Buffer, verify: bool = True) -> Part:
-    """The part in these bytes; `PayloadError` for anything that is not one. The pieces are views of `body`."""
-    head, data = parse_head(body)
-    return head.with_data(data, verify)
 
 
 def _piece(entry: Any, data: memoryview, expected_begin: int, verify: bool) -> tuple[Piece, int]:

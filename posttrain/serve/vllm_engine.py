@@ -22,7 +22,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-LOGPROBS_MODES = ("processed_logprobs", "raw_logprobs")
 MOST_LOGPROBS = 1024
 ADAPTER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What adapters may change, unless said otherwise. With `lm_head` among them vLLM cannot score prompts (its layer for

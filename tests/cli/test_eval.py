@@ -46,14 +46,6 @@ def inputs(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
-def folder(inputs, tmp_path, monkeypatch):
-    for each in inputs.iterdir():
-        (tmp_path / each.name).symlink_to(each)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def found(folder, *words):
     assert posttrain("eval", *words, "--json", "found.json", "--save-samples", "samples.jsonl") == 0
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]

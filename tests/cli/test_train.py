@@ -17,21 +17,7 @@ from posttrain.cli.main import main
 from posttrain.cli.option_table import method_names, table_of
 from posttrain.methods.table import METHODS
 from scripts import option_specs
-from tests.cli.runs import flags, folder_with_inputs, options_of, posttrain
-
-
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory):
-    return folder_with_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture
-def folder(inputs, tmp_path, monkeypatch):
-    """A working directory with the inputs, for outputs of its own."""
-    for each in inputs.iterdir():
-        (tmp_path / each.name).symlink_to(each)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+from tests.cli.runs import flags, options_of, posttrain
 
 
 def steps(folder: Path) -> list[dict]:

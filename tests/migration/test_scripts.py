@@ -57,6 +57,25 @@ def test_a_script_runs_unmodified(inputs, tmp_path, name):
     assert (tmp_path / "ended").read_text() == "yes"  # the script's own last line
 
 
+@pytest.mark.slow
+def test_the_numbers_are_those_of_the_import_that_was_changed(inputs, tmp_path):
+    """`posttrain run` on a script for TRL, and that script with its import changed: the same losses."""
+    losses = []
+    for name, change in (("run", "trl"), ("import", "posttrain")):
+        folder = tmp_path / name
+        folder.mkdir()
+        for each in inputs.iterdir():
+            (folder / each.name).symlink_to(each)
+        script = folder / "script.py"
+        script.write_text((SCRIPTS / "sft_plain.py").read_text().replace("from trl", f"from {change}"))
+        start = ["-m", "posttrain.cli.main", "run"] if change == "trl" else []
+        subprocess.run([sys.executable, *start, str(script)], cwd=folder, capture_output=True, timeout=280, check=True)
+        lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert len(losses[0]) == 2
+    assert losses[0] == losses[1]
+
+
 def test_what_is_missing_is_named(tmp_path):
     (tmp_path / "script.py").write_text("from trl import AutoModelForCausalLMWithValueHead\n")
     ended = ran(tmp_path / "script.py", tmp_path)

@@ -29,9 +29,10 @@ from posttrain.rollout.vllm_engine.transport import (
 )
 from posttrain.rollout.vllm_engine.upstream import UpstreamClient
 from posttrain.rollout.vllm_engine.workers import Workers, at_once
-from posttrain.serve.payload import Manifest, parse_part
+from posttrain.serve.payload import Manifest
 from posttrain.serve.staging import Staging
 from tests.rollout.served import SocketServer, http, numbered, prompts, read_request
+from tests.serve.serving import joined, parsed
 
 TOKEN = "a-token-nobody-may-see-5"
 SOON = Deadlines(connect=1, health=1, control=1, completion=0.5, part=1, commit=1, start=2, back=2)
@@ -294,7 +295,7 @@ def test_kept_weights_arrive_bit_for_bit_in_any_buckets(tmp_path, on_disk, bucke
     plan = kept.plan(bucket)
     staging = Staging(Manifest(3, len(plan), kept.specs))
     for number in range(len(plan)):
-        staging.add(parse_part(kept.payload(3, plan, number)), str(number))
+        staging.add(parsed(joined(kept.split_payload(3, plan, number))), str(number))
     staging.verify({})
     for name, tensor in staging.tensors():
         assert tensor.dtype == wanted[name].dtype

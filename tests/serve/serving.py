@@ -10,11 +10,27 @@ from posttrain.serve.buckets import plan_parts
 from posttrain.serve.echo_engine import EchoEngine, numbered_weights
 from posttrain.serve.engine import Accepted, GenerateJob, Sampling
 from posttrain.serve.engine_thread import EngineThread
-from posttrain.serve.payload import MAX_VERSION, Manifest, TensorSpec, checksum, encode_part
+from posttrain.serve.payload import MAX_VERSION, Manifest, Part, TensorSpec, checksum, parse_head, split_part
 from posttrain.serve.update import UpdateLimits, Updater
 from posttrain.serve.versions import Serving, Versions
 
 ANY = Accepted(0, MAX_VERSION)
+
+
+def encoded(*given) -> bytes:
+    """The body of a request that brings one part."""
+    return joined(split_part(*given))
+
+
+def joined(head_and_data) -> bytes:
+    head, chunks = head_and_data
+    return b"".join([head, *chunks])
+
+
+def parsed(body) -> Part:
+    """As the server reads such a body."""
+    head, data = parse_head(body)
+    return head.with_data(data)
 
 
 def raw(tensor: torch.Tensor) -> bytes:
@@ -31,7 +47,7 @@ def update_of(version: int, weights: dict[str, torch.Tensor], bucket: int = 24, 
     ]
     plan = plan_parts(specs, bucket)
     payloads = [
-        encode_part(
+        encoded(
             version, i, len(plan), [(s.spec, s.offset, data[s.spec.name][s.offset : s.offset + s.length]) for s in part]
         )
         for i, part in enumerate(plan)

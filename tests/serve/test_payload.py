@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from posttrain.serve import payload
 from posttrain.serve.buckets import plan_parts
 from posttrain.serve.errors import PayloadError
-from posttrain.serve.payload import ITEM_BYTES, MAGIC, PREFIX_BYTES, Manifest, TensorSpec, encode_part, parse_part
+from posttrain.serve.payload import ITEM_BYTES, MAGIC, PREFIX_BYTES, Manifest, TensorSpec
+from tests.serve.serving import encoded, parsed
 
 SPECS = st.builds(
     TensorSpec,
@@ -28,7 +29,7 @@ def parts(draw):
     count = draw(st.integers(1, 9))
     head = (draw(st.integers(0, payload.MAX_VERSION)), draw(st.integers(0, count - 1)), count)
     kind = draw(st.sampled_from(sorted(payload.CHECKSUMS)))
-    return head, tensors, encode_part(*head, tensors, kind)
+    return head, tensors, encoded(*head, tensors, kind)
 
 
 def assert_exact(part, head, tensors):
@@ -54,7 +55,7 @@ def header_of(body: bytes) -> dict:
 @given(parts())
 def test_what_was_encoded_is_what_is_read(case):
     head, tensors, body = case
-    assert_exact(parse_part(body), head, tensors)
+    assert_exact(parsed(body), head, tensors)
 
 
 def bit_flip(body, rng):
@@ -158,7 +159,7 @@ def random_part(rng):
     tensors = [(spec, 0, rng.randbytes(spec.nbytes)) for spec in specs]
     count = rng.randint(1, 9)
     head = (rng.randint(0, payload.MAX_VERSION), rng.randrange(count), count)
-    return head, tensors, encode_part(*head, tensors, rng.choice(sorted(payload.CHECKSUMS)))
+    return head, tensors, encoded(*head, tensors, rng.choice(sorted(payload.CHECKSUMS)))
 
 
 @settings(max_examples=5_000, deadline=None, suppress_health_check=list(HealthCheck))
@@ -168,7 +169,7 @@ def test_5000_damaged_payloads_give_the_typed_error_or_the_exact_tensors(damage,
     head, tensors, body = random_part(rng)
     damaged = damage(body, rng)
     try:
-        part = parse_part(damaged)
+        part = parsed(damaged)
     except PayloadError:
         return
     # Only a header written anew with its digest may mean something else, and then the bytes are still those sent.
@@ -184,7 +185,7 @@ def test_5000_damaged_payloads_give_the_typed_error_or_the_exact_tensors(damage,
 def test_noise_is_refused(noise):
     for body in (noise, MAGIC + noise):
         with pytest.raises(PayloadError):
-            parse_part(body)
+            parsed(body)
 
 
 @settings(max_examples=300, deadline=None)

@@ -64,11 +64,6 @@ class KeptWeights:
         """What goes into which part."""
         return plan_parts(self.specs, bucket_bytes)
 
-    def payload(self, version: int, plan: Sequence[Sequence[Slice]], number: int) -> bytes:
-        """The body of one part."""
-        head, chunks = self.split_payload(version, plan, number)
-        return b"".join([head, *chunks])
-
     def split_payload(
         self, version: int, plan: Sequence[Sequence[Slice]], number: int
     ) -> tuple[bytes, list[memoryview]]:
