@@ -35,8 +35,8 @@ SHAPES = {
     "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
              "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
 }  # fmt: skip
-KEPT = {"gradient_checkpointing": False, "activation_offloading": False}
-RECOMPUTED = {"gradient_checkpointing": True, "activation_offloading": False}
+KEPT = {"gradient_checkpointing": False, "activation_offloading": False, "keep_logits": False}
+RECOMPUTED = {**KEPT, "gradient_checkpointing": True}
 LORA = {"use_peft": True, "lora_target_modules": ["all-linear"], "lora_dropout": 0.0}
 GROUPS = {
     "num_generations": 8, "per_device_train_batch_size": 16, "max_completion_length": 256, "reward_workers": 0,
@@ -47,8 +47,11 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft-full-recomputed": ("sft", {**RECOMPUTED, "per_device_train_batch_size": 16}),
     "sft-full-accumulated": ("sft", {**KEPT, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
     "sft-lora": ("sft", {**KEPT, **LORA, "per_device_train_batch_size": 8}),
+    "sft-lora-dropout": ("sft", {**KEPT, **LORA, "lora_dropout": 0.05, "per_device_train_batch_size": 8}),
+    "sft-lora-two-modules": ("sft", {**KEPT, "use_peft": True, "per_device_train_batch_size": 8}),
     "dpo-full": ("dpo", {**KEPT, "per_device_train_batch_size": 4}),
     "dpo-lora-recomputed": ("dpo", {**RECOMPUTED, **LORA, "per_device_train_batch_size": 8}),
+    "dpo-full-logits-kept": ("dpo", {**KEPT, "per_device_train_batch_size": 4, "keep_logits": True}),
     "grpo-full-reference": ("grpo", {**KEPT, **GROUPS, "beta": 0.04}),
     "grpo-lora-two-iterations": ("grpo", {**KEPT, **LORA, **GROUPS, "num_iterations": 2}),
 }

@@ -87,7 +87,9 @@ class Explained:
         self.formula = FORMULAS[self.config.method](self.args, totals_in_words(counts))
         dtype = self._dtype()
         quantised = next((name for name in ("load_in_4bit", "load_in_8bit") if self.config.get(name)), None)
-        self.shape = told(lambda: shape_of(meta_model(side, self.model, self.parts, dtype), quantised))
+        self.shape = told(
+            lambda: shape_of(meta_model(side, self.model, self.parts, dtype), quantised, side.args.fuse_lora)
+        )
         side.engine.is_foreign = getattr(self.args, "use_vllm", False)
         side.replay = True if getattr(self.args, "replay_buffer_size", 0) else None
         reference = reference_of(side, self.parts)

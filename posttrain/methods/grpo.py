@@ -199,9 +199,8 @@ class GRPOTrainer(OnlineTrainer):
             batch,
             tuple(name for name in stats if not (wants_gradient and name == "entropy")),
             temperature=args.temperature,
-            chunk_tokens=args.chunk_tokens,
             differentiable_stats=("entropy",) if wants_gradient else (),
-            router_loss=self.uses_router_loss,
+            **self.scoring_options(),
         )
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:

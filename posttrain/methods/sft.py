@@ -107,6 +107,10 @@ class SFTTrainer(BaseTrainer):
             "packing": args.packing_strategy if packing else None,
         }
 
+    def recomputes_logits(self) -> bool:
+        """A plain sum of nll has its gradient in the forward."""
+        return self.args.loss_type != "nll" or self.custom_loss is not None
+
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
         args = self.args
         if self.compute_metrics is not None and not model.training:
@@ -115,11 +119,10 @@ class SFTTrainer(BaseTrainer):
             model,
             batch,
             stats,
-            chunk_tokens=args.chunk_tokens,
-            summed=args.loss_type == "nll" and self.custom_loss is None,
+            summed=not self.recomputes_logits(),
             label_smoothing=args.label_smoothing_factor,
             differentiable_stats=("mean_logps",) if args.label_smoothing_factor else (),
-            router_loss=self.uses_router_loss,
+            **self.scoring_options(),
         )
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:

@@ -153,7 +153,7 @@ def _varlen_flash(
     sliding_window: int | None,
 ) -> Tensor:
     """torch's own varlen flash op: differentiable, grouped-query heads, no flash-attn package."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     window = (sliding_window - 1) if sliding_window else -1
     output = torch.ops.aten._flash_attention_forward(
         q, k, v, bounds, bounds, longest, longest, dropout, True, False,

@@ -4,7 +4,8 @@
 is at hand while the chunk of logits exists. Three products with the vocabulary instead of four (6VH instead of 8VH a token).
 
 `token_logps`: a loss that is any function of log-probs learns its slopes only later; the logits are computed again in the backward
-from the hidden states and log Z. On a CPU, where a chunk is small and a product dear, logits that are one chunk are kept instead.
+from the hidden states and log Z. Where there is memory for them they are kept instead (`keep_logits`), and on a CPU, where a chunk
+is small and a product dear, where they are one chunk. Both ways give the same bits.
 
 Both write slopes over the logits (`head_kernels`) and add the weight's gradient up in float32 inside the product.
 """
@@ -18,12 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.models.float32_head import head_operands
-from posttrain.models.head_kernels import Rows, read_rows, slopes_of_rows
+from posttrain.models.head_kernels import STATISTICS, Rows, read_rows, slopes_of_rows
 from posttrain.models.sharding import is_sharded_module, plain_class
 
 Statistic = Callable[[Tensor, Tensor, Tensor], Tensor]
-KERNEL_STATISTICS = ("entropy", "is_most_likely")
-"""Statistics that come with the pass over a row; any other needs the chunk in float32."""
 
 
 class Head(Protocol):
@@ -64,10 +63,17 @@ def summed_nll(
 
 
 def token_logps(
-    hidden: Tensor, head: Head, targets: Tensor, chunk_tokens: int, stats: dict[str, Statistic]
+    hidden: Tensor,
+    head: Head,
+    targets: Tensor,
+    chunk_tokens: int,
+    stats: dict[str, Statistic],
+    keep_logits: bool = False,
 ) -> dict[str, Tensor]:
     """{"logps": differentiable, and the detached statistics}."""
-    logps, *values = _TokenLogps.apply(*head_operands(hidden, head.module), targets, head.scale, chunk_tokens, stats)
+    logps, *values = _TokenLogps.apply(
+        *head_operands(hidden, head.module), targets, head.scale, chunk_tokens, stats, keep_logits
+    )
     return {"logps": logps, **dict(zip(stats, values))}
 
 
@@ -81,29 +87,34 @@ class _Reader:
         self.targets, self.scale, self.chunk_tokens = targets, scale, chunk_tokens
         self.accurate = torch.promote_types(hidden.dtype, torch.float32)
 
-    def chunks(self) -> Iterator[tuple[slice, Tensor]]:
-        """(which rows, their logits)"""
+    def parts(self) -> Iterator[slice]:
+        """Rows of one chunk after the other."""
         for start in range(0, len(self.hidden), self.chunk_tokens):
-            part = slice(start, start + self.chunk_tokens)
-            yield part, nn.functional.linear(self.hidden[part], self.weight, self.bias)
+            yield slice(start, start + self.chunk_tokens)
+
+    def logits(self, part: slice) -> Tensor:
+        """Of a chunk. Hand it on without a name: a loop's variable would hold one chunk while the next is computed."""
+        return nn.functional.linear(self.hidden[part], self.weight, self.bias)
 
     def ask(self, stats: dict[str, Statistic]) -> None:
-        """Make room for the answers."""
-        of_kernel = any(name in stats for name in KERNEL_STATISTICS)
-        self.rows = Rows(len(self.hidden), self.hidden.device, self.accurate, of_kernel, "is_most_likely" in stats)
-        self.other = {name: fn for name, fn in stats.items() if name not in KERNEL_STATISTICS}
+        """Make room for the answers. What the pass over a row does not say needs the chunk once more, in float32."""
+        self.rows = Rows(len(self.hidden), self.hidden.device, self.accurate, stats)
+        self.other = {name: fn for name, fn in stats.items() if name not in STATISTICS}
         self.values = {name: torch.empty_like(self.rows.logps) for name in self.other}
 
-    def read(self, part: slice, logits: Tensor, smoothing: float = 0.0, slopes: bool = False) -> Tensor | None:
+    def read(
+        self, part: slice, logits: Tensor, smoothing: float = 0.0, slopes: bool = False, keep: bool = False
+    ) -> Tensor | None:
+        """Answer the questions about a chunk. Returns its slopes, or the logits themselves where they are kept."""
         targets = self.targets[part]
         exact = logits.to(self.accurate, copy=True).mul_(self.scale) if self.other else None  # `logits` are overwritten
         answer = read_rows(logits, targets, self.rows, part, scale=self.scale, smoothing=smoothing, slopes=slopes)
         for name, statistic in self.other.items():
             self.values[name][part] = statistic(exact, self.rows.log_z[part], targets)
-        return answer
+        return logits if keep else answer
 
     def answers(self, stats: dict[str, Statistic]) -> list[Tensor]:
-        known = {"entropy": self.rows.entropy, "is_most_likely": self.rows.is_most_likely, **self.values}
+        known = self.rows.answers() | self.values
         return [known[name] for name in stats]
 
 
@@ -159,8 +170,8 @@ class _SummedNLL(torch.autograd.Function):
         reader = _Reader(hidden, weight, bias, targets, scale, chunk_tokens)
         reader.ask(stats)
         gradients = _Gradients(reader, ctx.needs_input_grad[:3])
-        for part, logits in reader.chunks():
-            gradients.add(part, reader.read(part, logits, smoothing, slopes=True))
+        for part in reader.parts():
+            gradients.add(part, reader.read(part, reader.logits(part), smoothing, slopes=True))
         total = -(1 - smoothing) * reader.rows.logps.sum()
         if smoothing:
             total = total - smoothing * reader.rows.mean_logps.sum()
@@ -182,7 +193,7 @@ class _SummedNLL(torch.autograd.Function):
 
 
 class _TokenLogps(torch.autograd.Function):
-    """log p(y_t) of each row; the backward computes the logits once more."""
+    """log p(y_t) of each row; the backward computes the logits once more, or has them still."""
 
     @staticmethod
     def forward(
@@ -194,30 +205,34 @@ class _TokenLogps(torch.autograd.Function):
         scale: float,
         chunk_tokens: int,
         stats: dict[str, Statistic],
+        keep_logits: bool,
     ) -> tuple[Tensor, ...]:
         reader = _Reader(hidden, weight, bias, targets, scale, chunk_tokens)
         reader.ask(stats)
-        kept = None
-        for part, logits in reader.chunks():
-            reader.read(part, logits)
-            kept = logits if hidden.device.type == "cpu" and len(hidden) <= chunk_tokens else None
-        ctx.save_for_backward(hidden, weight, bias, targets, reader.rows.log_z, kept)
-        ctx.scale, ctx.chunk_tokens = scale, chunk_tokens
+        is_one_on_cpu = hidden.device.type == "cpu" and len(hidden) <= chunk_tokens
+        keeps = keep_logits or is_one_on_cpu
+        kept = [reader.read(part, reader.logits(part), keep=keeps) for part in reader.parts()]
+        ctx.save_for_backward(hidden, weight, bias, targets, reader.rows.log_z, *(kept if keeps else ()))
+        ctx.scale, ctx.chunk_tokens, ctx.has_kept = scale, chunk_tokens, keeps
         answers = reader.answers(stats)
         ctx.mark_non_differentiable(*answers)
         return reader.rows.logps, *answers
 
     @staticmethod
     def backward(ctx: Any, grad_logps: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_z, kept = ctx.saved_tensors
+        hidden, weight, bias, targets, log_z, *kept = ctx.saved_tensors
         reader = _Reader(hidden, weight, bias, targets, ctx.scale, ctx.chunk_tokens)
         gradients = _Gradients(reader, ctx.needs_input_grad[:3])
-        for part, logits in reader.chunks() if kept is None else [(slice(0, len(hidden)), kept)]:
+        for number, part in enumerate(reader.parts()):
             factors = -grad_logps[part].contiguous()
-            gradients.add(part, slopes_of_rows(logits, targets[part], log_z[part], factors, ctx.scale))
+            logits = kept[number] if ctx.has_kept else reader.logits(part)
+            slopes = slopes_of_rows(logits, targets[part], log_z[part], factors, ctx.scale)
+            gradients.add(part, slopes)
+            del logits, slopes  # before the next chunk is computed
+        ctx.has_kept = False  # slopes lie over them now: another backward of this graph computes them
         return (
             gradients.hidden,
             None if gradients.weight is None else gradients.weight.to(weight.dtype),
             None if gradients.bias is None else gradients.bias.to(bias.dtype),
-            *[None] * 4,
+            *[None] * 5,
         )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -22,21 +23,30 @@ BLOCK = 8192
 WARPS = 16
 
 
-class Rows:
-    """(n,) numbers about the rows of a chunk, float32 or better."""
+STATISTICS = ("entropy", "is_most_likely", "mean_logit")
+"""What a pass over a row can say besides log p(y) and log Z."""
 
-    def __init__(
-        self, count: int, device: torch.device, dtype: torch.dtype, with_statistics: bool, with_choice: bool = True
-    ) -> None:
+
+class Rows:
+    """(n,) numbers about the rows of a chunk, float32 or better. `asked`: names in STATISTICS."""
+
+    def __init__(self, count: int, device: torch.device, dtype: torch.dtype, asked: Collection[str] = ()) -> None:
         def empty() -> Tensor:
             return torch.empty(count, dtype=dtype, device=device)
 
         self.logps = empty()
         self.log_z = empty()
         self.mean_logps = empty()  # over the vocabulary: the uniform part of label smoothing
-        self.entropy = empty() if with_statistics else None
-        self.is_most_likely = empty() if with_statistics else None
-        self.with_choice = with_choice  # whether `is_most_likely` is asked for; a kernel has it for nothing
+        with_entropy = "entropy" in asked or "is_most_likely" in asked
+        self.entropy = empty() if with_entropy else None
+        self.is_most_likely = empty() if with_entropy else None
+        self.with_choice = "is_most_likely" in asked  # a kernel has it for nothing
+        self.with_mean = "mean_logit" in asked
+
+    def answers(self) -> dict[str, Tensor | None]:
+        """By name of the statistic; of those that were asked for."""
+        mean_logit = self.mean_logps + self.log_z if self.with_mean else None
+        return {"entropy": self.entropy, "is_most_likely": self.is_most_likely, "mean_logit": mean_logit}
 
 
 def read_rows(
@@ -81,14 +91,13 @@ def _torch_rows(
     else:
         rows.log_z[part] = torch.logsumexp(exact, -1)
         rows.logps[part] = goal_logits - rows.log_z[part]
-        is_needed = rows.entropy is not None or smoothing
-        all_logps = exact - rows.log_z[part, None] if is_needed else None
+        all_logps = exact - rows.log_z[part, None] if rows.entropy is not None else None
     if rows.entropy is not None:
         rows.entropy[part] = -(all_logps.exp() * all_logps).sum(-1)
         if rows.with_choice:
             rows.is_most_likely[part] = (exact.argmax(-1) == targets).to(accurate)
-    if smoothing:
-        rows.mean_logps[part] = all_logps.mean(-1)
+    if smoothing or rows.with_mean:
+        rows.mean_logps[part] = exact.mean(-1) - rows.log_z[part]
     if not slopes:
         return None
     slope = all_logps.exp_()
@@ -129,7 +138,7 @@ def _triton_rows(
         logits, targets, some, rows.log_z[part], rows.mean_logps[part],
         rows.entropy[part] if with_statistics else some, rows.is_most_likely[part] if with_statistics else some,
         logits.stride(0), logits.shape[1], scale, smoothing,
-        STATISTICS=with_statistics, SMOOTH=smoothing != 0, SLOPES=slopes, BLOCK=BLOCK, num_warps=WARPS,
+        STATISTICS=with_statistics, MEAN=rows.with_mean or smoothing != 0, SLOPES=slopes, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return logits if slopes else None
 

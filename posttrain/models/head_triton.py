@@ -9,7 +9,7 @@ import triton.language as tl
 @triton.jit
 def rows_kernel(
     logits, targets, logps, log_zs, mean_logps, entropies, is_most_likely, stride, width, scale, smoothing,
-    STATISTICS: tl.constexpr, SMOOTH: tl.constexpr, SLOPES: tl.constexpr, BLOCK: tl.constexpr,
+    STATISTICS: tl.constexpr, MEAN: tl.constexpr, SLOPES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """log p(target), log Z and, where asked for, entropy, hit, mean log-prob; slopes over the logits.
 
@@ -37,7 +37,7 @@ def rows_kernel(
         total = total * shrink + weight
         if STATISTICS:
             weighted = weighted * shrink + tl.where(weight > 0.0, weight * z, 0.0)
-        if SMOOTH:
+        if MEAN:
             plain += tl.where(inside, z, 0.0)
         peak = above
     sum_exp = tl.sum(total, 0)
@@ -48,7 +48,7 @@ def rows_kernel(
     if STATISTICS:
         tl.store(entropies + row, log_z - tl.sum(weighted, 0) / sum_exp)
         tl.store(is_most_likely + row, (best == target).to(tl.float32))
-    if SMOOTH:
+    if MEAN:
         tl.store(mean_logps + row, tl.sum(plain, 0) / width - log_z)
     if SLOPES:
         for first in range(0, width, BLOCK):

@@ -218,6 +218,7 @@ class Wishes:
     offload: bool | None = None
     optim: str | None = None  # a name: stays. None: AdamW, in 8 bits if it must be
     tokens_per_pass: int | None = None
+    keep_logits: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,7 @@ class MemoryPlan:
     eight_bit: bool
     sentence: str
     tokens_per_pass: int | None = None  # None: every micro-batch is one pass
+    keep_logits: bool = False
 
 
 IN_WORDS = {
@@ -253,6 +255,8 @@ IN_WORDS = {
     (NONE, True): "kept in host memory",
     (SELECTIVE, True): "kept in host memory where they are dear and recomputed where they are cheap",
 }
+DECIDING = ("gradient_checkpointing", "activation_offloading", "max_tokens_per_pass", "keep_logits", "optim")
+"""Options that overrule the plan."""
 LADDER = ((NONE, False), (SELECTIVE, False), (FULL, False), (FULL, True))
 
 
@@ -278,25 +282,36 @@ def memory_plan(
     state: StateCost,
     wishes: Wishes,
     can_recompute: bool = True,
+    logit_bytes: float = 0.0,
 ) -> MemoryPlan:
-    """The mildest rung whose passes fit into `free` bytes and are large enough; the last one if none is."""
+    """The mildest rung whose passes fit into `free` bytes and are large enough; the last one if none is.
+
+    `logit_bytes`: of one token, where the loss would profit from keeping them. They are, if passes are still large enough then.
+    """
     room = HEAD_ROOM * free
     optim = wishes.optim or "adamw"
     if wishes.tokens_per_pass is not None:
         batch = replace(batch, largest=min(batch.largest, max(wishes.tokens_per_pass, batch.longest)))
+    asked_for = logit_bytes if wishes.keep_logits else 0.0
     for level, offload, eight_bit in rungs(wishes, can_recompute):
         fixed = state.total(EIGHT_BIT if eight_bit else optim)
-        fitting = int((room - fixed) // activations.of(level, offload))
+        fitting = int((room - fixed) // (activations.of(level, offload) + asked_for))
         if fitting >= batch.wanted:
             break
+    keep_logits = bool(wishes.keep_logits)
+    if wishes.keep_logits is None and logit_bytes and level == NONE:
+        beside_them = int((room - fixed) // (activations.of(level, offload) + logit_bytes))
+        # A micro-batch that is one pass stays one: adding gradients up would cost more than the logits save.
+        keep_logits = beside_them >= (batch.wanted if fitting < batch.largest else batch.largest)
+        fitting = beside_them if keep_logits else fitting
     tokens = max(min(fitting, batch.largest), batch.wanted)
-    moving = tokens * activations.of(level, offload)
     terms = {
         "the optimizer's moments": state.moments(EIGHT_BIT if eight_bit else optim),
         "masters": state.masters,
         "gradients": state.gradients,
         "the head": state.head,
-        "activations": moving,
+        "activations": tokens * activations.of(level, offload),
+        "logits": tokens * logit_bytes if keep_logits else 0.0,
     }
     is_split = tokens < batch.largest
     sentence = (
@@ -305,13 +320,11 @@ def memory_plan(
         f"({activations.of(NONE, False) / 2**10:.0f} KiB a token, "
         f"{'measured' if activations.is_measured else 'estimated'}). {_needs_in_words(terms, room, free)}"
     )
-    missing = fixed + moving - room
+    missing = sum(terms.values()) - room
     if missing > 0:
         sentence += f" That is {_gib(missing)} too much: lower `per_device_train_batch_size` or `max_length` if memory runs out."
-    sentence += (
-        " `gradient_checkpointing`, `activation_offloading`, `max_tokens_per_pass` and `optim` decide otherwise."
-    )
-    return MemoryPlan(level, offload, eight_bit, sentence, tokens if is_split else wishes.tokens_per_pass)
+    sentence += f" {', '.join(f'`{name}`' for name in DECIDING[:-1])} and `{DECIDING[-1]}` decide otherwise."
+    return MemoryPlan(level, offload, eight_bit, sentence, tokens if is_split else wishes.tokens_per_pass, keep_logits)
 
 
 def _passes_in_words(batch: BatchTokens, tokens: int) -> str:

@@ -35,7 +35,7 @@ def shared_prefix_flash(
     dropout: float,
 ) -> Tensor:
     """(1, heads, tokens, dim) -> (tokens, heads, dim) with torch's varlen flash kernel."""
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     return _SharedPrefixFlash.apply(q, k, v, bounds, longest, prefixes, scale, dropout)
 
@@ -140,7 +140,7 @@ def shared_prefix_loop(
             enable_gqa=is_grouped,
         )  # fmt: skip
         parts.append(part)
-    return torch.cat(parts, dim=2)[0].transpose(0, 1)
+    return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
 
 
 def _segments(bounds: Tensor, prefixes: SharedPrefixes) -> list[tuple[int, int, int | None]]:

@@ -44,6 +44,7 @@ class ScoreRequest:
     summed: bool = False  # the loss is the plain sum of nll: its gradient may be computed in the forward
     label_smoothing: float = 0.0  # only with `summed`
     router_loss: bool = False
+    keep_logits: bool = False  # for the backward, where they are not needed in the forward: memory for time
 
 
 # ---- statistics: (logits, log-normaliser, targets) -> (n,) ------------------------------------------------------------
@@ -102,6 +103,7 @@ def score_tokens(
     label_smoothing: float = 0.0,
     differentiable_stats: tuple[str, ...] = (),
     router_loss: bool = False,
+    keep_logits: bool = False,
 ) -> TokenScores:
     """What does the model say about each trained token? `model` may be wrapped in anything."""
     request = ScoreRequest(
@@ -115,6 +117,7 @@ def score_tokens(
         summed,
         label_smoothing,
         router_loss,
+        keep_logits,
     )
     answer = model(**forward_kwargs(batch), use_cache=False, score=request)
     known = {name: answer.pop(name, None) for name in ("logps", "nll_sum", "aux_loss")}
@@ -187,7 +190,9 @@ def _scores_of_hidden(
         if request.summed and torch.is_grad_enabled():
             return summed_nll(hidden, head, request.targets, chunk, stats, request.label_smoothing)
         if not request.differentiable_stats:
-            result = token_logps(hidden, head, request.targets, chunk, stats)
+            result = token_logps(
+                hidden, head, request.targets, chunk, stats, request.keep_logits and torch.is_grad_enabled()
+            )
             return result | ({"nll_sum": -result["logps"].sum()} if request.summed else {})
 
     def per_token(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
@@ -204,7 +209,9 @@ def _scores_of_hidden(
         return result
 
     chunks = chunks_on_every_process(head.module, len(hidden), chunk)
-    result = map_over_logits(hidden, head, per_token, request.targets, chunk_tokens=chunk, min_chunks=chunks)
+    result = map_over_logits(
+        hidden, head, per_token, request.targets, chunk_tokens=chunk, min_chunks=chunks, keep_logits=request.keep_logits
+    )
     if request.summed and not request.label_smoothing:
         result["nll_sum"] = -result["logps"].sum()
     return result
@@ -217,8 +224,9 @@ def map_over_logits(
     *aligned: Tensor,
     chunk_tokens: int,
     min_chunks: int = 0,
+    keep_logits: bool = False,
 ) -> dict[str, Tensor]:
-    """Apply `fn(logits, *aligned)` to `chunk_tokens` rows at a time; the logits are recomputed in the backward.
+    """Apply `fn(logits, *aligned)` to `chunk_tokens` rows at a time; the logits are recomputed in the backward, or kept for it.
 
     With no rows at all the head is still called once, on none: collectives of sharded heads need every rank.
     """
@@ -229,7 +237,7 @@ def map_over_logits(
 
     chunks = list(zip(*(tensor.split(chunk_tokens) for tensor in (hidden, *aligned)))) or [(hidden, *aligned)]
     chunks += [tuple(tensor[:0] for tensor in (hidden, *aligned))] * (min_chunks - len(chunks))
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not keep_logits:
         parts = [checkpoint(one, *chunk, use_reentrant=False) for chunk in chunks]
     else:
         parts = [one(*chunk) for chunk in chunks]

@@ -145,7 +145,20 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
 
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
         """What is asked of the model about a batch."""
-        return score_tokens(model, batch, stats, chunk_tokens=self.args.chunk_tokens, router_loss=self.uses_router_loss)
+        return score_tokens(model, batch, stats, **self.scoring_options())
+
+    def scoring_options(self) -> dict[str, Any]:
+        """How the policy's tokens are scored, whatever is asked about them."""
+        args = self.args
+        return {
+            "chunk_tokens": args.chunk_tokens,
+            "keep_logits": bool(args.keep_logits),
+            "router_loss": self.uses_router_loss,
+        }
+
+    def recomputes_logits(self) -> bool:
+        """Whether the backward of the loss needs the logits once more: what `keep_logits` saves."""
+        return self.task == CAUSAL_LM
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         """What the method makes of the answers."""

@@ -55,6 +55,10 @@ class BaseConfig(TrainingArguments):
         "Saved activations (of checkpointed layers: their inputs) wait in host memory. None: when nothing less fits.",
     )
     chunk_tokens: int | None = option(None, "Tokens whose logits exist at once. None: as many as fit the chunk budget.")
+    keep_logits: bool | None = option(
+        None,
+        "Losses of log-probs: keep all logits for the backward instead of computing them again. None: where memory is left over.",
+    )
 
     # ---- the model
     model_init_kwargs: dict[str, Any] | str | None = option(

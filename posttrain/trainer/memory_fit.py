@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,7 +13,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from posttrain.core.batch import SHARED
 from posttrain.data.collate import laid_out_tokens
 from posttrain.models import memory
+from posttrain.models.fused_head import can_fuse
 from posttrain.models.load import innermost_model
+from posttrain.models.token_scores import LanguageHead
 from posttrain.trainer.config import DEEPSPEED
 
 if TYPE_CHECKING:
@@ -48,10 +50,19 @@ def fit_memory(trainer: BaseTrainer) -> None:
         shards = (trainer.model, layers, head, args.world_size, args.compute_dtype, args.device.type)
         state = memory.sharded_state_cost(*shards)
     can_recompute = any(isinstance(module, GradientCheckpointingLayer) for module in innermost.modules())
-    plan = memory.memory_plan(_free(trainer), batch_tokens(trainer), cost, state, wishes, can_recompute)
+    logit_bytes = logit_bytes_of(trainer, innermost)
+    plan = memory.memory_plan(_free(trainer), batch_tokens(trainer), cost, state, wishes, can_recompute, logit_bytes)
     apply(trainer, plan)
     if args.should_log:
         print(plan.sentence, flush=True)
+
+
+def logit_bytes_of(trainer: BaseTrainer, causal_lm: Any) -> float:
+    """Of one token, as the fused head keeps them; 0 where the loss has no second use for them."""
+    if not trainer.recomputes_logits() or trainer.args.sharding is not None:
+        return 0.0
+    head = LanguageHead.of(causal_lm)
+    return head.vocabulary * head.module.weight.element_size() if can_fuse(head) else 0.0
 
 
 def wishes_of(trainer: BaseTrainer) -> memory.Wishes:
@@ -64,7 +75,9 @@ def wishes_of(trainer: BaseTrainer) -> memory.Wishes:
     optim = getattr(args.optim, "value", args.optim)
     given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
     is_open = optim == getattr(DEFAULT_OPTIM, "value", DEFAULT_OPTIM) and not given and args.sharding is None
-    return memory.Wishes(level, args.activation_offloading, None if is_open else optim, args.max_tokens_per_pass)
+    return memory.Wishes(
+        level, args.activation_offloading, None if is_open else optim, args.max_tokens_per_pass, args.keep_logits
+    )
 
 
 def batch_tokens(trainer: BaseTrainer) -> memory.BatchTokens:
@@ -107,6 +120,7 @@ def apply(trainer: BaseTrainer, plan: memory.MemoryPlan) -> None:
         args.gradient_checkpointing_kwargs = {**args.gradient_checkpointing_kwargs, memory.SELECTIVE: True}
     args.activation_offloading = plan.offload
     args.max_tokens_per_pass = plan.tokens_per_pass
+    args.keep_logits = plan.keep_logits
     if plan.eight_bit:
         args.optim = memory.EIGHT_BIT
 

@@ -420,14 +420,7 @@ class OnlineTrainer(BaseTrainer):
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
-        return score_tokens(
-            model,
-            batch,
-            stats,
-            temperature=self.args.temperature,
-            chunk_tokens=self.args.chunk_tokens,
-            router_loss=self.uses_router_loss,
-        )
+        return score_tokens(model, batch, stats, temperature=self.args.temperature, **self.scoring_options())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "learning_rate" in logs:

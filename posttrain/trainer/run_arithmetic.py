@@ -138,7 +138,7 @@ def complete(side: BaseTrainer, train: Any, evaluation: Any) -> None:
     side._train_batch_size = args.train_batch_size
     side.model, side.accelerator = None, SimpleNamespace(parallelism_config=None)
     side.is_deepspeed_enabled = False  # asked for a tensor-parallel size, of which there is none
-    side.optimizer = side.optimizer_cls_and_kwargs = None
+    side.optimizer = side.optimizer_cls_and_kwargs = side.custom_loss = None
     side.engine = SimpleNamespace(is_foreign=getattr(args, "use_vllm", False))
     side.data_collator = Collator(
         side.roles, side.renderer.tokenizer.pad_token_id or 0, planned_layout(side), args.pad_multiple

@@ -19,7 +19,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from posttrain.core.batch import SHARED
 from posttrain.models import memory
 from posttrain.models.adapters import add_adapter
-from posttrain.models.fused_head import KERNEL_STATISTICS
+from posttrain.models.fused_lora import SIBLINGS
+from posttrain.models.head_kernels import STATISTICS
 from posttrain.models.layer_kernels import LIGER, PLAIN
 from posttrain.models.load import AUTO_CLASSES, SEQUENCE_REWARD, innermost_model, locate
 from posttrain.models.memory import FULL, NONE, SELECTIVE
@@ -45,6 +46,10 @@ KEPT_WIDTHS = {
     (PLAIN, SELECTIVE): (3, 2, 2, 2),
     (LIGER, SELECTIVE): (3, 2, 2, 2),
 }
+FROZEN_SAVES = (2, 0, 0, 1)
+"""Linears without a gradient of their own do not keep their inputs (two norms, the product of the MLP's halves); adapters may."""
+DROPPED_WIDTHS = 1.5
+"""Of an input with LoRA dropout: the copy, and its mask of one byte."""
 
 
 # ---- the shape -------------------------------------------------------------------------------------------------------------
@@ -70,6 +75,7 @@ class Shape:
     vocabulary: int
     item: int
     is_adapter: bool
+    adapter_inputs: float  # widths that one token keeps for the adapters of all layers
     head_is_trained: bool
     can_recompute: bool
 
@@ -95,7 +101,7 @@ def _base_of(name: str) -> str:
     return name
 
 
-def shape_of(model: nn.Module, quantised: str | None = None) -> Shape:
+def shape_of(model: nn.Module, quantised: str | None = None, fuses_lora: bool = True) -> Shape:
     innermost = innermost_model(model)
     text = innermost.config.get_text_config()
     everything = list(model.parameters())
@@ -123,9 +129,25 @@ def shape_of(model: nn.Module, quantised: str | None = None) -> Shape:
         vocabulary=text.vocab_size,
         item=next(p.element_size() for p in everything if p.is_floating_point()),
         is_adapter=model is not innermost,
+        adapter_inputs=sum(adapter_inputs(module, fuses_lora) for module in model.modules()),
         head_is_trained=head_weight is not None and head_weight.requires_grad,
         can_recompute=bool(layers),
     )
+
+
+def adapter_inputs(parent: nn.Module, fuses_lora: bool) -> float:
+    """Widths that one token keeps for the LoRA linears of one module: what the gradients of their adapters need.
+
+    q, k and v read one tensor, as do gate and up. Attention keeps the input of o itself; a fused MLP computes that of down again.
+    """
+    adapted = {name: child for name, child in parent.named_children() if getattr(child, "lora_A", None)}
+    dropped = [child for child in adapted.values() if any(getattr(d, "p", 0) for d in child.lora_dropout.values())]
+    if dropped:
+        return DROPPED_WIDTHS * sum(child.in_features for child in dropped)
+    elsewhere = ("o_proj", "down_proj") if fuses_lora else ("o_proj",)
+    siblings = {name: group for group in SIBLINGS for name in group}
+    inputs = {siblings.get(name, name): child.in_features for name, child in adapted.items() if name not in elsewhere}
+    return sum(inputs.values())
 
 
 def _active(name: str, parameter: nn.Parameter, text: Any) -> int:
@@ -154,11 +176,14 @@ def _bytes(name: str, parameter: nn.Parameter, outside: set[int], quantised: str
 
 def estimated_activations(shape: Shape, kernels: str) -> memory.ActivationCost:
     """Bytes a token, by level, as `memory.activation_cost` would measure them on the device."""
+    sizes = (shape.width, shape.queries, shape.keys, shape.inner)
 
     def of(level: str) -> float:
-        hidden, queries, keys, inner = KEPT_WIDTHS[kernels, level]
-        widths = hidden * shape.width + queries * shape.queries + keys * shape.keys + inner * shape.inner
-        return shape.layers * widths * shape.item
+        times, adapters = KEPT_WIDTHS[kernels, level], 0.0
+        if shape.is_adapter and level == NONE:
+            times = tuple(kept - saved for kept, saved in zip(times, FROZEN_SAVES))
+            adapters = shape.adapter_inputs
+        return shape.item * (adapters + shape.layers * sum(count * size for count, size in zip(times, sizes)))
 
     inputs = shape.layers * shape.width * shape.item
     kept = {NONE: of(NONE), SELECTIVE: min(of(SELECTIVE), of(NONE)), FULL: inputs}
@@ -174,7 +199,11 @@ def head_bytes(
     """
     if not shape.head:
         return 0.0
-    rows = chunk_tokens or default_chunk_tokens(torch.device("cuda"), shape.vocabulary, shape.item)
+    rows = (
+        default_chunk_tokens(torch.device("cuda"), shape.vocabulary, shape.item)
+        if chunk_tokens is None
+        else chunk_tokens
+    )
     chunk = min(rows, tokens) * shape.vocabulary * (shape.item + (4 if exact else 0))
     states = tokens * shape.width * shape.item * (2 if has_gradient else 1)
     return chunk + states + (4 * shape.head if has_gradient and shape.head_is_trained else 0)
@@ -210,6 +239,7 @@ class MemoryModel:
     in_one_pass: bool  # a step is one pass: gradients are never added up
     chunk_tokens: int | None = None
     exact_chunk: bool = False  # see `head_bytes`
+    keep_logits: bool = False
     loaded_reference: float = 0.0  # bytes of one that answers before training and goes
     kv_bytes: float = 0.0  # of the keys and values of one generation
     decode_logits: float = 0.0
@@ -228,7 +258,8 @@ class MemoryModel:
 
     def head(self, tokens: int, has_gradient: bool) -> float:
         exact = self.exact_chunk and has_gradient
-        return head_bytes(self.shape, tokens, has_gradient, self.chunk_tokens, exact)
+        chunk_tokens = 0 if self.keep_logits and has_gradient else self.chunk_tokens
+        return head_bytes(self.shape, tokens, has_gradient, chunk_tokens, exact)
 
     def gradients(self) -> float:
         """All of them, after a backward."""
@@ -238,13 +269,20 @@ class MemoryModel:
         return 4 * self.shape.trained + low
 
     def update(self, tokens: int, trained: int, level: str, offload: bool) -> Phase:
-        """The worse of two moments: the head on top of all activations, and all gradients at the end of the backward."""
-        kept, head = tokens * self.activations.of(level, offload), self.head(trained, has_gradient=True)
-        before = 0.0 if self.in_one_pass else self.gradients()
-        at_head = self.standing() | {"gradients": before, "head": head, "activations": kept}
-        at_end = self.standing() | {"gradients": self.gradients(), "activations": tokens * self.activations.layer}
-        moments = [Phase("update", {name: size for name, size in terms.items() if size}) for terms in (at_head, at_end)]
-        return max(moments, key=lambda phase: phase.peak)
+        """The worst of three moments: the head on top of all that is kept, the last layer's backward, the end of the backward."""
+        working = tokens * self.activations.of(level, offload)  # with what the backward of one layer takes
+        kept = working - tokens * self.activations.layer * (1 if level == NONE else 2)
+        before = 0.0 if self.in_one_pass else 4 * self.shape.trained
+        head_gradient = 4 * self.shape.head if self.shape.head_is_trained else 0
+        moments = (
+            {"gradients": before, "head": self.head(trained, has_gradient=True), "activations": kept},
+            {"gradients": before, "head": head_gradient, "activations": working},
+            {"gradients": self.gradients(), "activations": working - kept},
+        )
+        logits = {"logits": trained * self.shape.vocabulary * self.shape.item} if self.keep_logits else {}
+        terms = [self.standing() | moment | (logits if "head" in moment else {}) for moment in moments]
+        phases = [Phase("update", {name: size for name, size in found.items() if size}) for found in terms]
+        return max(phases, key=lambda phase: phase.peak)
 
     def phases(self, tokens: int, trained: int, level: str, offload: bool) -> list[Phase]:
         standing = self.standing()
@@ -317,7 +355,8 @@ def memory_model(side: BaseTrainer, shape: Shape, counts: RunCounts, demands: De
         getattr(args.optim, "value", args.optim),
         in_one_pass,
         chunk_tokens=args.chunk_tokens,
-        exact_chunk=any(name not in KERNEL_STATISTICS for name in side.token_stats),
+        keep_logits=bool(args.keep_logits) and side.recomputes_logits(),
+        exact_chunk=any(name not in STATISTICS for name in side.token_stats),
         loaded_reference=demands.loaded_reference,
         scores=demands.scores,
     )
@@ -342,7 +381,9 @@ def explain_memory(
     level, offload, sentence = wishes.checkpointing or NONE, bool(wishes.offload), None
     if gpu is not None:
         free = gpu - CONTEXT_BYTES - shape.weight_bytes - demands.reference
-        plan = memory.memory_plan(free, batch, model.activations, shape.state, wishes, shape.can_recompute)
+        logit_bytes = shape.vocabulary * shape.item if shape.head and side.recomputes_logits() else 0.0
+        plan = memory.memory_plan(free, batch, model.activations, shape.state, wishes, shape.can_recompute, logit_bytes)
+        model.keep_logits = plan.keep_logits
         level, offload, sentence = plan.checkpointing, plan.offload, plan.sentence
         if plan.tokens_per_pass is not None:
             batch = replace(batch, largest=plan.tokens_per_pass)

@@ -33,7 +33,7 @@ FREE_TO_CHANGE = frozenset((
     "dataset_num_proc", "dataset_cache_dir", "resume_from_checkpoint", "resume_allow_changes", "alerts", "local_rank",
     "do_eval", "do_train", "do_predict", "skip_memory_metrics", "max_steps", "num_train_epochs", "ddp_timeout",
     "prediction_loss_only", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model",
-    "greater_is_better", "chunk_tokens", "gradient_checkpointing", "use_liger_kernel", "fuse_lora", "compile_layers",
+    "greater_is_better", "chunk_tokens", "keep_logits", "gradient_checkpointing", "use_liger_kernel", "fuse_lora", "compile_layers",
     "share_prompts", "max_tokens_per_pass",
     "gradient_checkpointing_kwargs", "activation_offloading", "on_bad_rows", "logging_nan_inf_filter",
     "deepspeed_plugin", "eval_accumulation_steps", "eval_delay", "eval_do_concat_batches", "save_only_model",

@@ -375,7 +375,7 @@ def test_memory_of_a_model_without_weights(seven_billion):
     assert phases["load"].terms == {"weights": 2 * count}
     update = phases["update"].terms
     assert (update["weights"], update["masters"], update["moments"]) == (2 * count, 4 * count, 8 * count)
-    assert update["gradients"] == 4 * count + 2 * 152064 * 3584
+    assert update["gradients"] == 4 * count  # at the head, which is the worst moment, no bfloat16 gradient lives
     assert phases["update"].binding == "moments"
 
 
@@ -418,6 +418,37 @@ def test_activations_of_plain_layers_are_those_that_the_probe_finds():
     told = estimated_activations(shape_of(model), PLAIN)
     for level in ("none", "selective", "full"):
         assert told.kept[level] == pytest.approx(found.kept[level], rel=0.06), level
+
+
+@pytest.mark.parametrize(
+    ("adapter", "kib_a_token"),
+    [
+        ({"target_modules": "all-linear"}, 757),
+        ({"target_modules": "all-linear", "lora_dropout": 0.05}, 1417),
+        ({"target_modules": ["q_proj", "v_proj"]}, 710),
+        (None, 991),
+    ],
+)
+def test_activations_of_liger_layers_are_those_that_were_measured_on_an_h200(adapter, kib_a_token):
+    """Qwen2.5 0.5B in bfloat16, 15 November 2026: `python benchmarks/explain_memory.py`, "KiB a token, measured"."""
+    import torch
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, Qwen2Config
+
+    from posttrain.models.adapters import add_adapter
+    from posttrain.models.layer_kernels import LIGER
+    from posttrain.trainer.run_memory import estimated_activations, shape_of
+
+    config = Qwen2Config(
+        hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
+        vocab_size=1024, tie_word_embeddings=True,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        if adapter is not None:
+            model = add_adapter(model, LoraConfig(r=16, task_type="CAUSAL_LM", **adapter), torch.bfloat16)
+    told = estimated_activations(shape_of(model), LIGER).of("none", False)
+    assert told == pytest.approx(kib_a_token * 2**10, rel=0.015)
 
 
 def test_operations_of_a_step_are_six_for_each_weight_and_token(seven_billion):

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from posttrain.models import head_kernels
-from posttrain.models.head_kernels import Rows
+from posttrain.models.head_kernels import STATISTICS, Rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 WAYS = [
@@ -41,7 +41,7 @@ def test_rows_and_slopes_are_those_of_float64_autograd(way, scale, smoothing):
     picked = logps.gather(-1, targets[:, None]).squeeze(-1)
     (-(1 - smoothing) * picked.sum() - smoothing * logps.mean(-1).sum()).backward()
 
-    rows = Rows(len(logits), logits.device, torch.float32, with_statistics=True)
+    rows = Rows(len(logits), logits.device, torch.float32, STATISTICS)
     part = slice(0, len(logits))
     slopes = getattr(head_kernels, ROWS[way])(logits.clone(), targets, rows, part, scale, smoothing, True)
     assert torch.allclose(rows.logps.double(), picked, atol=1e-5)
@@ -49,8 +49,8 @@ def test_rows_and_slopes_are_those_of_float64_autograd(way, scale, smoothing):
     assert torch.allclose(rows.entropy.double(), -(logps.exp() * logps).sum(-1), atol=1e-5)
     assert torch.equal(rows.is_most_likely, (logits.argmax(-1) == targets).float())
     assert torch.allclose(slopes.double(), exact.grad, atol=1e-6)
-    if smoothing:
-        assert torch.allclose(rows.mean_logps.double(), logps.mean(-1), atol=1e-5)
+    assert torch.allclose(rows.mean_logps.double(), logps.mean(-1), atol=1e-5)
+    assert torch.allclose(rows.answers()["mean_logit"].double(), (exact * scale).mean(-1), atol=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -71,7 +71,7 @@ def test_the_first_of_equal_logits_is_the_choice_and_extremes_are_no_trouble(way
     logits[0, [70, 130]] = 5e4  # a tie across blocks: argmax takes the first
     logits[2, 202] = 3.0  # everything else underflows
     targets = torch.tensor([70, 0, 202])
-    rows = Rows(3, logits.device, torch.float32, with_statistics=True)
+    rows = Rows(3, logits.device, torch.float32, STATISTICS)
     getattr(head_kernels, ROWS[way])(logits, targets, rows, slice(0, 3), 1.0, 0.0, False)
     assert rows.is_most_likely.tolist() == [1, 1, 1]
     expected = torch.tensor([-0.6931, -5.3132, 0.0])
@@ -82,7 +82,7 @@ def test_the_first_of_equal_logits_is_the_choice_and_extremes_are_no_trouble(way
 def test_a_nan_is_passed_on(way):
     logits, targets = made(rows=2)
     logits[1, 100] = float("nan")
-    rows = Rows(2, logits.device, torch.float32, with_statistics=False)
+    rows = Rows(2, logits.device, torch.float32)
     getattr(head_kernels, ROWS[way])(logits, targets, rows, slice(0, 2), 1.0, 0.0, False)
     assert torch.isfinite(rows.logps[0])
     assert torch.isnan(rows.logps[1])

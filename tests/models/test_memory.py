@@ -146,6 +146,30 @@ def test_a_large_micro_batch_is_split_before_anything_is_recomputed():
     assert (given.checkpointing, given.tokens_per_pass) == (NONE, 5000)
 
 
+def test_logits_are_kept_where_passes_are_large_enough_beside_them():
+    logit_bytes = 300 * KIB
+    batch = BatchTokens(largest=100_000, longest=2048)
+
+    def planned(tokens, a_token, **wishes):
+        room = STATE.total("adamw") + tokens * a_token
+        return memory_plan(room / memory.HEAD_ROOM + 1, batch, COST, STATE, Wishes(**wishes), True, logit_bytes)
+
+    kept = COST.of(NONE, False)
+    roomy = planned(20_000, kept + logit_bytes)
+    assert (roomy.keep_logits, roomy.checkpointing, roomy.tokens_per_pass) == (True, NONE, 20_000)
+    assert "logits 5.72 GiB" in roomy.sentence
+    tight = planned(20_000, kept)
+    assert (tight.keep_logits, tight.checkpointing, tight.tokens_per_pass) == (False, NONE, 20_000)
+    forced = planned(20_000, kept, keep_logits=True)  # no longer large enough: cheap activations are computed again
+    assert (forced.keep_logits, forced.checkpointing) == (True, SELECTIVE)
+    one_pass = planned(100_000, kept + logit_bytes)
+    assert (one_pass.keep_logits, one_pass.tokens_per_pass) == (True, None)
+    not_split_for_them = planned(100_000, kept + logit_bytes / 2)
+    assert (not_split_for_them.keep_logits, not_split_for_them.tokens_per_pass) == (False, None)
+    assert not planned(40_000, kept + logit_bytes, keep_logits=False).keep_logits
+    assert not memory_plan(1000 * GIB, batch, COST, STATE, Wishes()).keep_logits  # a loss that does not need them
+
+
 def need(level, offload=False, eight_bit=False):
     return (STATE.total("adamw_8bit" if eight_bit else "adamw") + TOKENS * COST.of(level, offload)) / GIB
 

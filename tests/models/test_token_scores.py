@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 from posttrain.core.batch import PADDED, RAGGED
 from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
+from posttrain.models import fused_head
 from posttrain.models.attention import RAGGED_ATTENTION
 from posttrain.models.load import LoadOptions, load_model
 from posttrain.models.token_scores import TOKEN_STATS, score_tokens
@@ -141,7 +143,7 @@ def test_router_loss_is_the_models_own():
         load_model(tiny.causal_lm(), LoadOptions(router_aux_loss_coef=0.1))
 
 
-def test_logits_are_never_kept():
+def test_logits_are_not_kept_unless_asked_for():
     """Between forward and backward nothing of the size of the logits is alive: saved tensors stay below one chunk."""
     model = tiny.causal_lm()
     load_model(model, LoadOptions())
@@ -165,3 +167,47 @@ def test_logits_are_never_kept():
             scores = score_tokens(model, batch, chunk_tokens=4, summed=summed)
         assert largest[0] == 0, f"{largest[0]} rows of logits were saved (summed={summed})"
         (scores.nll_sum if summed else -scores.logps.sum()).backward()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2-softcap"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_kept_logits_give_the_same_bits_as_computed_ones(family, dtype):
+    """Of a fused head (llama) and of one with a soft-cap (gemma2); also in a second backward of the same graph."""
+    torch.manual_seed(0)
+    model = FAMILIES[family]().to(dtype)
+    load_model(model, LoadOptions(dtype=dtype))
+    batch = collate(samples() * 4, ("text",))
+    slopes = torch.linspace(-1, 1, batch.num_trained)
+
+    def gradients(keep_logits):
+        logps = score_tokens(model, batch, chunk_tokens=4, keep_logits=keep_logits).logps
+        twice = []
+        for retain in (True, False):
+            model.zero_grad()
+            (logps * slopes.to(logps.dtype)).sum().backward(retain_graph=retain)
+            twice.append([parameter.grad.clone() for parameter in model.parameters()])
+        return twice
+
+    (computed, again), (kept, kept_again) = gradients(False), gradients(True)
+    for each in zip(computed, again, kept, kept_again):
+        assert all(torch.equal(each[0], other) for other in each)
+
+
+@pytest.mark.parametrize("summed", [False, True])
+def test_one_chunk_of_logits_is_alive_at_a_time(summed, monkeypatch):
+    model = tiny.causal_lm()
+    load_model(model, LoadOptions())
+    batch = collate(samples() * 4, ("text",))
+    alive, most = weakref.WeakSet(), [0]
+    real = fused_head._Reader.logits
+
+    def counted(reader, part):
+        found = real(reader, part)
+        alive.add(found)
+        most[0] = max(most[0], len(alive))
+        return found
+
+    monkeypatch.setattr(fused_head._Reader, "logits", counted)
+    scores = score_tokens(model, batch, chunk_tokens=4, summed=summed)
+    (scores.nll_sum if summed else -scores.logps.sum()).backward()
+    assert most[0] == 1
