@@ -227,7 +227,7 @@ WAYS = {
     "posttrain": Way(native, 75.0, repeats=3),
     "generate": Way(plain_generate(), 90.0),
     "generate, static cache": Way(plain_generate("static"), 100.0),
-    "continuous batching": Way(continuous, 100.0),
+    "continuous batching": Way(continuous, 170.0),
     "vllm": Way(vllm, 150.0, repeats=2),
 }
 
