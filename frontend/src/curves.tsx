@@ -16,15 +16,6 @@ const MAIN = [
   "grad_norm",
   "learning_rate",
 ];
-const NOT_SHOWN = new Set([
-  "epoch",
-  "total_flos",
-  "train_runtime",
-  "train_loss",
-  "train_samples_per_second",
-  "train_steps_per_second",
-]);
-
 function sectionOf(name: string): string {
   if (name.startsWith("eval_")) return "eval";
   return name.includes("/") ? name.slice(0, name.indexOf("/")) : "";
@@ -62,7 +53,7 @@ export function Curves() {
   const shown = runs.filter((run) => !hidden.has(run.id));
   const sections = useMemo(() => {
     const names = new Set(shown.flatMap((run) => Object.keys(curves[run.id]?.curves ?? {})));
-    const found = inOrder([...names]).filter((name) => !NOT_SHOWN.has(name) && name.toLowerCase().includes(words.toLowerCase()));
+    const found = inOrder([...names]).filter((name) => name.toLowerCase().includes(words.toLowerCase()));
     const bySection = new Map<string, string[]>();
     for (const name of found) bySection.set(sectionOf(name), [...(bySection.get(sectionOf(name)) ?? []), name]);
     return [...bySection].sort(([one], [other]) => (one === "" ? -1 : other === "" ? 1 : one.localeCompare(other)));

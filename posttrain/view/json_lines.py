@@ -58,8 +58,14 @@ def _object_in(line: bytes) -> Entry | None:
     return entry if isinstance(entry, dict) else None
 
 
+NOT_CURVES = frozenset(
+    ("step", "epoch", "total_flos", "train_runtime", "train_loss", "train_samples_per_second", "train_steps_per_second")
+)
+"""Numbers in logs that are said once, or count steps."""
+
+
 def series_of(entries: list[Entry]) -> Series:
-    """name -> (steps, values) of all numbers in logs. A null (NaN where it was logged) stays: a gap in the curve."""
+    """name -> (steps, values) of all curves in logs. A null (NaN where it was logged) stays: a gap in the curve."""
     series: Series = {}
     for entry in entries:
         step = entry.get("step")
@@ -67,7 +73,7 @@ def series_of(entries: list[Entry]) -> Series:
             continue
         for name, value in entry.items():
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if name != "step" and (is_number or value is None):
+            if name not in NOT_CURVES and (is_number or value is None):
                 steps, values = series.setdefault(name, ([], []))
                 steps.append(step)
                 values.append(value)

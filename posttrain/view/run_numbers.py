@@ -19,14 +19,6 @@ FIRST = (
     "sampling/sampling_logp_difference/mean", "grad_norm", "learning_rate",
 )  # fmt: skip
 """Metrics that are shown first, and in a summary alone."""
-NOT_CURVES = (
-    "epoch",
-    "total_flos",
-    "train_runtime",
-    "train_loss",
-    "train_samples_per_second",
-    "train_steps_per_second",
-)
 MOST_BINS = 60
 
 
@@ -59,7 +51,7 @@ def numbers_of_run(run: RunFolder, shown: int = 3) -> RunNumbers:
     run.alerts.refresh()
     run.rollouts.refresh(wait=None, mismatch=True)
     snapshot = run.rollouts.snapshot()
-    series = {name: pair for name, pair in series_of(run.metrics.entries).items() if name not in NOT_CURVES}
+    series = series_of(run.metrics.entries)
     steps = [pair[0][-1] for pair in series.values()] + [int(s) for s in snapshot.numbers.get("step", [])[-1:]]
     best, worst = _extremes(snapshot, run, shown)
     counted = ("error", "failures", "tool_calls", "tool_errors", "truncated", "masked")
