@@ -53,6 +53,7 @@ class Explained:
 
     def __init__(self, config: RunConfig, gpu: int | None = None) -> None:
         from posttrain.cli.assemble import config_of, model_name, parts_of, rewards_of, told
+        from posttrain.cli.evals_of import evals_of
         from posttrain.cli.launch import command_of
         from posttrain.methods.table import METHODS
         from posttrain.trainer.run_arithmetic import complete, count_run
@@ -72,9 +73,10 @@ class Explained:
             self.side = told(lambda: method.trainer_class.without_model(named, self.args))
             told(self._take_agents)
             train, evaluation = told(self._datasets)
+            evals = told(lambda: evals_of(config, self.args))
             with as_planned():
                 told(lambda: complete(self.side, train, evaluation))
-                self.counts = told(lambda: count_run(self.side))
+                self.counts = told(lambda: count_run(self.side, evals))
                 self._explain_model(told)
 
     def _explain_model(self, told: Any) -> None:

@@ -55,7 +55,7 @@ def counts_lines(found: Explained) -> list[str]:
         + (f", {counts.checkpoints_kept:,} kept" if counts.checkpoints_kept not in (None, counts.checkpoints) else ""),
         "",
     ]
-    return lines + step_lines(counts, rows) + rollout_lines(counts)
+    return lines + step_lines(counts, rows) + rollout_lines(counts) + task_lines(counts)
 
 
 def _evaluation(counts: RunCounts) -> str:
@@ -103,6 +103,14 @@ def rollout_lines(counts: RunCounts) -> list[str]:
         f"tokens           {tokens}",
         f"reward calls     {least}{rollouts.reward_calls:,} of each function",
     ]
+
+
+def task_lines(counts: RunCounts) -> list[str]:
+    return ["", *(
+        f"evals            {task.name}: {task.answers:,} answers to {task.prompts:,} prompts, {task.times:,} times; at most "
+        f"{task.most_tokens:,} tokens"
+        for task in counts.tasks
+    )] if counts.tasks else []  # fmt: skip
 
 
 # ---- work and memory -------------------------------------------------------------------------------------------------------

@@ -25,8 +25,10 @@ from posttrain.data.collate import Collator, split_by_tokens
 from posttrain.data.loader import EpochBatches, StreamBatches
 from posttrain.rollout.loader import RolloutLoader
 from posttrain.trainer.config import SharedPromptsConfig
+from posttrain.trainer.task_evals import best_metric, is_due, is_read
 
 if TYPE_CHECKING:
+    from posttrain.evaluation.spec import EvalSpec
     from posttrain.trainer.base import BaseTrainer
 
 STREAM_STEPS_LOOKED_AT = 100
@@ -93,6 +95,17 @@ class Rollouts:
 
 
 @dataclass
+class TaskCount:
+    """A task of `evals`."""
+
+    name: str
+    prompts: int
+    answers: int  # each time
+    times: int
+    most_tokens: int  # written, in the whole run
+
+
+@dataclass
 class RunCounts:
     """All figures of a run. `per_step` holds a Range for rows, samples, tokens, trained tokens, micro-batches and passes."""
 
@@ -112,6 +125,7 @@ class RunCounts:
     eval_batches: int | None = None
     eval_completions: int | None = None
     rollouts: Rollouts | None = None
+    tasks: list[TaskCount] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -304,6 +318,9 @@ class Events:
     logs: int = 0
     evaluations: int = 0
     saved: set[int] = field(default_factory=set)
+    evaluated: set[int] = field(
+        default_factory=set
+    )  # steps at which an evaluation was asked for, whether there are rows or not
     last_logged: int = 0
     control: TrainerControl = field(default_factory=TrainerControl)
 
@@ -312,8 +329,9 @@ class Events:
         step = self.state.global_step
         if self.control.should_log and step > self.last_logged:
             self.logs, self.last_logged = self.logs + 1, step
-        if self.control.should_evaluate and self.has_evaluation:
-            self.evaluations += 1
+        if self.control.should_evaluate:
+            self.evaluations += self.has_evaluation
+            self.evaluated.add(step)
         if self.control.should_save:
             self.saved.add(step)
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
@@ -345,8 +363,8 @@ def walk(source: Source, events: Events, epochs: int, updates: int, micro_batche
     return steps
 
 
-def count_run(side: BaseTrainer) -> RunCounts:
-    """Everything that can be counted about the run of `side`, which `complete` has seen."""
+def count_run(side: BaseTrainer, evals: Sequence[EvalSpec] = ()) -> RunCounts:
+    """Everything that can be counted about the run of `side`, which `complete` has seen. `evals`: its tasks."""
     args = side.args
     loader = side.get_train_dataloader()
     _refuse_no_batch(args, side.train_dataset, loader)
@@ -373,9 +391,22 @@ def count_run(side: BaseTrainer) -> RunCounts:
         steps_counted=len(known),
         rollouts=getattr(source, "rollouts", None),
     )
+    counts.tasks = [_count_task(side, spec, evals, events) for spec in evals]
     _count_evaluation(side, counts)
     _note_what_is_open(side, counts)
     return counts
+
+
+def _count_task(side: BaseTrainer, spec: EvalSpec, evals: Sequence[EvalSpec], events: Events) -> TaskCount:
+    """When `TaskEvals` runs it: before the first step, after the last, and in between as the spec says."""
+    last = events.state.global_step
+    asked = events.saved | events.evaluated
+    steps = {0, last} | {step for step in range(1, last + 1) if is_due(spec, step, step in asked)}
+    if events.has_evaluation and is_read(spec, best_metric(side.args, evals)):
+        steps |= events.evaluated
+    prompts = len(spec.rows(side.renderer, side.args.chat_template_kwargs))
+    answers = prompts * spec.samples
+    return TaskCount(spec.name, prompts, answers, len(steps), len(steps) * answers * spec.max_new_tokens)
 
 
 def _refuse_no_batch(args: Any, dataset: Any, loader: Any) -> None:

@@ -24,6 +24,26 @@ if TYPE_CHECKING:
 PREFIX = "evals"
 
 
+def is_due(spec: EvalSpec, step: int, asked: bool) -> bool:
+    """After a step; `asked`: whether the run saves or evaluates there."""
+    return asked if spec.every is None else step % spec.every == 0
+
+
+def is_read(spec: EvalSpec, metric: str | None) -> bool:
+    """Whether an evaluation of the run wants this score; `metric` says which checkpoint is best."""
+    return spec.every is None or (metric is not None and metric.startswith(f"{PREFIX}/{spec.name}/"))
+
+
+def best_metric(args: Any, specs: Sequence[EvalSpec]) -> str | None:
+    """The metric of ours that says which checkpoint is best; None: somebody else's does."""
+    named = args.metric_for_best_model
+    if named is None:
+        # With a limit of 1 transformers deletes the last checkpoint for the best: only where that was asked for.
+        return None if args.save_total_limit == 1 else f"{PREFIX}/{specs[0].name}/score"
+    named = named.removeprefix("eval_")
+    return named if named.startswith(f"{PREFIX}/") else None
+
+
 class TaskEvals(TrainerCallback):
     """Evaluates tasks before the first step, every so often and at the end. Adds itself to the trainer:
 
@@ -63,7 +83,7 @@ class TaskEvals(TrainerCallback):
             raise ValueError(
                 f"{type(self.trainer).__name__} trains a model that writes nothing: it has no task scores."
             )
-        metric = self._best_metric()
+        metric = best_metric(self.trainer.args, self.specs)
         if metric is not None and metric.split("/")[1] not in names:
             raise ValueError(f"`metric_for_best_model` is {metric!r}; the evaluations are named {', '.join(names)}.")
         if self.trainer.args.sharding == DEEPSPEED:
@@ -78,9 +98,7 @@ class TaskEvals(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         is_last = state.global_step >= state.max_steps
         asked = control.should_save or control.should_evaluate
-        self._run(
-            [task for task in self.tasks if is_last or self._is_due(task.spec, state.global_step, asked)], control
-        )
+        self._run([task for task in self.tasks if is_last or is_due(task.spec, state.global_step, asked)], control)
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_save or control.should_evaluate:
@@ -90,8 +108,8 @@ class TaskEvals(TrainerCallback):
         self, args: Any, state: Any, control: Any, metrics: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         """The scores of this step join the metrics of an evaluation, under the names that transformers looks for."""
-        wanted = self._best_metric()
-        self._run([task for task in self.tasks if self._is_read(task.spec, wanted)], control)
+        wanted = best_metric(self.trainer.args, self.specs)
+        self._run([task for task in self.tasks if is_read(task.spec, wanted)], control)
         for step, scores in self._scored.values():
             if step == state.global_step and metrics is not None:
                 metrics.update({f"eval_{name}": value for name, value in scores.items()})
@@ -100,14 +118,6 @@ class TaskEvals(TrainerCallback):
         for task in self.tasks:
             task.close()
         self._engine = None
-
-    @staticmethod
-    def _is_due(spec: EvalSpec, step: int, asked: bool) -> bool:
-        return asked if spec.every is None else step % spec.every == 0
-
-    @staticmethod
-    def _is_read(spec: EvalSpec, metric: str | None) -> bool:
-        return spec.every is None or (metric is not None and metric.startswith(f"{PREFIX}/{spec.name}/"))
 
     # ---- what ---------------------------------------------------------------------------------------------------------
 
@@ -176,20 +186,9 @@ class TaskEvals(TrainerCallback):
 
     # ---- the best checkpoint -------------------------------------------------------------------------------------------
 
-    def _best_metric(self) -> str | None:
-        """The metric of ours that says which checkpoint is best; None: somebody else's does."""
-        args = self.trainer.args
-        named = args.metric_for_best_model
-        if (
-            named is None
-        ):  # with a limit of 1 transformers deletes the last checkpoint for the best: only where that was asked for
-            return None if args.save_total_limit == 1 else f"{PREFIX}/{self.specs[0].name}/score"
-        named = named.removeprefix("eval_")
-        return named if named.startswith(f"{PREFIX}/") else None
-
     def _keep_best(self, control: Any) -> None:
         """As Trainer does after an evaluation, for runs that have none: only steps that are saved can be the best."""
-        args, state, metric = self.trainer.args, self.trainer.state, self._best_metric()
+        args, state, metric = self.trainer.args, self.trainer.state, best_metric(self.trainer.args, self.specs)
         if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or metric is None:
             return
         now = {name: value for step, scores in self._scored.values() if step == state.global_step

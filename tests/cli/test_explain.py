@@ -12,6 +12,7 @@ import torch
 from posttrain.cli.arguments import parse
 from posttrain.cli.assemble import trainer_of
 from posttrain.cli.explain import Explained
+from posttrain.cli.explain_text import counts_lines
 from tests.cli import test_broken_configs as broken
 from tests.cli.runs import flags, folder_with_inputs, options_of, posttrain
 
@@ -242,6 +243,36 @@ def assert_rollouts(told, spy: Spy, here: Path, trainer, folder: Path) -> None:
     else:
         assert rollouts.reward_calls == len(calls)
         assert rollouts.completions == sum(calls)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"save_strategy": "steps", "save_steps": 4, "save_only_model": True},
+        {"eval_strategy": "steps", "eval_steps": 3, "test_split_size": 3},
+        {"eval_strategy": "epoch", "test_split_size": 3, "metric_for_best_model": "evals/now_and_then/score"},
+    ],
+)
+def test_tasks_are_judged_as_often_as_said(here, changes, tmp_path):
+    task = {"data": "uneven_grpo.jsonl", "reward": "rewards_of_test.py:length", "max_new_tokens": 3}
+    evals = [{**task, "name": "with_the_run", "samples": 2}, {**task, "name": "now_and_then", "every": 5, "limit": 4}]
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps({"evals": evals}), encoding="utf-8")
+    words = [str(file), *words_of("sft", "sft", {**SMALL, **changes}, str(tmp_path / "out"))]
+    found = Explained(parse("sft", words))
+    first, second = found.counts.tasks
+    assert (first.prompts, first.answers, second.prompts, second.answers) == (11, 22, 4, 4)
+    assert first.most_tokens == 3 * 22 * first.times
+    trainer = trainer_of(parse("sft", words))
+    trainer.train()
+    for told in (first, second):
+        name = f"evals/{told.name}/score"
+        assert told.times == len([entry for entry in trainer.state.log_history if name in entry]), told
+    assert (
+        f"now_and_then: 4 answers to 4 prompts, {second.times} times; at most {second.times * 12} tokens"
+        in "\n".join(counts_lines(found))
+    )
 
 
 def test_there_are_twenty_configurations_of_the_three_methods():

@@ -18,6 +18,8 @@ from posttrain import (
     GRPOTrainer,
     RewardConfig,
     RewardTrainer,
+    RLOOConfig,
+    RLOOTrainer,
     SFTConfig,
     SFTTrainer,
     TaskEvals,
@@ -75,7 +77,12 @@ def lora(model, folder, **options):
     return sft(model, folder, peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), **options)
 
 
-MAKERS = {"sft": sft, "dpo": dpo, "grpo": grpo, "lora": lora}
+def rloo(model, folder, **options):
+    config = RLOOConfig(output_dir=str(folder), num_generations=4, max_completion_length=6, **{**COMMON, **options})
+    return RLOOTrainer(model, length, config, train_dataset=Dataset.from_list(PROMPTS))
+
+
+MAKERS = {"sft": sft, "dpo": dpo, "grpo": grpo, "rloo": rloo, "lora": lora}
 
 
 def scores(trainer, name="evals/odd/score"):
