@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import base64
 import re
+import threading
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ _COUNTER = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 """The file in which torch counts who still uses the memory. The receiver writes to it, so no other name is taken."""
 _MOST_COUNTERS = 10_000
 """In one such file (CUDA_IPC_REF_COUNTER_FILE_SIZE of torch)."""
+_table = threading.Lock()
+"""Held to open memory and to let go of it: torch's table of what is open takes one that is being closed for a fault of its own."""
 
 PLACE = {
     "gpu": Field(f.text(100, 1)),
@@ -60,9 +63,9 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def copy_to_host(place: dict[str, Any], nbytes: int) -> memoryview:
-    """The first `nbytes` of what lies there. The memory is let go of before this returns."""
-    asked = read_fields(place, PLACE, "`place`")
+def copy_to_host(place: dict[str, Any], into: memoryview) -> None:
+    """As many bytes of what lies there as `into` has. The GPU's memory is let go of before this returns."""
+    asked, nbytes = read_fields(place, PLACE, "`place`"), len(into)
     if asked["size"] < nbytes:
         raise TransportFailed(f"The shared memory has {asked['size']} bytes, and the header describes {nbytes}.")
     if not _COUNTER.fullmatch(asked["counter"]):
@@ -73,22 +76,29 @@ def copy_to_host(place: dict[str, Any], nbytes: int) -> memoryview:
     index = ids.index(asked["gpu"])
     try:
         with torch.cuda.device(index):
-            storage = torch.UntypedStorage._new_shared_cuda(
-                index,
-                asked["handle"],
-                asked["size"],
-                asked["offset"],
-                asked["counter"],
-                asked["counter_offset"],
-                asked["event"],
-                asked["event_sync"],
-            )
-            shared = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            host = torch.empty(nbytes, dtype=torch.uint8)
-            host.copy_(shared[:nbytes])
+            with _table:
+                shared = _opened(index, asked)
+            try:
+                torch.frombuffer(into, dtype=torch.uint8).copy_(shared[:nbytes])
+            finally:
+                with _table:
+                    del shared
     except (
         Exception
     ) as error:  # torch has several kinds for numbers that somebody made up: an empty handle is an IndexError
         told = (str(error).splitlines() or [type(error).__name__])[0]
         raise TransportFailed(f"The shared GPU memory cannot be read ({told[:300]}).") from error
-    return memoryview(host.numpy())
+
+
+def _opened(index: int, asked: dict[str, Any]) -> Tensor:
+    storage = torch.UntypedStorage._new_shared_cuda(
+        index,
+        asked["handle"],
+        asked["size"],
+        asked["offset"],
+        asked["counter"],
+        asked["counter_offset"],
+        asked["event"],
+        asked["event_sync"],
+    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -8,6 +8,10 @@
 
 `offset` says where a piece lies in the bytes of its tensor (0 for a whole one); `begin` and `end` where it lies in the
 data. What parses is exactly what was encoded, to the last byte; everything else is a `PayloadError`.
+
+A checksum is that of the bytes up to `HASH_BLOCK` of them, and beyond that the checksum of the checksums of their blocks. So a
+tensor can be hashed by several threads, and where it is cut between two blocks, its own checksum follows from those of its
+pieces: every byte is hashed once on each side.
 """
 
 from __future__ import annotations
@@ -35,6 +39,7 @@ MAX_DIMENSIONS = 8
 MAX_TENSOR_BYTES = 1 << 42
 MAX_NAME = 512
 MAX_VERSION = (1 << 53) - 1  # what JSON readers of every language keep exactly
+HASH_BLOCK = 4 << 20
 
 ITEM_BYTES = {
     "float32": 4,
@@ -68,11 +73,32 @@ def _checksum_functions() -> dict[str, Callable[[Buffer], str]]:
 
 
 CHECKSUMS = _checksum_functions()
-"""Name -> function of bytes; both give 32 hexadecimal digits. A checksum is written "name:digits"."""
+"""Name -> function of the bytes of one block; both give 32 hexadecimal digits. A checksum is written "name:digits"."""
+
+
+def blocks_of(data: memoryview) -> list[memoryview]:
+    """The blocks of these bytes, each hashed by itself; at least one."""
+    return [data[at : at + HASH_BLOCK] for at in range(0, max(len(data), 1), HASH_BLOCK)]
+
+
+def combined(digests: Sequence[str], kind: str) -> str:
+    """The checksum of bytes whose blocks have these digits."""
+    return f"{kind}:{digests[0] if len(digests) == 1 else CHECKSUMS[kind](''.join(digests).encode())}"
+
+
+def block_digests(data: Buffer, kind: str) -> tuple[str, ...]:
+    return tuple(CHECKSUMS[kind](block) for block in blocks_of(memoryview(data)))
 
 
 def checksum(data: Buffer, kind: str = "blake2b") -> str:
-    return f"{kind}:{CHECKSUMS[kind](data)}"
+    return combined(block_digests(data, kind), kind)
+
+
+def blocks_between(begin: int, end: int, nbytes: int) -> range | None:
+    """Which blocks of a tensor its bytes `begin` to `end` are; None where they are not whole blocks of it."""
+    if begin % HASH_BLOCK or (end % HASH_BLOCK and end != nbytes):
+        return None
+    return range(begin // HASH_BLOCK, max(-(-end // HASH_BLOCK), 1))
 
 
 def matches(data: Buffer, wanted: str) -> bool:
@@ -104,6 +130,7 @@ class Piece:
     offset: int
     checksum: str
     data: memoryview
+    digests: tuple[str, ...]  # of the blocks of the data, as they were found
 
     @property
     def is_whole(self) -> bool:
@@ -128,17 +155,17 @@ class Manifest:
 
 
 def split_part(
-    version: int, part: int, parts: int, pieces: Iterable[tuple[TensorSpec, int, Buffer]], kind: str = "blake2b"
+    version: int, part: int, parts: int, pieces: Iterable[tuple[TensorSpec, int, Buffer, str]]
 ) -> tuple[bytes, list[memoryview]]:
-    """One part, from (tensor, offset in its bytes, bytes): all that comes before the data, and the data in its pieces.
+    """One part, from (tensor, offset in its bytes, bytes, their checksum): all that comes before the data, and the data.
 
     Joined they are the body of a request; they may also travel on different ways.
     """
     entries, chunks, end = [], [], 0
-    for spec, offset, data in pieces:
+    for spec, offset, data, bytes_checksum in pieces:
         view = memoryview(data).cast("B") if memoryview(data).nbytes else memoryview(b"")
         begin, end = end, end + len(view)
-        place = {"offset": offset, "begin": begin, "end": end, "checksum": checksum(view, kind)}
+        place = {"offset": offset, "begin": begin, "end": end, "checksum": bytes_checksum}
         entries.append({"name": spec.name, "dtype": spec.dtype, "shape": list(spec.shape), **place})
         chunks.append(view)
     header = json.dumps({"version": version, "part": part, "parts": parts, "tensors": entries}).encode()
@@ -165,14 +192,14 @@ class PartHead:
     nbytes: int  # of the data
     digest: str  # of the head: with the checksums in it, that of the whole part
 
-    def with_data(self, data: Buffer, verify: bool = True) -> Part:
+    def with_data(self, data: Buffer) -> Part:
         """The whole part; `PayloadError` where the data is not what the head says."""
         view = memoryview(data).toreadonly()
         if view.format != "B":
             view = view.cast("B")
         pieces, end = [], 0
         for entry in self.entries:
-            piece, end = _piece(entry, view, end, verify)
+            piece, end = _piece(entry, view, end)
             pieces.append(piece)
         if end != len(view):
             raise PayloadError(f"The header describes {end} bytes of data; the body has {len(view)}.")
@@ -205,7 +232,7 @@ def parse_head(body: Buffer) -> tuple[PartHead, memoryview]:
     return PartHead(version, part, parts, tuple(entries), nbytes, digest.hex()), data
 
 
-def _piece(entry: Any, data: memoryview, expected_begin: int, verify: bool) -> tuple[Piece, int]:
+def _piece(entry: Any, data: memoryview, expected_begin: int) -> tuple[Piece, int]:
     fields = fields_of(
         entry, ("name", "dtype", "shape", "offset", "begin", "end", "checksum"), "a tensor of the header"
     )
@@ -224,9 +251,11 @@ def _piece(entry: Any, data: memoryview, expected_begin: int, verify: bool) -> t
         )
     if spec.checksum is None:
         raise PayloadError(f"{spec.name} has no checksum.")
-    if verify and not matches(data[begin:end], spec.checksum):
+    kind = spec.checksum.partition(":")[0]
+    digests = block_digests(data[begin:end], kind)
+    if not hmac.compare_digest(combined(digests, kind), spec.checksum):
         raise PayloadError(f"The bytes of {spec.name} do not have their checksum: they were changed on the way.")
-    return Piece(spec.name, spec.dtype, spec.shape, offset, spec.checksum, data[begin:end]), end
+    return Piece(spec.name, spec.dtype, spec.shape, offset, spec.checksum, data[begin:end], digests), end
 
 
 def parse_manifest(fields: dict[str, Any]) -> Manifest:

@@ -20,7 +20,7 @@ from .transports import TransportOptions, Transports
 from .update import UpdateLimits, Updater
 from .versions import Serving, Versions
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 @dataclass(frozen=True)

@@ -20,15 +20,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .errors import TransportFailed
+from .host_memory import copy_bytes
 from .payload import Buffer
 
 MEMORY_FOLDER = Path("/dev/shm")
 _NAME = re.compile(r"block-[0-9a-f]{32}")
-_AT_ONCE = 512
-"""Pieces in one write: fewer than the 1024 that Linux takes."""
 STALE_SECONDS = 60.0
 """A block younger than this is left alone: it may have been made an instant ago, and not be locked yet."""
 
@@ -53,9 +50,29 @@ class Block:
     folder: SharedFolder
     name: str
     descriptor: int
+    size: int = 0
+    mapped: memoryview = memoryview(b"")  # at least `size` bytes: a write by the kernel takes several times as long
+
+    def write(self, pieces: Sequence[Buffer]) -> None:
+        """These bytes instead of those that it has. The memory is the same as far as it suffices: fresh pages are slow."""
+        views = [memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes]
+        self._resize(sum(len(view) for view in views))
+        at = 0
+        for view in views:
+            copy_bytes(view, self.mapped[at : at + len(view)])
+            at += len(view)
+
+    def _resize(self, nbytes: int) -> None:
+        if nbytes > self.size:  # no room is an error here, and not the end of this process when it copies
+            os.posix_fallocate(self.descriptor, self.size, nbytes - self.size)
+        elif nbytes < self.size:
+            os.ftruncate(self.descriptor, nbytes)
+        self.size = nbytes
+        if nbytes > len(self.mapped):
+            self.mapped = memoryview(mmap.mmap(self.descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
     def close(self) -> None:
-        """Remove it, unless the other side has."""
+        self.mapped = memoryview(b"")
         self.folder.remove(self.name)
         os.close(self.descriptor)
 
@@ -99,7 +116,7 @@ class SharedFolder:
         block = Block(self, name, os.open(name, flags, 0o600, dir_fd=self._folder))
         try:
             fcntl.flock(block.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _write_all(block.descriptor, pieces)
+            block.write(pieces)
         except BaseException:
             block.close()
             raise
@@ -109,7 +126,7 @@ class SharedFolder:
         try:
             os.unlink(name, dir_fd=self._folder)
         except FileNotFoundError:
-            return  # whoever read it has removed it
+            return  # somebody has swept
 
     def sweep(self) -> int:
         """Remove the blocks of processes that are gone; how many."""
@@ -135,20 +152,15 @@ class SharedFolder:
             os.close(descriptor)
         return True
 
-    # taking ---------------------------------------------------------------------------------------------------------
+    # reading --------------------------------------------------------------------------------------------------------
 
-    def take(self, name: str, nbytes: int) -> memoryview:
-        """The bytes of a block, which is removed. A copy: whoever made it could still change what lies there."""
-        descriptor = self._open(name, nbytes)
-        self.remove(name)
-        data = memoryview(
-            torch.empty(nbytes, dtype=torch.uint8).numpy()
-        )  # a bytearray would be filled with zeros first
+    def read(self, name: str, into: memoryview) -> None:
+        """Copy the bytes of a block; it stays. A copy: whoever made it can still change what lies there, or make it shorter."""
+        descriptor = self._open(name, len(into))
         try:
-            _read_all(descriptor, data, name)
+            _read_all(descriptor, into, name)
         finally:
             os.close(descriptor)
-        return data
 
     def map(self, name: str, nbytes: int) -> mmap.mmap:
         """The bytes of a block of this program's own, without a copy; it stays."""
@@ -183,19 +195,6 @@ def _what_is_wrong(found: os.stat_result, nbytes: int) -> str | None:
     if found.st_size != nbytes:
         return f"it has {found.st_size} bytes, and the header describes {nbytes}"
     return None
-
-
-def _write_all(descriptor: int, pieces: Sequence[Buffer]) -> None:
-    views = [memoryview(piece).cast("B") for piece in pieces if memoryview(piece).nbytes]
-    total = sum(len(view) for view in views)
-    if total:
-        os.posix_fallocate(descriptor, 0, total)  # no room is an error here, and not the end of a process later
-    while views:
-        written = os.writev(descriptor, views[:_AT_ONCE])
-        while views and written >= len(views[0]):
-            written -= len(views.pop(0))
-        if written:
-            views[0] = views[0][written:]
 
 
 def _read_all(descriptor: int, into: memoryview, name: str) -> None:

@@ -10,41 +10,58 @@ import torch
 from torch import Tensor
 
 from .errors import Conflict, PayloadError
-from .payload import ITEM_BYTES, Manifest, Part, Piece, TensorSpec, matches
+from .host_memory import HostMemory, copy_bytes
+from .payload import ITEM_BYTES, Manifest, Part, Piece, TensorSpec, blocks_between, combined, matches
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 """The dtypes of the wire format as torch knows them."""
 
 
 class Staging:
-    """One version that arrives. Parts may come in any order and twice; a part that contradicts is refused whole."""
+    """One version that arrives. Parts may come in any order, side by side and twice; one that contradicts is refused whole."""
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, memory: HostMemory) -> None:
         self.manifest = manifest
         self.received: dict[int, str] = {}  # part -> digest of its head, which has the checksums of the rest
+        self._memory = memory
         self._specs = {spec.name: spec for spec in manifest.tensors}
-        self._bytes: dict[str, Tensor] = {}  # name -> uint8
+        self._bytes: dict[str, memoryview] = {}
+        self._places: dict[int, str] = {}  # part -> digest, from when its bytes have a place of their own
         self._filled: dict[str, list[tuple[int, int]]] = {name: [] for name in self._specs}
-        self._verified: set[str] = set()
+        self._digests: dict[str, dict[tuple[str, int], str]] = {name: {} for name in self._specs}  # of (kind, block)
         self._lock = threading.Lock()
 
     def add(self, part: Part, digest: str) -> None:
-        """Take a part whose pieces have their checksums. `digest`: of its head, to know it again."""
+        """Take a part whose pieces have their checksums. `digest`: of its head, to know it again.
+
+        Bytes are copied outside of the lock. Where a part comes twice at the same time, both write the same bytes.
+        """
         with self._lock:
-            if (part.version, part.parts) != (self.manifest.version, self.manifest.parts):
-                raise Conflict(
-                    f"The part is of version {part.version} in {part.parts} parts; the update that was begun is version "
-                    f"{self.manifest.version} in {self.manifest.parts}."
-                )
-            if part.part in self.received:
-                if self.received[part.part] == digest:
-                    return  # sent again after a lost answer
-                raise PayloadError(f"Part {part.part} came before with other bytes.")
-            for piece in part.pieces:
-                self._check(piece)
-            for piece in part.pieces:
-                self._copy(piece)
-            self.received[part.part] = digest
+            self._make_room(part, digest)
+        if part.part in self.received:
+            return  # sent again after a lost answer
+        for piece in part.pieces:
+            begin, end = piece.offset, piece.offset + len(piece.data)
+            copy_bytes(piece.data, self._bytes[piece.name][begin:end])
+        self.received[part.part] = digest
+
+    def _make_room(self, part: Part, digest: str) -> None:
+        if (part.version, part.parts) != (self.manifest.version, self.manifest.parts):
+            raise Conflict(
+                f"The part is of version {part.version} in {part.parts} parts; the update that was begun is version "
+                f"{self.manifest.version} in {self.manifest.parts}."
+            )
+        if self._places.get(part.part, digest) != digest:
+            raise PayloadError(f"Part {part.part} came before with other bytes.")
+        if part.part in self._places:
+            return
+        for piece in part.pieces:
+            self._check(piece)
+        for name in {piece.name for piece in part.pieces} - self._bytes.keys():
+            self._bytes[name] = self._memory.take(self._specs[name].nbytes)
+        for piece in part.pieces:
+            self._note(piece)
+        self._places[part.part] = digest
 
     def _check(self, piece: Piece) -> None:
         spec = self._specs.get(piece.name)
@@ -63,17 +80,12 @@ class Staging:
         if spec.nbytes == 0 and self._filled[piece.name]:
             raise PayloadError(f"{piece.name} came before in another part.")
 
-    def _copy(self, piece: Piece) -> None:
-        spec = self._specs[piece.name]
-        if piece.name not in self._bytes:
-            self._bytes[piece.name] = torch.empty(spec.nbytes, dtype=torch.uint8)
+    def _note(self, piece: Piece) -> None:
         begin, end = piece.offset, piece.offset + len(piece.data)
-        if end > begin:
-            target = memoryview(self._bytes[piece.name].numpy())
-            target[begin:end] = piece.data
         self._filled[piece.name].append((begin, end))
-        if piece.is_whole and piece.checksum == spec.checksum:
-            self._verified.add(piece.name)
+        kind, blocks = piece.checksum.partition(":")[0], blocks_between(begin, end, self._specs[piece.name].nbytes)
+        for block, digest in zip(blocks or (), piece.digests):
+            self._digests[piece.name][kind, block] = digest
 
     def missing_parts(self) -> list[int]:
         return [part for part in range(self.manifest.parts) if part not in self.received]
@@ -100,11 +112,21 @@ class Staging:
         filled = sum(end - begin for begin, end in self._filled[spec.name])  # no two overlap
         if filled != spec.nbytes or not self._filled[spec.name]:
             raise PayloadError(f"{spec.name}: {filled} of its {spec.nbytes} bytes came.")
-        if spec.name not in self._verified and not matches(memoryview(self._bytes[spec.name].numpy()), wanted):
+        if not self._has_checksum(spec, wanted):
             raise PayloadError(f"{spec.name} does not have its checksum once its pieces are put together.")
         return dataclasses.replace(spec, checksum=wanted)
+
+    def _has_checksum(self, spec: TensorSpec, wanted: str) -> bool:
+        """From the digests of its blocks, which were made of these bytes as they came; else all of it is hashed now."""
+        kind, known = wanted.partition(":")[0], self._digests[spec.name]
+        digests = [known.get((kind, block)) for block in blocks_between(0, spec.nbytes, spec.nbytes)]
+        if None in digests:
+            return matches(self._bytes[spec.name], wanted)
+        return combined(digests, kind) == wanted
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) in the order of the manifest; views of the staged bytes."""
         for spec in self.manifest.tensors:
-            yield spec.name, self._bytes[spec.name].view(DTYPES[spec.dtype]).view(spec.shape)
+            data = self._bytes[spec.name]
+            flat = torch.frombuffer(data, dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+            yield spec.name, flat.view(DTYPES[spec.dtype]).view(spec.shape)

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from . import collective, cuda_ipc
 from . import fields as f
 from .errors import Busy, FieldError, TooLarge, TransportFailed
 from .fields import Field, read_fields
+from .host_memory import HostMemory
 from .payload import Buffer
 from .shared_blocks import SharedFolder, host_id
 
@@ -41,8 +44,8 @@ class Receiver(Protocol):
     def about(self) -> dict[str, Any] | None:
         """What a trainer has to know to decide whether it can take this way; None: nobody can."""
 
-    def fetch(self, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
-        """Bytes of this process's own. `TransportFailed` where they do not come, `FieldError` for a place that is none."""
+    def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
+        """Copy as many bytes as `into` has. `TransportFailed` where they do not come, `FieldError` for a place that is none."""
 
     def close(self) -> None: ...
 
@@ -61,11 +64,11 @@ class SharedMemoryReceiver:
     def about(self) -> dict[str, Any] | None:
         return self._folder.about() if self._folder else None
 
-    def fetch(self, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
+    def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
         name = read_fields(place, self.PLACE, "`place`")["name"]
         if self._folder is None:
             raise TransportFailed("This server has no folder for shared blocks.")
-        return self._folder.take(name, nbytes)
+        self._folder.read(name, into)
 
     def close(self) -> None:
         if self._folder is not None:
@@ -82,8 +85,8 @@ class CudaIpcReceiver:
         gpus = cuda_ipc.gpu_ids()
         return {"gpus": gpus} if gpus else None
 
-    def fetch(self, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
-        return cuda_ipc.copy_to_host(place, nbytes)
+    def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
+        cuda_ipc.copy_to_host(place, into)
 
     def close(self) -> None:
         pass
@@ -124,15 +127,15 @@ class CollectiveReceiver:
             self._key = asked["key"]
         return {"group": self._key}
 
-    def fetch(self, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
+    def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
         key = read_fields(place, self.PLACE, "`place`")["group"]
         with self._alone():
             if self._pair is None or key != self._key:
                 raise TransportFailed("The group that was named does not exist, or no longer.")
             try:
-                buffer = self._pair.buffer(nbytes)
-                self._pair.broadcast(buffer, seconds)
-                return memoryview(buffer.to("cpu", copy=True).numpy())
+                buffer = self._pair.buffer(len(into))
+                self._pair.broadcast(buffer, seconds)  # not straight to `into`: a late thread must not write there
+                torch.frombuffer(into, dtype=torch.uint8).copy_(buffer)
             except Exception:
                 self._drop()  # the two ends may be out of step
                 raise
@@ -178,6 +181,7 @@ class Transports:
         self._options = options
         self._receivers: dict[str, Any] = {name: make(options) for name, make in RECEIVERS.items()}
         self._instance = secrets.token_hex(8)
+        self._memory = HostMemory()
 
     def about(self) -> dict[str, Any]:
         """For /info. `instance`: this process, so that a trainer notices one that was started anew."""
@@ -186,11 +190,14 @@ class Transports:
         return {"host": host_id(), "instance": self._instance, "ways": ways}
 
     def fetch(self, name: str, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
+        """The bytes of a part, in memory of this process's own that serves the next part when they are staged."""
         if nbytes > self._options.most_bytes:
             raise TooLarge(f"The part has {nbytes} bytes; this server takes at most {self._options.most_bytes}.")
         if nbytes == 0:
             raise FieldError("The part has no data that could be fetched; send it in the body.")
-        return self._receivers[name].fetch(place, nbytes, seconds)
+        into = self._memory.take(1 << (nbytes - 1).bit_length())[:nbytes]  # few sizes, so that it is found again
+        self._receivers[name].fetch(place, into, seconds)
+        return into
 
     def join(self, meeting: Any) -> dict[str, Any]:
         """Let the server be one end of a trainer's group."""

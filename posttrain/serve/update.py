@@ -18,6 +18,7 @@ from torch import Tensor
 from .engine import Engine
 from .engine_thread import KEEP
 from .errors import Conflict, DeadlinePassed, EngineFailed, NotFound, PayloadError, ServeError, TooLarge
+from .host_memory import HostMemory
 from .payload import Buffer, Manifest, PartHead, TensorSpec, parse_head
 from .staging import Staging
 from .versions import Phase, Serving, Versions, fingerprint
@@ -63,6 +64,7 @@ class Updater:
     ) -> None:
         self._versions, self._flips, self._install_adapter = versions, flips, install_adapter
         self._limits, self._clock = limits or UpdateLimits(), clock
+        self._memory = HostMemory(keeps=self._limits.keep_loaded)
         self._lock = threading.Lock()  # of `_update`; never held while the engine works
         self._update: _Update | None = None
         self._known = engine.known_tensors()
@@ -91,7 +93,8 @@ class Updater:
                     )
                 self._drop()
             self._versions.move(Phase.STAGING)
-            self._update = _Update(Staging(manifest), self._clock(), adapter)
+            self._memory.renew()
+            self._update = _Update(Staging(manifest, self._memory), self._clock(), adapter)
             return self._state(self._update)
 
     def _check_version(self, version: int, rollback: bool) -> None:
@@ -122,7 +125,7 @@ class Updater:
     # parts ----------------------------------------------------------------------------------------------------------
 
     def part(self, body: Buffer) -> dict[str, Any]:
-        """Stage one payload. Hashing happens outside of the lock, so parts can come side by side."""
+        """Stage one payload. Hashing and copying happen outside of the lock, so parts can come side by side."""
         head, data = parse_head(body)
         return self._stage(head, data)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import secrets
@@ -30,6 +31,7 @@ from posttrain.rollout.vllm_engine.weight_senders import _both
 from posttrain.serve.collective import NCCL, Meeting, available_backends
 from posttrain.serve.cuda_ipc import share
 from posttrain.serve.errors import TransportFailed
+from posttrain.serve.host_memory import HostMemory
 from posttrain.serve.payload import Manifest, encode_manifest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -122,8 +124,8 @@ def served(tmp_path_factory):
     made.close()
 
 
-def weights(number: int, size: int = 4, kind: str = "blake2b") -> KeptWeights:
-    return KeptWeights.of([(name, torch.full((size,), float(number), device="cuda")) for name in NAMES], kind)
+def weights(number: int) -> KeptWeights:
+    return KeptWeights.of([(name, torch.full((4,), float(number), device="cuda")) for name in NAMES], "blake2b")
 
 
 def next_version(client: ServerClient) -> int:
@@ -263,22 +265,31 @@ def test_nccl_that_cannot_form_a_group_is_an_error_and_both_processes_live(serve
 
 
 def test_how_fast_each_way_is(tmp_path):
-    """A number to look at, in the output: 1 GiB in buckets of 64 MiB, the second update of each way."""
-    size = 1 << 26
+    """Numbers to look at, in the output: 1 GiB in buckets of 64 MiB. From the third version on both sides use memory again."""
+    size, memory = 1 << 26, HostMemory()
     one = Served(tmp_path, size)
     try:
         for way in ("http", "shared_memory", "cuda_ipc", "collective"):
             client = one.client(way)
             kind = common_checksum([client.info().checksums])
             with contextlib.suppress(ServerRefused):
-                for number in (1, 2):
-                    kept = weights(number, size, kind)
+                for number in (1, 2, 3):
+                    tensors = [(name, torch.full((size,), float(number), device="cuda")) for name in NAMES]
                     version = next_version(client)
-                    began = time.perf_counter()
+                    torch.cuda.synchronize()
+                    times = [time.perf_counter()]
+                    kept = KeptWeights.of(tensors, kind, memory=memory)
+                    times.append(time.perf_counter())
                     client.stage(kept, version)
-                    seconds = time.perf_counter() - began
+                    times.append(time.perf_counter())
                     client.commit(kept, version)
-                print(f"{way}: {kept.nbytes / seconds / 1e9:.2f} GB/s ({client.channel.in_use}, {kind})")
+                    times.append(time.perf_counter())
+                    keep, stage, commit = (after - before for before, after in itertools.pairwise(times))
+                    print(
+                        f"{way}, update {number}: stage {kept.nbytes / stage / 1e9:.2f} GB/s ({stage * 1e3:.0f} ms), "
+                        f"KeptWeights.of {keep * 1e3:.0f} ms, commit {commit * 1e3:.0f} ms ({client.channel.in_use}, {kind})"
+                    )
+                    assert one.says() == [number] * 8
     finally:
         one.close()
 

@@ -17,6 +17,7 @@ from posttrain.rollout.vllm_engine.client import GenerateRequest, ServerClient, 
 from posttrain.rollout.vllm_engine.fleet import Target
 from posttrain.rollout.vllm_engine.kept_weights import KeptWeights, common_checksum
 from posttrain.rollout.vllm_engine.server_engine import ServedOptions, ServedVLLM
+from posttrain.rollout.vllm_engine.side_by_side import side_by_side
 from posttrain.rollout.vllm_engine.transport import (
     Address,
     Deadlines,
@@ -29,6 +30,8 @@ from posttrain.rollout.vllm_engine.transport import (
 )
 from posttrain.rollout.vllm_engine.upstream import UpstreamClient
 from posttrain.rollout.vllm_engine.workers import Workers, at_once
+from posttrain.serve import payload
+from posttrain.serve.host_memory import HostMemory
 from posttrain.serve.payload import Manifest
 from posttrain.serve.staging import Staging
 from tests.rollout.served import SocketServer, http, numbered, prompts, read_request
@@ -293,13 +296,47 @@ def test_kept_weights_arrive_bit_for_bit_in_any_buckets(tmp_path, on_disk, bucke
         tensor.zero_()  # the trainer's own memory moves on
     assert not list(tmp_path.iterdir())  # no file is left behind
     plan = kept.plan(bucket)
-    staging = Staging(Manifest(3, len(plan), kept.specs))
+    staging = Staging(Manifest(3, len(plan), kept.specs), HostMemory())
     for number in range(len(plan)):
         staging.add(parsed(joined(kept.split_payload(3, plan, number))), str(number))
     staging.verify({})
     for name, tensor in staging.tensors():
         assert tensor.dtype == wanted[name].dtype
         assert torch.equal(tensor, wanted[name]), name
+
+
+def test_heads_are_made_without_hashing_again_where_tensors_are_cut_between_blocks(monkeypatch):
+    block, counted = payload.HASH_BLOCK, []
+    weights = {"large": torch.randint(0, 256, (2 * block + 77,), dtype=torch.uint8), "small": torch.randn(9)}
+    kept = KeptWeights.of(weights.items(), "xxh3")
+    raw = {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in weights.items()}
+    assert [spec.checksum for spec in kept.specs] == [payload.checksum(data, "xxh3") for data in raw.values()]
+
+    def counting(data, real=payload.CHECKSUMS["xxh3"]):
+        counted.append(len(data))
+        return real(data)
+
+    monkeypatch.setitem(payload.CHECKSUMS, "xxh3", counting)
+    plan = kept.plan(block + 5)
+    bodies = [joined(kept.split_payload(3, plan, number)) for number in range(len(plan))]
+    assert sum(counted) < 200  # digests of blocks at most
+    staging = Staging(Manifest(3, len(plan), kept.specs), HostMemory())
+    for number, body in enumerate(bodies):
+        staging.add(parsed(body), str(number))
+    staging.verify({})
+    assert {name: tensor.numpy().tobytes() for name, tensor in staging.tensors()} == raw
+
+
+def test_a_kept_version_has_its_memory_for_itself_as_long_as_it_lives():
+    memory, size = HostMemory(), 1 << 19
+    kept = [KeptWeights.of([("a", torch.full((size,), float(number)))], "xxh3", memory=memory) for number in range(3)]
+    assert [float(torch.frombuffer(one.data["a"], dtype=torch.float32)[-1]) for one in kept] == [0, 1, 2]
+    addresses = {torch.frombuffer(one.data["a"], dtype=torch.uint8).data_ptr() for one in kept}
+    kept = kept[2:]
+    for number in range(3, 9):
+        kept = [kept[-1], KeptWeights.of([("a", torch.full((size,), float(number)))], "xxh3", memory=memory)]
+        assert float(torch.frombuffer(kept[0].data["a"], dtype=torch.float32)[0]) == number - 1
+        assert torch.frombuffer(kept[1].data["a"], dtype=torch.uint8).data_ptr() in addresses
 
 
 def test_what_cannot_be_sent_is_refused():
@@ -570,6 +607,46 @@ def test_servers_that_differ_are_refused():
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------------
+
+
+def test_all_numbers_are_done_once_and_no_more_than_allowed_at_once():
+    done, under_way, most = [], [0], []
+    lock = threading.Lock()
+
+    def act(number):
+        with lock:
+            under_way[0] += 1
+            most.append(under_way[0])
+        time.sleep(0.002)
+        with lock:
+            under_way[0] -= 1
+            done.append(number)
+
+    side_by_side(40, act, 4)
+    assert sorted(done) == list(range(40))
+    assert max(most) == 4
+    side_by_side(3, lambda number: done.append(threading.current_thread()), 1)
+    assert done[-3:] == [threading.current_thread()] * 3
+    side_by_side(0, act, 4)
+
+
+@pytest.mark.parametrize("error", [ServerGone("gone"), KeyboardInterrupt()])
+def test_after_an_error_nothing_is_begun_and_nothing_runs_on(error):
+    begun, ended = [], []
+
+    def act(number):
+        begun.append(number)
+        if number == 5:
+            raise error
+        time.sleep(0.02)
+        ended.append(number)
+
+    with pytest.raises(type(error)):
+        side_by_side(100, act, 3)
+    assert sorted(ended) == sorted(set(begun) - {5})
+    assert len(begun) < 12
+    time.sleep(0.05)
+    assert len(begun) == len(ended) + 1
 
 
 def test_workers_are_as_many_as_jobs_and_are_used_again():

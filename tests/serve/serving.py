@@ -17,9 +17,9 @@ from posttrain.serve.versions import Serving, Versions
 ANY = Accepted(0, MAX_VERSION)
 
 
-def encoded(*given) -> bytes:
-    """The body of a request that brings one part."""
-    return joined(split_part(*given))
+def encoded(version: int, part: int, parts: int, pieces, kind: str = "blake2b") -> bytes:
+    """The body of a request that brings one part, from (tensor, offset in its bytes, bytes)."""
+    return joined(split_part(version, part, parts, [(*piece, checksum(piece[2], kind)) for piece in pieces]))
 
 
 def joined(head_and_data) -> bytes:

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.serve import payload
+from posttrain.serve import buckets, payload
 from posttrain.serve.buckets import plan_parts
 from posttrain.serve.errors import PayloadError
+from posttrain.serve.host_memory import HostMemory
 from posttrain.serve.payload import ITEM_BYTES, MAGIC, PREFIX_BYTES, Manifest, TensorSpec
+from posttrain.serve.staging import Staging
 from tests.serve.serving import encoded, parsed
 
 SPECS = st.builds(
@@ -208,3 +210,69 @@ def test_the_manifest_reads_back_and_refuses_a_name_twice():
     fields["tensors"].append(fields["tensors"][0])
     with pytest.raises(PayloadError, match="a is listed twice"):
         payload.parse_manifest(fields)
+
+
+# blocks of a checksum ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Blocks of 8 bytes; a list of how many bytes were hashed at each call for a block."""
+    monkeypatch.setattr(payload, "HASH_BLOCK", 8)
+    monkeypatch.setattr(buckets, "HASH_BLOCK", 8)
+    hashed, real = [], payload.CHECKSUMS["blake2b"]
+    counted = {"blake2b": lambda data: (hashed.append(len(data)), real(data))[1]}
+    monkeypatch.setattr(payload, "CHECKSUMS", counted)
+    return hashed
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 8, 9, 16, 17, 40])
+def test_a_checksum_is_that_of_the_digests_of_the_blocks(small_blocks, nbytes):
+    data = random.Random(nbytes).randbytes(nbytes)
+    digests = [payload._blake2b(data[at : at + 8]) for at in range(0, nbytes, 8)] or [payload._blake2b(b"")]
+    whole = digests[0] if nbytes <= 8 else payload._blake2b("".join(digests).encode())
+    assert payload.checksum(data) == f"blake2b:{whole}"
+    for begin in range(0, nbytes, 8):
+        for end in {*range(begin + 8, nbytes, 8), nbytes}:
+            blocks = payload.blocks_between(begin, end, nbytes)
+            assert payload.combined(digests[blocks.start : blocks.stop], "blake2b") == payload.checksum(data[begin:end])
+    assert payload.blocks_between(1, nbytes, nbytes) is None
+    assert payload.blocks_between(0, nbytes + 3, nbytes + 30) is None or (nbytes + 3) % 8 == 0
+
+
+@pytest.mark.parametrize(("bucket", "times"), [(8, 1), (20, 1), (24, 1), (1000, 1), (5, 2)])
+def test_a_server_hashes_every_byte_once_where_tensors_are_cut_between_blocks(small_blocks, bucket, times):
+    specs = [TensorSpec(name, "uint8", (size,)) for name, size in (("a", 3), ("b", 61), ("c", 8), ("d", 40))]
+    data = {spec.name: random.Random(spec.name).randbytes(spec.nbytes) for spec in specs}
+    specs = [TensorSpec(s.name, s.dtype, s.shape, payload.checksum(data[s.name])) for s in specs]
+    plan = plan_parts(specs, bucket)
+    bodies = [
+        encoded(1, i, len(plan), [(s.spec, s.offset, data[s.spec.name][s.offset : s.offset + s.length]) for s in part])
+        for i, part in enumerate(plan)
+    ]
+    small_blocks.clear()
+    staging = Staging(Manifest(1, len(plan), tuple(specs)), HostMemory())
+    for number, body in enumerate(bodies):
+        staging.add(parsed(body), str(number))
+    staging.verify({})
+    of_blocks = sum(
+        size for size in small_blocks if size <= 8
+    )  # digests of several blocks are hashed, too: 32 digits for each
+    cut_in_pieces = sum(s.nbytes for s in specs if s.nbytes > bucket)
+    assert of_blocks == sum(s.nbytes for s in specs) + (times - 1) * cut_in_pieces
+    assert {name: bytes(held) for name, held in staging._bytes.items()} == data
+
+
+def test_whole_blocks_that_are_not_those_of_the_manifest_are_noticed_at_the_end(small_blocks):
+    """Every piece has its own checksum; together they are another tensor than the one that was announced."""
+    right, wrong = bytes(range(24)), bytes(range(8, 24)) + bytes(range(8))
+    spec = TensorSpec("a", "uint8", (24,), payload.checksum(right))
+    for data, is_right in ((right, True), (wrong, False)):
+        staging = Staging(Manifest(1, 3, (spec,)), HostMemory())
+        for part in range(3):
+            staging.add(parsed(encoded(1, part, 3, [(spec, 8 * part, data[8 * part : 8 * part + 8])])), str(part))
+        if is_right:
+            staging.verify({})
+            continue
+        with pytest.raises(PayloadError, match="once its pieces are put together"):
+            staging.verify({})

@@ -2,10 +2,12 @@
 
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from posttrain.serve import host_memory
 from posttrain.serve.echo_engine import numbered_weights
 from posttrain.serve.engine import Accepted
 from posttrain.serve.errors import Conflict, DeadlinePassed, EngineFailed, NotFound, NotReady, PayloadError, TooLarge
@@ -35,8 +37,13 @@ def test_the_fingerprint_does_not_depend_on_the_buckets(rig):
     assert rig().push(3, bucket=5)["fingerprint"] == rig().push(3, bucket=100)["fingerprint"]
 
 
-def test_interrupted_at_a_random_tensor_50_times_the_old_version_serves(rig):
-    """Interruptions of every kind: silence, abort, a damaged part, a failing engine in the middle of the flip."""
+@pytest.mark.parametrize("used_again_from", [1 << 20, 1])
+def test_interrupted_at_a_random_tensor_50_times_the_old_version_serves(rig, monkeypatch, used_again_from):
+    """Interruptions of every kind: silence, abort, a damaged part, a failing engine in the middle of the flip.
+
+    With memory that is used again, too: the engine that fails is given the version before from memory.
+    """
+    monkeypatch.setattr(host_memory, "SMALL_BYTES", used_again_from)
     rng = random.Random(5)
     fail_at = []
 
@@ -191,6 +198,39 @@ def test_swapped_tensors_are_noticed_by_the_manifest(rig):
     with pytest.raises(PayloadError, match="does not have the checksum of the manifest"):
         one.updater.part(payloads[0])
     assert serves(one, 0)
+
+
+def test_memory_is_used_again_but_never_that_of_the_version_to_go_back_to(rig, monkeypatch):
+    monkeypatch.setattr(host_memory, "SMALL_BYTES", 1)
+    one = rig()
+    kept, used = {}, []
+    for version in range(1, 9):
+        one.push(version)
+        before, kept = kept, {name: tensor.data_ptr() for name, tensor in one.updater._loaded()}
+        used.append(kept)
+        assert not set(before.values()) & set(kept.values())
+        assert [float(tensor[0]) for _, tensor in one.updater._loaded()] == [version] * 4
+    assert (
+        len({address for one_version in used for address in one_version.values()}) == 8
+    )  # two versions of four tensors
+    dropping = rig(limits=UpdateLimits(keep_loaded=False))
+    dropping.push(1)
+    dropping.push(2)
+    assert dropping.updater._memory.idle_bytes == 0
+
+
+def test_parts_that_come_side_by_side_and_twice_are_one_version(rig):
+    one = rig()
+    for version in range(1, 21):
+        manifest, payloads, _ = update_of(version, numbered_weights(version), bucket=5)
+        one.updater.begin(manifest, False, False, None)
+        order = [*payloads, *payloads]
+        random.Random(version).shuffle(order)
+        with ThreadPoolExecutor(4) as threads:
+            answers = list(threads.map(one.updater.part, order))
+        assert min(answer["missing"] for answer in answers) == 0
+        one.updater.commit(version, {}, "drain", 5)
+        assert serves(one, version)
 
 
 def test_versions_only_rise_unless_said_and_one_update_at_a_time(rig):

@@ -10,13 +10,14 @@ from typing import Any
 
 from posttrain.rollout.engine import LENGTH, STOP, SamplingParams
 from posttrain.rollout.vllm_engine.kept_weights import BUCKET_BYTES, KeptWeights
+from posttrain.rollout.vllm_engine.side_by_side import side_by_side
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerAnswer, ServerRefused, Transport, checked
 from posttrain.rollout.vllm_engine.weight_channel import AUTO, NOT_OFFERED, WeightChannel
 from posttrain.rollout.vllm_engine.weight_senders import Sides, Wire
 from posttrain.serve.payload import Manifest, encode_manifest
 
 ABORTED = "aborted"
-PROTOCOL = 1
+PROTOCOL = 2
 MARGIN_SECONDS = 10.0
 """How much longer than the server itself the client waits: the server's own refusal says more than a silence."""
 DRAIN, ABORT = "drain", "abort"
@@ -173,13 +174,19 @@ class ServerClient:
         if not self._transports:
             self.info()
         self.channel.prepare(Sides(self._transports, kept.device))
-        missing = len(plan)
-        for number in range(len(plan)):
+        missing = [len(plan)]
+
+        def send(number: int) -> None:
             state = self.channel.send(*kept.split_payload(version, plan, number))
-            missing = self._checked("/weights/part", lambda fields: int(fields["missing"]), state)
-        if missing:
+            missing.append(self._checked("/weights/part", lambda fields: int(fields["missing"]), state))
+
+        try:
+            side_by_side(len(plan), send, self.channel.at_once)
+        finally:
+            self.channel.rest()
+        if min(missing):  # answers to parts that went side by side come in any order
             raise ServerAnswer(
-                f"{self.name} was sent all parts of version {version} and says that {missing} are missing."
+                f"{self.name} was sent all parts of version {version} and says that {min(missing)} are missing."
             )
 
     def commit(self, kept: KeptWeights, version: int, in_flight: str = DRAIN) -> None:

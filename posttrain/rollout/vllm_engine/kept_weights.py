@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,22 @@ import torch
 from torch import Tensor
 
 from posttrain.serve.buckets import Slice, plan_parts
-from posttrain.serve.payload import CHECKSUMS, ITEM_BYTES, TensorSpec, checksum, split_part
+from posttrain.serve.host_memory import HostMemory
+from posttrain.serve.payload import (
+    CHECKSUMS,
+    ITEM_BYTES,
+    TensorSpec,
+    blocks_between,
+    blocks_of,
+    checksum,
+    combined,
+    split_part,
+)
 from posttrain.serve.versions import fingerprint
 
 BUCKET_BYTES = 64 << 20
 FASTEST_FIRST = ("xxh3", "blake2b")
+HASH_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -27,6 +39,7 @@ class KeptWeights:
 
     specs: tuple[TensorSpec, ...]  # with checksums
     data: dict[str, memoryview]
+    digests: dict[str, tuple[str, ...]]  # of the blocks of the data
     fingerprint: str  # of all tensors, as the server computes it
     adapter_config: dict[str, Any] | None = None  # given: the tensors are those of a LoRA adapter
     device: torch.device = torch.device("cpu")  # where the trainer had them
@@ -38,23 +51,28 @@ class KeptWeights:
         kind: str,
         folder: Path | None = None,
         adapter_config: dict[str, Any] | None = None,
+        memory: HostMemory | None = None,
     ) -> KeptWeights:
-        """Copies of these tensors, taken one at a time. `folder`: on its disk instead of in memory."""
-        specs, data, device = [], {}, torch.device("cpu")
-        for name, tensor in weights:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            if dtype not in ITEM_BYTES:
-                raise ValueError(
-                    f"{name} is {dtype}, which cannot be sent; export it as one of {', '.join(ITEM_BYTES)}."
-                )
-            if name in data:
-                raise ValueError(f"{name} was exported twice; a version has every tensor once.")
-            data[name] = _bytes_of(tensor, folder)
-            device = tensor.device if tensor.is_cuda else device
-            specs.append(TensorSpec(name, dtype, tuple(tensor.shape), checksum(data[name], kind)))
-        if not specs:
+        """Copies of these tensors, taken one at a time, in `memory` (that of older versions is used again) or on the disk of
+        `folder`. While one is copied, those before it are hashed.
+        """
+        memory = memory or HostMemory()
+        memory.renew()
+        shapes, data, device = {}, {}, torch.device("cpu")
+        hashed: dict[str, list[Future[str]]] = {}
+        with ThreadPoolExecutor(HASH_THREADS, "hash") as threads:
+            for name, tensor in weights:
+                if name in data:
+                    raise ValueError(f"{name} was exported twice; a version has every tensor once.")
+                shapes[name] = _dtype_of(name, tensor), tuple(tensor.shape)
+                data[name] = _bytes_of(tensor, folder, memory)
+                hashed[name] = [threads.submit(CHECKSUMS[kind], block) for block in blocks_of(data[name])]
+                device = tensor.device if tensor.is_cuda else device
+        if not data:
             raise ValueError("The export of the weights has no tensors, so there is nothing to send.")
-        return cls(tuple(specs), data, fingerprint(specs), adapter_config, device)
+        digests = {name: tuple(block.result() for block in blocks) for name, blocks in hashed.items()}
+        specs = tuple(TensorSpec(name, *shapes[name], combined(digests[name], kind)) for name in data)
+        return cls(specs, data, digests, fingerprint(specs), adapter_config, device)
 
     @property
     def nbytes(self) -> int:
@@ -68,9 +86,19 @@ class KeptWeights:
         self, version: int, plan: Sequence[Sequence[Slice]], number: int
     ) -> tuple[bytes, list[memoryview]]:
         """(head, data in pieces) of one part."""
-        kind = (self.specs[0].checksum or "").partition(":")[0]
-        pieces = [(s.spec, s.offset, self.data[s.spec.name][s.offset : s.offset + s.length]) for s in plan[number]]
-        return split_part(version, number, len(plan), pieces, kind)
+        pieces = [(s.spec, s.offset, self._bytes(s), self._checksum(s)) for s in plan[number]]
+        return split_part(version, number, len(plan), pieces)
+
+    def _bytes(self, piece: Slice) -> memoryview:
+        return self.data[piece.spec.name][piece.offset : piece.offset + piece.length]
+
+    def _checksum(self, piece: Slice) -> str:
+        """From the digests of its blocks; hashed anew only where it was cut within one."""
+        kind = (piece.spec.checksum or "").partition(":")[0]
+        blocks = blocks_between(piece.offset, piece.offset + piece.length, piece.spec.nbytes)
+        if blocks is None:
+            return checksum(self._bytes(piece), kind)
+        return combined(self.digests[piece.spec.name][blocks.start : blocks.stop], kind)
 
 
 def spec_of(name: str, tensor: Tensor, kind: str) -> TensorSpec:
@@ -88,14 +116,21 @@ def common_checksum(offered: Sequence[Sequence[str]]) -> str:
     raise ValueError(f"The servers know the checksums {[list(kinds) for kinds in offered]}; blake2b is missing.")
 
 
-def _bytes_of(tensor: Tensor, folder: Path | None) -> memoryview:
+def _dtype_of(name: str, tensor: Tensor) -> str:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"{name} is {dtype}, which cannot be sent; export it as one of {', '.join(ITEM_BYTES)}.")
+    return dtype
+
+
+def _bytes_of(tensor: Tensor, folder: Path | None, memory: HostMemory) -> memoryview:
     """A copy of its bytes: on the CPU the exported tensor may be the trainer's own, which the next step changes."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    kept = (
-        torch.empty(flat.numel(), dtype=torch.uint8) if folder is None or not flat.numel() else _on_disk(flat, folder)
-    )
-    kept.copy_(flat)
-    return memoryview(kept.numpy())
+    if not flat.numel():
+        return memoryview(b"")
+    kept = memory.take(flat.numel()) if folder is None else memoryview(_on_disk(flat, folder).numpy())
+    torch.frombuffer(kept, dtype=torch.uint8).copy_(flat)
+    return kept
 
 
 def _on_disk(flat: Tensor, folder: Path) -> Tensor:

@@ -31,6 +31,7 @@ from posttrain.rollout.vllm_engine.launcher import ServerProcess
 from posttrain.rollout.vllm_engine.params import completion_logps, refuse_unknown_to_vllm, request_seed
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, ServerRefused, ServerSlow
 from posttrain.rollout.vllm_engine.workers import Workers
+from posttrain.serve.host_memory import HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class ServedVLLM:
         self.context, self.logprobs_mode = about.context_length, about.logprobs_mode
         self.vocabulary = about.vocabulary or vocabulary or 1 << 31
         self.workers = Workers("completions")
+        self._memory = HostMemory()  # of the versions that are kept
         self._abandoned = False
 
     def send(self, export: Export | None = None, adapter_export: AdapterExport | None = None) -> None:
@@ -132,7 +134,7 @@ class ServedVLLM:
     def _kept(self, weights: Weights | None) -> KeptWeights:
         kind = common_checksum([member.info.checksums for member in self.fleet.members])
         config, weights = (None, weights) if weights is not None else self._exported()
-        return KeptWeights.of(weights, kind, self.options.keep_folder, config)
+        return KeptWeights.of(weights, kind, self.options.keep_folder, config, self._memory)
 
     def _exported(self) -> tuple[dict[str, Any] | None, Weights]:
         """(config of the adapter or None, tensors) as the trainer has them now."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,10 @@ FALLS_BACK = frozenset({WRONG_BYTES, NOT_FETCHED, BUSY})
 
 
 class WeightChannel:
-    """Sends parts to one server, one at a time. A way that fails is left for HTTP, with one sentence in the log."""
+    """Sends parts to one server, `at_once` side by side. A way that fails is left for HTTP, with one sentence in the log.
+
+    `send` is called by any thread, between `prepare` and `rest`, which are called by one.
+    """
 
     def __init__(self, name: str, wire: Wire, wanted: str = AUTO) -> None:
         if wanted not in TRANSPORTS:
@@ -32,6 +36,8 @@ class WeightChannel:
         self._name, self._wire, self._wanted = name, wire, wanted
         self._http = HttpSender(wire, Sides({}, torch.device("cpu")))
         self._sender: Sender | None = None
+        self._failed: Sender | None = None  # other threads may still be using it; closed when they have ended
+        self._lock = threading.Lock()  # of the step from a way to HTTP
         self._instance: str | None = None  # of the server's process that the sender speaks to
         self._has_worked = self._ever_worked = False
         self._given_up = False
@@ -69,22 +75,33 @@ class WeightChannel:
             return self._wanted
         return next(name for name, sender in SENDERS.items() if sender.suits(sides))
 
+    @property
+    def at_once(self) -> int:
+        """How many parts may be on their way at the same time."""
+        return (self._sender or self._http).at_once
+
     def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
         """What the server answers to the part."""
-        if self._sender is None or self.in_use == HTTP or not any(len(chunk) for chunk in chunks):
+        sender = self._sender
+        if sender is None or self.in_use == HTTP or not any(len(chunk) for chunk in chunks):
             return self._http.send(head, chunks)
         try:
-            answer = self._sender.send(head, chunks)
+            answer = sender.send(head, chunks)
             self._has_worked = self._ever_worked = True
             return answer
         except (TransportFailed, ServerError) as error:
-            self._fall_back_or_raise(error)
-        return self._http.send(head, chunks)
+            with self._lock:
+                if sender is self._sender:
+                    self._failed = sender
+                    self._fall_back_or_raise(error)
+                elif not _falls_back(error):
+                    raise
+        return self._http.send(head, chunks)  # also where another part has found out, and said so
 
     def _fall_back_or_raise(self, error: Exception) -> None:
         way, worked = self.in_use, self._has_worked
-        self.close()
-        if isinstance(error, ServerError) and not (isinstance(error, ServerRefused) and error.status in FALLS_BACK):
+        self._sender, self.in_use = None, HTTP
+        if not _falls_back(error):
             raise error  # the server itself is gone, slow, or would refuse it over HTTP, too
         if not self._ever_worked and self._wanted != AUTO:
             raise ServerRefused(
@@ -95,8 +112,21 @@ class WeightChannel:
         rest = "the rest of this version goes" if worked else "weights go"
         log.warning("Sending weights to %s by %s failed; %s over HTTP instead. %s", self._name, way, rest, error)
 
+    def rest(self) -> None:
+        """After the parts of a version: let go of what the next one can do without, and of a way that failed."""
+        for sender in (self._http, self._sender):
+            if sender is not None:
+                sender.rest()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            failed.close()
+
     def close(self) -> None:
         """Let go of blocks, buffers and groups; the next version begins with new ones."""
         sender, self._sender, self.in_use = self._sender, None, HTTP
         if sender is not None:
             sender.close()
+
+
+def _falls_back(error: Exception) -> bool:
+    return not isinstance(error, ServerError) or (isinstance(error, ServerRefused) and error.status in FALLS_BACK)

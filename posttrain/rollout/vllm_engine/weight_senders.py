@@ -21,7 +21,8 @@ from torch import Tensor
 from posttrain.serve import cuda_ipc
 from posttrain.serve.collective import GLOO, NCCL, Meeting, Pair, available_backends
 from posttrain.serve.errors import TransportFailed
-from posttrain.serve.shared_blocks import SharedFolder, host_id
+from posttrain.serve.host_memory import HostMemory, copy_bytes
+from posttrain.serve.shared_blocks import Block, SharedFolder, host_id
 from posttrain.serve.transports import COLLECTIVE, CUDA_IPC, MOST_FETCH_SECONDS, SHARED_MEMORY
 
 T = TypeVar("T")
@@ -30,6 +31,8 @@ HTTP = "http"
 SERVERS_MARGIN = 0.8
 """The server gives up a little earlier than the trainer: its refusal says more than a silence."""
 JOIN_SECONDS = 60.0
+AT_ONCE = 4
+"""Parts on their way side by side: as many as a server fetches at once."""
 GRACE_SECONDS = 3.0
 """Where one side of an exchange has ended, so long for the other."""
 
@@ -43,7 +46,7 @@ class Wire:
     port: int
     seconds: float  # for one part
 
-    def part(self, body: bytes) -> Any:
+    def part(self, body: memoryview) -> Any:
         return self.post("/weights/part", body, self.seconds)
 
     def fetch(self, transport: str, head: bytes, place: dict[str, Any]) -> Any:
@@ -76,7 +79,12 @@ class Sides:
 
 
 class Sender(Protocol):
-    """One way to one server. `send` answers what the server does; TransportFailed where this way does not work."""
+    """One way to one server. `send` answers what the server does; TransportFailed where this way does not work.
+
+    So many threads as `at_once` says may send; `rest` and `close` are called while none does.
+    """
+
+    at_once: int
 
     @staticmethod
     def suits(sides: Sides) -> bool:
@@ -88,10 +96,15 @@ class Sender(Protocol):
 
     def __init__(self, wire: Wire, sides: Sides) -> None: ...
     def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any: ...
+    def rest(self) -> None:
+        """Between two versions."""
+
     def close(self) -> None: ...
 
 
 class HttpSender:
+    at_once = AT_ONCE
+
     @staticmethod
     def suits(sides: Sides) -> bool:
         return True
@@ -101,17 +114,28 @@ class HttpSender:
         return None
 
     def __init__(self, wire: Wire, sides: Sides) -> None:
-        self._wire = wire
+        self._wire, self._memory = wire, HostMemory()
 
     def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
-        return self._wire.part(b"".join([head, *chunks]))
+        pieces = [memoryview(head), *chunks]
+        nbytes = sum(len(piece) for piece in pieces)
+        body, at = self._memory.take(1 << nbytes.bit_length())[:nbytes], 0  # few sizes, so that it is found again
+        for piece in pieces:
+            copy_bytes(piece, body[at : at + len(piece)])
+            at += len(piece)
+        return self._wire.part(body)
+
+    def rest(self) -> None:
+        self._memory = HostMemory()
 
     def close(self) -> None:
-        pass
+        self.rest()
 
 
 class SharedMemorySender:
-    """Each part is a file in /dev/shm that the server removes when it has opened it, or this process afterwards."""
+    """Each part is a file in /dev/shm, from which the server copies it. The same few files serve all parts of a version."""
+
+    at_once = AT_ONCE
 
     @staticmethod
     def suits(sides: Sides) -> bool:
@@ -134,6 +158,7 @@ class SharedMemorySender:
 
     def __init__(self, wire: Wire, sides: Sides) -> None:
         self._wire = wire
+        self._free: list[Block] = []
         try:
             self._folder = SharedFolder(Path(sides.way(SHARED_MEMORY)["folder"]))
         except OSError as error:
@@ -141,18 +166,39 @@ class SharedMemorySender:
 
     def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
         try:
-            block = self._folder.write(chunks)
+            block = self._written(chunks)
         except OSError as error:
             raise TransportFailed(f"A block could not be written to {self._folder.path} ({error.strerror}).") from error
-        with block:
+        try:
             return self._wire.fetch(SHARED_MEMORY, head, {"name": block.name})
+        finally:
+            self._free.append(block)
+
+    def _written(self, chunks: Sequence[memoryview]) -> Block:
+        try:
+            block = self._free.pop()
+        except IndexError:  # all are on their way
+            return self._folder.write(chunks)
+        try:
+            block.write(chunks)
+        except OSError:
+            block.close()
+            raise
+        return block
+
+    def rest(self) -> None:
+        while self._free:
+            self._free.pop().close()
 
     def close(self) -> None:
+        self.rest()
         self._folder.close()
 
 
 class CudaIpcSender:
-    """Each part is copied into one buffer on the GPU, which the server opens, copies to its host memory, and lets go of."""
+    """Each part is copied into a buffer on the GPU, which the server opens, copies to its host memory, and lets go of."""
+
+    at_once = AT_ONCE
 
     @staticmethod
     def suits(sides: Sides) -> bool:
@@ -171,28 +217,44 @@ class CudaIpcSender:
 
     def __init__(self, wire: Wire, sides: Sides) -> None:
         self._wire, self._device = wire, sides.device
-        self._buffer: Tensor | None = None
-        self._place: dict[str, Any] = {}
+        self._free: list[tuple[Tensor, dict[str, Any]]] = []  # buffers and their places
+        self._largest = 0  # part so far: the size of the next buffer
+        self._sharing = threading.Lock()
 
     def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
-        nbytes = sum(len(chunk) for chunk in chunks)
         try:
-            if self._buffer is None or self._buffer.numel() < nbytes:
-                self._buffer = None
-                self._buffer = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-                self._place = cuda_ipc.share(self._buffer)
-            _copy_into(self._buffer, chunks)
+            buffer, place = self._buffer(sum(len(chunk) for chunk in chunks))
+            _copy_into(buffer, chunks)
             torch.cuda.current_stream(self._device).synchronize()
         except RuntimeError as error:
             raise TransportFailed(f"The GPU's memory cannot be shared ({str(error).splitlines()[0][:300]}).") from error
-        return self._wire.fetch(CUDA_IPC, head, self._place)
+        try:
+            return self._wire.fetch(CUDA_IPC, head, place)
+        finally:
+            self._free.append((buffer, place))
+
+    def _buffer(self, nbytes: int) -> tuple[Tensor, dict[str, Any]]:
+        """One that is large enough and free. One that is too small is let go of, and torch has it for the new one."""
+        with self._sharing:
+            self._largest = max(self._largest, nbytes)
+            while self._free:
+                buffer, place = self._free.pop()
+                if buffer.numel() >= nbytes:
+                    return buffer, place
+            buffer = torch.empty(self._largest, dtype=torch.uint8, device=self._device)
+            return buffer, cuda_ipc.share(buffer)
+
+    def rest(self) -> None:
+        """The buffers stay: torch keeps an account of every one that was shared."""
 
     def close(self) -> None:
-        self._buffer, self._place = None, {}
+        self._free.clear()
 
 
 class CollectiveSender:
     """Each part is a broadcast in a group of this trainer and the server: NCCL between GPUs, gloo otherwise."""
+
+    at_once = 1  # both ends of a group must take the parts in the same order
 
     @staticmethod
     def suits(sides: Sides) -> bool:
@@ -242,6 +304,9 @@ class CollectiveSender:
         if sent is None:  # it had the part already; but the two ends are out of step from here on
             pair.close()
         return answer
+
+    def rest(self) -> None:
+        """The group stays."""
 
     def close(self) -> None:
         self._pair.close()
