@@ -28,9 +28,11 @@ SHAPES = {
 COMMON = {
     "per_device_train_batch_size": 64, "num_generations": 8, "max_completion_length": 128, "learning_rate": 1e-5,
     "logging_steps": 1, "save_strategy": "no", "report_to": "none", "bf16": True, "use_vllm": True,
-    "vllm_max_model_length": 1024,
 }  # fmt: skip
-OF_MODE = {"colocate": {"vllm_gpu_memory_utilization": 0.25, "vllm_enable_sleep_mode": True}, "server": {}}
+OF_MODE = {
+    "colocate": {"vllm_gpu_memory_utilization": 0.25, "vllm_enable_sleep_mode": True, "vllm_max_model_length": 1024},
+    "server": {},
+}
 
 
 def made_model(named: str, folder: Path) -> str:
