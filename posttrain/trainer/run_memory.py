@@ -21,7 +21,7 @@ from posttrain.models import memory
 from posttrain.models.adapters import add_adapter
 from posttrain.models.fused_lora import SIBLINGS
 from posttrain.models.head_kernels import STATISTICS
-from posttrain.models.layer_kernels import LIGER, PLAIN
+from posttrain.models.layer_kernels import COMPILED, LIGER, PLAIN
 from posttrain.models.load import AUTO_CLASSES, SEQUENCE_REWARD, innermost_model, locate
 from posttrain.models.memory import FULL, NONE, SELECTIVE
 from posttrain.models.token_scores import default_chunk_tokens
@@ -30,6 +30,7 @@ from posttrain.trainer.memory_fit import batch_tokens, laid_out_share, wishes_of
 
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
+    from posttrain.trainer.config import BaseConfig
     from posttrain.trainer.run_arithmetic import RunCounts
 
 CONTEXT_BYTES = int(0.6 * 2**30)
@@ -43,8 +44,10 @@ MOST_TOKENS = 2**24
 KEPT_WIDTHS = {
     (PLAIN, NONE): (9, 2, 2, 4),  # norms keep float32 copies, SiLU and the product keep theirs
     (LIGER, NONE): (4, 2, 2, 3),
+    (COMPILED, NONE): (2, 2, 2, 2),  # what can be made again from what is read anyway is not kept
     (PLAIN, SELECTIVE): (3, 2, 2, 2),
     (LIGER, SELECTIVE): (3, 2, 2, 2),
+    (COMPILED, SELECTIVE): (3, 2, 2, 2),  # runs uncompiled
 }
 FROZEN_SAVES = (2, 0, 0, 1)
 """Linears without a gradient of their own do not keep their inputs (two norms, the product of the MLP's halves); adapters may."""
@@ -344,13 +347,19 @@ class Demands:
     scores: bool = False
 
 
+def planned_kernels(args: BaseConfig) -> str:
+    """Of the layers on a GPU. Whether compiled ones are faster, which long runs find out, is not known here: they keep less."""
+    if args.compile_layers:
+        return COMPILED
+    return PLAIN if args.use_liger_kernel is False else LIGER
+
+
 def memory_model(side: BaseTrainer, shape: Shape, counts: RunCounts, demands: Demands) -> MemoryModel:
     args = side.args
     in_one_pass = args.gradient_accumulation_steps == args.world_size == 1 and not args.max_tokens_per_pass
-    kernels = PLAIN if args.use_liger_kernel is False else LIGER
     made = MemoryModel(
         shape,
-        estimated_activations(shape, kernels),
+        estimated_activations(shape, planned_kernels(args)),
         demands.reference,
         getattr(args.optim, "value", args.optim),
         in_one_pass,
@@ -392,7 +401,7 @@ def explain_memory(
     phases = model.phases(batch.largest, trained, level, offload)
     report = MemoryReport(
         dtype={2: "bfloat16", 4: "float32"}[shape.item],
-        kernels=PLAIN if side.args.use_liger_kernel is False else LIGER,
+        kernels=planned_kernels(side.args),
         tokens=batch.largest,
         longest=batch.longest,
         level=level,

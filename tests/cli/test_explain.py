@@ -452,22 +452,22 @@ def test_activations_of_plain_layers_are_those_that_the_probe_finds():
 
 
 @pytest.mark.parametrize(
-    ("adapter", "kib_a_token"),
+    ("kernels", "adapter", "kib_a_token"),
     [
-        ({"target_modules": "all-linear"}, 757),
-        ({"target_modules": "all-linear", "lora_dropout": 0.05}, 1417),
-        ({"target_modules": ["q_proj", "v_proj"]}, 710),
-        (None, 991),
+        ("liger", {"target_modules": "all-linear"}, 757),
+        ("liger", {"target_modules": "all-linear", "lora_dropout": 0.05}, 1417),
+        ("liger", {"target_modules": ["q_proj", "v_proj"]}, 710),
+        ("liger", None, 991),
+        ("compiled", None, 670),
     ],
 )
-def test_activations_of_liger_layers_are_those_that_were_measured_on_an_h200(adapter, kib_a_token):
+def test_activations_are_those_that_were_measured_on_an_h200(kernels, adapter, kib_a_token):
     """Qwen2.5 0.5B in bfloat16, 15 November 2026: `python benchmarks/explain_memory.py`, "KiB a token, measured"."""
     import torch
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from posttrain.models.adapters import add_adapter
-    from posttrain.models.layer_kernels import LIGER
     from posttrain.trainer.run_memory import estimated_activations, shape_of
 
     config = Qwen2Config(
@@ -478,7 +478,7 @@ def test_activations_of_liger_layers_are_those_that_were_measured_on_an_h200(ada
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         if adapter is not None:
             model = add_adapter(model, LoraConfig(r=16, task_type="CAUSAL_LM", **adapter), torch.bfloat16)
-    told = estimated_activations(shape_of(model), LIGER).of("none", False)
+    told = estimated_activations(shape_of(model), kernels).of("none", False)
     assert told == pytest.approx(kib_a_token * 2**10, rel=0.015)
 
 
