@@ -1,0 +1,99 @@
+"""docs/first-run.md, command by command in a shell, in an empty folder with an empty home, with the real 135M model.
+
+`tests/docs` runs the page too, in a fork and with a tiny model in the place of the real one. Here nothing is stood in for but the
+Hub, whose cache holds the model that `posttrain demo` makes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from posttrain.cli import demo
+from tests.docs.fenced_blocks import ROOT, blocks_of
+from tests.docs.local_hub import REVISION
+
+pytestmark = pytest.mark.slow
+PAGE = ROOT / "docs" / "first-run.md"
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SECONDS = 300
+
+
+def hub_with(model: str, home: Path) -> None:
+    """As `huggingface_hub` leaves a download behind."""
+    repository = home / "hub" / f"models--{MODEL.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(REVISION)
+    snapshot = repository / "snapshots" / REVISION
+    snapshot.mkdir(parents=True)
+    for file in Path(model).iterdir():
+        (snapshot / file.name).symlink_to(file.resolve())
+
+
+@pytest.fixture(scope="module")
+def newcomer(tmp_path_factory):
+    """(folder, environment, what each command printed) after all commands of the page."""
+    folder, home = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("home")
+    hub_with(demo.real_model(), home)
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(home), "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "2",
+    }  # fmt: skip
+    printed: dict[str, list[str]] = {}
+    for block in blocks_of(PAGE):
+        if block.language == "yaml":
+            (folder / block.code.splitlines()[0][2:]).write_text(block.code, encoding="utf-8")
+        for line in block.code.splitlines() if block.language == "bash" else ():
+            ended = subprocess.run(
+                line, shell=True, cwd=folder, env=environment, capture_output=True, text=True, timeout=SECONDS,
+                check=False,
+            )  # fmt: skip
+            said = ended.stdout + ended.stderr
+            assert ended.returncode == 0, f"`{line}` ended with {ended.returncode}:\n{said[-3000:]}"
+            printed.setdefault(line, []).append(said)
+    return folder, printed
+
+
+def test_the_run_is_trained_and_done(newcomer):
+    folder, printed = newcomer
+    logged = [json.loads(line) for line in (folder / "runs/first/metrics.jsonl").read_text().splitlines()]
+    losses = [entry["loss"] for entry in logged if "loss" in entry]
+    assert len(losses) == 6  # the second call has found nothing left to do
+    assert losses[-1] < losses[0]
+    first, again = printed["posttrain sft first.yaml"]
+    assert "step 6/6" in first
+    assert "from step 6" in again
+    assert "step 1/6" not in again
+
+
+def test_what_was_looked_at_is_there(newcomer):
+    _, printed = newcomer
+    assert "trained" in printed["posttrain check first.yaml --samples 1"][0]
+    assert "loss" in printed["posttrain view runs/first --text"][0]
+    judged = next(said for line, said in printed.items() if line.startswith("posttrain eval"))[0]
+    assert "pass@1" in judged
+    assert "reward" in printed["posttrain view runs/first-grpo --text"][0]
+
+
+def test_the_export_is_a_model_that_says_what_it_learned(newcomer):
+    folder, _ = newcomer
+    merged = folder / "runs/first-merged"
+    tokenizer, model = AutoTokenizer.from_pretrained(merged), AutoModelForCausalLM.from_pretrained(merged)
+    base = AutoModelForCausalLM.from_pretrained(demo.real_model())
+    rows = [json.loads(line) for line in (folder / "examples/data/chats.jsonl").read_text().splitlines()]
+
+    def nll(one: torch.nn.Module) -> float:
+        ids = [tokenizer.apply_chat_template(row["messages"], return_dict=False, return_tensors="pt") for row in rows]
+        with torch.no_grad():
+            return sum(float(one(input_ids=row, labels=row).loss) for row in ids) / len(ids)
+
+    assert nll(model) < nll(base) - 0.01
