@@ -188,6 +188,9 @@ class GRPOTrainer(OnlineTrainer):
     def entropy_coefficient(self) -> float:
         return self.args.entropy_coef if self.entropy is None else self.entropy.in_force
 
+    def differentiable_stats(self) -> tuple[str, ...]:
+        return ("entropy",) if self.args.entropy_coef or self.args.use_adaptive_entropy else ()
+
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
         args = self.args
         wants_gradient = self.entropy_coefficient != 0 and torch.is_grad_enabled()

@@ -111,6 +111,9 @@ class SFTTrainer(BaseTrainer):
         """A plain sum of nll has its gradient in the forward."""
         return self.args.loss_type != "nll" or self.custom_loss is not None
 
+    def differentiable_stats(self) -> tuple[str, ...]:
+        return ("mean_logps",) if self.args.label_smoothing_factor else ()
+
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
         args = self.args
         if self.compute_metrics is not None and not model.training:
@@ -121,7 +124,7 @@ class SFTTrainer(BaseTrainer):
             stats,
             summed=not self.recomputes_logits(),
             label_smoothing=args.label_smoothing_factor,
-            differentiable_stats=("mean_logps",) if args.label_smoothing_factor else (),
+            differentiable_stats=self.differentiable_stats(),
             **self.scoring_options(),
         )
 

@@ -160,6 +160,14 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         """Whether the backward of the loss needs the logits once more: what `keep_logits` saves."""
         return self.task == CAUSAL_LM
 
+    def differentiable_stats(self) -> tuple[str, ...]:
+        """Statistics of tokens, besides their log-probs, through which the loss may have a gradient."""
+        return ()
+
+    def can_keep_logits(self) -> bool:
+        """Whether keeping them takes one copy: autograd keeps several in float32, for which nobody asks without being told."""
+        return self.recomputes_logits() and not self.differentiable_stats()
+
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         """What the method makes of the answers."""
         raise NotImplementedError

@@ -59,7 +59,7 @@ def fit_memory(trainer: BaseTrainer) -> None:
 
 def logit_bytes_of(trainer: BaseTrainer, causal_lm: Any) -> float:
     """Of one token, as the fused head keeps them; 0 where the loss has no second use for them."""
-    if not trainer.recomputes_logits() or trainer.args.sharding is not None:
+    if not trainer.can_keep_logits() or trainer.args.sharding is not None:
         return 0.0
     head = LanguageHead.of(causal_lm)
     return head.vocabulary * head.module.weight.element_size() if can_fuse(head) else 0.0

@@ -390,7 +390,7 @@ def explain_memory(
     level, offload, sentence = wishes.checkpointing or NONE, bool(wishes.offload), None
     if gpu is not None:
         free = gpu - CONTEXT_BYTES - shape.weight_bytes - demands.reference
-        logit_bytes = shape.vocabulary * shape.item if shape.head and side.recomputes_logits() else 0.0
+        logit_bytes = shape.vocabulary * shape.item if shape.head and side.can_keep_logits() else 0.0
         plan = memory.memory_plan(free, batch, model.activations, shape.state, wishes, shape.can_recompute, logit_bytes)
         model.keep_logits = plan.keep_logits
         level, offload, sentence = plan.checkpointing, plan.offload, plan.sentence

@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
-from posttrain import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from posttrain import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from posttrain.models import memory
 from posttrain.models.load import LoadOptions, load_model
 from posttrain.models.memory import FULL, NONE, SELECTIVE, ActivationCost, BatchTokens, StateCost, Wishes, memory_plan
@@ -243,6 +243,32 @@ def test_wishes_are_read_from_the_options(tmp_path):
     made = trainer(tmp_path, activation_offloading=False)
     assert made.args.gradient_checkpointing is False  # decided: host memory is assumed to be enough
     assert memory_fit.wishes_of(made) == Wishes(NONE, False, None)
+
+
+def with_groups(tmp_path, **options):
+    args = GRPOConfig(
+        output_dir=str(tmp_path), report_to="none", use_cpu=True, max_steps=1, num_generations=4, **options
+    )
+    rows = Dataset.from_list([{"prompt": "Say it"}] * 8)
+    reward = lambda completions, **columns: [0.0] * len(completions)  # noqa: E731
+    return GRPOTrainer(tiny.causal_lm(), reward, args, train_dataset=rows, processing_class=tiny.tokenizer())
+
+
+def test_logits_are_worth_keeping_where_a_fused_head_would_compute_them_again(tmp_path):
+    """One copy in the dtype of the head. Through autograd, as for a bonus on the entropy, it would be several in float32."""
+    one_copy = {
+        "dft": trainer(tmp_path, loss_type="dft"),
+        "grpo": with_groups(tmp_path),
+    }
+    none = {
+        "nll has its gradient in the forward": trainer(tmp_path),
+        "entropy": with_groups(tmp_path, entropy_coef=0.01),
+        "adaptive entropy": with_groups(tmp_path, use_adaptive_entropy=True, entropy_target=1.0),
+    }
+    for name, made in one_copy.items():
+        assert memory_fit.logit_bytes_of(made, made.model) == 4 * made.model.config.vocab_size, name
+    for name, made in none.items():
+        assert memory_fit.logit_bytes_of(made, made.model) == 0, name
 
 
 def test_the_largest_micro_batch_is_one_that_the_run_will_make(tmp_path):
