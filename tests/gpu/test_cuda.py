@@ -100,6 +100,28 @@ def test_shared_prompts_give_the_float32_answer_of_repeated_ones(dtype, logps, g
         assert (found[layout][1] - truth[1]).norm() / truth[1].norm() < gradient
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_give_the_same_bits_as_computed_ones(dtype):
+    """Triton writes slopes over the logits that were kept: a second backward of the same graph computes them."""
+    made = model(dtype)
+    load_model(made, LoadOptions())
+    batch = collate(units(), ("text",)).to("cuda")
+    factors = torch.linspace(-1, 1, batch.num_trained, device="cuda")
+
+    def gradients(keep_logits):
+        logps = score_tokens(made, batch, chunk_tokens=256, keep_logits=keep_logits).logps
+        found = []
+        for retain in (True, False):
+            made.zero_grad()
+            (logps * factors).sum().backward(retain_graph=retain)
+            found.append(made.lm_head.weight.grad.clone())
+        return found
+
+    (computed, again), (kept, kept_again) = gradients(False), gradients(True)
+    assert torch.equal(computed, kept)
+    assert torch.equal(again, kept_again)
+
+
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_one_pass_adamw_takes_the_steps_of_adamw_in_float64(accumulates):
     """bfloat16 weights, clipping, one skipped step; masters against AdamW on the same (rounded) gradients in float64."""
