@@ -107,6 +107,10 @@ class Explained:
         profile = self.config.get("accelerate_config")
         if profile and not self.config.get("num_processes"):
             counts.notes.append("Figures are those of one process: name the others with --num_processes.")
+        if getattr(self.args, "vllm_share", 0) and self.gpu is None:
+            counts.notes.append(
+                f"vLLM takes {self.args.vllm_share:g} of the device's memory besides: name the device with --gpu to count it."
+            )
         if profile or self.args.sharding:
             counts.notes.append(
                 f"Memory is that of a process with the whole model; {profile or self.args.sharding} may hold a part of it only."

@@ -62,6 +62,8 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     task: ClassVar[str] = CAUSAL_LM
     token_stats: ClassVar[tuple[str, ...]] = ("entropy", "is_most_likely")
     paper: ClassVar[dict[str, str]] = {}
+    loads_more: ClassVar[bool] = False
+    """Whether the constructor of a derived class puts more on the device after this one's, and calls `fit` itself."""
 
     reference: Reference | None = None
 
@@ -119,8 +121,8 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         )
         self._after_trainer_init()
         self.prepare_reference(ref_model, model)
-        fit_memory(self)  # now that the reference is on the device too
-        self._uncompile_if_selective()
+        if not self.loads_more:
+            self.fit()
 
     @classmethod
     def without_model(cls, model: str, args: BaseConfig, processing_class: Any = None) -> Self:
@@ -155,6 +157,15 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
             "keep_logits": bool(args.keep_logits),
             "router_loss": self.uses_router_loss,
         }
+
+    def fit(self) -> None:
+        """Decide what is done about memory, once all is on the device that stays there while the model is updated."""
+        fit_memory(self)
+        self._uncompile_if_selective()
+
+    def reserved_bytes(self) -> float:
+        """Of the device, which somebody else will take afterwards and keep during the update."""
+        return 0.0
 
     def recomputes_logits(self) -> bool:
         """Whether the backward of the loss needs the logits once more: what `keep_logits` saves."""

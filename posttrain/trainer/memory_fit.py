@@ -128,7 +128,8 @@ def apply(trainer: BaseTrainer, plan: memory.MemoryPlan) -> None:
 def _free(trainer: BaseTrainer) -> float:
     """Every process decides by the one that has least."""
     args = trainer.args
-    free = torch.tensor(float(memory.free_memory(args.device)), dtype=torch.float64, device=args.device)
+    own = memory.free_memory(args.device) - trainer.reserved_bytes()
+    free = torch.tensor(own, dtype=torch.float64, device=args.device)
     if args.world_size > 1:
         torch.distributed.all_reduce(free, op=torch.distributed.ReduceOp.MIN)
     return float(free)

@@ -68,6 +68,7 @@ class OnlineTrainer(BaseTrainer):
     formats = (PROMPT_ONLY,)
     roles = ("completion",)
     token_stats: ClassVar[tuple[str, ...]] = ("entropy",)
+    loads_more: ClassVar[bool] = True  # reward models
 
     live: ModelReference | None = None
     loader: RolloutLoader | None = None
@@ -119,6 +120,7 @@ class OnlineTrainer(BaseTrainer):
             report=self.loaded.notes.append,
             watch=False,  # the log of rollouts looks at those of all processes
         )
+        self.fit()
         self.engine = engine if engine is not None else self._make_engine()
         self.weight_sync = WeightSync(self)
         if self.args.replay_buffer_size:
@@ -128,6 +130,9 @@ class OnlineTrainer(BaseTrainer):
         self.collector = RolloutCollector(
             self._write, self.rewards, self._credited, self._annotate, self.args.world_size
         )
+
+    def reserved_bytes(self) -> float:
+        return self.args.vllm_resident_share * torch.cuda.get_device_properties(self.args.device).total_memory
 
     # ---- what a method provides --------------------------------------------------------------------------------------
 

@@ -248,6 +248,8 @@ class MemoryModel:
     decode_logits: float = 0.0
     scores: bool = False  # a pass without gradient over rollouts, for old or reference log-probs
     generates: bool = False
+    vllm: float = 0.0  # bytes that a colocated vLLM takes to generate
+    vllm_stays: bool = False  # it does not sleep during the update
 
     def standing(self) -> dict[str, float]:
         state = self.shape.state
@@ -256,6 +258,7 @@ class MemoryModel:
             "reference": self.reference,
             "masters": state.masters,
             "moments": state.moments(self.optim),
+            "vLLM": self.vllm if self.vllm_stays else 0.0,
         }
         return {name: size for name, size in terms.items() if size}
 
@@ -294,7 +297,7 @@ class MemoryModel:
             loaded["reference"] = self.loaded_reference
         found = [Phase("load", loaded)]
         if self.generates:
-            cache = {"keys and values": self.kv_bytes, "logits": self.decode_logits}
+            cache = {"keys and values": self.kv_bytes, "logits": self.decode_logits, "vLLM": self.vllm}
             found.append(Phase("generation", standing | {name: size for name, size in cache.items() if size}))
         if self.scores:
             work = {"head": self.head(trained, has_gradient=False), "activations": tokens * self.activations.layer}
@@ -354,7 +357,9 @@ def planned_kernels(args: BaseConfig) -> str:
     return PLAIN if args.use_liger_kernel is False else LIGER
 
 
-def memory_model(side: BaseTrainer, shape: Shape, counts: RunCounts, demands: Demands) -> MemoryModel:
+def memory_model(
+    side: BaseTrainer, shape: Shape, counts: RunCounts, demands: Demands, gpu: int | None = None
+) -> MemoryModel:
     args = side.args
     in_one_pass = args.gradient_accumulation_steps == args.world_size == 1 and not args.max_tokens_per_pass
     made = MemoryModel(
@@ -369,7 +374,10 @@ def memory_model(side: BaseTrainer, shape: Shape, counts: RunCounts, demands: De
         loaded_reference=demands.loaded_reference,
         scores=demands.scores,
     )
-    if counts.rollouts is not None:
+    if counts.rollouts is not None and args.use_vllm:
+        made.vllm = args.vllm_share * (gpu or 0)
+        made.generates, made.vllm_stays = bool(made.vllm), args.vllm_resident_share > 0
+    elif counts.rollouts is not None:
         slots = min(
             args.max_rollout_slots or MAX_SLOTS["cuda"], counts.rollouts.completions_per_generation // counts.processes
         )
@@ -384,12 +392,12 @@ def explain_memory(
     side: BaseTrainer, shape: Shape, counts: RunCounts, demands: Demands, gpu: int | None
 ) -> MemoryReport:
     """The phases of the run with its own settings, or with those that its trainer would choose on a device of `gpu` bytes."""
-    model, wishes = memory_model(side, shape, counts, demands), wishes_of(side)
+    model, wishes = memory_model(side, shape, counts, demands, gpu), wishes_of(side)
     batch = _laid_out(side, counts, batch_tokens(side))
     share = _share_trained(side, counts, batch)
     level, offload, sentence = wishes.checkpointing or NONE, bool(wishes.offload), None
     if gpu is not None:
-        free = gpu - CONTEXT_BYTES - shape.weight_bytes - demands.reference
+        free = gpu - CONTEXT_BYTES - shape.weight_bytes - demands.reference - (model.vllm if model.vllm_stays else 0)
         logit_bytes = shape.vocabulary * shape.item if shape.head and side.can_keep_logits() else 0.0
         plan = memory.memory_plan(free, batch, model.activations, shape.state, wishes, shape.can_recompute, logit_bytes)
         model.keep_logits = plan.keep_logits

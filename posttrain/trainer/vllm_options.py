@@ -133,6 +133,16 @@ class VLLMConfig:
         if "rollout_engine" in chosen:
             raise ValueError("`rollout_engine` and `use_vllm` both say who writes completions: choose one.")
 
+    @property
+    def vllm_share(self) -> float:
+        """Of this device's memory, that a vLLM in this process takes to generate."""
+        return self.vllm_gpu_memory_utilization if self.use_vllm and self.vllm_mode == COLOCATE else 0.0
+
+    @property
+    def vllm_resident_share(self) -> float:
+        """What it keeps of it during the update."""
+        return 0.0 if self.vllm_enable_sleep_mode else self.vllm_share
+
     def vllm_addresses(self) -> list[str]:
         """Of all servers."""
         given = self.vllm_server_base_url

@@ -434,6 +434,23 @@ def test_keys_and_values_and_the_reference_of_an_online_run(seven_billion):
     assert told.memory.tokens == 4 * 100 + longest  # the prompt of a group is computed once
 
 
+def test_a_colocated_vllm_has_its_share_and_gives_it_back_asleep(seven_billion):
+    def phases(gpu=80 * 2**30, **options):
+        told = explained("grpo", "grpo", {**GROUPS, **seven_billion, "use_vllm": True, **options}, gpu)
+        return {phase.name: phase.terms for phase in told.memory.phases}, told.counts.notes
+
+    share = 0.3 * 80 * 2**30
+    awake, _ = phases()
+    assert awake["generation"]["vLLM"] == awake["update"]["vLLM"] == share
+    assert "keys and values" not in awake["generation"]
+    asleep, _ = phases(vllm_enable_sleep_mode=True)
+    assert asleep["generation"]["vLLM"] == share
+    assert "vLLM" not in asleep["update"]
+    served, _ = phases(vllm_mode="server")
+    assert "generation" not in served
+    assert any("name the device with --gpu" in note for note in phases(gpu=None)[1])
+
+
 def test_activations_of_plain_layers_are_those_that_the_probe_finds():
     import torch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from posttrain import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig,
 from posttrain.models import memory
 from posttrain.models.load import LoadOptions, load_model
 from posttrain.models.memory import FULL, NONE, SELECTIVE, ActivationCost, BatchTokens, StateCost, Wishes, memory_plan
-from posttrain.trainer import memory_fit
+from posttrain.trainer import base, memory_fit
 from tests import tiny
 
 GIB = 2**30
@@ -252,6 +253,28 @@ def with_groups(tmp_path, **options):
     rows = Dataset.from_list([{"prompt": "Say it"}] * 8)
     reward = lambda completions, **columns: [0.0] * len(completions)  # noqa: E731
     return GRPOTrainer(tiny.causal_lm(), reward, args, train_dataset=rows, processing_class=tiny.tokenizer())
+
+
+def test_a_vllm_that_stays_on_the_device_is_not_free_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda device: 70 * GIB)
+    properties = SimpleNamespace(total_memory=80 * GIB)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    made = with_groups(tmp_path)
+    assert memory_fit._free(made) == 70 * GIB
+    made.args.use_vllm = True
+    assert memory_fit._free(made) == pytest.approx(70 * GIB - 0.3 * 80 * GIB)
+    made.args.vllm_enable_sleep_mode = True
+    assert memory_fit._free(made) == 70 * GIB
+    made.args.vllm_enable_sleep_mode, made.args.vllm_mode = False, "server"
+    assert memory_fit._free(made) == 70 * GIB
+
+
+def test_memory_is_looked_at_when_reward_models_are_on_the_device(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(base, "fit_memory", lambda made: seen.append(hasattr(made, "rewards")))
+    with_groups(tmp_path)
+    trainer(tmp_path)
+    assert seen == [True, False]
 
 
 def test_logits_are_worth_keeping_where_a_fused_head_would_compute_them_again(tmp_path):
