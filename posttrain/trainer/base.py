@@ -191,6 +191,10 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         """Tokens of the longest unit, where the data does not tell."""
         return len(self.roles) * (self.args.max_length or 4096)
 
+    def largest_batch(self) -> int:
+        """Tokens of a micro-batch of such units."""
+        return self.args.per_device_train_batch_size * self.longest_row()
+
     def plan_lines(self, max_steps: int) -> dict[str, str]:
         """Lines of the block that opens a run which are peculiar to this kind of trainer; those of the same name give way."""
         return {}

@@ -89,8 +89,7 @@ def batch_tokens(trainer: BaseTrainer) -> memory.BatchTokens:
     can_split = args.sharding != DEEPSPEED
     lengths = getattr(trainer.train_dataset, "unit_lengths", None)
     if lengths is None or len(lengths) == 0:
-        longest = trainer.longest_row()
-        return memory.BatchTokens(args.per_device_train_batch_size * longest, longest, can_split)
+        return memory.BatchTokens(trainer.largest_batch(), trainer.longest_row(), can_split)
     lengths = np.asarray(lengths) * laid_out_share(trainer)
     batches = trainer.epoch_batches(
         trainer.train_dataset, args.per_device_train_batch_size, args.train_sampling_strategy, args.dataloader_drop_last

@@ -19,7 +19,7 @@ from datasets import IterableDataset
 from torch import Tensor, nn
 
 from posttrain.core import faults
-from posttrain.core.batch import TokenBatch
+from posttrain.core.batch import SHARED, TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.core.sample import Sample
 from posttrain.data.byte_decoding import text_decoder
@@ -226,8 +226,19 @@ class OnlineTrainer(BaseTrainer):
         }
 
     def longest_row(self) -> int:
-        prompts = getattr(self.train_dataset, "longest", self.args.max_length or 1024)
-        return prompts + self.args.max_completion_length
+        return self._longest_prompt() + self.args.max_completion_length
+
+    def _longest_prompt(self) -> int:
+        return getattr(self.train_dataset, "longest", self.args.max_length or 1024)
+
+    def largest_batch(self) -> int:
+        """Completions as long as they may be; the prompt of a group lies once in a micro-batch, where the model allows it."""
+        size, group = self.args.per_device_train_batch_size, self.args.num_generations
+        if self.data_collator.layout != SHARED:
+            return super().largest_batch()
+        fits_evenly = size % group == 0 or group % size == 0
+        groups = -(-size // group) + (0 if fits_evenly else 1)
+        return groups * self._longest_prompt() + size * self.args.max_completion_length
 
     # ---- rollouts ----------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,6 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from posttrain.core.batch import SHARED
 from posttrain.models import memory
 from posttrain.models.adapters import add_adapter
 from posttrain.models.fused_lora import SIBLINGS
@@ -393,7 +392,7 @@ def explain_memory(
 ) -> MemoryReport:
     """The phases of the run with its own settings, or with those that its trainer would choose on a device of `gpu` bytes."""
     model, wishes = memory_model(side, shape, counts, demands, gpu), wishes_of(side)
-    batch = _laid_out(side, counts, batch_tokens(side))
+    batch = batch_tokens(side)
     share = _share_trained(side, counts, batch)
     level, offload, sentence = wishes.checkpointing or NONE, bool(wishes.offload), None
     if gpu is not None:
@@ -428,17 +427,6 @@ def explain_memory(
 def _fitting(model: MemoryModel, report: MemoryReport, level: str, share: float) -> dict[str, Any]:
     tokens = model.largest_pass(report.room, level, False, share)
     return {"tokens": tokens, "rows": tokens // max(report.longest, 1), "fits": tokens >= report.tokens}
-
-
-def _laid_out(side: Any, counts: RunCounts, batch: memory.BatchTokens) -> memory.BatchTokens:
-    """Rollouts of a group that lie in one micro-batch share their prompt, where the model allows it."""
-    if counts.rollouts is None or side.data_collator.layout != SHARED:
-        return batch
-    args = side.args
-    size, group = args.per_device_train_batch_size, args.num_generations
-    groups = -(-size // group) + (0 if size % group == 0 or group % size == 0 else 1)
-    tokens = groups * counts.rollouts.longest_prompt + size * args.max_completion_length
-    return replace(batch, largest=min(batch.largest, tokens))
 
 
 def _share_trained(side: Any, counts: RunCounts, batch: memory.BatchTokens) -> float:

@@ -269,6 +269,19 @@ def test_a_vllm_that_stays_on_the_device_is_not_free_memory(tmp_path, monkeypatc
     assert memory_fit._free(made) == 70 * GIB
 
 
+@pytest.mark.parametrize(("size", "groups"), [(4, 1), (8, 2), (2, 1), (6, 3)])
+def test_the_prompt_of_a_group_is_counted_once_in_a_micro_batch(tmp_path, size, groups):
+    """Six rollouts of groups of four may be parts of three groups."""
+    made = with_groups(
+        tmp_path, per_device_train_batch_size=size, gradient_accumulation_steps=12 // size if size != 8 else 1
+    )
+    prompt, longest = made.train_dataset.longest, made.args.max_completion_length
+    found = memory_fit.batch_tokens(made)
+    assert (found.largest, found.longest) == (groups * prompt + size * longest, prompt + longest)
+    made.data_collator.layout = "ragged"
+    assert memory_fit.batch_tokens(made).largest == size * (prompt + longest)
+
+
 def test_memory_is_looked_at_when_reward_models_are_on_the_device(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(base, "fit_memory", lambda made: seen.append(hasattr(made, "rewards")))
