@@ -82,7 +82,7 @@ class Explained:
     def _explain_model(self, told: Any) -> None:
         """The formula, and what follows from the model's shape."""
         from posttrain.losses.formulas import FORMULAS
-        from posttrain.trainer.run_memory import Demands, explain_memory, meta_model, shape_of
+        from posttrain.trainer.run_memory import Demands, explain_memory, meta_model, reward_model_bytes, shape_of
         from posttrain.trainer.run_work import COPY, PRECOMPUTED, explain_work, reference_of
 
         side, counts = self.side, self.counts
@@ -97,7 +97,9 @@ class Explained:
         reference = reference_of(side, self.parts)
         scores = counts.rollouts is not None and (side.needs_old_logps or side.needs_reference)
         size, has_copy = self.shape.weight_bytes, self.parts.get("peft_config") is None
+        judges = self.config.get("reward_model_name_or_path") if counts.rollouts is not None else None
         demands = Demands(
+            reward_models=sum(told(lambda name=name: reward_model_bytes(side, name, dtype)) for name in judges or ()),
             reference=size if reference == COPY else 0.0,
             loaded_reference=size if reference == PRECOMPUTED and has_copy else 0.0,
             scores=scores,

@@ -86,13 +86,27 @@ def meta_model(side: BaseTrainer, name: str, parts: dict[str, Any], dtype: torch
     """The model without any weight, with its adapter."""
     path, kwargs = locate(_base_of(name), side.args.model_init_kwargs)
     kept = {key: kwargs[key] for key in ("revision", "gguf_file", "subfolder") if key in kwargs}
-    config = AutoConfig.from_pretrained(path, trust_remote_code=side.args.trust_remote_code, **kept)
-    if side.task == SEQUENCE_REWARD:
+    model = _without_weights(path, side.task, dtype, side.args.trust_remote_code, kept)
+    with torch.device("meta"):
+        return model if parts.get("peft_config") is None else add_adapter(model, parts["peft_config"], dtype)
+
+
+def reward_model_bytes(side: BaseTrainer, name: str, dtype: torch.dtype) -> float:
+    """Of the weights of a reward model, which lies on the device from before the first rollout on."""
+    model = _without_weights(_base_of(name), SEQUENCE_REWARD, dtype, side.args.trust_remote_code, {})
+    return float(sum(parameter.nbytes for parameter in model.parameters()))
+
+
+def _without_weights(
+    path: str, task: str, dtype: torch.dtype, trust_remote_code: bool, kwargs: dict[str, Any]
+) -> nn.Module:
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code, **kwargs)
+    if task == SEQUENCE_REWARD:
         config.num_labels = 1
     with torch.device("meta"):
-        model = AUTO_CLASSES[side.task].from_config(config, dtype=dtype, trust_remote_code=side.args.trust_remote_code)
+        model = AUTO_CLASSES[task].from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         model.tie_weights()
-        return model if parts.get("peft_config") is None else add_adapter(model, parts["peft_config"], dtype)
+    return model
 
 
 def _base_of(name: str) -> str:
@@ -237,6 +251,7 @@ class MemoryModel:
     shape: Shape
     activations: memory.ActivationCost
     reference: float  # bytes
+    reward_models: float
     optim: str
     in_one_pass: bool  # a step is one pass: gradients are never added up
     chunk_tokens: int | None = None
@@ -255,6 +270,7 @@ class MemoryModel:
         terms = {
             "weights": self.shape.weight_bytes,
             "reference": self.reference,
+            "reward models": self.reward_models,
             "masters": state.masters,
             "moments": state.moments(self.optim),
             "vLLM": self.vllm if self.vllm_stays else 0.0,
@@ -291,7 +307,7 @@ class MemoryModel:
 
     def phases(self, tokens: int, trained: int, level: str, offload: bool) -> list[Phase]:
         standing = self.standing()
-        loaded = {name: size for name, size in standing.items() if name in ("weights", "reference")}
+        loaded = {name: size for name, size in standing.items() if name in ("weights", "reference", "reward models")}
         if self.loaded_reference:
             loaded["reference"] = self.loaded_reference
         found = [Phase("load", loaded)]
@@ -346,6 +362,7 @@ class Demands:
 
     reference: float = 0.0
     loaded_reference: float = 0.0
+    reward_models: float = 0.0
     scores: bool = False
 
 
@@ -365,6 +382,7 @@ def memory_model(
         shape,
         estimated_activations(shape, planned_kernels(args)),
         demands.reference,
+        demands.reward_models,
         getattr(args.optim, "value", args.optim),
         in_one_pass,
         chunk_tokens=args.chunk_tokens,
@@ -396,7 +414,8 @@ def explain_memory(
     share = _share_trained(side, counts, batch)
     level, offload, sentence = wishes.checkpointing or NONE, bool(wishes.offload), None
     if gpu is not None:
-        free = gpu - CONTEXT_BYTES - shape.weight_bytes - demands.reference - (model.vllm if model.vllm_stays else 0)
+        taken = shape.weight_bytes + demands.reference + demands.reward_models + (model.vllm if model.vllm_stays else 0)
+        free = gpu - CONTEXT_BYTES - taken
         logit_bytes = shape.vocabulary * shape.item if shape.head and side.can_keep_logits() else 0.0
         plan = memory.memory_plan(free, batch, model.activations, shape.state, wishes, shape.can_recompute, logit_bytes)
         model.keep_logits = plan.keep_logits

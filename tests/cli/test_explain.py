@@ -434,6 +434,15 @@ def test_keys_and_values_and_the_reference_of_an_online_run(seven_billion):
     assert told.memory.tokens == 4 * 100 + longest  # the prompt of a group is computed once
 
 
+def test_reward_models_lie_on_the_device_all_the_time(seven_billion):
+    named = {"reward_model_name_or_path": [seven_billion["model_name_or_path"]]}
+    told = explained("grpo", "grpo", {**GROUPS, **seven_billion, **named})
+    head = 152064 * 3584  # of the language model, in whose place a reward model has one row
+    assert {phase.terms["reward models"] for phase in told.memory.phases} == {
+        2.0 * (told.shape.parameters - head + 3584)
+    }
+
+
 def test_a_colocated_vllm_has_its_share_and_gives_it_back_asleep(seven_billion):
     def phases(gpu=80 * 2**30, **options):
         told = explained("grpo", "grpo", {**GROUPS, **seven_billion, "use_vllm": True, **options}, gpu)
