@@ -202,7 +202,7 @@ class GRPOTrainer(OnlineTrainer):
             batch,
             tuple(name for name in stats if not (wants_gradient and name == "entropy")),
             temperature=args.temperature,
-            differentiable_stats=("entropy",) if wants_gradient else (),
+            differentiable_stats=self.differentiable_stats() if wants_gradient else (),
             **self.scoring_options(),
         )
 

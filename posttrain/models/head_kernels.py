@@ -21,8 +21,6 @@ from torch import Tensor
 
 BLOCK = 8192
 WARPS = 16
-
-
 STATISTICS = ("entropy", "is_most_likely", "mean_logit")
 """What a pass over a row can say besides log p(y) and log Z."""
 

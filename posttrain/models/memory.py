@@ -51,10 +51,18 @@ class ActivationCost:
     layer: float
     is_measured: bool = True
 
+    def waiting(self, level: str, offload: bool) -> float:
+        """Kept over the whole model from the forward to the backward."""
+        if offload:
+            return OFFLOAD_WINDOW * (self.layer_input if level == FULL else self.layer)
+        return self.kept[level]
+
+    def in_backward(self, level: str) -> float:
+        """What the backward of a single layer holds besides: its gradients, and what it recomputes."""
+        return self.layer * (1 if level == NONE else 2)
+
     def of(self, level: str, offload: bool) -> float:
-        """Kept over the whole model, plus what the backward of a single layer holds: its gradients, and what it recomputes."""
-        kept = OFFLOAD_WINDOW * (self.layer_input if level == FULL else self.layer) if offload else self.kept[level]
-        return kept + self.layer * (1 if level == NONE else 2)
+        return self.waiting(level, offload) + self.in_backward(level)
 
 
 def activation_cost(

@@ -27,9 +27,8 @@ from posttrain.data.prepare import PrepareOptions, prepare_dataset
 from posttrain.data.renderer import Renderer
 from posttrain.data.row_formats import RowFormat
 from posttrain.models.activation_offloading import offloaded_activations
-from posttrain.models.checkpointing import SELECTIVE, allow_selective_checkpointing
-from posttrain.models.layer_kernels import COMPILED, PLAIN, uncompile_layers
-from posttrain.models.load import CAUSAL_LM, LoadOptions, innermost_model, load_model, load_tokenizer
+from posttrain.models.checkpointing import allow_selective_checkpointing
+from posttrain.models.load import CAUSAL_LM, LoadOptions, load_model, load_tokenizer
 from posttrain.models.memory import EIGHT_BIT
 from posttrain.models.reference import Reference
 from posttrain.models.token_scores import score_tokens
@@ -63,7 +62,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     token_stats: ClassVar[tuple[str, ...]] = ("entropy", "is_most_likely")
     paper: ClassVar[dict[str, str]] = {}
     loads_more: ClassVar[bool] = False
-    """Whether the constructor of a derived class puts more on the device after this one's, and calls `fit` itself."""
+    """Whether the constructor of a derived class puts more on the device after this one's, and calls `fit_memory` itself."""
 
     reference: Reference | None = None
 
@@ -122,7 +121,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         self._after_trainer_init()
         self.prepare_reference(ref_model, model)
         if not self.loads_more:
-            self.fit()
+            fit_memory(self)
 
     @classmethod
     def without_model(cls, model: str, args: BaseConfig, processing_class: Any = None) -> Self:
@@ -158,11 +157,6 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
             "router_loss": self.uses_router_loss,
         }
 
-    def fit(self) -> None:
-        """Decide what is done about memory, once all is on the device that stays there while the model is updated."""
-        fit_memory(self)
-        self._uncompile_if_selective()
-
     def reserved_bytes(self) -> float:
         """Of the device, which somebody else will take afterwards and keep during the update."""
         return 0.0
@@ -174,10 +168,6 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     def differentiable_stats(self) -> tuple[str, ...]:
         """Statistics of tokens, besides their log-probs, through which the loss may have a gradient."""
         return ()
-
-    def can_keep_logits(self) -> bool:
-        """Whether keeping them takes one copy: autograd keeps several in float32, for which nobody asks without being told."""
-        return self.recomputes_logits() and not self.differentiable_stats()
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         """What the method makes of the answers."""
@@ -279,17 +269,6 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         self.add_callback(RunLifecycle(self))
         display_callbacks(self)
         allow_selective_checkpointing(self.model)
-
-    def _uncompile_if_selective(self) -> None:
-        """Selective checkpointing decides operation by operation what is kept; compiled layers show it none."""
-        args = self.args
-        is_selective = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(SELECTIVE)
-        if is_selective and self.loaded.kernels == COMPILED:
-            uncompile_layers(innermost_model(self.model))
-            self.loaded.kernels = PLAIN
-            self.loaded.notes.append(
-                "Decoder layers run uncompiled: selective checkpointing needs to see their operations."
-            )
 
     @property
     def uses_router_loss(self) -> bool:

@@ -14,6 +14,7 @@ from posttrain.core.batch import SHARED
 from posttrain.data.collate import laid_out_tokens
 from posttrain.models import memory
 from posttrain.models.fused_head import can_fuse
+from posttrain.models.layer_kernels import COMPILED, PLAIN, uncompile_layers
 from posttrain.models.load import innermost_model
 from posttrain.models.token_scores import LanguageHead
 from posttrain.trainer.config import DEEPSPEED
@@ -28,10 +29,15 @@ DEFAULT_OPTIM = TrainingArguments.__dataclass_fields__["optim"].default
 
 
 def fit_memory(trainer: BaseTrainer) -> None:
-    """Decide on checkpointing, offloading and 8-bit moments where the user has not, and say so in one sentence.
+    """Decide on checkpointing, offloading, kept logits and 8-bit moments where the user has not, and say so in one sentence.
 
-    Called when everything that is to be on the device but the optimizer is there.
+    Called when everything that is to be on the device but the optimizer and a rollout engine is there.
     """
+    _decide(trainer)
+    _uncompile_if_selective(trainer)
+
+
+def _decide(trainer: BaseTrainer) -> None:
     args = trainer.args
     if args.device.type != "cuda":
         args.gradient_checkpointing = bool(args.gradient_checkpointing)
@@ -57,9 +63,24 @@ def fit_memory(trainer: BaseTrainer) -> None:
         print(plan.sentence, flush=True)
 
 
+def _uncompile_if_selective(trainer: BaseTrainer) -> None:
+    """Selective checkpointing decides operation by operation what is kept; compiled layers show it none."""
+    args, loaded = trainer.args, trainer.loaded
+    is_selective = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(memory.SELECTIVE)
+    if is_selective and loaded.kernels == COMPILED:
+        uncompile_layers(innermost_model(trainer.model))
+        loaded.kernels = PLAIN
+        loaded.notes.append("Decoder layers run uncompiled: selective checkpointing needs to see their operations.")
+
+
+def can_keep_logits(trainer: BaseTrainer) -> bool:
+    """Whether keeping them takes one copy: autograd keeps several in float32, for which nobody asks without being told."""
+    return trainer.recomputes_logits() and not trainer.differentiable_stats()
+
+
 def logit_bytes_of(trainer: BaseTrainer, causal_lm: Any) -> float:
     """Of one token, as the fused head keeps them; 0 where the loss has no second use for them."""
-    if not trainer.can_keep_logits() or trainer.args.sharding is not None:
+    if not can_keep_logits(trainer) or trainer.args.sharding is not None:
         return 0.0
     head = LanguageHead.of(causal_lm)
     return head.vocabulary * head.module.weight.element_size() if can_fuse(head) else 0.0

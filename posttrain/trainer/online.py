@@ -46,6 +46,7 @@ from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.config import DEEPSPEED
 from posttrain.trainer.gathered_engine import GatheredEngine
 from posttrain.trainer.joint_export import JointExport
+from posttrain.trainer.memory_fit import fit_memory
 from posttrain.trainer.online_config import OnlineConfig
 from posttrain.trainer.progress import count, several
 from posttrain.trainer.reference_setup import follow_policy, live_reference
@@ -120,7 +121,7 @@ class OnlineTrainer(BaseTrainer):
             report=self.loaded.notes.append,
             watch=False,  # the log of rollouts looks at those of all processes
         )
-        self.fit()
+        fit_memory(self)
         self.engine = engine if engine is not None else self._make_engine()
         self.weight_sync = WeightSync(self)
         if self.args.replay_buffer_size:

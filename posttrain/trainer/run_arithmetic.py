@@ -318,9 +318,7 @@ class Events:
     logs: int = 0
     evaluations: int = 0
     saved: set[int] = field(default_factory=set)
-    evaluated: set[int] = field(
-        default_factory=set
-    )  # steps at which an evaluation was asked for, whether there are rows or not
+    evaluated: set[int] = field(default_factory=set)  # an evaluation was asked for, with or without rows
     last_logged: int = 0
     control: TrainerControl = field(default_factory=TrainerControl)
 

@@ -25,7 +25,7 @@ from posttrain.models.load import AUTO_CLASSES, SEQUENCE_REWARD, innermost_model
 from posttrain.models.memory import FULL, NONE, SELECTIVE
 from posttrain.models.token_scores import default_chunk_tokens
 from posttrain.rollout.native_engine.engine import MAX_SLOTS
-from posttrain.trainer.memory_fit import batch_tokens, laid_out_share, wishes_of
+from posttrain.trainer.memory_fit import batch_tokens, can_keep_logits, laid_out_share, wishes_of
 
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
@@ -291,14 +291,14 @@ class MemoryModel:
 
     def update(self, tokens: int, trained: int, level: str, offload: bool) -> Phase:
         """The worst of three moments: the head on top of all that is kept, the last layer's backward, the end of the backward."""
-        working = tokens * self.activations.of(level, offload)  # with what the backward of one layer takes
-        kept = working - tokens * self.activations.layer * (1 if level == NONE else 2)
+        kept = tokens * self.activations.waiting(level, offload)
+        in_backward = tokens * self.activations.in_backward(level)
         before = 0.0 if self.in_one_pass else 4 * self.shape.trained
         head_gradient = 4 * self.shape.head if self.shape.head_is_trained else 0
         moments = (
             {"gradients": before, "head": self.head(trained, has_gradient=True), "activations": kept},
-            {"gradients": before, "head": head_gradient, "activations": working},
-            {"gradients": self.gradients(), "activations": working - kept},
+            {"gradients": before, "head": head_gradient, "activations": kept + in_backward},
+            {"gradients": self.gradients(), "activations": in_backward},
         )
         logits = {"logits": trained * self.shape.vocabulary * self.shape.item} if self.keep_logits else {}
         terms = [self.standing() | moment | (logits if "head" in moment else {}) for moment in moments]
@@ -416,7 +416,7 @@ def explain_memory(
     if gpu is not None:
         taken = shape.weight_bytes + demands.reference + demands.reward_models + (model.vllm if model.vllm_stays else 0)
         free = gpu - CONTEXT_BYTES - taken
-        logit_bytes = shape.vocabulary * shape.item if shape.head and side.can_keep_logits() else 0.0
+        logit_bytes = shape.vocabulary * shape.item if shape.head and can_keep_logits(side) else 0.0
         plan = memory.memory_plan(free, batch, model.activations, shape.state, wishes, shape.can_recompute, logit_bytes)
         model.keep_logits = plan.keep_logits
         level, offload, sentence = plan.checkpointing, plan.offload, plan.sentence

@@ -16,7 +16,7 @@ from posttrain import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig,
 from posttrain.models import memory
 from posttrain.models.load import LoadOptions, load_model
 from posttrain.models.memory import FULL, NONE, SELECTIVE, ActivationCost, BatchTokens, StateCost, Wishes, memory_plan
-from posttrain.trainer import base, memory_fit
+from posttrain.trainer import base, memory_fit, online
 from tests import tiny
 
 GIB = 2**30
@@ -284,7 +284,8 @@ def test_the_prompt_of_a_group_is_counted_once_in_a_micro_batch(tmp_path, size, 
 
 def test_memory_is_looked_at_when_reward_models_are_on_the_device(tmp_path, monkeypatch):
     seen = []
-    monkeypatch.setattr(base, "fit_memory", lambda made: seen.append(hasattr(made, "rewards")))
+    for module in (base, online):
+        monkeypatch.setattr(module, "fit_memory", lambda made: seen.append(hasattr(made, "rewards")))
     with_groups(tmp_path)
     trainer(tmp_path)
     assert seen == [True, False]

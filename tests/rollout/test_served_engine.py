@@ -279,9 +279,8 @@ def test_an_update_interrupted_at_a_random_byte_50_times_leaves_one_whole_versio
             before = list(proxy.passed)
             engine.load_weights(numbered(2), version)
             sizes.append([now - then for now, then in zip(proxy.passed, before)])
-        whole = [
-            min(column) - 30 for column in zip(*sizes[1:])
-        ]  # answers have times in them, of a few digits more or less
+        # Answers have times in them, of a few digits more or less.
+        whole = [min(column) - 30 for column in zip(*sizes[1:])]
         for attempt in range(3, 53):
             way = attempt % 2
             proxy.allowed[way] = proxy.passed[way] + rng.randint(0, whole[way] - 1)

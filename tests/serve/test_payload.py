@@ -255,9 +255,7 @@ def test_a_server_hashes_every_byte_once_where_tensors_are_cut_between_blocks(sm
     for number, body in enumerate(bodies):
         staging.add(parsed(body), str(number))
     staging.verify({})
-    of_blocks = sum(
-        size for size in small_blocks if size <= 8
-    )  # digests of several blocks are hashed, too: 32 digits for each
+    of_blocks = sum(size for size in small_blocks if size <= 8)  # digests are hashed, too: 32 digits for each block
     cut_in_pieces = sum(s.nbytes for s in specs if s.nbytes > bucket)
     assert of_blocks == sum(s.nbytes for s in specs) + (times - 1) * cut_in_pieces
     assert {name: bytes(held) for name, held in staging._bytes.items()} == data

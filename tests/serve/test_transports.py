@@ -65,16 +65,8 @@ def test_a_block_arrives_bit_for_bit_again_and_again_and_is_removed_by_its_maker
         assert stat.S_IMODE(found.st_mode) == 0o600
         assert found.st_size == len(wanted)
         assert taken(folder, block.name, len(wanted)) == wanted
-        for size in (
-            70_000,
-            5,
-            0,
-            4096,
-            300_000,
-            299_999,
-            1,
-            400_000,
-        ):  # shorter and longer, in the same memory as far as it goes
+        sizes = (70_000, 5, 0, 4096, 300_000, 299_999, 1, 400_000)
+        for size in sizes:  # shorter and longer, in the same memory as far as it goes
             other = secrets.token_bytes(size)
             block.write([other[: size // 3], other[size // 3 :]])
             assert os.stat(folder.path / block.name).st_size == size

@@ -210,9 +210,8 @@ def test_memory_is_used_again_but_never_that_of_the_version_to_go_back_to(rig, m
         used.append(kept)
         assert not set(before.values()) & set(kept.values())
         assert [float(tensor[0]) for _, tensor in one.updater._loaded()] == [version] * 4
-    assert (
-        len({address for one_version in used for address in one_version.values()}) == 8
-    )  # two versions of four tensors
+    addresses = {address for one_version in used for address in one_version.values()}
+    assert len(addresses) == 8  # two versions of four tensors
     dropping = rig(limits=UpdateLimits(keep_loaded=False))
     dropping.push(1)
     dropping.push(2)

@@ -76,12 +76,16 @@ def test_the_run_is_trained_and_done(newcomer):
 
 
 def test_what_was_looked_at_is_there(newcomer):
-    _, printed = newcomer
-    assert "trained" in printed["posttrain check first.yaml --samples 1"][0]
-    assert "loss" in printed["posttrain view runs/first --text"][0]
+    folder, printed = newcomer
+    assert "24 rows" in printed["posttrain check first.yaml --samples 1"][0]
+    for run in ("first", "first-grpo"):
+        logged = [json.loads(line) for line in (folder / "runs" / run / "metrics.jsonl").read_text().splitlines()]
+        loss = [entry["loss"] for entry in logged if "loss" in entry][-1]
+        summary = printed[f"posttrain view runs/{run} --text"][0]
+        (line,) = [line for line in summary.splitlines() if line.startswith("loss ")]
+        assert float(line.split()[2]) == pytest.approx(loss, rel=0.05, abs=1e-9)
     judged = next(said for line, said in printed.items() if line.startswith("posttrain eval"))[0]
-    assert "pass@1" in judged
-    assert "reward" in printed["posttrain view runs/first-grpo --text"][0]
+    assert "8 prompts, 16 answers" in judged
 
 
 def test_the_export_is_a_model_that_says_what_it_learned(newcomer):
