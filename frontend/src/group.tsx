@@ -1,6 +1,7 @@
 /** The completions of one prompt at one step, side by side. */
 import { useEffect, useRef, useState } from "preact/hooks";
-import { api, type Failure } from "./api";
+import { useAnswer } from "./answer";
+import { api } from "./api";
 import { count, fixed, number } from "./format";
 import { useKeys } from "./keys";
 import { Calls, Spoken } from "./messages";
@@ -167,28 +168,19 @@ function Prompt({ group }: { group: Group }) {
 
 export function GroupView({ address }: { address: Address }) {
   const [run, step, number_] = ["run", "step", "group"].map((name) => Number(address.words.get(name)));
-  const [group, setGroup] = useState<Group | null>(null);
-  const [failure, setFailure] = useState<string | null>(null);
   const [active, setActive] = useState(0);
   const [line, setLine] = useState("");
   const { colour } = useStore(look);
-  useEffect(() => {
-    setFailure(null);
-    setLine("");
-    api.group(run, step, number_).then(
-      (found) => {
-        setGroup(found);
-        const sample = Number(address.words.get("sample") ?? -1);
-        setActive(
-          Math.max(
-            0,
-            found.rollouts.findIndex((rollout) => rollout.sample === sample),
-          ),
-        );
-      },
-      (error: Failure) => setFailure(error.message),
-    );
-  }, [run, step, number_]);
+  const { found: group, failure } = useAnswer(
+    () => api.group(run, step, number_),
+    [run, step, number_],
+    (found) => {
+      const sample = Number(address.words.get("sample") ?? -1);
+      const place = found.rollouts.findIndex((rollout) => rollout.sample === sample);
+      setActive(Math.max(0, place));
+      setLine("");
+    },
+  );
 
   const rollouts = group?.rollouts ?? [];
   const move = (by: number) => setActive(Math.max(0, Math.min(rollouts.length - 1, active + by)));

@@ -1,5 +1,8 @@
-/** Keys of the view that is shown. While somebody types, only Escape and Enter are heard. */
-import { useEffect, useRef } from "preact/hooks";
+/**
+ * Keys of the view that is shown. While somebody types, only Escape and Enter are heard. Listeners come and go with what is seen
+ * (layout effects, before the paint): a dialog that is on the screen and does not listen yet leaves its Escape to the view behind.
+ */
+import { useLayoutEffect, useRef } from "preact/hooks";
 
 export type Keys = Record<string, (event: KeyboardEvent) => void>;
 
@@ -17,7 +20,7 @@ export function unfocus(): void {
 export function useKeys(keys: Keys): void {
   const latest = useRef(keys);
   latest.current = keys;
-  useEffect(() => {
+  useLayoutEffect(() => {
     const listener = (event: KeyboardEvent) => {
       if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
       const isOnButton = event.target instanceof HTMLElement && event.target.closest("button, a, summary, input") !== null;
@@ -38,7 +41,7 @@ export function useKeys(keys: Keys): void {
 export function useDialogKeys(onClose: () => void, isOpen = true): void {
   const latest = useRef(onClose);
   latest.current = onClose;
-  useEffect(() => {
+  useLayoutEffect(() => {
     if (!isOpen) return;
     const listener = (event: KeyboardEvent) => {
       if (event.key === "Tab" || event.key === "Enter" || event.key === " ") return;

@@ -1,13 +1,14 @@
 /** One prompt at every step that asked it: how its completions did, and what changed between two of them. */
-import { useEffect, useMemo, useState } from "preact/hooks";
-import { api, type Failure } from "./api";
+import { useMemo, useState } from "preact/hooks";
+import { useAnswer } from "./answer";
+import { api } from "./api";
 import { wordDiff } from "./diff";
 import { count, fixed, number } from "./format";
 import { useKeys } from "./keys";
 import { plain, Spoken } from "./messages";
 import { openGroup } from "./rollouts";
 import { type Address, go } from "./store";
-import type { PromptHistory, PromptTime } from "./types";
+import type { PromptTime } from "./types";
 
 const WIDTH = 720;
 const HEIGHT = 120;
@@ -74,21 +75,17 @@ function Changes({ before, after }: { before: string; after: string }) {
 export function PromptView({ address }: { address: Address }) {
   const run = Number(address.words.get("run"));
   const prompt = address.words.get("prompt") ?? "";
-  const [found, setFound] = useState<PromptHistory | null>(null);
-  const [failure, setFailure] = useState<string | null>(null);
   const [shown, setShown] = useState(0);
   const [base, setBase] = useState(0);
   const [isDiff, setDiff] = useState(true);
-  useEffect(() => {
-    api.prompt(run, prompt).then(
-      (history) => {
-        setFound(history);
-        setShown(history.times.length - 1);
-        setBase(0);
-      },
-      (error: Failure) => setFailure(error.message),
-    );
-  }, [run, prompt]);
+  const { found, failure } = useAnswer(
+    () => api.prompt(run, prompt),
+    [run, prompt],
+    (history) => {
+      setShown(history.times.length - 1);
+      setBase(0);
+    },
+  );
   const times = found?.times ?? [];
   const move = (by: number) => setShown(Math.max(0, Math.min(times.length - 1, shown + by)));
   useKeys({

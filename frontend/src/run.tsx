@@ -1,11 +1,12 @@
 /** What is known about a run beside its numbers: alerts, options, card, and the data that it was trained on. */
-import { useEffect, useState } from "preact/hooks";
-import { api, type Failure } from "./api";
+import { useState } from "preact/hooks";
+import { useAnswer } from "./answer";
+import { api } from "./api";
 import { count, textOf } from "./format";
 import { Spoken } from "./messages";
 import { live, look, useStore } from "./store";
 import { Tokens } from "./tokens";
-import type { DataPage, DataRow, Info, Message } from "./types";
+import type { DataRow, Info, Message } from "./types";
 
 const RECORD = "run.json";
 
@@ -114,22 +115,8 @@ function OneRow({ row, onRead }: { row: DataRow; onRead: (line: string) => void 
 function Data({ run, info }: { run: number; info: Info }) {
   const [source, setSource] = useState(0);
   const [start, setStart] = useState(0);
-  const [page, setPage] = useState<DataPage | null>(null);
-  const [failure, setFailure] = useState<string | null>(null);
   const [line, setLine] = useState("");
-  useEffect(() => {
-    if (!info.sources.length) return;
-    setPage(null);
-    setFailure(null);
-    api.data(run, source, start).then(setPage, (error: Failure) => setFailure(error.message));
-  }, [run, source, start, info.sources.length]);
-  if (!info.sources.length) {
-    return (
-      <p class="faint">
-        This run's folder does not say where its data is. <code>posttrain view RUN --data PATH</code> shows a dataset here.
-      </p>
-    );
-  }
+  const { found: page, failure } = useAnswer(() => api.data(run, source, start), [source, start]);
   return (
     <>
       <div class="segments" role="radiogroup" aria-label="Source of data">
@@ -151,14 +138,18 @@ function Data({ run, info }: { run: number; info: Info }) {
       {page?.rows.map((row) => (
         <OneRow key={row.row} row={row} onRead={setLine} />
       ))}
-      {page && (page.more || start > 0) ? (
+      {page && (page.more || page.start > 0) ? (
         <span class="pager">
-          <button disabled={start === 0} onClick={() => setStart(Math.max(0, start - page.rows.length))} aria-label="Rows before">
+          <button
+            disabled={page.start === 0}
+            onClick={() => setStart(Math.max(0, page.start - page.page_rows))}
+            aria-label="Rows before"
+          >
             ‹
           </button>
-          {start + 1}–{start + page.rows.length}
+          {page.start + 1}–{page.start + page.rows.length}
           {page.total !== null ? ` of ${page.total.toLocaleString("en")}` : ""}
-          <button disabled={!page.more} onClick={() => setStart(start + page.rows.length)} aria-label="Next rows">
+          <button disabled={!page.more} onClick={() => setStart(page.start + page.page_rows)} aria-label="Next rows">
             ›
           </button>
         </span>
@@ -175,12 +166,8 @@ function Data({ run, info }: { run: number; info: Info }) {
 export function RunView() {
   const { run } = useStore(look);
   const { runs } = useStore(live);
-  const [info, setInfo] = useState<Info | null>(null);
-  const [failure, setFailure] = useState<string | null>(null);
   const state = runs.find((each) => each.id === run);
-  useEffect(() => {
-    api.info(run).then(setInfo, (error: Failure) => setFailure(error.message));
-  }, [run, state?.alerts]);
+  const { found: info, failure } = useAnswer(() => api.info(run), [run, state?.alerts]);
   if (failure)
     return (
       <main class="view" id="main" tabIndex={-1}>
@@ -215,7 +202,13 @@ export function RunView() {
       ) : null}
       <section class="section">
         <h2>Data</h2>
-        <Data key={run} run={run} info={info} />
+        {info.sources.length ? (
+          <Data key={run} run={run} info={info} />
+        ) : (
+          <p class="faint">
+            This run's folder does not say where its data is. <code>posttrain view RUN --data PATH</code> shows a dataset here.
+          </p>
+        )}
       </section>
     </main>
   );

@@ -1,5 +1,5 @@
 /** State that several views share: plain objects with listeners. */
-import { useEffect, useState } from "preact/hooks";
+import { useLayoutEffect, useState } from "preact/hooks";
 import { api, Failure } from "./api";
 import type { RunState } from "./types";
 
@@ -19,9 +19,10 @@ export class Store<T extends object> {
   }
 }
 
+/** Subscribed before the browser paints: a change between the two would never be drawn. */
 export function useStore<T extends object>(store: Store<T>): T {
   const [, redraw] = useState(0);
-  useEffect(() => store.subscribe(() => redraw((n) => n + 1)), [store]);
+  useLayoutEffect(() => store.subscribe(() => redraw((n) => n + 1)), [store]);
   return store.get();
 }
 
@@ -135,7 +136,7 @@ export function go(view: string, words: Record<string, string | number> = {}): v
 }
 export function useAddress(): Address {
   const [address, setAddress] = useState(readAddress);
-  useEffect(() => {
+  useLayoutEffect(() => {
     const listener = () => setAddress(readAddress());
     addEventListener("hashchange", listener);
     return () => removeEventListener("hashchange", listener);

@@ -1,5 +1,5 @@
 /** Light or dark: the system's choice, unless the reader has made one. */
-import { useEffect, useState } from "preact/hooks";
+import { useLayoutEffect, useState } from "preact/hooks";
 import { Store } from "./store";
 
 type Theme = "system" | "light" | "dark";
@@ -25,6 +25,6 @@ apply();
 
 export function useTheme(): string {
   const [name, setName] = useState(isDark() ? "dark" : "light");
-  useEffect(() => themeStore.subscribe(() => setName(isDark() ? "dark" : "light")), []);
+  useLayoutEffect(() => themeStore.subscribe(() => setName(isDark() ? "dark" : "light")), []);
   return name;
 }

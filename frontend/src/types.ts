@@ -151,6 +151,7 @@ export interface DataRow {
 }
 export interface DataPage extends Source {
   rows: DataRow[];
+  page_rows: number; // as many as a full page has
   start: number;
   total: number | null;
   more: boolean;

@@ -80,7 +80,7 @@ def preview(run: RunFolder, given: list[str], number: int, start: int) -> Json:
     if number >= len(sources):
         raise NotFound(f"The run has {len(sources)} sources of data, and none with the number {number}.")
     source = sources[number]
-    return source.as_json() | READERS[source.kind](source, start, run.tokenizer())
+    return source.as_json() | {"page_rows": PAGE_ROWS} | READERS[source.kind](source, start, run.tokenizer())
 
 
 # ---- the kinds -----------------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ class Chromium:
             raise PageError(details.get("exception", {}).get("description") or details["text"])
         return answer["result"].get("value")
 
-    def until(self, script: str, seconds: float = 10.0) -> Any:
+    def until(self, script: str, seconds: float = SECONDS) -> Any:
         """Wait for an expression to be true, and return its value."""
         deadline = time.monotonic() + seconds
         while True:
