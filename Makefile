@@ -43,8 +43,8 @@ lint: $(STAMP)  ## ruff and the import contract
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 
-docs: $(STAMP)  ## write the option tables of docs/ and of the command line from the configs
-	$(BIN)/python -m scripts.write_option_tables
+docs: $(STAMP)  ## write the option tables and the methods' pages of docs/ from configs and METHODS
+	$(BIN)/python -m scripts.write_docs
 
 site: $(STAMP)  ## the documentation as a site, in runs/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

@@ -1,6 +1,6 @@
 """Every option of every method as plain data, from a file that is written when the package is built: `--help` in no time.
 
-`scripts/write_option_tables.py` (make docs) writes `options.json` from the configs; a test fails when it is stale.
+`scripts/write_docs.py` (make docs) writes `options.json` from the configs; a test fails when it is stale.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from transformers import TrainingArguments
 from posttrain.core.options import is_refused
 from posttrain.methods.table import METHODS
 from posttrain.trainer.config import BaseConfig, is_ours
-from scripts.write_option_tables import DOCS, TABLE, configs, outdated, own_options, row, table
+from scripts.write_docs import DOCS, TABLE, configs, outdated, own_options, row, table
 
 CONFIGS = configs()
 PACKAGE = DOCS.parent / "posttrain"

@@ -74,7 +74,9 @@ def test_a_thousand_fuzzed_episodes_train_what_was_sampled():
 
     began = time.monotonic()
     rollouts, _ = play(speak, made, count=1000, per_advance=64)
-    assert time.monotonic() - began < 20
+    assert (
+        time.monotonic() - began < 120
+    )  # some seconds; one episode after the other would wait 0.1 s for each hanging tool
     errors = Counter()
     for rollout in rollouts:
         key, sample = (rollout.request.number, rollout.request.sample), rollout.sample

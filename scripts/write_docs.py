@@ -1,4 +1,6 @@
-"""Write the option tables of docs/ and of the command line from the configs. `--check` fails if one is out of date.
+"""Write the generated parts of docs/ and of the command line: option tables, and what METHODS decides.
+
+`--check` fails if one is out of date.
 
 A page holds `<!-- options: DPOConfig -->` and `<!-- end of options -->`; what is between them is replaced. A config's table has the
 options that it declares itself or takes from a mixin; those of BaseConfig have a page of their own. `options: RefusedOptions` are
@@ -18,9 +20,9 @@ from typing import Any
 from posttrain.methods.table import METHODS
 from posttrain.trainer.config import BaseConfig, default_of, is_ours
 from posttrain.trainer.refused_options import RefusedOptions
-from scripts import option_specs
+from scripts import method_pages, option_specs
+from scripts.method_pages import DOCS
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
 TABLE = re.compile(r"(<!-- options: (\w+) -->\n)(.*?)(<!-- end of options -->)", re.DOTALL)
 HEADER = "| option | type | default | what it does |\n|---|---|---|---|\n"
 
@@ -67,9 +69,12 @@ def rewritten(text: str) -> str:
 
 
 def outdated() -> dict[Path, str]:
-    """File -> its text with current tables, for every file whose tables are not."""
-    pages = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
-    found = {page: fresh for page, text in pages.items() if (fresh := rewritten(text)) != text}
+    """File -> its text with current parts, for every file whose parts are not, or that is not there."""
+    pages = method_pages.pages()
+    fresh = {page: rewritten(method_pages.rewritten(text, pages)) for page, text in pages.items()}
+    found = {
+        page: text for page, text in fresh.items() if not page.exists() or text != page.read_text(encoding="utf-8")
+    }
     specs = option_specs.written()
     if not option_specs.FILE.exists() or option_specs.FILE.read_text(encoding="utf-8") != specs:
         found[option_specs.FILE] = specs
