@@ -59,21 +59,55 @@ def untied_weights(model: nn.Module) -> list[str]:
     return sorted(name for name, kept in tied.items() if name in names and kept in names)
 
 
-def exported_adapter(model: nn.Module, adapter: str = "default") -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
-    """(config, tensors) of one adapter as the files that PEFT's `save_pretrained` writes, less a name of code to import."""
-    from peft import get_peft_model_state_dict
+def active_adapters(model: nn.Module) -> list[str]:
+    """Names of the adapters that the model computes with."""
+    return list(_peft_model(model).active_adapters)
 
-    model = _peft_model(model)
-    reshard(model)
-    if adapter not in model.peft_config:
-        raise ValueError(f"The model has no adapter '{adapter}'; it has {sorted(model.peft_config)}.")
+
+def exported_adapter(
+    model: nn.Module, adapter: str | None = None
+) -> tuple[dict[str, Any], Iterator[tuple[str, Tensor]]]:
+    """(config, tensors) of one adapter as the files that PEFT's `save_pretrained` writes, less a name of code to import.
+
+    None: the adapter that is active, of which there must be one.
+    """
+    model, adapter = _one_adapter(model, adapter)
     config = copy.copy(model.peft_config[adapter])
     config.inference_mode, config.auto_mapping = True, None
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
         fields = json.loads((Path(folder) / "adapter_config.json").read_text())
+    return fields, ((name, whole(tensor)) for name, tensor in _adapter_state(model, adapter).items())
+
+
+def exported_adapter_specs(model: nn.Module, adapter: str | None = None) -> list[TensorSpec]:
+    """Names, dtypes and shapes of the tensors of `exported_adapter`, in its order, with nothing gathered."""
+    return [
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in _adapter_state(*_one_adapter(model, adapter)).items()
+    ]
+
+
+def _one_adapter(model: nn.Module, adapter: str | None) -> tuple[nn.Module, str]:
+    """(the PEFT model, the name of the adapter)."""
+    model = _peft_model(model)
+    reshard(model)
+    if adapter is None:
+        active = active_adapters(model)
+        if len(active) != 1:
+            raise ValueError(f"One adapter is exported, and {active} are active: name one, or activate one.")
+        adapter = active[0]
+    if adapter not in model.peft_config:
+        raise ValueError(f"The model has no adapter '{adapter}'; it has {sorted(model.peft_config)}.")
+    return model, adapter
+
+
+def _adapter_state(model: nn.Module, adapter: str) -> dict[str, Tensor]:
+    """Its tensors as they are, perhaps in pieces, under the names of PEFT's files."""
+    from peft import get_peft_model_state_dict
+
     state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
-    return fields, ((name.replace("_orig_mod.", ""), whole(tensor)) for name, tensor in state.items())
+    return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
 
 
 # ---- which tensors ----------------------------------------------------------------------------------------------------

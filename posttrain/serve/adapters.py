@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +13,11 @@ from torch import Tensor
 from .engine import AdapterRef, Engine
 from .errors import Conflict, EngineFailed, FieldError, NotFound
 from .model_folder import tensor_names
+from .pushed_adapters import CONFIG, WEIGHTS, PushedAdapters
 from .versions import Serving, Versions
 
 log = logging.getLogger(__name__)
 
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 FORBIDDEN_CONFIG = ("auto_mapping", "custom_module_mapping")
 """Fields of an adapter_config that name code."""
 
@@ -31,12 +29,17 @@ def confined(folder: Path | None, path: str) -> Path:
     if "\0" in path:
         raise FieldError("`path` has a NUL character.")
     root = folder.resolve()
-    found = (root / path).resolve()
-    inside = found != root and found.is_relative_to(root)
-    files = [found / WEIGHTS, found / CONFIG]
-    if not inside or any(not file.resolve().is_relative_to(found) for file in files):
+    try:
+        found = (root / path).resolve()
+        files = [found / WEIGHTS, found / CONFIG]
+        real = [file.resolve() for file in files]
+        missing = [file.name for file in files if not file.is_file()]
+    except (OSError, RuntimeError) as error:  # too long a name, a folder of others, links in a circle
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise FieldError(f"`path` cannot be looked at ({reason}).") from error
+    if found == root or not found.is_relative_to(root) or any(not file.is_relative_to(found) for file in real):
         raise FieldError("`path` leaves the adapter folder of this server.")
-    if missing := [file.name for file in files if not file.is_file()]:
+    if missing:
         raise NotFound(f"The adapter folder has no file {missing[0]}.")
     return found
 
@@ -57,30 +60,25 @@ class Adapters:
 
     def __init__(self, versions: Versions, folder: Path | None, in_use: Callable[[], set[int]]) -> None:
         self._versions, self.folder, self._in_use = versions, folder and folder.resolve(), in_use
+        self._pushed = PushedAdapters(self.folder) if self.folder else None
         self._numbers = itertools.count(1)
         self._loaded: list[AdapterRef] = []
         self._base: Serving = versions.serving
+        self.notes: tuple[str, ...] = ()  # for /info: what the engine did not let go of
 
     def install(
         self, engine: Engine, version: int, config: dict[str, Any], tensors: Iterable[tuple[str, Tensor]], digest: str
     ) -> None:
         """Write the tensors of an update as an adapter, and let it serve."""
-        if self.folder is None:
+        if self._pushed is None:
             raise FieldError("This server was started without an adapter folder (--adapter-folder).")
         if named := [name for name in FORBIDDEN_CONFIG if config.get(name)]:
             raise FieldError(f"An adapter_config with `{named[0]}` is not taken.")
-        from safetensors.torch import save_file
-
-        held = {name: tensor.contiguous() for name, tensor in tensors}
-        path = self.folder / f"pushed-{version}-{digest[:8]}"
-        shutil.rmtree(path, ignore_errors=True)
+        path = self._pushed.write(version, config, {name: tensor.contiguous() for name, tensor in tensors})
         try:
-            path.mkdir(parents=True)
-            save_file(held, path / WEIGHTS)
-            (path / CONFIG).write_text(json.dumps(config))
             self.load(engine, path, f"pushed-{version}", version, digest)
         except Exception:
-            shutil.rmtree(path, ignore_errors=True)
+            self._pushed.remove(path)
             raise
 
     def load(self, engine: Engine, path: Path, name: str, version: int, digest: str | None) -> None:
@@ -109,10 +107,27 @@ class Adapters:
         self._remove_unused(engine)
 
     def _remove_unused(self, engine: Engine, keep: int | None = None) -> None:
-        """Adapters that requests still run with stay, and are looked at again at the next change."""
-        stay = self._in_use() | {keep}
+        """Adapters that requests still run with stay, and are looked at again at the next change.
+
+        So do those that the engine fails to remove: it is the new one that serves, and its update has not failed.
+        """
+        stay, notes = self._in_use() | {keep}, []
         for adapter in [one for one in self._loaded if one.number not in stay]:
+            try:
+                engine.remove_adapter(adapter)
+            except Exception as error:  # whatever it is, it is about an adapter that no request will use
+                log.exception("The engine did not remove the adapter %s of version %s.", adapter.name, adapter.version)
+                notes.append(
+                    f"The engine did not remove the adapter {adapter.name} of version {adapter.version} "
+                    f"({type(error).__name__}: {error}); it is tried again at the next change."
+                )
+                continue
             self._loaded.remove(adapter)
-            engine.remove_adapter(adapter)
-            if Path(adapter.path).name.startswith("pushed-") and Path(adapter.path).parent == self.folder:
-                shutil.rmtree(adapter.path, ignore_errors=True)
+            if self._pushed is not None and all(other.path != adapter.path for other in self._loaded):
+                self._pushed.remove(Path(adapter.path))
+        self.notes = tuple(notes)
+
+    def close(self) -> None:
+        """Remove the folders that this server has written, once no engine uses them any more."""
+        if self._pushed is not None:
+            self._pushed.close()

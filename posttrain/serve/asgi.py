@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import Busy, DeadlinePassed, FieldError, MethodNotAllowed, NotFound, PayloadError, ServeError
-from .limits import Disconnected, read_body
+from .limits import BodyMemory, Disconnected, read_body
 from .payload import read_json
 from .server import RolloutServer, ServerOptions
 
@@ -61,7 +61,7 @@ class Route:
     handler: Handler
     limit: Callable[[ServerOptions], int] = lambda options: NO_BODY
     seconds: Callable[[ServerOptions], float] = lambda options: 60.0  # for the answer, once the body is here
-    at_once: int = 4096  # requests of this route, bodies that still arrive included: what bounds the memory for them
+    at_once: int = 4096  # requests of this route, bodies that still arrive included
 
 
 class Application:
@@ -73,6 +73,7 @@ class Application:
         if len(self.routes) != len(routes):
             raise ValueError("Two routes have the same method and path.")
         self._under_way: Counter[str] = Counter()
+        self._bodies = BodyMemory(server.options.most_bodies_bytes)
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -113,10 +114,11 @@ class Application:
 
     async def _read_and_handle(self, route: Route, scope: dict[str, Any], receive: Any) -> Answer:
         options = self.server.options
-        body = await read_body(scope["headers"], receive, route.limit(options))
         try:
-            async with asyncio.timeout(route.seconds(options)):
-                return await route.handler(self.server, Request(body))
+            with self._bodies.share() as hold:
+                body = await read_body(scope["headers"], receive, route.limit(options), hold=hold)
+                async with asyncio.timeout(route.seconds(options)):
+                    return await route.handler(self.server, Request(body))
         except TimeoutError as error:
             raise DeadlinePassed(f"{route.path} took more than {route.seconds(options):g} s.") from error
 
@@ -127,7 +129,7 @@ def error_answer(error: ServeError) -> Answer:
 
 async def send_answer(send: Any, answer: Answer) -> None:
     headers = [(b"content-type", answer.kind.encode()), (b"content-length", str(len(answer.body)).encode())]
-    if answer.status in (401, 413, 408):
+    if answer.status in (401, 403, 413, 408):
         headers.append((b"connection", b"close"))  # the rest of the body will not be read
     if answer.status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

@@ -18,10 +18,18 @@ Answer = Callable[[Any, ServeError], Awaitable[None]]
 TOKEN_VARIABLE = "POSTTRAIN_SERVE_TOKEN"
 """In the environment of the server, and of those who ask it."""
 SHORTEST_TOKEN = 16
+SAME_SITE = (b"none", b"same-origin")
+"""What browsers say of an address that somebody typed, and of a page that this server itself would have sent."""
 
 
 class WrongHost(ServeError):
     """Without a token, a page in a browser of this machine could reach the server under another name."""
+
+    status = 403
+
+
+class FromBrowser(ServeError):
+    """Without a token, any page in a browser of this machine could use the server: browsers send such requests unasked."""
 
     status = 403
 
@@ -51,9 +59,7 @@ class Gate:
 
     def _check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
         if self._token is None:
-            hosts = [value for name, value in headers if name.lower() == b"host"]
-            if any(not is_loopback(_host_only(host)) for host in hosts):
-                raise WrongHost("Without a token this server answers under the names of the local machine only.")
+            _check_without_token(headers)
             return
         given = [value for name, value in headers if name.lower() == b"authorization"]
         scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
@@ -63,6 +69,19 @@ class Gate:
 
     def __repr__(self) -> str:
         return "Gate(token not shown)"
+
+
+def _check_without_token(headers: Iterable[tuple[bytes, bytes]]) -> None:
+    """Programs of this machine only: under its own names, and not for a page, of which browsers name the origin."""
+    for name, value in headers:
+        name = name.lower()
+        if name == b"host" and not is_loopback(_host_only(value)):
+            raise WrongHost("Without a token this server answers under the names of the local machine only.")
+        if name == b"origin" or (name == b"sec-fetch-site" and value.strip().lower() not in SAME_SITE):
+            raise FromBrowser(
+                "Without a token this server answers no web pages: the request has the header "
+                f"{'Origin' if name == b'origin' else 'Sec-Fetch-Site'}. Start the server with a token to use it from a browser."
+            )
 
 
 def _host_only(value: bytes) -> str:

@@ -10,13 +10,13 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from .engine import ABORTED, ERROR, AdapterRef, Engine, GenerateJob, Job, Outcome, Progress
-from .errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady, ServeError
+from .errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady, ServeError, TooLarge
 from .versions import Versions
 
 log = logging.getLogger(__name__)
@@ -61,6 +61,8 @@ class EngineThread:
         self._held: list[tuple[Job, Done]] = []  # came while a flip waits for running jobs
         self._flip: _Flip | None = None
         self._max_running, self._swap_seconds = max_running, swap_seconds
+        self._count_lock = threading.Lock()
+        self._in_flight = 0  # jobs that were submitted and are not done, the commands that still wait included
         self._stopping = threading.Event()
         self._closed = False
         self.failure: str | None = None
@@ -81,7 +83,8 @@ class EngineThread:
 
     @property
     def in_flight(self) -> int:
-        return len(self._running) + len(self._held)
+        """Jobs that wait, are held or run."""
+        return self._in_flight
 
     def adapters_in_use(self) -> set[int]:
         """Numbers of the adapters that running jobs began with; asked in the engine's thread."""
@@ -94,12 +97,35 @@ class EngineThread:
 
     # from other threads ---------------------------------------------------------------------------------------------
 
-    def submit(self, job: Job, done: Done) -> None:
-        """Run a job. `done` is called once, in the engine's thread."""
+    def submit(self, jobs: Sequence[tuple[Job, Done]]) -> None:
+        """Run all of these jobs, or refuse all. Each `done` is called once, in the engine's thread."""
         self._refuse_if_down()
-        if self.in_flight >= self._max_running:
-            raise Busy(f"{self.in_flight} completions are in flight, the most that this server takes; try again later.")
-        self._commands.put(lambda: self._add(job, done))
+        with self._count_lock:
+            self.refuse_without_room(len(jobs))
+            self._in_flight += len(jobs)
+        counted = [(job, self._counted(done)) for job, done in jobs]
+        self._commands.put(lambda: self._add_all(counted))
+
+    def refuse_without_room(self, count: int) -> None:
+        """Whether so many jobs would be taken now; asked before they are made, since making them takes time, too."""
+        if count > self._max_running:
+            raise TooLarge(
+                f"The request is for {count} completions; this server takes at most {self._max_running} at once "
+                "(--most-in-flight). Send it in parts."
+            )
+        if count > self._max_running - self._in_flight:
+            raise Busy(
+                f"{self._in_flight} completions are in flight and {count} more are asked for; this server takes at most "
+                f"{self._max_running}. Try again later."
+            )
+
+    def _counted(self, done: Done) -> Done:
+        def count_and_tell(outcome: Outcome) -> None:
+            with self._count_lock:
+                self._in_flight -= 1
+            done(outcome)
+
+        return count_and_tell
 
     def abort(self, job_ids: list[str], why: str) -> None:
         self._commands.put(lambda: self._abort(job_ids, why))
@@ -196,6 +222,10 @@ class EngineThread:
                 command = self._commands.get_nowait()
         except queue.Empty:
             return
+
+    def _add_all(self, jobs: Sequence[tuple[Job, Done]]) -> None:
+        for job, done in jobs:
+            self._add(job, done)
 
     def _add(self, job: Job, done: Done) -> None:
         if self._flip is not None:

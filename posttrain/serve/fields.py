@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,7 +52,7 @@ def number(low: float, high: float, above: bool = False) -> Read:
     """`above`: the lower bound itself is refused."""
 
     def read(value: Any, where: str) -> float:
-        fits = type(value) in (int, float) and math.isfinite(value) and low <= value <= high
+        fits = type(value) in (int, float) and low <= value <= high  # NaN is not, nor a number too large for a float
         if not fits or (above and value == low):
             bound = "above" if above else "from"
             raise FieldError(f"{where} is not a number {bound} {low:g} up to {high:g}.")

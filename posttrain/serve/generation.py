@@ -142,12 +142,13 @@ async def score(server: RolloutServer, request: Request) -> Answer:
             )
     request_id = asked["request_id"] or uuid.uuid4().hex
     accepted = Accepted(asked["accept"]["min"], asked["accept"]["max"])
-    jobs = [
-        ScoreJob(f"{request_id}/{i}", s["ids"], s["start"], asked["top_k"], accepted, asked["base_weights"])
-        for i, s in enumerate(asked["sequences"])
-    ]
 
     async def work() -> bytes:
+        server.thread.refuse_without_room(len(asked["sequences"]))
+        jobs = [
+            ScoreJob(f"{request_id}/{i}", s["ids"], s["start"], asked["top_k"], accepted, asked["base_weights"])
+            for i, s in enumerate(asked["sequences"])
+        ]
         outcomes = await _run(server, jobs, asked["deadline_s"])
         if ended := [outcome for outcome in outcomes if outcome.finish_reason == ABORTED]:
             raise Conflict(f"The scoring was ended: {ended[0].error}")
@@ -159,9 +160,10 @@ async def score(server: RolloutServer, request: Request) -> Answer:
 
 async def _completions(server: RolloutServer, request: Request, asked: dict[str, Any]) -> Answer:
     request_id = asked["request_id"] or uuid.uuid4().hex
-    jobs = [job for i, prompt in enumerate(asked["prompts"]) for job in _jobs(server, request_id, i, prompt, asked)]
 
     async def work() -> bytes:
+        server.thread.refuse_without_room(sum(prompt["n"] for prompt in asked["prompts"]))
+        jobs = [job for i, prompt in enumerate(asked["prompts"]) for job in _jobs(server, request_id, i, prompt, asked)]
         outcomes = await _run(server, jobs, asked["deadline_s"])
         rest = iter(outcomes)
         groups = [[_completion(server, next(rest), asked) for _ in range(p["n"])] for p in asked["prompts"]]
@@ -207,10 +209,9 @@ async def _run(server: RolloutServer, jobs: Sequence[Job], seconds: float) -> li
     waits: list[asyncio.Future[Outcome]] = []
     try:
         async with asyncio.timeout(seconds):
-            for job in jobs:
-                future: asyncio.Future[Outcome] = loop.create_future()
-                server.thread.submit(job, _deliver(loop, future))
-                waits.append(future)
+            futures = [loop.create_future() for _ in jobs]
+            server.thread.submit([(job, _deliver(loop, future)) for job, future in zip(jobs, futures)])
+            waits = futures
             outcomes = []
             for future in waits:
                 outcomes.append(await future)

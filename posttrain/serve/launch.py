@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from .auth import SHORTEST_TOKEN, TOKEN_VARIABLE, is_loopback
+from .connections import KERNEL_QUEUE, TAKEN_AT_ONCE, bounded_protocol, most_connections
 from .engine import Engine
+from .routes import PARTS_AT_ONCE
 from .server import RolloutServer, ServerOptions
 from .shared_blocks import default_folder
 from .update import UpdateLimits
@@ -26,6 +28,8 @@ log = logging.getLogger("posttrain_serve")
 REFUSED, START_FAILED, START_TOO_SLOW, PARENT_GONE = 2, 3, 4, 5
 """Exit statuses."""
 PARENT_SECONDS = 0.5
+OTHER_BODIES_BYTES = 2 << 30
+"""Besides those of parts of weights; prompts above that wait at the trainer, which asks again."""
 
 
 class StartError(Exception):
@@ -143,6 +147,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         shared_folder=args.shared_folder,
         update=UpdateLimits(int(args.most_update_gb * (1 << 30)), args.update_idle_seconds, not args.drop_loaded),
         most_part_bytes=args.most_part_mb << 20,
+        most_bodies_bytes=PARTS_AT_ONCE * (args.most_part_mb << 20) + OTHER_BODIES_BYTES,
         most_in_flight=args.most_in_flight,
     )
 
@@ -201,6 +206,7 @@ def _run(args: argparse.Namespace) -> None:
 
 def _serve(server: RolloutServer, token: str | None, bound: socket.socket, level: str) -> None:
     import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     from .app import build_app
 
@@ -208,11 +214,19 @@ def _serve(server: RolloutServer, token: str | None, bound: socket.socket, level
         "access_log": False,
         "log_config": None,
         "log_level": level,
+        "http": bounded_protocol(AutoHTTPProtocol, most_connections()),
+        "backlog": TAKEN_AT_ONCE,
         "ws": "none",
         "lifespan": "on",
     }
     stop = int(server.options.stop_seconds)
-    web = uvicorn.Server(
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            bound.listen(KERNEL_QUEUE)  # asyncio goes by one number for this and for what it takes at once
+
+    web = Server(
         uvicorn.Config(build_app(server, token), timeout_graceful_shutdown=stop, server_header=False, **config)
     )
 
@@ -220,9 +234,25 @@ def _serve(server: RolloutServer, token: str | None, bound: socket.socket, level
         web.should_exit = True
 
     server.stop_process = stop_process
+    _stop_at_sigterm(server)
     host, port = bound.getsockname()[:2]
     log.info("Serving version %s on %s port %s, %s.", server.versions.serving.version, host, port, _who(token))
     web.run(sockets=[bound])
+
+
+def _stop_at_sigterm(server: RolloutServer) -> None:
+    """A clean stop: what runs may end for `stop_seconds`, then everything is closed and the exit status is 0.
+
+    uvicorn has handlers of its own while it serves, and afterwards raises the signal again for the one from before: this one.
+    Without it that would end the process before the engine is closed.
+    """
+
+    def stop(number: int, frame: Any) -> None:
+        server.stopping = True
+        server.stop_process()
+
+    if threading.current_thread() is threading.main_thread():  # Python takes handlers from there only
+        signal.signal(signal.SIGTERM, stop)
 
 
 def _who(token: str | None) -> str:

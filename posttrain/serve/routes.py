@@ -7,6 +7,8 @@ from .asgi import Route
 from .server import ServerOptions
 from .transports import MOST_FETCH_SECONDS
 
+PARTS_AT_ONCE = 8
+
 
 def _json(options: ServerOptions) -> int:
     return options.most_json_bytes
@@ -37,7 +39,7 @@ ROUTES = (
     Route("POST", "/chat", generation.chat, _json, _long),
     Route("POST", "/score", generation.score, _json, _long),
     Route("POST", "/weights/begin", control.weights_begin, _json, at_once=4),
-    Route("POST", "/weights/part", control.weights_part, _part, lambda options: 600.0, at_once=8),
+    Route("POST", "/weights/part", control.weights_part, _part, lambda options: 600.0, at_once=PARTS_AT_ONCE),
     Route("POST", "/weights/fetch", control.weights_fetch, _json, _fetch, at_once=4),
     Route("POST", "/weights/collective", control.weights_collective, _small, _fetch, at_once=2),
     Route("POST", "/weights/commit", control.weights_commit, _json, _long, at_once=4),

@@ -31,6 +31,7 @@ class ServerOptions:
     update: UpdateLimits = field(default_factory=UpdateLimits)
     most_json_bytes: int = 64 << 20
     most_part_bytes: int = 272 << 20
+    most_bodies_bytes: int = 4 << 30  # of all requests that are under way; the parts that come at once must fit
     most_in_flight: int = 4096
     most_seconds: float = 3600.0  # of one request
     stalled_seconds: float = 300.0  # without a step of the engine: no longer healthy
@@ -63,6 +64,7 @@ class RolloutServer:
         self.stopping = True
         self.thread.stop(self.options.stop_seconds)
         self.transports.close()
+        self.adapters.close()
 
     def trouble(self) -> str | None:
         """Why the process is not healthy."""
@@ -102,7 +104,7 @@ class RolloutServer:
             "world_size": about.world_size,
             "capabilities": about.capabilities
             | {"adapters": bool(about.capabilities.get("adapters") and options.adapter_folder)},
-            "notes": list(about.notes),
+            "notes": [*about.notes, *self.adapters.notes],
             "version": serving.version,
             "fingerprint": serving.fingerprint,
             "adapter": serving.adapter.name if serving.adapter else None,

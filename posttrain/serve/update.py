@@ -19,7 +19,7 @@ from .engine import Engine
 from .engine_thread import KEEP
 from .errors import Conflict, DeadlinePassed, EngineFailed, NotFound, PayloadError, ServeError, TooLarge
 from .host_memory import HostMemory
-from .payload import Buffer, Manifest, PartHead, TensorSpec, parse_head
+from .payload import ITEM_BYTES, Buffer, Manifest, PartHead, TensorSpec, parse_head
 from .staging import Staging
 from .versions import Phase, Serving, Versions, fingerprint
 
@@ -117,7 +117,7 @@ class Updater:
             )
         for name, known in self._known.items():
             sent = names.get(name, known)
-            if sent.shape != known.shape or _is_float(sent) != _is_float(known):
+            if sent.shape != known.shape or (known.dtype in ITEM_BYTES and _is_float(sent) != _is_float(known)):
                 raise PayloadError(
                     f"{name} is {known.dtype} {list(known.shape)}; the manifest says {sent.dtype} {list(sent.shape)}."
                 )

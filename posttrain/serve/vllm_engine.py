@@ -14,7 +14,7 @@ from torch import Tensor
 from .cpu_linear import keep_cpu_weights_loadable
 from .engine import LENGTH, STOP, AdapterRef, EngineInfo, GenerateJob, Job, Progress, ScoreJob
 from .errors import EngineFailed, FieldError
-from .model_folder import known_tensors, read_tensors, tied_tensors
+from .model_folder import ModelFiles
 from .payload import TensorSpec
 from .worker_weights import EXTENSION, WorkerWeights
 
@@ -70,6 +70,9 @@ class VLLMEngine:
         self._on_cpu = current_platform.is_cpu()
         notes = [keep_cpu_weights_loadable()] if self._on_cpu else []
         self._engine = LLMEngine.from_engine_args(EngineArgs(**_engine_args(options, self._on_cpu)))
+        self._files = ModelFiles(options.model, options.more.get("revision"), options.more.get("download_dir"))
+        if self._files.note and not options.random_weights:
+            notes.append(self._files.note)
         config = self._engine.model_config
         quantised = getattr(config, "quantization", None) is not None
         if quantised:
@@ -208,13 +211,13 @@ class VLLMEngine:
         return self._engine.collective_rpc(function, args=args)
 
     def known_tensors(self) -> dict[str, TensorSpec] | None:
-        return None if self._options.random_weights else known_tensors(Path(self._options.model))
+        return None if self._options.random_weights else self._files.known_tensors()
 
     def optional_tensors(self) -> frozenset[str]:
-        return tied_tensors(Path(self._options.model))
+        return self._files.optional_tensors()
 
     def initial_weights(self) -> Iterable[tuple[str, Tensor]] | None:
-        return None if self._options.random_weights else read_tensors(Path(self._options.model))
+        return None if self._options.random_weights else self._files.read_tensors()
 
     def reset_prefix_cache(self, running: bool) -> bool:
         return bool(self._engine.reset_prefix_cache(reset_running_requests=running))

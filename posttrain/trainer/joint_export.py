@@ -75,6 +75,13 @@ class JointExport:
         elif shared:
             differing = self.read_by(lambda: engine.differing_tensors(EVERY_NAME))
         else:
-            differing = engine.differing_tensors(EVERY_NAME)
+            differing = self._differing(engine)
         scored = engine.probed(sequences)
         return [(scores, (lambda _: differing) if number == 0 else None) for number, (scores, _) in enumerate(scored)]
+
+    def _differing(self, engine: Any) -> list[str]:
+        """By an engine of this process's own, which may fail at any tensor: the others must not wait for it in a gather."""
+        if self.by_adapter:
+            tensors = list(self.adapter()[1])
+            return engine.differing_tensors(EVERY_NAME, tensors)
+        return self.read_by(lambda: engine.differing_tensors(EVERY_NAME, self.weights()))

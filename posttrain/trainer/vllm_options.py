@@ -119,7 +119,8 @@ class VLLMConfig:
     def _refuse_without_effect(self, chosen: set[str]) -> None:
         changed = [name for name in VLLMConfig.__dataclass_fields__ if name in chosen]
         if not self.use_vllm:
-            if changed:
+            # That one is read for every engine with weights of its own, also one that is handed to the trainer: see WeightSync.
+            if changed := [name for name in changed if name != "vllm_sync_tolerance"]:
                 raise ValueError(f"`{changed[0]}` is set, but `use_vllm` is not: it would have no effect.")
             return
         others = ONLY_SERVED if self.vllm_mode == COLOCATE else ONLY_COLOCATED

@@ -37,15 +37,23 @@ def vllm_engine(trainer: OnlineTrainer) -> RolloutEngine:
     return {COLOCATE: _colocated, SERVER: _served}[trainer.args.vllm_mode](trainer)
 
 
-def refuse_correction_without_logps(trainer: OnlineTrainer, logprobs_mode: str) -> None:
-    """Importance weights need the log-probs of the distribution that was drawn from; a server may not return them."""
+def refuse_correction_without_logps(trainer: OnlineTrainer) -> None:
+    """Importance weights need the log-probs of the distribution that was drawn from; vLLM may not return them.
+
+    For a trainer that has its engine, whichever that is: one without a `logprobs_mode` returns them always.
+    """
+    logprobs_mode = getattr(trainer.engine, "logprobs_mode", None)
+    # Asked of the class: an AttributeError inside of the property must not read as "does not correct".
+    if logprobs_mode is None or not hasattr(type(trainer), "corrects_sampler") or not trainer.corrects_sampler:
+        return
     params = trainer.args.sampling(trainer.stop_ids)
     sampling_logps, _ = completion_logps(params, logprobs_mode, [0.0])
-    if np.isnan(sampling_logps).any() and getattr(trainer, "corrects_sampler", False):
+    if np.isnan(sampling_logps).any():
         raise ValueError(
-            f"The server returns `{logprobs_mode}`, which at temperature {params.temperature} with these sampling options are not "
-            "the log-probs that tokens were drawn with, so that the sampler cannot be corrected for. Start it with "
-            "--logprobs-mode processed_logprobs, or set `vllm_importance_sampling_correction=False`."
+            f"vLLM returns `{logprobs_mode}`, which at temperature {params.temperature} with these sampling options are not "
+            "the log-probs that tokens were drawn with, so that the sampler cannot be corrected for. Start the server with "
+            "--logprobs-mode processed_logprobs (and say so for a plain `vllm serve`: `vllm_server_logprobs_mode`), or set "
+            "`vllm_importance_sampling_correction=False`."
         )
 
 
@@ -61,7 +69,7 @@ def _colocated(trainer: OnlineTrainer) -> RolloutEngine:
         )
     from posttrain.rollout.vllm_engine.colocate import ColocatedVLLM, ColocateOptions
 
-    by_adapter = _sends_adapter(trainer, can=True)
+    by_adapter = _sends_adapter(trainer, can=True, base_from_memory=True)
     level = (1 if by_adapter else 2) if args.vllm_enable_sleep_mode else 0
     dtype = None
     if trainer.is_fully_sharded:  # the shards are float32 masters
@@ -97,11 +105,20 @@ def _served(trainer: OnlineTrainer) -> RolloutEngine:
         for address in args.vllm_addresses()
     ]
     vocabulary = innermost_model(trainer.model).config.get_text_config().vocab_size
-    model = trainer.model
     engine = ServedVLLM(clients, vocabulary=vocabulary, options=ServedOptions(deadlines=deadlines))
-    about = [member.info for member in engine.fleet.members]
+    try:
+        _prepare_to_send(trainer, engine)
+    except BaseException:
+        engine.close()  # its watch would go on
+        raise
+    return engine
+
+
+def _prepare_to_send(trainer: OnlineTrainer, engine: Any) -> None:
+    """Tell the engine what it sends, which depends on what its servers take."""
+    model, about = trainer.model, [member.info for member in engine.fleet.members]
     can = all(one.capabilities.get("adapters") for one in about)
-    by_adapter = _sends_adapter(trainer, can)
+    by_adapter = _sends_adapter(trainer, can, base_from_memory=False)
     if not by_adapter and (untied := untied_weights(model)):
         raise ValueError(
             f"The adapter has made {untied[0]} a tensor of its own, and a server goes by the model's config, which ties it to "
@@ -111,8 +128,6 @@ def _served(trainer: OnlineTrainer) -> RolloutEngine:
     engine.send(**({"adapter_export": export.adapter} if by_adapter else {"export": export.weights}))
     if trainer.is_fully_sharded:
         trainer.joint_export = export
-    refuse_correction_without_logps(trainer, engine.logprobs_mode)
-    return engine
 
 
 def client_of(
@@ -174,12 +189,13 @@ def _token(token_file: str | None) -> str | None:
 # ---- what travels ------------------------------------------------------------------------------------------------------
 
 
-def _sends_adapter(trainer: OnlineTrainer, can: bool) -> bool:
-    """Whether vLLM is sent the LoRA adapter alone. `can`: the other side takes adapters."""
+def _sends_adapter(trainer: OnlineTrainer, can: bool, base_from_memory: bool) -> bool:
+    """Whether vLLM is sent the LoRA adapter alone. `can`: the other side takes adapters; `base_from_memory`: over the trainer's
+    own base weights, and not those of the model's folder."""
     wanted = trainer.args.vllm_sync
     if wanted == WEIGHTS:
         return False
-    why_not = _why_no_adapter(trainer.model, can)
+    why_not = _why_no_adapter(trainer.model, can, base_from_memory)
     if wanted == ADAPTER and why_not is not None:
         raise ValueError(f"`vllm_sync='adapter'` cannot be done: {why_not}")
     if wanted == AUTO and why_not is not None and is_peft_model(trainer.model):
@@ -187,9 +203,9 @@ def _sends_adapter(trainer: OnlineTrainer, can: bool) -> bool:
     return why_not is None
 
 
-def _why_no_adapter(model: Any, can: bool) -> str | None:
+def _why_no_adapter(model: Any, can: bool, base_from_memory: bool) -> str | None:
     from posttrain.rollout.vllm_engine.adapter_files import why_not_by_adapter
 
     if not is_peft_model(model):
         return "the model has no adapter."
-    return why_not_by_adapter(model) if can else "a server was started without --adapter-folder."
+    return why_not_by_adapter(model, base_from_memory) if can else "a server was started without --adapter-folder."

@@ -25,6 +25,11 @@ class WeightSync:
     """`ready(version)` before anything is generated; with several processes, in all of them."""
 
     def __init__(self, trainer: OnlineTrainer) -> None:
+        if trainer.args.vllm_sync_tolerance is not None and not getattr(trainer.engine, "is_foreign", False):
+            raise ValueError(
+                "`vllm_sync_tolerance` is set, and the completions are written from the trainer's own weights: it would have no "
+                "effect. Leave it out, or use vLLM (`use_vllm=True`, or `engine=ServedVLLM(...)`)."
+            )
         self.trainer = trainer
         self._done: tuple[int, int] | None = None
         self._probe: SyncProbe | None = None
@@ -38,7 +43,7 @@ class WeightSync:
             return {}
         reshard(model)  # so that gathered and sharded parameters are not counted in turn
         state = (version, _changes(model))
-        is_sent = state == self._done
+        is_sent = state == self._done and getattr(engine, "holds_weights", True)  # deep sleep drops them
         if self.trainer.is_fully_sharded:  # all send, or none does
             is_sent = not self.trainer.any_process(not is_sent)
         if is_sent:
@@ -56,13 +61,9 @@ class WeightSync:
         """Scores of a fixed batch on both sides; WeightsDiffer stops the run."""
         engine, model = self.trainer.engine, self.trainer.model
         if self._probe is None:
-            is_sharded = self.trainer.is_fully_sharded  # float32 masters of what computes in bfloat16
-            dtype = self.trainer.args.compute_dtype if is_sharded else next(model.parameters()).dtype
             bound = self.trainer.args.vllm_sync_tolerance
             own = innermost_model(model).config.get_text_config().vocab_size
-            self._probe = SyncProbe(
-                min(engine.vocabulary, own), dtype if dtype in BOUNDS else torch.bfloat16, bound=bound
-            )
+            self._probe = SyncProbe(min(engine.vocabulary, own), self._coarsest_dtype(), bound=bound)
         here = scored_by(model)(self._probe.sequences)
         joint, world_size = self.trainer.joint_export, self.trainer.args.world_size
 
@@ -77,6 +78,13 @@ class WeightSync:
             return max(results, key=lambda result: result.mean)
 
         return compared() if joint is None else by_all(compared, world_size, "could not confirm the weights")
+
+    def _coarsest_dtype(self) -> torch.dtype:
+        """Of trainer and engine: the one that rounds more says how far apart the two may be."""
+        is_sharded = self.trainer.is_fully_sharded  # float32 masters of what computes in bfloat16
+        own = self.trainer.args.compute_dtype if is_sharded else next(self.trainer.model.parameters()).dtype
+        both = (own, getattr(self.trainer.engine, "dtype", own))
+        return max((dtype if dtype in BOUNDS else torch.bfloat16 for dtype in both), key=BOUNDS.__getitem__)
 
 
 def send_weights(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import math
 import os
@@ -10,15 +11,18 @@ import random
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from posttrain.rollout.engine import Prompt
+from posttrain.rollout.vllm_engine.client import ServerInfo, Written
 from posttrain.rollout.vllm_engine.launcher import ServerProcess
-from posttrain.rollout.vllm_engine.transport import Deadlines
+from posttrain.rollout.vllm_engine.transport import Deadlines, ServerRefused
 
 PYTHON = sys.executable if importlib.util.find_spec("uvicorn") else os.environ.get("POSTTRAIN_VLLM_PYTHON")
 needs_uvicorn = pytest.mark.skipif(
@@ -28,9 +32,15 @@ NAMES = ("a", "b", "c", "d")
 QUICK = Deadlines(connect=2, health=3, control=10, completion=60, part=10, commit=20, start=60, back=60)
 
 
-def echo_process(folder: Path, *arguments: str, name: str = "echo", deadlines: Deadlines = QUICK) -> ServerProcess:
+SOON = Deadlines(connect=1, health=1, control=1, completion=0.5, part=1, commit=1, start=2, back=2)
+
+
+def echo_process(
+    folder: Path, *arguments: str, name: str = "echo", deadlines: Deadlines = QUICK, token: str | None = None
+) -> ServerProcess:
     """A server whose token number i is the first number of tensor i, taken in turn."""
-    return ServerProcess(["--model", "echo", *arguments], folder / f"{name}.log", PYTHON, deadlines=deadlines)
+    log = folder / f"{name}.log"
+    return ServerProcess(["--model", "echo", *arguments], log, PYTHON, deadlines=deadlines, token=token)
 
 
 def numbered(number: int, size: int = 4) -> list[tuple[str, torch.Tensor]]:
@@ -133,3 +143,66 @@ class CuttingProxy(SocketServer):
         for one in (source, target):
             with contextlib.suppress(OSError):
                 one.shutdown(socket.SHUT_RDWR)
+
+
+class FakeClient:
+    """A server in this process: holds versions, writes its number, fails as `fail` says."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.deadlines = name, SOON
+        self.served: tuple[int | None, str | None] = (0, None)
+        self.number, self.staged, self.commits = 0, {}, []
+        self.fail: dict[str, list[Exception]] = {}
+        self.written = self.closed = 0
+        self.about: dict[str, Any] = {}  # fields of its ServerInfo that are otherwise
+
+    def _maybe_fail(self, what: str) -> None:
+        if self.fail.get(what):
+            raise self.fail[what].pop(0)
+
+    def health(self) -> None:
+        self._maybe_fail("health")
+
+    def info(self) -> ServerInfo:
+        self._maybe_fail("info")
+        can = {"weights": True}
+        info = ServerInfo(self.name, "fake", 100, 1000, "processed_logprobs", *self.served, capabilities=can)
+        return dataclasses.replace(info, **self.about)
+
+    def generate(self, request) -> Written:
+        self._maybe_fail("generate")
+        if request.version != self.served[0]:
+            raise ServerRefused(f"Version {self.served[0]} serves.", 409)
+        self.written += 1
+        return Written([self.number] * 2, [-1.0] * 2, "length", self.served[0], "processed_logprobs")
+
+    def score(self, sequences, version) -> list[list[float]]:
+        self._maybe_fail("score")
+        return [[-1.0] * (len(ids) - 1) for ids in sequences]
+
+    def stage(self, kept, version, bucket_bytes) -> None:
+        self._maybe_fail("stage")
+        self.staged[version] = kept
+
+    def commit(self, kept, version, in_flight) -> None:
+        self._maybe_fail("commit")
+        self.commits.append((version, in_flight))
+        self.served = (version, kept.fingerprint)
+        self.number = int(torch.frombuffer(bytearray(self.staged.pop(version).data["a"]), dtype=torch.float32)[0])
+
+    def abort(self, version) -> None:
+        self.staged.pop(version, None)
+
+    def refuse_if_not_offered(self, kept, info) -> None: ...
+
+    def break_off(self, why) -> None: ...
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def eventually(holds, seconds=5.0):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not come about in time"
+        time.sleep(0.01)

@@ -238,10 +238,10 @@ def test_a_server_that_cannot_start_any_more_is_a_sentence_with_its_log(start):
 
 def test_a_server_restarted_by_others_with_weights_of_its_own_is_given_the_right_ones(start, tmp_path):
     """The number of the version is the same, the connection was idle: only the servers' own count can tell."""
-    process = echo_process(tmp_path)
+    process = echo_process(tmp_path, token="the-same-at-every-start")
     process.start()
     process.wait_until_healthy()
-    client = ServerClient(process.client.name, process._token, QUICK)
+    client = ServerClient(process.client.name, "the-same-at-every-start", QUICK)
     with ServedVLLM([client], options=ServedOptions(QUICK, watch_seconds=1000)) as engine:
         engine.load_weights(numbered(0 + 8), 0)
         generate(engine, [Prompt([1])], SamplingParams(4))

@@ -34,11 +34,10 @@ from posttrain.serve import payload
 from posttrain.serve.host_memory import HostMemory
 from posttrain.serve.payload import Manifest
 from posttrain.serve.staging import Staging
-from tests.rollout.served import SocketServer, http, numbered, prompts, read_request
+from tests.rollout.served import SOON, FakeClient, SocketServer, eventually, http, numbered, prompts, read_request
 from tests.serve.serving import joined, parsed
 
 TOKEN = "a-token-nobody-may-see-5"
-SOON = Deadlines(connect=1, health=1, control=1, completion=0.5, part=1, commit=1, start=2, back=2)
 REQUEST = GenerateRequest("r-0-0", [1, 2], 7, 4, SamplingParams(8), 5)
 RIGHT = {
     "request_id": "r-0-0",
@@ -413,53 +412,6 @@ def test_upstream_lists_that_are_none(serve, listed):
 # ---- the fleet, with clients that are told what to do ----------------------------------------------------------------------
 
 
-class FakeClient:
-    """A server in this process: holds versions, writes its number, fails as `fail` says."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.deadlines = name, SOON
-        self.served: tuple[int | None, str | None] = (0, None)
-        self.number, self.staged, self.commits = 0, {}, []
-        self.fail: dict[str, list[Exception]] = {}
-        self.written = 0
-
-    def _maybe_fail(self, what: str) -> None:
-        if self.fail.get(what):
-            raise self.fail[what].pop(0)
-
-    def health(self) -> None:
-        self._maybe_fail("health")
-
-    def info(self) -> ServerInfo:
-        self._maybe_fail("info")
-        can = {"weights": True}
-        return ServerInfo(self.name, "fake", 100, 1000, "processed_logprobs", *self.served, capabilities=can)
-
-    def generate(self, request) -> Written:
-        self._maybe_fail("generate")
-        if request.version != self.served[0]:
-            raise ServerRefused(f"Version {self.served[0]} serves.", 409)
-        self.written += 1
-        return Written([self.number] * 2, [-1.0] * 2, "length", self.served[0], "processed_logprobs")
-
-    def stage(self, kept, version, bucket_bytes) -> None:
-        self._maybe_fail("stage")
-        self.staged[version] = kept
-
-    def commit(self, kept, version, in_flight) -> None:
-        self._maybe_fail("commit")
-        self.commits.append((version, in_flight))
-        self.served = (version, kept.fingerprint)
-        self.number = int(torch.frombuffer(bytearray(self.staged.pop(version).data["a"]), dtype=torch.float32)[0])
-
-    def abort(self, version) -> None:
-        self.staged.pop(version, None)
-
-    def refuse_if_not_offered(self, kept, info) -> None: ...
-
-    def break_off(self, why) -> None: ...
-
-
 @pytest.fixture
 def fakes():
     made = []
@@ -473,13 +425,6 @@ def fakes():
     yield make
     for engine in made:
         engine.close()
-
-
-def eventually(holds, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come about in time"
-        time.sleep(0.01)
 
 
 def written(engine, count=6):

@@ -1,5 +1,6 @@
 import pytest
 
+from tests.serve.served_app import Served
 from tests.serve.serving import Rig
 
 
@@ -15,3 +16,17 @@ def rig():
     yield make
     for one in made:
         one.close()
+
+
+@pytest.fixture
+def served():
+    """Makes applications, and closes their servers afterwards."""
+    made = []
+
+    def make(**options):
+        made.append(Served(**options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.server.close()

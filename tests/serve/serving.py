@@ -74,7 +74,7 @@ class Rig:
         """A function that waits for the outcome."""
         box, done = [], threading.Event()
         job = GenerateJob(job_id, (1, 2, 3), Sampling(max_tokens=tokens), accepted)
-        self.thread.submit(job, lambda outcome: (box.append(outcome), done.set()))
+        self.thread.submit([(job, lambda outcome: (box.append(outcome), done.set()))])
 
         def wait():
             assert done.wait(10), "no outcome within 10 s"

@@ -9,62 +9,21 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from posttrain.serve.app import build_app
 from posttrain.serve.asgi import Application
 from posttrain.serve.auth import is_loopback
-from posttrain.serve.echo_engine import EchoEngine, numbered_weights
+from posttrain.serve.echo_engine import numbered_weights
 from posttrain.serve.errors import TooSlow
 from posttrain.serve.launch import StartError, check_address, main, read_token
 from posttrain.serve.limits import read_body
 from posttrain.serve.payload import encode_manifest
 from posttrain.serve.routes import ROUTES
-from posttrain.serve.server import RolloutServer, ServerOptions
+from posttrain.serve.server import ServerOptions
 from posttrain.serve.update import UpdateLimits
 from tests.serve.asgi_client import call
+from tests.serve.served_app import TOKEN, asked
 from tests.serve.serving import update_of
 
-TOKEN = "a-token-of-the-tests-7c1"
 ALL = [(route.method, route.path) for route in ROUTES]
-
-
-class Served:
-    def __init__(self, token=TOKEN, options=None, **engine):
-        self.engine = EchoEngine(numbered_weights(0), **engine)
-        self.server = RolloutServer(
-            self.engine, options or ServerOptions(most_json_bytes=1 << 16, most_part_bytes=1 << 16)
-        )
-        self.server.start()
-        self.app = build_app(self.server, token)
-        self.token = token
-
-    async def __call__(self, method, path, body=b"", **more):
-        return await call(self.app, method, path, body, **({"token": self.token} | more))
-
-    async def push(self, version, **commit):
-        manifest, payloads, _ = update_of(version, numbered_weights(version))
-        replies = [await self("POST", "/weights/begin", {"manifest": encode_manifest(manifest)})]
-        for payload in payloads:
-            replies.append(await self("POST", "/weights/part", payload))
-        replies.append(await self("POST", "/weights/commit", {"version": version} | commit))
-        assert [reply.status for reply in replies] == [200] * len(replies), replies[-1].body
-        return replies[-1].json()
-
-
-@pytest.fixture
-def served():
-    made = []
-
-    def make(**options):
-        made.append(Served(**options))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.server.close()
-
-
-def asked(request_id="r1", tokens=4, **more):
-    return {"request_id": request_id, "prompts": [{"ids": [1, 2]}], "sampling": {"max_tokens": tokens}, **more}
 
 
 # who may call ----------------------------------------------------------------------------------------------------------
@@ -125,6 +84,29 @@ def test_without_a_token_only_names_of_this_machine_are_answered(served):
         return await call(one.app, "GET", "/health", headers=[(b"host", b"evil.example")])
 
     assert asyncio.run(elsewhere()).status == 403
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        ((b"Origin", b"https://evil.example"), 403),
+        ((b"origin", b"null"), 403),
+        ((b"origin", b"http://127.0.0.1:8000"), 403),
+        ((b"sec-fetch-site", b"cross-site"), 403),
+        ((b"Sec-Fetch-Site", b"same-site"), 403),
+        ((b"sec-fetch-site", b"none"), 200),
+        ((b"sec-fetch-site", b"same-origin"), 200),
+    ],
+)
+def test_without_a_token_web_pages_are_refused(served, header, status):
+    one = served(token=None)
+    reply = asyncio.run(one("POST", "/generate", asked(), headers=[header]))
+    assert reply.status == status
+    assert one.engine.started == ([] if status == 403 else ["r1/0/0"])
+    if status == 403:
+        assert "answers no web pages" in reply.json()["error"]
+    with_token = served()
+    assert asyncio.run(with_token("POST", "/generate", asked(), headers=[header])).status == 200
 
 
 def test_the_token_is_never_logged(served, caplog):
@@ -202,6 +184,8 @@ def test_a_deadline_ends_the_work_and_the_same_id_may_try_again(served):
     [
         ({"sampling": {"max_tokens": 0}}, "`max_tokens` of `sampling` of the body is not a whole number from 1"),
         ({"sampling": {"max_tokens": 4, "temperature": -1}}, "temperature"),
+        ({"sampling": {"max_tokens": 4, "temperature": 10**400}}, "is not a number from 0 up to 1e+06"),
+        ({"deadline_s": -(10**400)}, "deadline_s"),
         ({"sampling": {"max_tokens": 4, "top_p": 0}}, "above 0"),
         ({"sampling": {"max_tokens": True}}, "max_tokens"),
         ({"prompts": [{"ids": [100_000]}]}, "Entry 0 of `ids`"),
@@ -294,6 +278,7 @@ def test_adapters_stay_in_their_folder(served, tmp_path):
         save_file({"m.q_proj.lora_A.weight": torch.zeros(1)}, path / "adapter_model.safetensors")
         (path / "adapter_config.json").write_text("{}")
     (folder / "link").symlink_to(outside)
+    (folder / "circle").symlink_to(folder / "circle")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         (folder / "linked" / name).symlink_to(outside / name)
     one = served(options=ServerOptions(adapter_folder=folder))
@@ -310,6 +295,9 @@ def test_adapters_stay_in_their_folder(served, tmp_path):
             "/etc",
             "good\0",
             "/" * 4000 + "x",
+            "x" * 300,
+            "good/" + "x" * 256,
+            "circle",
         ]
         for path in bad:
             reply = await one("POST", "/adapters/load", {"path": path, "name": "a", "version": 3})

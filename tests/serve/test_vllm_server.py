@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -194,6 +195,24 @@ def test_killed_in_the_middle_of_an_update_a_new_process_serves_the_old_weights(
     assert again.process.wait(30) == 0
     assert "CPU: linear layers multiply plainly" in again.log.read_text()
     assert "a-token-of-the-tests" not in again.log.read_text()
+
+
+def test_a_name_of_the_hub_is_found_in_the_cache_and_its_weights_are_put_back(start, folder, tmp_path, monkeypatch):
+    """No network: the cache is laid out as huggingface_hub does it."""
+    home, commit = tmp_path / "hub" / "models--some-body--some-model", "4" * 40
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(commit)
+    shutil.copytree(folder, home / "snapshots" / commit)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    server = start("--model", "some-body/some-model")
+    assert not [note for note in server.get("/info")[1]["notes"] if "not at hand" in note]
+    weights = dict(tiny_model(1).state_dict())
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(AssertionError, match=r"up_proj\.weight is missing from the manifest"):
+        server.push(1, weights)
+    assert_serves(server, tiny_model(0), 0, "hub")
+    server.push(1, dict(tiny_model(1).state_dict()))
+    assert_serves(server, tiny_model(1), 1, "hub")
 
 
 def test_running_requests_go_on_with_new_weights_and_every_token_has_its_version(server):

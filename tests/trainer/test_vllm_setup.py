@@ -9,13 +9,16 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
-from posttrain import GRPOConfig
+from posttrain import GRPOConfig, GRPOTrainer, RLOOTrainer
 from posttrain.rollout.vllm_engine.client import ServerClient
 from posttrain.rollout.vllm_engine.params import PROCESSED, RAW
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerRefused, ServerSlow
 from posttrain.rollout.vllm_engine.upstream import UpstreamClient
-from posttrain.trainer.vllm_setup import client_of, refuse_correction_without_logps, vllm_engine
+from posttrain.trainer.vllm_setup import _sends_adapter, client_of, refuse_correction_without_logps, vllm_engine
+from posttrain.trainer.weight_sync import WeightSync
+from tests import tiny
 from tests.rollout.served import echo_process, needs_uvicorn
 
 QUICK = Deadlines(connect=1, health=1, control=2, start=1.5)
@@ -77,9 +80,15 @@ def test_nobody_is_waited_for_in_vain():
 def trainer(**options):
     """As much of a trainer as is asked before an engine is there."""
     args = GRPOConfig(output_dir="/tmp/nowhere", use_cpu=True, use_vllm=True, **options)
-    return SimpleNamespace(
-        args=args, stop_ids=(1,), corrects_sampler=options.get("vllm_importance_sampling_correction", True)
-    )
+    return SimpleNamespace(args=args, stop_ids=(1,))
+
+
+def with_engine(engine, cls=GRPOTrainer, **options):
+    """A trainer just after it has got its engine, with nothing else that a trainer has."""
+    made = object.__new__(type("Made", (cls,), {"stop_ids": (1,)}))
+    made.args = trainer(**options).args
+    made.engine = engine
+    return made
 
 
 @pytest.mark.parametrize(
@@ -89,15 +98,84 @@ def trainer(**options):
         (RAW, {}, False),
         (RAW, {"temperature": 0.7}, True),
         (RAW, {"top_k": 5}, True),
+        (RAW, {"top_k": 5, "vllm_importance_sampling_correction": True}, True),
         (RAW, {"top_k": 5, "vllm_importance_sampling_correction": False}, False),
     ],
 )
 def test_a_correction_by_other_log_probs_than_those_that_were_drawn_with_is_refused(mode, options, refused):
+    made = with_engine(SimpleNamespace(is_foreign=True, logprobs_mode=mode), **options)
     if not refused:
-        refuse_correction_without_logps(trainer(**options), mode)
+        refuse_correction_without_logps(made)
         return
     with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs"):
-        refuse_correction_without_logps(trainer(**options), mode)
+        refuse_correction_without_logps(made)
+
+
+def test_engines_that_know_their_log_probs_and_methods_without_a_correction_are_not_refused():
+    refuse_correction_without_logps(with_engine(SimpleNamespace(), temperature=0.7))
+    raw = SimpleNamespace(is_foreign=True, logprobs_mode=RAW)
+    refuse_correction_without_logps(with_engine(raw, RLOOTrainer, temperature=0.7))
+
+
+def test_a_correction_that_cannot_be_asked_for_is_an_error_and_not_a_no():
+    made = with_engine(SimpleNamespace(logprobs_mode=RAW), temperature=0.7)
+    del made.args  # `corrects_sampler` cannot say anything
+    with pytest.raises(AttributeError, match="args"):
+        refuse_correction_without_logps(made)
+
+
+# ---- what is sent ----------------------------------------------------------------------------------------------------------
+
+
+def peft_trainer(model, notes, **options):
+    args = trainer(vllm_mode="server", **options).args
+    return SimpleNamespace(args=args, model=model, is_fully_sharded=False, loaded=SimpleNamespace(notes=notes))
+
+
+@pytest.mark.parametrize(("init", "said"), [(True, None), ("pissa", "has changed the base weights")])
+def test_a_server_is_sent_merged_weights_where_the_adapter_needs_another_base(init, said):
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
+    model, notes = get_peft_model(tiny.causal_lm(), config), []
+    assert _sends_adapter(peft_trainer(model, notes), can=True, base_from_memory=False) == (said is None)
+    assert len(notes) == bool(said)
+    assert said is None or said in notes[0]
+    assert _sends_adapter(peft_trainer(model, notes), can=True, base_from_memory=True)
+    if said is not None:
+        with pytest.raises(ValueError, match="`vllm_sync='adapter'` cannot be done"):
+            _sends_adapter(peft_trainer(model, [], vllm_sync="adapter"), can=True, base_from_memory=False)
+
+
+@needs_uvicorn
+def test_servers_that_were_found_in_vain_are_not_watched_any_more(tmp_path):
+    server = echo_process(tmp_path)
+    try:
+        server.restart()
+        (tmp_path / "token").write_text(server._token)
+        made = peft_trainer(
+            tiny.causal_lm(),
+            [],
+            vllm_sync="adapter",
+            vllm_server_base_url=server.client.name,
+            vllm_server_token_file=str(tmp_path / "token"),
+        )
+        with pytest.raises(ValueError, match="the model has no adapter"):
+            vllm_engine(made)
+        assert not [thread for thread in threading.enumerate() if thread.name == f"watch {server.client.name}"]
+    finally:
+        server.close()
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tolerance_belongs_to_every_engine_with_weights_of_its_own():
+    args = GRPOConfig(output_dir="/tmp/nowhere", use_cpu=True, vllm_sync_tolerance=0.2)
+    foreign = SimpleNamespace(args=args, engine=SimpleNamespace(is_foreign=True))
+    assert WeightSync(foreign).trainer is foreign
+    with pytest.raises(ValueError, match="`vllm_sync_tolerance` is set, and the completions are written"):
+        WeightSync(SimpleNamespace(args=args, engine=SimpleNamespace()))
+    with pytest.raises(ValueError, match="`vllm_sync` is set, but `use_vllm` is not"):
+        GRPOConfig(output_dir="/tmp/nowhere", use_cpu=True, vllm_sync="adapter", vllm_sync_tolerance=0.2)
 
 
 def test_without_vllm_a_colocated_run_says_what_else_there_is(monkeypatch):

@@ -96,6 +96,15 @@ class ServerClient:
         """End all calls that are under way, with ServerGone."""
         self._transport.break_off(why)
 
+    def close(self) -> None:
+        """Let go of connections, shared memory and groups. A later call opens what it needs."""
+        self.break_off("this client was closed.")
+        self.channel.close()
+
+    def use_token(self, token: str) -> None:
+        """From now on: the server was started anew."""
+        self._transport.use_token(token)
+
     def _get(self, path: str, seconds: float) -> Any:
         return self._transport.ask("GET", path, None, seconds)
 

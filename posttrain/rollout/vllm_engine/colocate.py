@@ -26,7 +26,7 @@ from posttrain.models.load import innermost_model
 from posttrain.models.weight_export import exported_specs, exported_weights
 from posttrain.rollout.engine import Decode, SamplingParams
 from posttrain.rollout.vllm_engine.adapter_files import AdapterFiles
-from posttrain.rollout.vllm_engine.colocated_session import ColocatedSession, GroupSession
+from posttrain.rollout.vllm_engine.colocated_session import ColocatedSession, GroupSession, Stall
 from posttrain.rollout.vllm_engine.held_weights import complete, differing_tensors
 from posttrain.rollout.vllm_engine.model_folder import write_base_weights, write_config
 from posttrain.rollout.vllm_engine.params import PROCESSED
@@ -91,7 +91,9 @@ class ColocatedVLLM:
         self.vocabulary: int = innermost.config.get_text_config().vocab_size
         self.dtype = getattr(torch, self.options.dtype) if self.options.dtype else innermost.dtype
         self._home = tempfile.TemporaryDirectory(prefix="posttrain-vllm-")
-        self._adapters = AdapterFiles(Path(self._home.name), model) if self.options.adapter_sync else None
+        self._adapters: AdapterFiles | None = None
+        if self.options.adapter_sync:
+            self._adapters = AdapterFiles(Path(self._home.name), model, self.options.base_folder is None)
         self._no_weights: str | None = "no version has been loaded yet."
         self._asleep: set[str] = set()
         self._numbers = itertools.count()
@@ -103,6 +105,7 @@ class ColocatedVLLM:
         ColocatedVLLM._open = weakref.ref(self)
         self._refuse_without_updates()
         self.context: int = self.engine.info.context_length
+        self.logprobs_mode = self.options.logprobs_mode
         for note in self.engine.info.notes:
             log.info("vLLM: %s", note)
 
@@ -168,6 +171,11 @@ class ColocatedVLLM:
             self.sessions_open -= 1
             session.close()
 
+    @property
+    def holds_weights(self) -> bool:
+        """Whether a whole version is there to generate from; sleep level 2 drops it."""
+        return self._no_weights is None
+
     def refuse_unless_whole(self) -> None:
         if self._no_weights is not None:
             raise NoWholeWeights(f"vLLM holds no whole version of the weights: {self._no_weights}")
@@ -185,10 +193,17 @@ class ColocatedVLLM:
             ids = tuple(int(token) for token in sequences[place])
             self.engine.add(ScoreJob(name, ids, 1, 0, ANY_VERSION), self.adapter)
         found: dict[int, np.ndarray] = {}
-        while len(found) < len(sequences):
-            for progress in self.engine.step():
-                if progress.job_id in names and progress.finish_reason is not None:
-                    found[names[progress.job_id]] = np.asarray(progress.logps, np.float32)
+        stall = Stall(self.options.stall_seconds)
+        try:
+            while len(found) < len(sequences):
+                moved = self.engine.step()
+                for progress in moved:
+                    if progress.job_id in names and progress.finish_reason is not None:
+                        found[names[progress.job_id]] = np.asarray(progress.logps, np.float32)
+                stall.refuse_to_wait_longer(bool(moved), len(sequences) - len(found))
+        except BaseException:
+            self.engine.abort([name for name, place in names.items() if place not in found])
+            raise
         return [found[place] for place in range(len(sequences))]
 
     # weights --------------------------------------------------------------------------------------------------------
@@ -218,11 +233,15 @@ class ColocatedVLLM:
     def _wanted(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         return {spec.name: (spec.shape, getattr(torch, spec.dtype)) for spec in exported_specs(self.model, self.dtype)}
 
-    def differing_tensors(self, at_most: int = 1) -> list[str]:
-        """Names of tensors of the trainer's model that vLLM does not hold as they are now, to the bit."""
+    def differing_tensors(self, at_most: int = 1, weights: Iterable[tuple[str, Tensor]] | None = None) -> list[str]:
+        """Names of tensors of the trainer's model that vLLM does not hold as they are now, to the bit.
+
+        `weights`: what is compared, as for `load_weights` (None: exported from the trainer's model here).
+        """
         if self._adapters is not None:
-            return self._adapters.differing(at_most)
-        weights = exported_weights(self.model, self.dtype)
+            return self._adapters.differing(at_most, weights)
+        if weights is None:
+            weights = exported_weights(self.model, self.dtype)
         return self.engine.in_workers(differing_tensors, weights, at_most)[0]
 
     def probed(self, sequences: Sequence[np.ndarray]) -> list[tuple[list[np.ndarray], Callable[[int], list[str]]]]:

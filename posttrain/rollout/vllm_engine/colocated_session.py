@@ -26,6 +26,22 @@ Finished = list[tuple[str, int, Completion]]
 """Name of the job, ticket, completion."""
 
 
+class Stall:
+    """How long vLLM has been stepped without a new token."""
+
+    def __init__(self, most_seconds: float) -> None:
+        self._most_seconds, self._last_token = most_seconds, time.monotonic()
+
+    def refuse_to_wait_longer(self, moved: bool, in_flight: int) -> None:
+        now = time.monotonic()
+        self._last_token = now if moved else self._last_token
+        silent_seconds = now - self._last_token
+        if silent_seconds > self._most_seconds:
+            raise RuntimeError(
+                f"vLLM has written no token for {silent_seconds:.0f} s with {in_flight} prompts in flight."
+            )
+
+
 class ColocatedSession:
     """Prompts go to vLLM as they are added; each `advance` steps it until one of them has finished."""
 
@@ -76,21 +92,14 @@ class ColocatedSession:
 
     def _step_until_one_finishes(self) -> Finished:
         finished: Finished = []
-        last_token = time.monotonic()
+        stall = Stall(self._owner.options.stall_seconds)
         with torch_random_kept():
             while self._running and not finished:
                 moved = self._owner.engine.step()
                 for progress in moved:
                     finished += self._take(progress)
-                last_token = time.monotonic() if moved else last_token
-                self._refuse_to_wait_longer(time.monotonic() - last_token)
+                stall.refuse_to_wait_longer(bool(moved), len(self._running))
         return finished
-
-    def _refuse_to_wait_longer(self, silent_seconds: float) -> None:
-        if silent_seconds > self._owner.options.stall_seconds:
-            raise RuntimeError(
-                f"vLLM has written no token for {silent_seconds:.0f} s with {len(self._running)} prompts in flight."
-            )
 
     def _take(self, progress: Progress) -> Finished:
         """Give new tokens to their request; its completion where that is over."""

@@ -8,16 +8,17 @@ send it the target again; and only then call it up.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from dataclasses import replace
+from typing import TypeVar
 
-from posttrain.rollout.vllm_engine.client import DRAIN, NOT_OFFERED, GenerateRequest, ServerInfo, Written
+from posttrain.rollout.vllm_engine.client import DRAIN, NOT_OFFERED, ServerInfo
+from posttrain.rollout.vllm_engine.fleet_members import Member, Target
 from posttrain.rollout.vllm_engine.kept_weights import BUCKET_BYTES, KeptWeights
-from posttrain.rollout.vllm_engine.launcher import ServerProcess
 from posttrain.rollout.vllm_engine.transport import (
     Deadlines,
     ServerAnswer,
@@ -37,67 +38,14 @@ MISSES = 2
 RETRY_SECONDS = 0.5
 FAILED_TRIES = 3
 """Starts, or refusals of weights, in a row that fail before there is no hope for a server."""
+CLOSE_SECONDS = 5.0
+"""For calls that were broken off to end, and the watch with them."""
+FIXED = ("vocabulary", "logprobs_mode", "context_length")
+"""What a server says about itself that all of them must have in common, from the beginning to the end."""
 HOPELESS = frozenset({NOT_OFFERED, 400, 401, 403, 405, 413})
 """Refusals that will be the same next time: the request or the token is wrong, not the moment."""
 HOPELESS_COMMIT = HOPELESS | {500, 504}
 """At a commit, too: the engine cannot load these weights, or running requests did not end in time."""
-
-
-class Client(Protocol):
-    """What the fleet asks of a server's client (`ServerClient`, `UpstreamClient`)."""
-
-    name: str
-    deadlines: Deadlines
-
-    def health(self) -> None: ...
-    def info(self) -> ServerInfo: ...
-    def generate(self, request: GenerateRequest) -> Written: ...
-    def score(self, sequences: Sequence[Sequence[int]], version: int | None) -> list[list[float]]: ...
-    def stage(self, kept: KeptWeights, version: int, bucket_bytes: int) -> None: ...
-    def commit(self, kept: KeptWeights, version: int, in_flight: str) -> None: ...
-    def abort(self, version: int) -> None: ...
-    def refuse_if_not_offered(self, kept: KeptWeights, info: ServerInfo) -> None: ...
-    def sleep(self, level: int) -> str | None: ...
-    def wake(self) -> None: ...
-    def break_off(self, why: str) -> None: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Target:
-    """The version that all servers are to serve. Without `kept` this trainer cannot send it again."""
-
-    version: int | None  # as the servers count; None: they have no weights yet
-    fingerprint: str | None
-    label: int = 0  # what the trainer calls it
-    kept: KeptWeights | None = None
-    follows: bool = False  # another process of this run sends it
-
-    def is_served(self, info: ServerInfo) -> bool:
-        return (info.version, info.fingerprint) == (self.version, self.fingerprint)
-
-
-@dataclass(eq=False)
-class Member:
-    """One server. Its fields are changed under the fleet's lock."""
-
-    client: Client
-    process: ServerProcess | None = None  # where it is ours to restart
-    info: ServerInfo | None = None
-    is_up: bool = False
-    hangs: bool = False  # it did not answer: there is no use in asking a process of ours once more before its restart
-    why: str = "it was not asked yet."
-    down_since: float = field(default_factory=time.monotonic)
-    hopeless: ServerError | None = None  # coming back failed in a way that will not change
-    failed_starts: int = 0  # in a row, as the next one
-    refusals: int = 0
-    load: int = 0  # tokens in flight there, prompt and allowance
-    in_flight: int = 0
-    stir: threading.Event = field(default_factory=threading.Event)  # wakes its watcher
-    weights: threading.Lock = field(default_factory=threading.Lock)  # held by whoever sends it weights
-
-    @property
-    def name(self) -> str:
-        return self.client.name
 
 
 class Fleet:
@@ -122,6 +70,7 @@ class Fleet:
         self._watch_seconds = watch_seconds
         self._changed = threading.Condition()
         self._closing = threading.Event()
+        self._owner = os.getpid()
         # Servers are told numbers of their own, higher than those of any run before: a server that was restarted by others
         # with the weights of its folder, or that another trainer has written to, cannot happen to have the right one.
         self._next_version = max(int(time.time()) - 1_700_000_000, 0) << 20
@@ -171,20 +120,38 @@ class Fleet:
 
     @staticmethod
     def _refuse_if_different(infos: Sequence[ServerInfo]) -> None:
-        for what in ("vocabulary", "logprobs_mode", "context_length"):
+        for what in FIXED:
             values = [getattr(info, what) for info in infos]
             if len(set(values)) > 1:
                 raise ValueError(f"The servers have different values of {what}: {values}. Start them alike.")
 
     def close(self) -> None:
-        """End the watch and the processes that are ours."""
+        """End the watch and the processes that are ours; let go of the weights and of the ways by which they were sent."""
+        if os.getpid() != self._owner:  # the sockets of a forked child are the trainer's, too
+            return
         self._closing.set()
-        for member in self.members:
-            member.stir.set()
-            member.client.break_off("the trainer is closing.")
+        self._end_the_watch()
         for member in self.members:
             if member.process is not None:
                 member.process.close()
+            member.client.close()
+        with self._changed:
+            self.target = replace(self.target, kept=None)
+
+    def _end_the_watch(self) -> None:
+        """A watcher may be about to begin one more call, so they are broken off until all watchers have ended."""
+        end = time.monotonic() + CLOSE_SECONDS
+        left = [watcher for watcher in self._watchers if watcher is not threading.current_thread()]
+        while True:
+            for member in self.members:
+                member.stir.set()
+                member.client.break_off("the trainer is closing.")
+            left = [watcher for watcher in left if watcher.is_alive()]
+            if not left or time.monotonic() > end:
+                break
+            left[0].join(0.05)
+        for watcher in left:
+            log.warning("%s did not end within %g s of the trainer's end.", watcher.name, CLOSE_SECONDS)
 
     # who is up ------------------------------------------------------------------------------------------------------
 
@@ -323,6 +290,7 @@ class Fleet:
         while not self._closing.is_set():
             target = self.target
             info = member.client.info()
+            self._refuse_if_changed(member, info)
             if target.version is None:
                 return
             if not target.is_served(info):
@@ -342,6 +310,17 @@ class Fleet:
                 self._changed.notify_all()
             log.info("The server %s is up with version %s.", member.name, target.version)
             return
+
+    @staticmethod
+    def _refuse_if_changed(member: Member, info: ServerInfo) -> None:
+        """The trainer has planned with what the server was when it was found; it may have been started anew, otherwise."""
+        for what in FIXED:
+            before, now = getattr(member.info, what), getattr(info, what)
+            if before != now:
+                raise ServerRefused(
+                    f"{member.name} was restarted with {what} {now}; this run began with {before}. Start it as it was before.",
+                    400,
+                )
 
     def _send_again(self, member: Member, target: Target, info: ServerInfo) -> None:
         if target.kept is None:
@@ -387,8 +366,13 @@ class Fleet:
         return target
 
     def _reachable(self) -> list[Member]:
-        """Before the first version no server is up; those that answer can take it."""
-        found = at_once([lambda member=member: (member.client.info(), member)[1] for member in self.members])
+        """Before the first version no server is up; those that answer, as they did before, can take it."""
+
+        def ask(member: Member) -> Member:
+            self._refuse_if_changed(member, member.client.info())
+            return member
+
+        found = at_once([lambda member=member: ask(member) for member in self.members])
         return [one for one in found if isinstance(one, Member)]
 
     def _all(

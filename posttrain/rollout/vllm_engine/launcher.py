@@ -32,7 +32,8 @@ class ServerProcess:
     """`python path/to/posttrain/serve ...` in a session of its own, with its output in a log file.
 
     The server looks for its parent (`--parent`) and ends itself when that is gone, so a trainer that is killed leaves nothing
-    behind. The token is drawn here, unless one is given, and handed over in the environment.
+    behind. Unless a token is given one is drawn for each start, and handed over in the environment: whoever takes the port while
+    the server is down is told nothing that opens the next one.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class ServerProcess:
         self.port = free_port() if port is None else port
         self.deadlines = deadlines or Deadlines()
         self.starts = 0
-        self._token = secrets.token_urlsafe(24) if token is None else token
+        self._draws_tokens, self._token = token is None, new_token() if token is None else token
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # of `_process`: a watcher may restart it while the trainer closes it
+        self._ending = threading.Lock()  # of its end: it is killed and reaped by one thread
         self._owner, self._closed = os.getpid(), False
         self.client = ServerClient(f"http://127.0.0.1:{self.port}", self._token, self.deadlines, weight_transport)
         atexit.register(self.close)
@@ -67,16 +69,36 @@ class ServerProcess:
 
     @property
     def is_running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        return self._process is not None and self._end() is None
+
+    def _end(self) -> int | None:
+        """The status with which the process ended; None while it runs.
+
+        It is only looked at, and reaped by `kill`: until then its number, which is that of its group, is nobody else's.
+        """
+        process = self._process
+        if process.returncode is not None:
+            return process.returncode
+        try:
+            found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # it was reaped by others, or just now by `kill`
+            return process.poll()
+        if found is None:
+            return None
+        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
 
     def start(self) -> None:
-        """Begin a process; `wait_until_healthy` says when it answers."""
+        """Begin a process, in the place of the one before; `wait_until_healthy` says when it answers."""
+        self.kill()  # what is left of the one before
         command = [self.python, str(Path(posttrain.serve.__file__).parent), *self.arguments]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--parent", str(os.getpid())]
-        environment = os.environ | self._environment | {TOKEN_VARIABLE: self._token}
         with self._lock:
             if self._closed:
                 raise ServerGone(f"{self.client.name} was closed by this trainer and is not started again.")
+            if self._draws_tokens and self.starts:
+                self._token = new_token()
+                self.client.use_token(self._token)
+            environment = os.environ | self._environment | {TOKEN_VARIABLE: self._token}
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
             with self.log_file.open("ab") as output:
                 self._process = subprocess.Popen(
@@ -96,7 +118,7 @@ class ServerProcess:
         latest = "it was not asked yet"
         while time.monotonic() < end:
             if not self.is_running:
-                status = self._process.returncode if self._process else "no process"
+                status = self._end() if self._process else "no process"
                 raise ServerGone(
                     f"The server {self.client.name} ended at its start (status {status}). {self.log_tail()}"
                 )
@@ -118,7 +140,13 @@ class ServerProcess:
         """SIGKILL to the server and all that it started; also ends a process that was stopped."""
         with self._lock:
             process = self._process
-        if process is None or process.poll() is not None:
+        if process is not None:
+            with self._ending:
+                self._kill_and_reap(process)
+
+    def _kill_and_reap(self, process: subprocess.Popen[bytes]) -> None:
+        """Its workers are killed also where the server itself has died; once it is reaped its number may be another's."""
+        if process.returncode is not None:
             return
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -133,7 +161,6 @@ class ServerProcess:
             ) from error
 
     def restart(self, give_up: threading.Event | None = None) -> None:
-        self.kill()
         self.start()
         self.wait_until_healthy(give_up)
 
@@ -153,6 +180,10 @@ class ServerProcess:
         with self.log_file.open("rb") as file:
             file.seek(max(self.log_file.stat().st_size - TAIL, 0))
             return f"The end of {self.log_file}:\n{file.read().decode(errors='replace')}"
+
+
+def new_token() -> str:
+    return secrets.token_urlsafe(24)
 
 
 def free_port() -> int:

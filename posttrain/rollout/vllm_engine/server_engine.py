@@ -10,8 +10,10 @@ from __future__ import annotations
 import logging
 import math
 import queue
+import threading
 import time
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,15 +22,18 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from posttrain.rollout.engine import Completion, Prompt, SamplingParams
 from posttrain.rollout.request import Request, request_or_error
 from posttrain.rollout.vllm_engine.client import ABORT, ABORTED, DRAIN, GenerateRequest, Written
-from posttrain.rollout.vllm_engine.fleet import Client, Fleet, Member, Target
+from posttrain.rollout.vllm_engine.fleet import Fleet
+from posttrain.rollout.vllm_engine.fleet_members import Client, Member, Target
 from posttrain.rollout.vllm_engine.kept_weights import BUCKET_BYTES, KeptWeights, common_checksum, spec_of
 from posttrain.rollout.vllm_engine.launcher import ServerProcess
 from posttrain.rollout.vllm_engine.params import completion_logps, refuse_unknown_to_vllm, request_seed
+from posttrain.rollout.vllm_engine.sync_probe import BOUNDS
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, ServerRefused, ServerSlow
 from posttrain.rollout.vllm_engine.workers import Workers
 from posttrain.serve.host_memory import HostMemory
@@ -39,6 +44,7 @@ PER_SERVER = 256
 MOST_TRIES = 20
 POLL_SECONDS = 0.1
 BUSY_SECONDS = 0.2
+MOST_PAUSE_SECONDS = 5.0
 
 Weights = Iterable[tuple[str, Tensor]]
 Export = Callable[[], Weights]
@@ -79,6 +85,10 @@ class ServedVLLM:
         members = [Member(s.client, s) if isinstance(s, ServerProcess) else Member(s) for s in servers]
         self.fleet = Fleet(members, self.options.deadlines, self.options.watch_seconds, self.options.bucket_bytes)
         self.fleet.attach()
+        # An engine that nobody has any more must not send its weights over those of a later one. In a thread, because garbage
+        # may be collected in any, at any moment, with any of the locks held that closing needs.
+        self._when_dropped = weakref.finalize(self, _close_in_background, self.fleet)
+        self._when_dropped.atexit = False
         about = members[0].info
         self.context, self.logprobs_mode = about.context_length, about.logprobs_mode
         self.vocabulary = about.vocabulary or vocabulary or 1 << 31
@@ -95,8 +105,15 @@ class ServedVLLM:
         """Of the weights that write, as the trainer counts."""
         return self.fleet.target.label
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the servers compute, the coarsest of theirs; one that does not say is taken for bfloat16."""
+        named = [getattr(torch, member.info.dtype or "", None) for member in self.fleet.members]
+        return max((one if one in BOUNDS else torch.bfloat16 for one in named), key=BOUNDS.__getitem__)
+
     def close(self) -> None:
-        """End the watch, and the server processes that are this trainer's own."""
+        """End the watch, and the server processes that are this trainer's own; let go of the weights."""
+        self._when_dropped.detach()
         self.fleet.close()
 
     def __enter__(self) -> ServedVLLM:
@@ -157,10 +174,27 @@ class ServedVLLM:
 
     def scores_by_server(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
         """Log-probs of every token after the first at temperature 1, from every server that is up."""
+        failed: list[ServerError] = []
+
+        def ask(member: Member, version: int | None) -> list[list[float]]:
+            try:
+                return member.client.score(sequences, version)
+            except ServerError as error:
+                failed.append(error)
+                raise
+
+        tries, deadlines = 0, self.options.deadlines
+        end = time.monotonic() + deadlines.completion + deadlines.back
         while True:
-            found = self.fleet.ask_up(lambda member, version: member.client.score(sequences, version))
+            found = self.fleet.ask_up(ask)
             if found:
                 return {member.name: [np.asarray(one, np.float32) for one in scores] for member, scores in found}
+            tries += bool(failed)
+            if failed and (tries >= MOST_TRIES or time.monotonic() > end):
+                raise ServerSlow(
+                    f"No server has scored the tokens of the probe, which were sent {tries} times; the last time {failed[-1]}"
+                ) from failed[-1]
+            time.sleep(min(POLL_SECONDS * 2**tries, MOST_PAUSE_SECONDS))
             self.fleet.wait_until_up()
 
     def differing_tensors(self, at_most: int = 1) -> list[str]:
@@ -195,6 +229,10 @@ class ServedVLLM:
             self.fleet.wake()
 
 
+def _close_in_background(fleet: Fleet) -> None:
+    threading.Thread(target=fleet.close, name="close servers", daemon=True).start()
+
+
 @dataclass(eq=False)
 class _Ticket:
     """A prompt on its way. In exactly one of: waiting, sent, handed over."""
@@ -204,6 +242,7 @@ class _Ticket:
     tries: int = 0  # that a server did not survive, or did not answer
     sent_at: float = 0.0
     label: int = 0  # of the version that it was sent to, as the trainer counts
+    refused_since: float | None = None  # because servers were busy
     attempt: int = 0  # counts answers that were no completion: those are kept by the server under the old id
 
     @property
@@ -226,6 +265,7 @@ class ServedSession:
         self._finished: list[tuple[int, Completion]] = []
         self._came: queue.SimpleQueue[tuple[int, Member, Outcome]] = queue.SimpleQueue()
         self._pause_until = 0.0
+        self._last_finished = 0.0  # when a completion came
 
     def add(self, prompt: Prompt) -> int:
         number, self._tickets = self._tickets, self._tickets + 1
@@ -317,7 +357,7 @@ class ServedSession:
             raise outcome
 
     def _hand_over(self, ticket: _Ticket, written: Written) -> None:
-        request, version = ticket.request, ticket.label
+        request, version, self._last_finished = ticket.request, ticket.label, time.monotonic()
         if any(math.isnan(logp) for logp in written.logps):
             sentence = f"The logits after prompt {request.prompt.key} are not numbers: the weights are broken."
             self._finished.append((request.ticket, Completion.failed(sentence, version)))
@@ -347,7 +387,16 @@ class ServedSession:
         self._finished.append((ticket.request.ticket, Completion.failed(str(error), self._engine.version)))
 
     def _wait_a_little(self, ticket: _Ticket, member: Member, error: ServerRefused) -> None:
-        self._pause_until = time.monotonic() + BUSY_SECONDS
+        """Busy with our own prompts, or with another's; where nothing of ours comes back meanwhile it has an end."""
+        now, seconds = time.monotonic(), member.client.deadlines.completion
+        if ticket.refused_since is None:
+            ticket.refused_since = now
+        if now - max(ticket.refused_since, self._last_finished) > seconds:
+            raise ServerSlow(
+                f"Prompt {ticket.request.prompt.key} was refused for more than {seconds:g} s (the deadline of one completion), in "
+                f"which no other one was completed: {error}"
+            ) from error
+        self._pause_until = now + BUSY_SECONDS
         self._waiting.appendleft(ticket)
 
     def _raise(self, ticket: _Ticket, member: Member, error: ServerRefused) -> None:

@@ -163,16 +163,20 @@ class Transport:
     """Calls of one server. Any number of threads; connections are kept open and used again."""
 
     def __init__(self, base_url: str, token: str | None, connect_seconds: float = 5.0) -> None:
-        self.address = Address.of(base_url)
-        if token is not None and (not token.isascii() or not token.isprintable() or " " in token or not token):
-            raise ValueError(f"The token of {self.address} is not made of printable ASCII characters without blanks.")
-        self._token, self._connect_seconds = token, connect_seconds
+        self.address, self._connect_seconds = Address.of(base_url), connect_seconds
+        self.use_token(token)
         self._lock = threading.Lock()  # of the two that follow
         self._idle: list[Connection] = []
         self._busy: set[Connection] = set()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address}, token {'set' if self._token else 'none'})"
+
+    def use_token(self, token: str | None) -> None:
+        """Sent with every call that begins from now on."""
+        if token is not None and (not token.isascii() or not token.isprintable() or " " in token or not token):
+            raise ValueError(f"The token of {self.address} is not made of printable ASCII characters without blanks.")
+        self._token = token
 
     def ask(self, method: str, path: str, body: Any = None, seconds: float = 60.0, reads: bool = True) -> Any:
         """The JSON of the answer; None without `reads`, where only its status counts.

@@ -7,10 +7,12 @@ names it), run a request once only (one that is sent again is computed again; it
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
 import shutil
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -46,7 +48,9 @@ class UpstreamClient:
         self.deadlines = deadlines or Deadlines()
         self._transport = Transport(base_url, token, self.deadlines.connect)
         self.name = str(self._transport.address)
-        self._folder, self._logprobs_mode = adapter_folder, logprobs_mode
+        # A folder per server: the others' clients write and remove adapters of the same names at the same time.
+        self._folder = None if adapter_folder is None else Path(adapter_folder) / _folder_name(self.name)
+        self._logprobs_mode = logprobs_mode
         self._models: dict[int, str] = {}  # version -> name of the model; 0 is the base model
 
     def __repr__(self) -> str:
@@ -54,6 +58,10 @@ class UpstreamClient:
 
     def break_off(self, why: str) -> None:
         self._transport.break_off(why)
+
+    def close(self) -> None:
+        """Let go of the connections. A later call opens one again."""
+        self.break_off("this client was closed.")
 
     def health(self) -> None:
         self._transport.ask("GET", "/health", None, self.deadlines.health, reads=False)
@@ -144,19 +152,17 @@ class UpstreamClient:
             raise ServerRefused(f"{self.name}: {MISSING}", NOT_OFFERED)
 
     def stage(self, kept: KeptWeights, version: int, bucket_bytes: int = 0) -> None:
-        """Write the adapter where the server sees it."""
-        from safetensors.torch import save_file
-
+        """Write the adapter where the server sees it: whole, or not at all."""
         self.refuse_if_not_offered(kept, self.info())
         path = self._path(kept, version)
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir(parents=True)
-        tensors = {}
-        for spec in kept.specs:
-            flat = torch.frombuffer(bytearray(kept.data[spec.name]), dtype=getattr(torch, spec.dtype))
-            tensors[spec.name] = flat.view(spec.shape)
-        save_file(tensors, path / "adapter_model.safetensors")
-        (path / "adapter_config.json").write_text(json.dumps(kept.adapter_config))
+        unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            _write_adapter(unfinished, kept)
+            shutil.rmtree(path, ignore_errors=True)
+            unfinished.rename(path)
+        except BaseException:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            raise
 
     def commit(self, kept: KeptWeights, version: int, in_flight: str = "drain") -> None:
         """Load it under a name of its own; requests that run keep theirs. Of older ones the newest is kept."""
@@ -181,6 +187,8 @@ class UpstreamClient:
         self.info()
         if version in self._models:
             self._unload(version)
+        for staged in [] if self._folder is None else self._folder.glob(f"posttrain-{version}-*"):
+            shutil.rmtree(staged, ignore_errors=True)
 
     def _unload(self, version: int) -> None:
         name = self._models.pop(version, None)
@@ -191,13 +199,31 @@ class UpstreamClient:
             shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def _path(self, kept: KeptWeights, version: int) -> Path:
-        return Path(self._folder) / f"posttrain-{version}-{kept.fingerprint}"
+        return self._folder / f"posttrain-{version}-{kept.fingerprint}"
 
     def sleep(self, level: int) -> str | None:
         return "A plain `vllm serve` is not put to sleep by a trainer."
 
     def wake(self) -> None:
         """It never slept."""
+
+
+def _folder_name(server: str) -> str:
+    """Of a server's address: one that can be read, and is no other server's."""
+    readable = re.sub(r"[^A-Za-z0-9.]+", "-", server.partition("://")[2]).strip("-.")
+    return f"{readable}-{hashlib.blake2b(server.encode(), digest_size=4).hexdigest()}"
+
+
+def _write_adapter(folder: Path, kept: KeptWeights) -> None:
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    tensors = {}
+    for spec in kept.specs:
+        flat = torch.frombuffer(bytearray(kept.data[spec.name]), dtype=getattr(torch, spec.dtype))
+        tensors[spec.name] = flat.view(spec.shape)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps(kept.adapter_config))
 
 
 def _sampling(params: SamplingParams) -> dict[str, Any]:

@@ -123,9 +123,10 @@ class WeightChannel:
 
     def close(self) -> None:
         """Let go of blocks, buffers and groups; the next version begins with new ones."""
-        sender, self._sender, self.in_use = self._sender, None, HTTP
-        if sender is not None:
-            sender.close()
+        senders, self._sender, self._failed, self.in_use = (self._sender, self._failed), None, None, HTTP
+        for sender in senders:
+            if sender is not None:
+                sender.close()
 
 
 def _falls_back(error: Exception) -> bool:

@@ -1,0 +1,39 @@
+"""The whole application over the scripted engine, called without sockets."""
+
+from __future__ import annotations
+
+from posttrain.serve.app import build_app
+from posttrain.serve.echo_engine import EchoEngine, numbered_weights
+from posttrain.serve.payload import encode_manifest
+from posttrain.serve.server import RolloutServer, ServerOptions
+from tests.serve.asgi_client import call
+from tests.serve.serving import update_of
+
+TOKEN = "a-token-of-the-tests-7c1"
+
+
+class Served:
+    def __init__(self, token=TOKEN, options=None, **engine):
+        self.engine = EchoEngine(numbered_weights(0), **engine)
+        self.server = RolloutServer(
+            self.engine, options or ServerOptions(most_json_bytes=1 << 16, most_part_bytes=1 << 16)
+        )
+        self.server.start()
+        self.app = build_app(self.server, token)
+        self.token = token
+
+    async def __call__(self, method, path, body=b"", **more):
+        return await call(self.app, method, path, body, **({"token": self.token} | more))
+
+    async def push(self, version, **commit):
+        manifest, payloads, _ = update_of(version, numbered_weights(version))
+        replies = [await self("POST", "/weights/begin", {"manifest": encode_manifest(manifest)})]
+        for payload in payloads:
+            replies.append(await self("POST", "/weights/part", payload))
+        replies.append(await self("POST", "/weights/commit", {"version": version} | commit))
+        assert [reply.status for reply in replies] == [200] * len(replies), replies[-1].body
+        return replies[-1].json()
+
+
+def asked(request_id="r1", tokens=4, **more):
+    return {"request_id": request_id, "prompts": [{"ids": [1, 2]}], "sampling": {"max_tokens": tokens}, **more}

@@ -1,0 +1,66 @@
+"""The server as a process: how it ends, and what cannot keep it from answering."""
+
+import importlib.util
+import signal
+import socket
+import sys
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.serve.live_server import LiveServer
+
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("uvicorn"), reason="uvicorn is not installed")
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def make(*more, python=sys.executable):
+        started.append(LiveServer(str(python), tmp_path / f"server{len(started)}.log", "--model", "echo", *more))
+        started[-1].wait_until_ready(60)
+        return started[-1]
+
+    yield make
+    for server in started:
+        server.close()
+
+
+def test_sigterm_is_a_clean_stop(start, tmp_path):
+    folder = tmp_path / "adapters"
+    folder.mkdir()
+    server = start("--adapter-folder", str(folder), "--engine-args", '{"step_seconds": 0.05}')
+    server.push(1, {"m.q_proj.lora_A.weight": torch.ones(4)}, adapter_config={"r": 1})
+    assert len(list(folder.iterdir())) == 1
+    answers = []
+    body = {"prompts": [{"ids": [1]}], "sampling": {"max_tokens": 20}}
+    asking = threading.Thread(target=lambda: answers.append(server.ask("POST", "/generate", body)))
+    asking.start()
+    while not server.get("/info")[1]["in_flight"]:
+        time.sleep(0.02)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(40) == 0
+    asking.join(10)
+    assert [status for status, _ in answers] == [200]  # what ran has ended first
+    assert list(folder.iterdir()) == []  # and the server was closed
+
+
+def test_half_sent_requests_do_not_use_up_the_descriptors(start, tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nulimit -n 256\nexec {sys.executable} "$@"\n')
+    python.chmod(0o700)
+    server = start(python=python)
+    half = []
+    try:
+        for _ in range(300):
+            half.append(socket.create_connection(("127.0.0.1", server.port), timeout=5))
+            half[-1].sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n")
+        for _ in range(5):
+            assert server.get("/health")[0] == 200
+    finally:
+        for one in half:
+            one.close()
+    assert "Too many open files" not in server.log.read_text()

@@ -1,0 +1,230 @@
+"""When weights are sent again, how far apart two sides may be, and what happens where one of them breaks off."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+
+from posttrain.models.weight_export import exported_adapter, exported_weights
+from posttrain.rollout.engine import SamplingParams
+from posttrain.rollout.vllm_engine import colocate
+from posttrain.rollout.vllm_engine.server_engine import ServedVLLM
+from posttrain.rollout.vllm_engine.sync_probe import BOUNDS, WeightsDiffer, scored_by
+from posttrain.trainer.joint_export import JointExport
+from posttrain.trainer.weight_sync import SECONDS, WeightSync
+from tests import tiny
+from tests.rollout.served import FakeClient
+
+
+class SleepingVLLM:
+    """What a VLLMEngine on a GPU does, without vLLM: it loads, compares and sleeps; `step` gives what `moves` says."""
+
+    def __init__(self, options):
+        self.info = SimpleNamespace(capabilities={"weights": True, "adapters": True}, notes=(), context_length=512)
+        self.calls, self.aborted = [], []
+
+    def load_weights(self, tensors):
+        self.calls.append("load")
+        list(tensors)
+
+    def reset_prefix_cache(self, running):
+        return True
+
+    def sleep(self, level):
+        self.calls.append("sleep")
+
+    def wake(self, parts):
+        self.calls.append(f"wake {parts[0]}")
+
+    def add(self, job, adapter):
+        self.calls.append("add")
+
+    def step(self):
+        return []
+
+    def abort(self, names):
+        self.aborted += names
+
+    def in_workers(self, function, tensors, at_most):
+        list(tensors)
+        return [[]]
+
+    def close(self):
+        self.calls.append("close")
+
+
+@pytest.fixture
+def colocated(monkeypatch):
+    """Makes an engine over SleepingVLLM for a model."""
+    monkeypatch.setattr(colocate, "VLLMEngine", SleepingVLLM)
+    made = []
+
+    def make(model, **options):
+        made.append(colocate.ColocatedVLLM(model, options=colocate.ColocateOptions(**options)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+
+
+def trainer_of(engine, model, bound=None):
+    args = SimpleNamespace(process_index=0, world_size=1, vllm_sync_tolerance=bound)
+    return SimpleNamespace(engine=engine, model=model, is_fully_sharded=False, joint_export=None, args=args)
+
+
+@pytest.mark.parametrize(("level", "loads"), [(0, 1), (1, 1), (2, 3)])
+def test_weights_that_sleep_has_dropped_are_sent_again_at_the_same_step(colocated, level, loads):
+    model = tiny.causal_lm()
+    engine = colocated(model, sleep_level=level)
+    engine.score = scored_by(model)
+    sync, took = WeightSync(trainer_of(engine, model)), []
+    for _ in range(3):  # an evaluation in two chunks and a window of training, say
+        took.append(sync.ready(1))
+        with engine.session(SamplingParams(max_tokens=4)):
+            assert engine.holds_weights
+        engine.sleep()
+        assert engine.holds_weights == (level < 2)
+    assert engine.engine.calls.count("load") == loads
+    assert [SECONDS in one for one in took] == [True, loads > 1, loads > 1]
+
+
+def test_a_probe_that_vllm_does_not_answer_is_a_sentence(colocated):
+    model = tiny.causal_lm()
+    engine = colocated(model, stall_seconds=0.2)
+    engine.load_weights(None, 1)
+    with pytest.raises(RuntimeError, match="no token for 0 s with 2 prompts in flight"):
+        engine.score([[1, 2, 3], [4, 5, 6]])
+    assert len(engine.engine.aborted) == 2
+
+
+# ---- the bound ---------------------------------------------------------------------------------------------------------------
+
+
+class Rounded:
+    """An engine that holds the trainer's weights, rounded to its own dtype."""
+
+    is_foreign, version = True, 1
+
+    def __init__(self, model, dtype):
+        self.dtype, self.vocabulary = dtype, model.config.vocab_size
+        self.model = copy.deepcopy(model).to(dtype)
+
+    def load_weights(self, weights, version): ...
+
+    def wake(self): ...
+
+    def probed(self, sequences):
+        return [(scored_by(self.model)(sequences), lambda at_most: [])]
+
+
+def rough_model(dtype):
+    return tiny.causal_lm(initializer_range=0.1).to(dtype).eval()
+
+
+@pytest.mark.parametrize(
+    ("own", "engines", "expected"),
+    [
+        (torch.float32, torch.float32, torch.float32),
+        (torch.float32, torch.float16, torch.float16),
+        (torch.float32, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.bfloat16),
+        (torch.float32, torch.float8_e4m3fn, torch.bfloat16),
+    ],
+)
+def test_the_bound_is_that_of_the_coarser_side(own, engines, expected):
+    model = rough_model(own)
+    engine = Rounded(model, engines) if engines in BOUNDS else SimpleNamespace(dtype=engines, is_foreign=True)
+    sync = WeightSync(trainer_of(engine, model))
+    assert sync._coarsest_dtype() == expected
+    if engines in BOUNDS:
+        sync.ready(1)
+        assert sync._probe.bound == BOUNDS[expected]
+
+
+def test_rounding_of_a_bfloat16_server_is_no_difference_and_a_bound_that_was_set_counts():
+    model = rough_model(torch.float32)
+    found = WeightSync(trainer_of(Rounded(model, torch.bfloat16), model)).ready(1)
+    assert BOUNDS[torch.float32] < found["sync/logp_difference/mean"] < BOUNDS[torch.bfloat16]
+    with pytest.raises(WeightsDiffer, match=r"0\.001 would be rounding"):
+        WeightSync(trainer_of(Rounded(model, torch.bfloat16), model, bound=1e-3)).ready(1)
+
+
+@pytest.mark.parametrize(
+    ("named", "dtype"),
+    [
+        (["float32", "float32"], torch.float32),
+        (["float32", "float16"], torch.float16),
+        (["float32", None], torch.bfloat16),
+    ],
+)
+def test_the_dtype_of_servers_is_the_coarsest_of_theirs(named, dtype):
+    clients = [FakeClient(f"fake-{number}") for number in range(2)]
+    for client, name in zip(clients, named):
+        client.about = {"dtype": name}
+    with ServedVLLM(clients) as engine:
+        assert engine.dtype == dtype
+
+
+# ---- sharded weights ---------------------------------------------------------------------------------------------------------
+
+
+class HasEnough:
+    """An engine of a process's own that breaks off its comparison."""
+
+    def __init__(self, after):
+        self.after, self.seen = after, []
+
+    def differing_tensors(self, at_most, weights=None):
+        for number, (name, _) in enumerate(weights):
+            if number == self.after:
+                raise MemoryError("no room to compare")
+            self.seen.append(name)
+        return []
+
+    def probed(self, sequences):
+        return []
+
+
+class CountedExport(JointExport):
+    """Counts the tensors that are gathered."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        self.gathered = 0
+
+    def _counted(self, tensors):
+        for one in tensors:
+            self.gathered += 1
+            yield one
+
+    def weights(self):
+        self._walked = self._counted(super().weights())
+        return self._walked
+
+    def adapter(self):
+        config, tensors = super().adapter()
+        self._walked = self._counted(tensors)
+        return config, self._walked
+
+
+@pytest.mark.parametrize("by_adapter", [False, True])
+@pytest.mark.parametrize("after", [0, 1, 10**6])
+def test_a_comparison_that_breaks_off_on_one_process_is_walked_to_its_end(by_adapter, after, monkeypatch):
+    """Every tensor is gathered by all processes: one that stops early would leave the others waiting."""
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    model = tiny.causal_lm()
+    if by_adapter:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"]))
+    joint, engine = CountedExport(model, None, by_adapter), HasEnough(after)
+    if after < 10**6:
+        with pytest.raises(MemoryError, match="no room to compare"):
+            joint.probed(engine, [])
+    else:
+        assert joint.probed(engine, []) == []
+    everything = exported_adapter(model)[1] if by_adapter else exported_weights(model)
+    assert joint.gathered == len(list(everything))
