@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.errors import UsageError, nearest
@@ -11,13 +12,17 @@ if TYPE_CHECKING:
     from posttrain.cli.arguments import RunConfig
     from posttrain.data.sources import DatasetSource
 
+logger = logging.getLogger(__name__)
+
 KEYS = ("path", "name", "split", "columns", "weight", "fraction", "data_files", "data_dir")
+TEXTS = ("name", "split", "data_dir")
 
 
 def datasets_of(config: RunConfig) -> tuple[Any, Any]:
     """(rows to train on, rows to evaluate on or None). SourceError and UsageError name what is wrong."""
     from posttrain.data.mixtures import load_mixture
 
+    _refuse_idle_evaluation(config)
     streaming = config.get("dataset_streaming") or config.get("streaming")
     seed = config.get("seed")
     sources = _sources(config, config.get("dataset_train_split"))
@@ -25,9 +30,34 @@ def datasets_of(config: RunConfig) -> tuple[Any, Any]:
     size = config.get("test_split_size")
     if size is not None:
         return _split(train, size, seed, streaming)
-    if config.get("eval_strategy") == "no" and not config.get("do_eval"):
-        return train, None
-    return train, _evaluation(config, streaming, seed)
+    other = config.get("eval_dataset_name")
+    if other or config.get("eval_strategy") != "no" or config.get("do_eval"):
+        return train, _evaluation(config, other, streaming, seed)
+    return train, None
+
+
+def _refuse_idle_evaluation(config: RunConfig) -> None:
+    """Rows to evaluate on, in a run that never evaluates, are a mistake: nobody would look at them.
+
+    `do_eval` alone evaluates nothing, here as in transformers. One case is only warned of: `test_split_size` beside `datasets`,
+    which TRL takes in silence with `eval_strategy: "no"` too (it holds the rows out). Its files have to go on training, and on the
+    same rows; `eval_dataset_name`, and `test_split_size` beside `dataset_name`, TRL does not have or does not read.
+    """
+    given = [name for name in ("eval_dataset_name", "test_split_size") if config.get(name) is not None]
+    if len(given) == 2:
+        raise UsageError(
+            "`eval_dataset_name` and `test_split_size` both name rows to evaluate on; leave one of them out."
+        )
+    if not given or config.get("eval_strategy") != "no" or config.get("eval_on_start"):
+        return
+    asked = f"{config.where(given[0])} is {config.get(given[0])!r}, and the run never evaluates"
+    if given[0] == "test_split_size" and config.get("datasets"):
+        if os.environ.get("RANK", "0") == "0":
+            logger.warning(
+                f"{asked}: these rows are held out for nothing. Set `eval_strategy: steps`, or leave it out."
+            )
+        return
+    raise UsageError(f"{asked}: set `eval_strategy: steps` (or epoch), or leave it out.")
 
 
 def _sources(config: RunConfig, split: str) -> list[DatasetSource]:
@@ -36,7 +66,8 @@ def _sources(config: RunConfig, split: str) -> list[DatasetSource]:
     listed = config.get("datasets")
     if listed:
         sources = [_source(entry, number, split) for number, entry in enumerate(listed, 1)]
-        return _with_shares(sources, [entry.get("fraction") for entry in listed])
+        fractions = [None if isinstance(entry, str) else entry.get("fraction") for entry in listed]
+        return _with_shares(sources, fractions)
     name = config.get("dataset_name")
     if not name:
         raise UsageError(
@@ -58,13 +89,29 @@ def _source(entry: Any, number: int, split: str) -> DatasetSource:
             raise UsageError(f"{where}: there is no key `{key}`.{nearest(key, KEYS)} Keys are {', '.join(KEYS)}.")
     if not isinstance(entry.get("path"), str):
         raise UsageError(f"{where} has no `path`: a file, a folder or a Hub id.")
-    columns = entry.get("columns") or {}
-    given = {"columns": columns} if isinstance(columns, dict) else {"keep": list(columns)}
+    for key in TEXTS:
+        if not isinstance(entry.get(key), str | None):
+            raise UsageError(f"{where}: `{key}` is {entry[key]!r}; it takes text.")
+    given = _columns(entry.get("columns") or {}, where)
     more = {key: entry[key] for key in ("weight", "data_files", "data_dir") if entry.get(key) is not None}
     try:
-        return DatasetSource(entry["path"], subset=entry.get("name"), split=entry.get("split", split), **given, **more)
+        return DatasetSource(
+            entry["path"], subset=entry.get("name"), split=entry.get("split") or split, **given, **more
+        )
     except (TypeError, ValueError) as error:
         raise UsageError(f"{where}: {error}") from error
+
+
+def _columns(columns: Any, where: str) -> dict[str, Any]:
+    """Ours are a mapping of names, TRL's are a list of columns to keep."""
+    if isinstance(columns, dict) and all(isinstance(name, str) for pair in columns.items() for name in pair):
+        return {"columns": columns}
+    if isinstance(columns, list) and all(isinstance(name, str) for name in columns):
+        return {"keep": columns}
+    raise UsageError(
+        f"{where}: `columns` is {columns!r}; it takes a list of columns to keep, such as [messages], or a mapping from their names "
+        "to the method's, such as {question: prompt}."
+    )
 
 
 def _with_shares(sources: list[DatasetSource], fractions: list[Any]) -> list[DatasetSource]:
@@ -94,18 +141,25 @@ def _split(train: Any, size: float, seed: int, streaming: bool) -> tuple[Any, An
     return parts["train"], parts["test"]
 
 
-def _evaluation(config: RunConfig, streaming: bool, seed: int) -> Any:
+def _evaluation(config: RunConfig, other: str | None, streaming: bool, seed: int) -> Any:
     from posttrain.data.mixtures import load_mixture
-    from posttrain.data.sources import DatasetSource, load_source
+    from posttrain.data.sources import DatasetSource, has_splits, load_source
 
-    split, other = config.get("dataset_test_split"), config.get("eval_dataset_name")
+    split = config.get("dataset_test_split")
     if other:
         columns = config.get("dataset_columns") or {}
         return load_source(DatasetSource(other, split=split, columns=columns), seed=seed, streaming=streaming)
     sources = _sources(config, split)
-    if file := next((source.path for source in sources if Path(source.path).is_file()), None):
+    remedy = "Name the rows with --eval_dataset_name, or hold some out with --test_split_size 0.1."
+    named = [entry for entry in config.get("datasets") or () if not isinstance(entry, str) and entry.get("split")]
+    if named:
         raise UsageError(
-            f"`eval_strategy` asks for evaluation, and {file} is one file without a split {split!r}. Name the rows with "
-            "--eval_dataset_name, or hold some out with --test_split_size 0.1."
+            f"`eval_strategy` asks for evaluation, and {named[0]['path']} of `datasets` names the split {named[0]['split']!r}, "
+            f"which is trained on. {remedy}"
+        )
+    if whole := next((source.path for source in sources if not has_splits(source.path)), None):
+        what = "one file" if os.path.isfile(whole) else "a folder"
+        raise UsageError(
+            f"`eval_strategy` asks for evaluation, and {whole} is {what} without a split {split!r}. {remedy}"
         )
     return load_mixture(sources, mixing=config.get("mixing"), seed=seed, streaming=streaming)

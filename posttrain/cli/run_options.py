@@ -21,9 +21,9 @@ class DataOptions(DatasetOptions):
     test_split_size: float | None = option(
         None, "Share (below 1) or number of rows held out of training to evaluate on."
     )
-    datasets: list[dict[str, Any]] | None = option(
+    datasets: list[str | dict[str, Any]] | None = option(
         None,
-        "Several datasets, each with `path` and, where needed, `name`, `split`, `columns`, `weight`, `fraction`, `data_files`, "
+        "Several datasets, each a path, or an entry with `path` and, where needed, `name`, `split`, `columns`, `weight`, `fraction`, `data_files`, "
         "`data_dir`; goes before `dataset_name`.",
     )
     mixing: str = option("concatenate", "How several datasets are mixed: concatenate or interleave.")

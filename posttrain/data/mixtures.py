@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 
 import datasets
 
-from posttrain.data.sources import AnyDataset, DatasetSource, SourceError, load_source, take_fraction
+from posttrain.data.joined_columns import with_all_columns
+from posttrain.data.sources import AnyDataset, DatasetSource, load_source, take_fraction
 
 
 def load_mixture(
     sources: Sequence[DatasetSource | str], *, mixing: str = "concatenate", seed: int = 0, streaming: bool = False
 ) -> AnyDataset:
-    """Several sources as one dataset.
+    """Several sources as one dataset, with the columns of all of them.
 
     `concatenate`: weight 2 takes every row twice, 0.5 a seeded half of them; the result is shuffled (a stream is not).
     `interleave`: each row is drawn from a source with probability weight / sum of weights, until one is exhausted.
@@ -27,7 +28,8 @@ def load_mixture(
         loaded = _cut_to_shares(loaded, listed, streaming)
     if len(loaded) == 1 and listed[0].weight == 1:
         return loaded[0]
-    return MIXERS[mixing](_with_common_columns(loaded, listed), [source.weight for source in listed], seed)
+    joined = with_all_columns(loaded, [source.path for source in listed])
+    return MIXERS[mixing](joined, [source.weight for source in listed], seed)
 
 
 def _cut_to_shares(parts: list[AnyDataset], sources: list[DatasetSource], streaming: bool) -> list[AnyDataset]:
@@ -61,28 +63,3 @@ MIXERS: dict[str, Callable[[list[AnyDataset], list[float], int], AnyDataset]] = 
     "concatenate": _concatenate,
     "interleave": _interleave,
 }
-
-
-def _with_common_columns(parts: list[AnyDataset], sources: list[DatasetSource]) -> list[AnyDataset]:
-    """The columns that all parts have, with values of one type: conversations that differ in their keys become JSON."""
-    names = [list(part.column_names or next(iter(part), {})) for part in parts]
-    common = [name for name in names[0] if all(name in others for others in names)]
-    if not common:
-        lists = "; ".join(f"{source.path}: {', '.join(columns)}" for source, columns in zip(sources, names))
-        raise SourceError(f"The sources of the mixture share no column ({lists}). Map their columns to common names.")
-    parts = [part.select_columns(common) for part in parts]
-    if any(part.features is None for part in parts):
-        return parts
-    for name in common:
-        if any(part.features[name] != parts[0].features[name] for part in parts):
-            parts = [_as_json(part, name, source.path) for part, source in zip(parts, sources)]
-    return parts
-
-
-def _as_json(part: AnyDataset, column: str, path: str) -> AnyDataset:
-    if isinstance(part.features[column], datasets.Value):
-        raise SourceError(
-            f"{path}: the column {column!r} holds {part.features[column].dtype}; in another source of the mixture it does "
-            "not. Map one of them to another name, or convert it."
-        )
-    return part.cast_column(column, datasets.Json())

@@ -1,18 +1,9 @@
-"""Datasets by name: from the Hub or from local files, whole or in part. `mixtures` puts several together.
-
-JSON, CSV and text files are read line by line by us, because the usual readers mend in silence what they should report: bytes
-that are not UTF-8, numbers among texts, words like "None" that become nulls. Faults are told with file and line, all of them.
-"""
+"""Datasets by name: from the Hub or from local files, whole or in part. `mixtures` puts several together."""
 
 from __future__ import annotations
 
-import csv
-import gzip
-import json
 import math
 import os
-import re
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +12,9 @@ import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 from datasets.exceptions import DatasetGenerationError
+
+from posttrain.data.folder_splits import files_of_split, tells_splits
+from posttrain.data.text_files import READERS, SourceError, read_text_files, suffix_of
 
 LOADERS = {
     ".jsonl": "json",
@@ -32,14 +26,7 @@ LOADERS = {
     ".arrow": "arrow",
     ".txt": "text",
 }
-SHOWN = 20
-SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 AnyDataset = datasets.Dataset | datasets.IterableDataset
-Row = dict[str, Any]
-
-
-class SourceError(ValueError):
-    """A dataset cannot be found, or a file of it cannot be read; says which file and line."""
 
 
 @dataclass
@@ -47,7 +34,8 @@ class DatasetSource:
     """One dataset: where it is, which part of it, and under which names its columns are read."""
 
     path: str
-    """Hub id, file (JSONL, JSON, CSV, TSV, Parquet, Arrow, text; JSON lines also as .gz) or folder of such files."""
+    """Hub id, file (JSONL, JSON, CSV, TSV, Parquet, Arrow, text; JSON lines also as .gz) or folder of such files. A leading ~ is
+    the home folder."""
     subset: str | None = None
     """Configuration of a Hub dataset."""
     split: str = "train"
@@ -66,6 +54,11 @@ class DatasetSource:
     data_dir: str | None = None
 
     def __post_init__(self) -> None:
+        self.path = os.path.expanduser(self.path)
+        for name in ("fraction", "weight", "share"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | None):
+                raise ValueError(f"{name}={value!r} of {self.path}: a number is needed.")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"fraction={self.fraction} of {self.path}: a share above 0 and up to 1 is needed.")
         if not (self.weight > 0 and math.isfinite(self.weight)):
@@ -79,7 +72,7 @@ def load_source(source: DatasetSource | str, *, seed: int = 0, streaming: bool =
     path = Path(source.path)
     if path.exists():
         dataset = _load_local(path, source.split, streaming)
-    elif path.suffix in (*LOADERS, ".gz") or source.path.startswith((".", "/", "~")):
+    elif path.suffix.lower() in (*LOADERS, ".gz") or source.path.startswith((".", "/", "~")):
         raise SourceError(f"There is no file or folder {source.path}.")
     else:
         dataset = _load_from_hub(source, streaming)
@@ -144,8 +137,8 @@ def take_fraction(dataset: datasets.Dataset, fraction: float, seed: int) -> data
 def _load_local(path: Path, split: str, streaming: bool) -> AnyDataset:
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         return _load_saved(path, split, streaming)
-    files = _files_of(path, split)
-    kinds = {LOADERS.get(_suffix(file)) for file in files}
+    files = [path] if path.is_file() else files_of_split(path, split, tuple(LOADERS))
+    kinds = {LOADERS.get(suffix_of(file)) for file in files}
     if len(kinds) != 1 or None in kinds:
         names = ", ".join(file.name for file in files[:5])
         raise SourceError(f"Files of one known type are needed ({', '.join(LOADERS)}); found {names}.")
@@ -154,7 +147,7 @@ def _load_local(path: Path, split: str, streaming: bool) -> AnyDataset:
         raise SourceError(f"{empty[0]} is empty.")
     loader = kinds.pop()
     if loader in READERS:
-        return _read_files(files, loader, streaming)
+        return read_text_files(files, loader, streaming)
     if loader == "parquet":
         _check_schemas(files)
     names = [os.fspath(file) for file in files]
@@ -164,6 +157,16 @@ def _load_local(path: Path, split: str, streaming: bool) -> AnyDataset:
         raise SourceError(f"{path} cannot be read: {error.__cause__ or error}") from error
 
 
+def has_splits(path: str) -> bool:
+    """Whether another split than all of its rows can be asked of a dataset; of one on the Hub, it is the Hub that says."""
+    local = Path(path)
+    if not local.exists():
+        return True
+    if local.is_file() or (local / "state.json").exists():
+        return False
+    return (local / "dataset_dict.json").exists() or tells_splits(local, tuple(LOADERS))
+
+
 def _load_saved(path: Path, split: str, streaming: bool) -> AnyDataset:
     saved = datasets.load_from_disk(os.fspath(path))
     if isinstance(saved, datasets.DatasetDict):
@@ -171,27 +174,6 @@ def _load_saved(path: Path, split: str, streaming: bool) -> AnyDataset:
             raise SourceError(f"{path} has the splits {', '.join(map(repr, saved))}, not {split!r}.")
         saved = saved[split]
     return saved.to_iterable_dataset() if streaming else saved
-
-
-def _files_of(path: Path, split: str) -> list[Path]:
-    """The data files of a folder; those that carry the name of the split where any carries the name of one."""
-    if path.is_file():
-        return [path]
-    files = sorted(f for f in path.rglob("*") if f.is_file() and _suffix(f) in LOADERS and not f.name.startswith("."))
-    if not files:
-        raise SourceError(f"The folder {path} holds no file of type {', '.join(LOADERS)}.")
-    relative = {file: os.fspath(file.relative_to(path)).lower() for file in files}
-    of_splits = {
-        s: [f for f in files if s in relative[f]] for s in dict.fromkeys((split, "train", "validation", "test"))
-    }
-    if of_splits[split] or not any(of_splits.values()):
-        return of_splits[split] or files
-    present = [name for name, found in of_splits.items() if found]
-    raise SourceError(f"{path} has files for the splits {', '.join(map(repr, present))}, none for {split!r}.")
-
-
-def _suffix(file: Path) -> str:
-    return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
 
 
 def _check_schemas(files: list[Path]) -> None:
@@ -228,175 +210,3 @@ def _kind(kind: pa.DataType) -> str:
     if pa.types.is_struct(kind):
         return "records"
     return str(kind)
-
-
-# ------------------------------------------------------------------------------------------- files of text, line by line
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A line that is no row, and why."""
-
-    file: str
-    line: int
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.file}, line {self.line} {self.reason}"
-
-
-def _read_files(files: list[Path], loader: str, streaming: bool) -> AnyDataset:
-    """Rows as they stand in the files: columns of text as text, others as JSON. Nothing is cast, the check sees it all."""
-    stamps = [(os.fspath(file), file.stat().st_mtime_ns, file.stat().st_size) for file in files]
-    arguments = {"files": stamps, "loader": loader}
-    if streaming:
-        return datasets.IterableDataset.from_generator(_rows_of, gen_kwargs=arguments)
-    try:
-        holds_text = _columns_of(stamps, loader)
-        kinds = {column: datasets.Value("string") if text else datasets.Json() for column, text in holds_text.items()}
-        features, arguments["holds_text"] = datasets.Features(kinds), holds_text
-        return datasets.Dataset.from_generator(_rows_of, features=features, gen_kwargs=arguments)
-    except (SourceError, DatasetGenerationError) as error:
-        faults = [row for name, *_ in stamps for row in READERS[loader](name) if isinstance(row, Fault)]
-        if not faults:
-            raise
-        more = [f"... and {len(faults) - SHOWN:,} more"] if len(faults) > SHOWN else []
-        listed = "\n".join(f"  {fault}" for fault in [*faults[:SHOWN], *more])
-        raise SourceError(f"{len(faults):,} lines cannot be read:\n{listed}") from error
-
-
-def _rows_of(
-    files: list[tuple[str, int, int]], loader: str, holds_text: dict[str, bool] | None = None
-) -> Iterator[Row]:
-    """All rows of the files. (The stamps of the files are for the cache.)
-
-    With `holds_text` (column -> whether it holds only text) every row has all columns, and what is not text is written as
-    JSON here: the Json type of `datasets` would take a text like "007" for JSON already.
-    """
-    for name, *_ in files:
-        for row in READERS[loader](name):
-            if isinstance(row, Fault):
-                raise SourceError(f"{row}.")
-            yield row if holds_text is None else {c: _stored(row.get(c), text) for c, text in holds_text.items()}
-
-
-def _stored(value: Any, is_text: bool) -> str | None:
-    return value if is_text or value is None else json.dumps(value)
-
-
-def _columns_of(files: list[tuple[str, int, int]], loader: str) -> dict[str, bool]:
-    """Column -> whether all its values are text (or null)."""
-    holds_text: dict[str, bool] = {}
-    for row in _rows_of(files, loader):
-        for column, value in row.items():
-            is_text = value is None or isinstance(value, str)
-            holds_text[column] = holds_text.get(column, True) and is_text
-    return holds_text
-
-
-def _decoded_lines(name: str) -> Iterator[tuple[int, str | Fault]]:
-    with gzip.open(name, "rb") if name.endswith(".gz") else open(name, "rb") as content:
-        for number, line in enumerate(content, 1):
-            try:
-                yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                reason = f"is not UTF-8 text: the byte 0x{line[error.start]:02x} at {error.start} ({error.reason})"
-                yield number, Fault(name, number, reason)
-
-
-def _json_rows(name: str) -> Iterator[Row | Fault]:
-    """JSON lines; a file named .json may also be one list of objects, or an object that holds one list of them."""
-    if name.removesuffix(".gz").endswith(".json"):
-        rows = _rows_of_document(name)
-        if rows is not None:
-            yield from rows
-            return
-    for number, line in _decoded_lines(name):
-        if isinstance(line, Fault):
-            yield line
-            continue
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            cut = "Unterminated" in str(error) or "control character" in str(error) or error.pos >= len(line.rstrip())
-            what = "ends in the middle of a value" if cut else "is not JSON"
-            yield Fault(name, number, f"{what}: {error}")
-            continue
-        if not isinstance(value, dict):
-            yield Fault(name, number, f"is a {type(value).__name__}, a JSON object is needed")
-        elif SURROGATE.search(line) and not _is_encodable(value):
-            yield Fault(name, number, "holds half of a surrogate pair (\\ud8.. to \\udf..), which is no character")
-        else:
-            yield value
-
-
-def _is_encodable(value: Row) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def _rows_of_document(name: str) -> list[Row | Fault] | None:
-    """The rows of a file that is one JSON value; None when it is not, and may be JSON lines."""
-    try:
-        with gzip.open(name, "rb") if name.endswith(".gz") else open(name, "rb") as content:
-            value = json.loads(content.read())
-    except ValueError:
-        return None
-    if isinstance(value, dict):
-        lists = [item for item in value.values() if isinstance(item, list) and item and isinstance(item[0], dict)]
-        value = lists[0] if len(lists) == 1 and len(value) == 1 else [value]
-    if not isinstance(value, list):
-        return [Fault(name, 1, f"is a {type(value).__name__}, a list of JSON objects is needed")]
-    return [row if isinstance(row, dict) else Fault(name, 1, f"holds {row!r:.60}, not an object") for row in value]
-
-
-def _csv_rows(name: str) -> Iterator[Row | Fault]:
-    """CSV or TSV with a header. All values are text, as they stand; `label` and `margin` become what they say."""
-    faults: list[Fault] = []
-
-    def lines() -> Iterator[str]:
-        for _, line in _decoded_lines(name):
-            if isinstance(line, Fault):
-                faults.append(line)
-            else:
-                yield line
-
-    reader = csv.reader(lines(), delimiter="\t" if ".tsv" in name else ",", strict=True)
-    header: list[str] | None = None
-    try:
-        for values in reader:
-            if header is None:
-                header = values
-            elif values and len(values) != len(header):
-                yield Fault(name, reader.line_num, f"has {len(values)} fields, the header has {len(header)}")
-            elif values:
-                yield {column: _typed(column, value) for column, value in zip(header, values)}
-    except csv.Error as error:
-        yield Fault(name, reader.line_num, f"is not CSV: {error}")
-    yield from faults
-
-
-def _typed(column: str, value: str) -> Any:
-    if column not in ("label", "margin"):
-        return value
-    try:
-        return json.loads(value.strip().lower())
-    except ValueError:
-        return value
-
-
-def _text_rows(name: str) -> Iterator[Row | Fault]:
-    """A row for every line that is not blank."""
-    for _, line in _decoded_lines(name):
-        if isinstance(line, Fault):
-            yield line
-        elif line.strip():
-            yield {"text": line.rstrip("\r\n")}
-
-
-READERS: dict[str, Callable[[str], Iterator[Row | Fault]]] = {"json": _json_rows, "csv": _csv_rows, "text": _text_rows}

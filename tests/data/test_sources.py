@@ -210,7 +210,7 @@ def test_concatenated_mixture_counts_weights(tmp_path):
     b = str(write_lines(tmp_path / "b.jsonl", [{"text": f"other {i}", "extra": 1} for i in range(10)]))
     mixed = load_mixture([DatasetSource(a, weight=0.5), DatasetSource(b, weight=2)], seed=3)
     texts = mixed["text"][:]
-    assert mixed.column_names == ["text"]
+    assert mixed.column_names == ["text", "extra"]
     assert sum(text.startswith("row") for text in texts) == 10
     assert all(texts.count(f"other {i}") == 2 for i in range(10))
 
