@@ -123,6 +123,11 @@ function Completion({
           Reward <b>{failure.reward}</b> failed ({failure.kind}): {failure.message}
         </p>
       ))}
+      {Object.entries(rollout.extras).map(([name, text]) => (
+        <p key={name} class="notice extra">
+          <b>{name}</b> {text}
+        </p>
+      ))}
       <Calls calls={rollout.calls} />
       {rollout.pieces.length ? (
         <Tokens tokens={rollout} colour={colour} label={`Tokens of completion ${rollout.sample}`} onRead={onRead} />

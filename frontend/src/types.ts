@@ -94,6 +94,7 @@ export interface Detail extends Row, TokenColumns {
   completion_said: Said;
   prompt_seen: string | null;
   prompt_tokens: number;
+  extras: Record<string, string>; // what rewards said with `log_extra`
   failure_list: { reward: string; kind: string; message: string }[];
   calls: ToolCall[];
   error_text: string | null;

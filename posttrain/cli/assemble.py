@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,8 @@ def told(step: Callable[[], Any]) -> Any:
     """`step()`, where a ValueError (or alike) of our own is a sentence for the user; anybody else's keeps its traceback."""
     try:
         return step()
+    except json.JSONDecodeError as error:
+        raise UsageError(f"An option is no JSON: {error} in {error.doc[:80]!r}.") from error
     except (ValueError, TypeError, ImportError, OSError) as error:
         frames = traceback.extract_tb(error.__traceback__)
         if frames and frames[-1].filename.startswith(PACKAGE):
@@ -93,8 +96,6 @@ def _model_arguments(config: RunConfig, given: Any) -> dict[str, Any] | str | No
     if not options:
         return given
     if isinstance(given, str):
-        import json
-
         given = json.loads(given)
     if twice := [name for name in options if name in (given or {})]:
         raise UsageError(f"`{wanted[twice[0]]}` and `model_init_kwargs` both set {twice[0]}; leave one of them out.")

@@ -179,7 +179,7 @@ def totals_in_words(counts: Any) -> dict[str, str]:
         return f"{found.largest:,}" if found.smallest == found.largest else f"{found.smallest:,} to {found.largest:,}"
 
     tokens = words("trained") if counts.rollouts is None else "the"
-    return {"tokens": tokens, "sequences": words("samples"), "units": words("rows"), "batches": words("passes")}
+    return {"tokens": tokens, "sequences": words("samples"), "units": words("rows"), "batches": words("micro_batches")}
 
 
 @contextlib.contextmanager

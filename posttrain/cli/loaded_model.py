@@ -27,16 +27,17 @@ class OpenedModel:
 
         options = self.options
         model = self.saved.load(dtype_named(options.dtype), options.trust_remote_code)
-        device = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = device_named(options.device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return load_model(model, LoadOptions(dtype=model.dtype, device=device)).model.eval()
 
 
 def open_model(options: argparse.Namespace) -> OpenedModel:
-    """The model that `options` name, if it is one that writes. `--dtype` is looked at before anything is loaded."""
+    """The model that `options` name, if it is one that writes. `--dtype` and `--device` are looked at before anything is loaded."""
     from posttrain.models.heads import CAUSAL_LM
 
     no_bars()
     dtype_named(options.dtype)
+    device_named(options.device)
     saved = saved_named(options.model, adapter=getattr(options, "adapter", None))
     if saved.task != CAUSAL_LM:
         raise UsageError(f"{options.model} is a sequence classifier (a reward model): it writes nothing.")
@@ -68,3 +69,24 @@ def dtype_named(name: str | None) -> Any:
     import torch
 
     return getattr(torch, name)
+
+
+def device_named(name: str | None) -> Any:
+    """torch's device of that name, if this machine has it; None where none is named."""
+    import torch
+
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device is {name!r}; it takes cpu, cuda or cuda:1, or another that torch knows.") from error
+    if device.type == "cpu":
+        return device
+    found = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if found is not None and found.type == device.type else 0
+    if (device.index or 0) >= count:
+        raise UsageError(
+            f"--device is {name!r}, and torch finds {count} devices of that kind here; use cpu, or leave it out."
+        )
+    return device

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
+
+from posttrain.cli.errors import UsageError
 
 
 def no_bars() -> None:
@@ -16,10 +19,26 @@ def no_bars() -> None:
     logging.disable_progress_bar()
 
 
+def ready_to_write(path: str, option: str) -> None:
+    """Before any work: make the folder of a file, and say so where the file cannot be written. "-" is the standard output."""
+    if path == "-":
+        return
+    file = Path(path).expanduser()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option}: the folder {file.parent} cannot be made ({error.strerror}).") from error
+    if file.is_dir():
+        raise UsageError(f"{option}: {path} is a folder; name a file.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UsageError(f"{option}: {path} cannot be written (no permission).")
+
+
 def write_json(path: str, value: Any) -> None:
-    """To a file, or for "-" to the standard output."""
+    """To a file, whose folder is made, or for "-" to the standard output."""
     text = json.dumps(value, indent=1) + "\n"
     if path == "-":
         sys.stdout.write(text)
-    else:
-        Path(path).write_text(text, encoding="utf-8")
+        return
+    ready_to_write(path, "--json")
+    Path(path).expanduser().write_text(text, encoding="utf-8")

@@ -27,14 +27,34 @@ def main(method: str, words: list[str]) -> int:
 
 
 def train(config: RunConfig, words: list[str]) -> int:
+    from transformers import TrainerCallback
+
     from posttrain.cli.assemble import told, trainer_of
     from posttrain.cli.run_record import write_record
+    from posttrain.rewards.results import RewardError
 
     no_bars()
     trainer = trainer_of(config)
-    if trainer.args.should_save:
-        write_record(Path(trainer.args.output_dir), config, ["posttrain", config.method, *words])
-    told(lambda: trainer.train(resume_from_checkpoint=_resume(config, Path(trainer.args.output_dir))))
+    folder = Path(trainer.args.output_dir)
+
+    class Record(TrainerCallback):
+        """Written once the run is on its way: a resume that is refused leaves the record of the run that is there."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if args.should_save:
+                write_record(folder, config, ["posttrain", config.method, *words])
+
+    trainer.add_callback(Record())
+    try:
+        told(lambda: trainer.train(resume_from_checkpoint=_resume(config, folder)))
+    except RewardError as error:
+        return _ended(config.method, str(error))
+    if bad := trainer.nonfinite_weights():
+        return _ended(
+            config.method,
+            f"{bad[0]} (of {len(bad)} tensors) holds NaN or infinity, so no model is written to {folder}. The last checkpoint "
+            "there is from before.",
+        )
     trainer.save_model(trainer.args.output_dir)
     if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset_name=config.get("dataset_name"))
@@ -42,6 +62,12 @@ def train(config: RunConfig, words: list[str]) -> int:
         print(f"  model       {trainer.args.output_dir}")
         sys.stdout.flush()
     return 0
+
+
+def _ended(method: str, sentence: str) -> int:
+    """For a run that began as it should and came to a bad end."""
+    print(f"posttrain {method}: {sentence}", file=sys.stderr)
+    return 1
 
 
 def _resume(config: RunConfig, folder: Path) -> Any:

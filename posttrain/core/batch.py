@@ -73,6 +73,7 @@ class TokenBatch:
     media: dict[str, Any] = field(default_factory=dict)
     num_tokens: int = 0  # real tokens, padding excluded
     num_trained: int = 0
+    share: float = 1.0  # of the trained tokens of its micro-batch, where that is run in several passes
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """The same batch on another device. Nothing is cast: log-probs and advantages stay in their own dtype."""
@@ -127,7 +128,8 @@ class TokenBatch:
 
     def totals(self) -> StepTotals:
         """What this micro-batch adds to the denominators of its optimizer step."""
-        counts = {"token": self.num_trained, "sequence": self.num_samples, "unit": self.num_units, "batch": 1}
+        counts: dict[str, float | Tensor] = {"token": self.num_trained, "sequence": self.num_samples}
+        counts |= {"unit": self.num_units, "batch": self.share}
         if len(self.roles) > 1:
             for name in self.roles:
                 counts[f"token:{name}"] = int(self.role(self.counts, name).sum())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,11 @@ class Collator:
 
     def __call__(self, units: Sequence[Unit]) -> TokenBatch | Passes:
         parts = [self.one_pass(part) for part in split_by_tokens(units, self.layout, self.max_tokens)]
-        return parts[0] if len(parts) == 1 else Passes(parts)
+        if len(parts) == 1:
+            return parts[0]
+        trained = sum(part.num_trained for part in parts)
+        shares = [part.num_trained / trained if trained else 1 / len(parts) for part in parts]
+        return Passes([replace(part, share=share) for part, share in zip(parts, shares)])
 
     def one_pass(self, units: Sequence[Unit]) -> TokenBatch:
         return collate(units, self.roles, self.layout, self.pad_token_id, self.pad_to_multiple_of)

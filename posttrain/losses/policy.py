@@ -283,7 +283,7 @@ def per_possible_token(batch: TokenBatch, values: Tensor, *, max_completion_leng
 
 def per_local_token(batch: TokenBatch, values: Tensor) -> LossTerm:
     """Mean over the tokens of each micro-batch, then over micro-batches: depends on how a step is cut up (BNPO)."""
-    return LossTerm(values.sum().reshape(1) / max(batch.num_trained, 1), "batch")
+    return LossTerm(values.sum().reshape(1) / max(batch.num_trained, 1) * batch.share, "batch")
 
 
 # ---- the objective -------------------------------------------------------------------------------------------------------
@@ -322,7 +322,8 @@ def policy_loss(name: str, tokens: PolicyTokens, options: Any, reference_logps: 
         values, metrics = values + penalty, {**metrics, "kl": kl}
     term = call(loss.normaliser, tokens.batch, values, options=options)
     real = {"token": tokens.batch.num_trained, "sequence": tokens.batch.num_samples, "batch": tokens.batch.num_units}
-    metrics["policy_loss"] = term.values.detach()[: real[term.per]]
+    is_part = term.per == "batch" and tokens.batch.share != 1  # of a micro-batch: the log puts it together by its tokens
+    metrics["policy_loss"] = values.detach() if is_part else term.values.detach()[: real[term.per]]
     return LossOutput([term], metrics=metrics)
 
 

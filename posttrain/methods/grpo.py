@@ -212,7 +212,8 @@ class GRPOTrainer(OnlineTrainer):
         advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))  # of nobody's token there is none
         sampling_logps = batch.per_token.get(SAMPLING_LOGPS, logps.detach())
         correction, mismatch = self._correction(batch, old_logps, sampling_logps)
-        keep = self._kept_tokens(batch, policy, sampling_logps, advantages)
+        drawn_logps = sampling_logps.where(~sampling_logps.isnan(), old_logps)  # what nobody knows is the trainer's own
+        keep = self._kept_tokens(batch, policy, drawn_logps, advantages)
         tokens = PolicyTokens(batch, logps, old_logps, advantages, correction, keep)
         output = policy_loss(self.args.loss_type, tokens, self.args, None if reference is None else reference.logps)
         output.metrics |= mismatch
@@ -240,7 +241,7 @@ class GRPOTrainer(OnlineTrainer):
         return weights, sampling_metrics(old_logps, sampling_logps, batch, *rule)
 
     def _kept_tokens(
-        self, batch: TokenBatch, policy: TokenScores, sampling_logps: Tensor, advantages: Tensor
+        self, batch: TokenBatch, policy: TokenScores, drawn_logps: Tensor, advantages: Tensor
     ) -> Tensor | None:
         args = self.args
         keep = None
@@ -249,7 +250,7 @@ class GRPOTrainer(OnlineTrainer):
             threshold = self._entropy_threshold
             keep = top_entropy_mask(entropies, self._threshold_of(entropies) if threshold is None else threshold)
         if args.off_policy_mask_threshold is not None:
-            trusted = off_policy_mask(batch, policy.logps, sampling_logps, advantages, args.off_policy_mask_threshold)
+            trusted = off_policy_mask(batch, policy.logps, drawn_logps, advantages, args.off_policy_mask_threshold)
             keep = trusted if keep is None else keep & trusted
         return keep
 
@@ -300,4 +301,5 @@ class GRPOTrainer(OnlineTrainer):
         super().load_rollout_state(state)
         if self.entropy is not None:
             self.entropy.load(state["entropy"])
-            self._step_entropy = [state["step_entropy"].to(self.args.device)] if len(state["step_entropy"]) else []
+            # Also where it is empty: all processes ask each other, or none does.
+            self._step_entropy = [state["step_entropy"].to(self.args.device)]

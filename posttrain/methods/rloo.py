@@ -12,7 +12,7 @@ from posttrain.core.results import LossOutput, TokenScores
 from posttrain.core.sample import Sample
 from posttrain.losses.advantages import batch_normalised, incomparable, leave_one_out
 from posttrain.losses.kl import k1
-from posttrain.losses.policy import PolicyTokens, policy_loss
+from posttrain.losses.policy import PolicyTokens, check_policy_loss, policy_loss
 from posttrain.models.reference import PRECOMPUTED
 from posttrain.rollout.collector import GroupTable
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
@@ -41,6 +41,7 @@ class RLOOConfig(OnlineConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("epsilon", self.epsilon, 0, 1)
+        check_policy_loss("rloo", self)
         if self.reward_clip_range is not None and not self.reward_clip_range[0] < self.reward_clip_range[1]:
             raise ValueError(
                 f"`reward_clip_range` is {self.reward_clip_range}; it must be (low, high) with low below high."
@@ -79,6 +80,6 @@ class RLOOTrainer(OnlineTrainer):
         old_logps = batch.per_token.get(OLD_LOGPS, logps.detach())
         advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))
         output = policy_loss("rloo", PolicyTokens(batch, logps, old_logps, advantages), self.args)
-        if PRECOMPUTED in batch.per_token:  # of a token, as GRPO logs it; the reward has the sum over a completion
-            output.metrics["kl"] = k1(old_logps, batch.per_token[PRECOMPUTED])
+        if reference is not None:  # of a token, as GRPO logs it; the reward has the sum over a completion
+            output.metrics["kl"] = k1(old_logps, reference.logps)
         return output

@@ -25,6 +25,22 @@ def is_quantized(model: nn.Module) -> bool:
     return bool(getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False))
 
 
+NOT_SETTINGS = ("base_model_name_or_path", "inference_mode", "revision", "peft_version", "auto_mapping")
+"""Entries of a PeftConfig that say where it came from, not what it computes."""
+
+
+def adapter_settings(model: nn.Module) -> dict[str, Any] | None:
+    """Of each adapter by its name, what decides its tensors and its scale; None for a model without one."""
+    if not is_peft_model(model):
+        return None
+    return {
+        f"{name}.{key}" if name != "default" else key: value
+        for name, config in model.peft_config.items()
+        for key, value in config.to_dict().items()
+        if key not in NOT_SETTINGS
+    }
+
+
 def add_adapter(model: nn.Module, peft_config: Any, dtype: torch.dtype) -> nn.Module:
     """Wrap `model` in a new adapter. Its weights take the compute dtype; float32 masters are the optimizer's business."""
     from peft import PeftConfig, get_peft_model
@@ -40,7 +56,10 @@ def add_adapter(model: nn.Module, peft_config: Any, dtype: torch.dtype) -> nn.Mo
         )
     # Not peft's prepare_model_for_kbit_training: it turns norms, embedding and head into float32, and with them every
     # activation, which shuts out flash attention. The base is frozen by the next line; masters keep the adapters accurate.
-    model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    try:
+        model = get_peft_model(model, peft_config, autocast_adapter_dtype=False)
+    except ValueError as error:
+        raise ValueError(f"The adapter does not fit {type(model).__name__}: {error}") from error
     for name, parameter in model.named_parameters():
         # DoRA's magnitude is a norm: PEFT computes with it in float32 whatever the rest is.
         if parameter.requires_grad and parameter.is_floating_point() and "lora_magnitude_vector" not in name:

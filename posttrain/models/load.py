@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -140,8 +143,23 @@ def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
         kwargs.setdefault("device_map", {"": options.device.index or 0})
     if options.task == SEQUENCE_REWARD:
         kwargs.setdefault("num_labels", 1)
-    loaded = AUTO_CLASSES[options.task].from_pretrained(path, **kwargs)
+    with _named("model", path):
+        loaded = AUTO_CLASSES[options.task].from_pretrained(path, **kwargs)
     return _as_plain_weights(loaded) if "gguf_file" in kwargs else loaded
+
+
+class CannotLoad(OSError, ValueError):
+    """A model or tokenizer that is not there, or whose files are damaged."""
+
+
+@contextmanager
+def _named(what: str, source: str) -> Iterator[None]:
+    """Whatever a library says about a file becomes one sentence that names the model."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise CannotLoad(f"The {what} of {source} cannot be loaded: {reason}") from error
 
 
 def _is_cuda(device: torch.device | None) -> bool:
@@ -178,7 +196,8 @@ def load_tokenizer(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | 
     else:
         source, kwargs = locate(model, init_kwargs)
     kept = {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
-    return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kept)
+    with _named("tokenizer", source):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kept)
 
 
 def innermost_model(model: nn.Module) -> nn.Module:

@@ -53,6 +53,10 @@ def get_peft_config(model_args: Any) -> Any:
         return None
     from peft import LoraConfig
 
+    if model_args.lora_r < 1:
+        raise ValueError(f"`lora_r` is {model_args.lora_r}; an adapter has at least rank 1.")
+    if not 0 <= model_args.lora_dropout < 1:
+        raise ValueError(f"`lora_dropout` is {model_args.lora_dropout}; it is a share from 0 to below 1.")
     targets, parameters = model_args.lora_target_modules, model_args.lora_target_parameters
     alone = isinstance(targets, list) and len(targets) == 1  # 'all-linear', or a pattern: PEFT takes these as text
     return LoraConfig(

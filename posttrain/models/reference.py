@@ -29,11 +29,15 @@ class Reference:
     def scores(self, batch: TokenBatch) -> TokenScores:
         raise NotImplementedError
 
-    def sync(self, policy: nn.Module, alpha: float) -> None:
-        """Move the reference towards the policy (TR-DPO); only a copy can move."""
+    def check_sync(self) -> None:
+        """Raise where `sync` cannot be; only a copy can move."""
         raise ValueError(
             f"`sync_ref_model` moves a reference that is a model of its own; here it is {self}. Pass `ref_model`, or turn it off."
         )
+
+    def sync(self, policy: nn.Module, alpha: float) -> None:
+        """Move the reference towards the policy (TR-DPO)."""
+        self.check_sync()
 
 
 @dataclass
@@ -63,6 +67,9 @@ class ModelReference(Reference):
 @dataclass
 class FrozenCopy(ModelReference):
     """A model of its own that never gets a gradient."""
+
+    def check_sync(self) -> None:
+        """It can move."""
 
     @torch.no_grad()
     def sync(self, policy: nn.Module, alpha: float) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -51,15 +52,37 @@ class RewardResults:
         return Counter(failure.kind for failure in self.failures)
 
 
+def joined_results(parts: Sequence[RewardResults]) -> RewardResults:
+    """The results of several rounds as those of one."""
+    firsts = np.cumsum([0, *(len(part.masked) for part in parts[:-1])]).tolist()
+    nothing = [[None] * len(part.masked) for part in parts]
+    extras, metrics, rewards = (
+        list(dict.fromkeys(name for part in parts for name in getattr(part, kind)))
+        for kind in ("extras", "metrics", "seconds")
+    )
+    return RewardResults(
+        np.concatenate([part.values for part in parts]),
+        np.concatenate([part.masked for part in parts]),
+        [
+            replace(failure, sample=failure.sample + first)
+            for part, first in zip(parts, firsts)
+            for failure in part.failures
+        ],
+        {name: [v for part, none in zip(parts, nothing) for v in part.extras.get(name, none)] for name in extras},
+        {name: [value for part in parts for value in part.metrics.get(name, ())] for name in metrics},
+        {name: sum(part.seconds.get(name, 0.0) for part in parts) for name in rewards},
+    )
+
+
 class RewardError(RuntimeError):
     """Rewards failed and the policy is to end the run."""
 
 
-def too_many_failures(failures: list[RewardFailure], samples: int) -> str:
+def too_many_failures(failures: list[RewardFailure], samples: int, stop_above: float) -> str:
     failed = len({failure.sample for failure in failures})
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(f.kind for f in failures).most_common())
     first = "\n".join(f"  {failure}" for failure in failures[:3])
     return (
-        f"Rewards failed for {failed} of the {samples} samples of a round ({kinds}), more than `stop_above` allows. "
+        f"Rewards failed for {failed} of the {samples} samples of a round ({kinds}); more than {stop_above:.0%} of them end the run. "
         f"The first:\n{first}"
     )

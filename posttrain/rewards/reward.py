@@ -82,7 +82,9 @@ class RewardSet:
         watch: bool = True,
     ) -> None:
         rewards = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
-        tokenizers = list(tokenizers) if tokenizers is not None else [None] * len(rewards)
+        if tokenizers is None:
+            tokenizers = [None] * len(rewards)
+        tokenizers = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
         self.options = options or RewardOptions()
         self._say, self._model_options = Notes(report), model_options or {}
         self.notes = self._say.sentences
@@ -225,7 +227,7 @@ class RewardRound:
     def _stop_if_too_many_failed(self, results: RewardResults) -> None:
         samples, failed = len(self._samples), len({failure.sample for failure in results.failures})
         if samples >= ENOUGH_TO_STOP and failed > self._set.options.stop_above * samples:
-            raise RewardError(too_many_failures(results.failures, samples))
+            raise RewardError(too_many_failures(results.failures, samples, self._set.options.stop_above))
 
 
 def reward_name(function: Callable[..., Any]) -> str:

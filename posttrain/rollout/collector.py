@@ -10,17 +10,18 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Sample
+from posttrain.rewards.results import joined_results
 from posttrain.rewards.reward import Judged, RewardResults, RewardSet
 from posttrain.rollout.rollout import ADVANTAGES, Request, Rollout
 
-T = TypeVar("T")
 Write = Callable[[Sequence[Request], Callable[[int, Rollout], None]], None]
 """Makes a rollout of each request and hands it over, with the number of its request, as soon as it is over."""
 
@@ -34,19 +35,25 @@ class GroupTable:
     masked: Tensor  # (N,) bool: takes part in nothing
     lengths: Tensor  # (N,) trained tokens
     truncated: Tensor  # (N,) bool
+    unwritten: Tensor  # (N,) bool: there is no completion, only the reason why
     kl_sums: Tensor  # (N,) sum over a sample's tokens of old - reference log-prob; 0 without a reference
-    start: int = 0  # of this process's samples
-    stop: int = 0
+    mine: Tensor  # rows of this process's samples
     failures: Counter[str] = field(default_factory=Counter)  # kind ("error", "timeout", ...) -> rewards that failed so
 
-    @property
-    def mine(self) -> slice:
-        return slice(self.start, self.stop)
+    def only(self, kept: Tensor) -> GroupTable:
+        """The rows that `kept` (N,) bool marks."""
+        columns = {name: getattr(self, name)[kept] for name in COLUMNS}
+        place = kept.long().cumsum(0) - 1
+        return GroupTable(**columns, mine=place[self.mine[kept[self.mine]]], failures=self.failures)
+
+
+COLUMNS = ("rewards", "groups", "masked", "lengths", "truncated", "unwritten", "kl_sums")
+"""What a GroupTable says about each sample."""
 
 
 @dataclass
 class Collected:
-    """The rollouts of one call, and the numbers of all processes about them."""
+    """The rollouts of one call, or of several that belong together, and the numbers of all processes about them."""
 
     rollouts: list[Rollout]
     table: GroupTable
@@ -84,13 +91,26 @@ class RolloutCollector:
         self.annotate([rollout.sample for rollout in rollouts if not rollout.masked])
         annotated = time.perf_counter()
         table = gathered(rollouts, judging.values(results), results.failure_counts(), self.world_size)
+        totals, advantages = self.credited(rollouts, table)
+        seconds = {"generate": written - began, "reward_wait": scored - written, "annotate": annotated - scored}
+        return Collected(rollouts, table, totals, advantages, results, seconds)
+
+    def credited(self, rollouts: list[Rollout], table: GroupTable) -> tuple[Tensor, Tensor]:
+        """Writes rewards and advantages on `rollouts`, which are `table.mine`; gives those of all processes."""
         totals, advantages = self.credit(table)
         for rollout, total, advantage in zip(rollouts, totals[table.mine].tolist(), advantages[table.mine].tolist()):
             rollout.reward, rollout.advantage = total, advantage
             filled = np.full(len(rollout.sample), advantage, dtype=np.float32)
             rollout.sample.per_token[ADVANTAGES] = filled
-        seconds = {"generate": written - began, "reward_wait": scored - written, "annotate": annotated - scored}
-        return Collected(rollouts, table, totals, advantages, results, seconds)
+        return totals, advantages
+
+    def credit_again(self, collected: Collected, kept: Tensor) -> None:
+        """As if only the samples that `kept` (N,) bool marks had been collected: what is scaled by others is scaled by these."""
+        table = collected.table
+        is_mine_kept = kept[table.mine].tolist()
+        rollouts = [rollout for rollout, is_kept in zip(collected.rollouts, is_mine_kept) if is_kept]
+        _, advantages = self.credited(rollouts, table.only(kept))
+        collected.advantages = collected.advantages.masked_scatter(kept, advantages)
 
 
 class Judging:
@@ -126,6 +146,9 @@ class Judging:
             rollout.rewards = dict(zip(names, results.values[place].tolist()))
             rollout.masked = rollout.masked or bool(results.masked[place])
             rollout.failures = failures.get(place, [])
+            rollout.extras = {
+                name: column[place] for name, column in results.extras.items() if column[place] is not None
+            }
         return self.rollouts
 
     def values(self, results: RewardResults) -> np.ndarray:
@@ -150,6 +173,7 @@ def gathered(rollouts: list[Rollout], values: np.ndarray, failures: Counter[str]
         "masked": np.array([rollout.masked for rollout in rollouts], dtype=bool),
         "lengths": np.array([rollout.sample.num_trained for rollout in rollouts], dtype=np.int64),
         "truncated": np.array([rollout.is_truncated for rollout in rollouts], dtype=bool),
+        "unwritten": np.array([rollout.is_unwritten for rollout in rollouts], dtype=bool),
         "kl_sums": np.array(kl, dtype=np.float64),
     }
     rank = torch.distributed.get_rank() if world_size > 1 else 0
@@ -157,13 +181,25 @@ def gathered(rollouts: list[Rollout], values: np.ndarray, failures: Counter[str]
     sizes = [len(part["groups"]) for part in parts]
     start = sum(sizes[:rank])
     columns = {name: torch.from_numpy(np.concatenate([part[name] for part in parts])) for name in mine}
-    return GroupTable(**columns, start=start, stop=start + sizes[rank], failures=sum(counts, Counter()))
+    return GroupTable(**columns, mine=torch.arange(start, start + sizes[rank]), failures=sum(counts, Counter()))
 
 
-def of_every_process(mine: T, world_size: int) -> list[T]:
-    """What each process has to say, in the order of the processes. Collective when there are several."""
-    if world_size == 1:
-        return [mine]
-    every: list[Any] = [None] * world_size
-    torch.distributed.all_gather_object(every, mine)
-    return every
+def joined(parts: Sequence[Collected]) -> Collected:
+    """Several collections as one: a mean over them weighs every sample alike, whichever it came with."""
+    if len(parts) == 1:
+        return parts[0]
+    tables = [part.table for part in parts]
+    firsts = np.cumsum([0, *(len(table.groups) for table in tables[:-1])]).tolist()
+    table = GroupTable(
+        **{name: torch.cat([getattr(table, name) for table in tables]) for name in COLUMNS},
+        mine=torch.cat([table.mine + first for table, first in zip(tables, firsts)]),
+        failures=sum((table.failures for table in tables), Counter()),
+    )
+    return Collected(
+        [rollout for part in parts for rollout in part.rollouts],
+        table,
+        torch.cat([part.totals for part in parts]),
+        torch.cat([part.advantages for part in parts]),
+        joined_results([part.results for part in parts]),
+        {phase: sum(part.seconds[phase] for part in parts) for phase in parts[0].seconds},
+    )

@@ -49,17 +49,27 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, "0 (no truncation) or more"),
             ("min_p", 0 <= self.min_p <= 1, "between 0 and 1"),
             ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "above 0 (1: no penalty)"),
+            ("seed", isinstance(self.seed, int), "a whole number"),
             ("stop", not isinstance(self.stop, str) and all(self.stop), "a sequence of strings, none of them empty"),
         ):
             if not holds:
                 raise ValueError(f"Sampling: `{name}` is {getattr(self, name)!r}; it must be {wanted}.")
         object.__setattr__(self, "stop_ids", tuple(int(token) for token in self.stop_ids))
         object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "logit_bias", _token_numbers(self.logit_bias))
 
     @property
     def truncates(self) -> bool:
         """Whether tokens that the policy could say are never drawn."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+
+def _token_numbers(bias: Mapping[Any, Any]) -> dict[int, float]:
+    """JSON has no keys but strings."""
+    try:
+        return {int(token): float(value) for token, value in bias.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ValueError(f"Sampling: `logit_bias` is {bias!r}; it must map token ids to numbers.") from None
 
 
 @dataclass(frozen=True)
@@ -169,10 +179,10 @@ def _native(model: nn.Module, **options: Any) -> RolloutEngine:
     return native_or_plain_engine(model, **options)
 
 
-def _transformers(model: nn.Module, **options: Any) -> RolloutEngine:
-    from posttrain.rollout.transformers_engine import TransformersEngine
+def _transformers(model: nn.Module, max_slots: int | None = None, **options: Any) -> RolloutEngine:
+    from posttrain.rollout.transformers_engine import BATCH_SIZE, TransformersEngine
 
-    return TransformersEngine(model, **options)
+    return TransformersEngine(model, batch_size=max_slots or BATCH_SIZE, **options)
 
 
 ENGINES: dict[str, Callable[..., RolloutEngine]] = {"native": _native, "transformers": _transformers}

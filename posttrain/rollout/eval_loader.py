@@ -15,7 +15,10 @@ PROMPTS_AT_ONCE = 256  # of one process: enough to fill an engine, few enough to
 
 
 class EvalRolloutLoader:
-    """Micro-batches of up to `batch_size` samples, group after group. Every process collects equally often."""
+    """Micro-batches of up to `batch_size` samples, group after group. Every process collects equally often.
+
+    `finish` is called when all prompts have been answered.
+    """
 
     def __init__(
         self,
@@ -23,12 +26,14 @@ class EvalRolloutLoader:
         num_generations: int,
         batch_size: int,
         collect: Callable[[PromptRows, list[Request]], list[Sample | None]],
+        finish: Callable[[], None],
         collate: Collator,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         self.dataset, self.num_generations, self.batch_size = rows, num_generations, batch_size
-        self.collect, self.collate, self.rank, self.world_size = collect, collate, rank, world_size
+        self.collect, self.finish, self.collate = collect, finish, collate
+        self.rank, self.world_size = rank, world_size
 
     def _runs(self) -> list[range]:
         """Rows of this process in each collection; the same number of runs on every process, the last ones may be empty."""
@@ -57,3 +62,4 @@ class EvalRolloutLoader:
             for number in range(self._batches_of(fullest)):
                 part = samples[number * self.batch_size : (number + 1) * self.batch_size]
                 yield self.collate(as_units([sample for sample in part if sample is not None], self.collate))
+        self.finish()

@@ -62,6 +62,7 @@ class Rollout:
     advantage: float = 0.0
     masked: bool = False  # takes part in nothing: a reward failed for it, or it could not be generated
     failures: list[Any] = field(default_factory=list)
+    extras: dict[str, Any] = field(default_factory=dict)  # what rewards said of it with `log_extra`
 
     @property
     def group(self) -> int:
@@ -70,6 +71,10 @@ class Rollout:
     @property
     def completion_ids(self) -> np.ndarray:
         return self.sample.input_ids[self.prompt_length :]
+
+    @property
+    def is_unwritten(self) -> bool:
+        return self.finish_reason == "error"
 
     @property
     def is_truncated(self) -> bool:

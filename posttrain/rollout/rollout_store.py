@@ -33,6 +33,7 @@ def _field(name: str, kind: pa.DataType, description: str) -> pa.Field:
 
 
 _TOKENS, _LOGPS, _NUMBERS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.map_(pa.string(), pa.float64())
+_TEXTS = pa.map_(pa.string(), pa.string())
 _FAILURE = pa.struct([("reward", pa.string()), ("kind", pa.string()), ("message", pa.string())])
 _TOOL_CALL = pa.struct(
     [
@@ -57,7 +58,12 @@ ROLLOUT_SCHEMA = pa.schema(
         _field("completion_ids", _TOKENS, "token ids after the prompt: the model's, and those of tools in between"),
         _field("trained", pa.list_(pa.bool_()), "for each completion token: the model wrote it, so it is trained on"),
         _field("sampling_logps", _LOGPS, "for each completion token: its log-prob where it was drawn; NaN: not known"),
-        _field("old_logps", _LOGPS, "for each completion token: its log-prob under the trainer before the update"),
+        _field(
+            "old_logps",
+            _LOGPS,
+            "for each completion token: its log-prob under the trainer before the update; null where the loss needs none "
+            "(one update a generation, no vLLM, no divergence in the reward)",
+        ),
         _field(
             "reference_logps", _LOGPS, "for each completion token: its log-prob under the reference, if there is one"
         ),
@@ -67,6 +73,7 @@ ROLLOUT_SCHEMA = pa.schema(
         _field(
             "failures", pa.list_(_FAILURE), "rewards that failed: which, how (error, timeout, invalid, crash), message"
         ),
+        _field("extras", _TEXTS, "name of a column of `log_extra` -> what a reward said there; texts, others as JSON"),
         _field("tool_calls", pa.list_(_TOOL_CALL), "in order: tool, arguments as JSON, its result or error, seconds"),
         _field("finish_reason", pa.string(), "stop, length or error"),
         _field("error", pa.string(), "why it could not be written; null: it could"),
@@ -207,6 +214,7 @@ def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
         "rewards": rollout.rewards,
         "reward": rollout.reward,
         "failures": [{"reward": f.reward, "kind": f.kind, "message": f.message} for f in rollout.failures],
+        "extras": rollout.extras,
         "tool_calls": [dict(vars(call)) for call in rollout.tool_calls],
         "finish_reason": rollout.finish_reason,
         "error": rollout.error,
@@ -217,7 +225,7 @@ def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
     }
 
 
-def _text(said: str | list[dict[str, Any]]) -> str:
+def _text(said: Any) -> str:
     """Content that JSON has no word for (an image) is named, not kept."""
     return (
         said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=lambda thing: repr(type(thing)))
@@ -244,6 +252,14 @@ def _number_lists(values: list[Any], kind: pa.DataType) -> pa.Array:
 def _number_maps(values: list[Any], kind: pa.DataType) -> pa.Array:
     """Dicts of numbers; NaN is null."""
     pairs = [None if value is None else [(name, _known(number)) for name, number in value.items()] for value in values]
+    return pa.array(pairs, kind)
+
+
+def _text_maps(values: list[Any], kind: pa.DataType) -> pa.Array:
+    """Dicts of anything that JSON has a word for."""
+    pairs = [
+        None if value is None else [(_storable(n), _storable(_text(v))) for n, v in value.items()] for value in values
+    ]
     return pa.array(pairs, kind)
 
 
@@ -274,6 +290,7 @@ def _known(number: float) -> float | None:
 
 _BUILDERS: list[tuple[Callable[[pa.DataType], bool], Callable[[list[Any], pa.DataType], pa.Array]]] = [
     (lambda kind: pa.types.is_list(kind) and not pa.types.is_nested(kind.value_type), _number_lists),
+    (lambda kind: pa.types.is_map(kind) and pa.types.is_string(kind.item_type), _text_maps),
     (pa.types.is_map, _number_maps),
     (pa.types.is_floating, _plain_numbers),
     (pa.types.is_string, _texts),

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from posttrain.rollout.call_threads import CallThreads, CallTimeout, Pending
 from posttrain.rollout.rollout import ToolCall
 
 LONGEST_ERROR = 2000
+MOST_ITEMS = 100_000  # of what a tool yields: it may have no end
 Schema = dict[str, Any]
 
 
@@ -197,5 +199,18 @@ def in_words(error: BaseException) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Arrays and numbers of numpy and torch as lists and numbers; anything else as its text."""
-    return value.tolist() if hasattr(value, "tolist") else str(value)
+    """Arrays and numbers of numpy and torch as lists and numbers, what is iterated as a list; anything else as its text.
+
+    What has no text of its own would be shown with its address in memory: never the same twice, and nothing to learn from.
+    """
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)  # their own order changes from process to process
+    if isinstance(value, Iterator):
+        return list(itertools.islice(value, MOST_ITEMS))
+    has_text = type(value).__str__ is not object.__str__ or type(value).__repr__ is not object.__repr__
+    if not has_text or callable(value) or inspect.isasyncgen(value):
+        name = type(value).__name__
+        raise TypeError(f"The tool returned a {name}, which has no text: return a string, a number, a list or a dict.")
+    return str(value)

@@ -15,17 +15,16 @@ from posttrain.rollout.rollout import Request
 from posttrain.rollout.streamed_prompts import StreamedPrompts
 from posttrain.rollout.tool_episode import EpisodeRules, ToolEpisode
 from posttrain.rollout.tools import Toolbox
-from posttrain.trainer.rollout_metrics import tool_metrics
+from posttrain.trainer.rollout_metrics import Numbers, tool_metrics
 
 if TYPE_CHECKING:
     from posttrain.data.renderer import Renderer
-    from posttrain.rollout.engine import RolloutEngine
+    from posttrain.rollout.engine import RolloutEngine, SamplingParams
     from posttrain.trainer.online_config import OnlineConfig
 
 AGENT_OPTIONS = ("max_tool_calling_iterations", "tool_timeout", "max_tool_result", "episode_timeout")
 """Options that mean nothing without tools or an environment."""
 AnyRows = PromptRows | StreamedPrompts
-ENOUGH_TO_STOP = 8  # episodes; where all of fewer fail, it may be bad luck
 
 
 class Agents:
@@ -117,14 +116,14 @@ class Agents:
         renderer: Renderer,
         engine: RolloutEngine,
         args: OnlineConfig,
-        stop_ids: tuple[int, ...],
+        params: SamplingParams,
     ) -> list[ToolEpisode]:
         rules = EpisodeRules(
             renderer,
             self.suffix,
             self.toolbox,
-            frozenset(stop_ids),
-            max_completion=args.max_completion_length,
+            frozenset(params.stop_ids),
+            max_completion=params.max_tokens,
             max_rounds=args.max_tool_calling_iterations,
             max_prompt=args.max_length,
             context=getattr(engine, "context", None),
@@ -135,13 +134,12 @@ class Agents:
         lend = None if self.environments is None else self.environments.take
         return [ToolEpisode(row, request, rules, lend) for row, request in zip(rows, requests)]
 
-    def collected(self, collected: Collected) -> dict[str, float]:
-        """Metrics. The episodes have their rewards, so their environments are free. Stops where not one could begin."""
+    def collected(self) -> None:
+        """The episodes have their rewards, so their environments are free."""
         if self.environments is not None:
             self.environments.give_back()
-        errors = [rollout.error for rollout in collected.rollouts if rollout.masked and rollout.error]
-        if len(errors) == len(collected.rollouts) >= ENOUGH_TO_STOP:
-            raise RuntimeError(f"All {len(errors)} episodes of a generation failed. The first: {errors[0]}")
+
+    def metrics(self, collected: Collected) -> Numbers:
         names = list(dict.fromkeys(schema["function"]["name"] for schema in self.schemas))
         return tool_metrics(collected.rollouts, names, self.environments is not None)
 

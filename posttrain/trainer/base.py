@@ -27,6 +27,7 @@ from posttrain.data.prepare import PrepareOptions, prepare_dataset
 from posttrain.data.renderer import Renderer
 from posttrain.data.row_formats import RowFormat
 from posttrain.models.activation_offloading import offloaded_activations
+from posttrain.models.adapters import adapter_settings
 from posttrain.models.checkpointing import allow_selective_checkpointing
 from posttrain.models.load import CAUSAL_LM, LoadOptions, load_model, load_tokenizer
 from posttrain.models.memory import EIGHT_BIT
@@ -410,7 +411,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         reference = None if self.reference is None else self.reference.scores(batch)
         output = self.loss(batch, policy, reference)
         if policy.aux_loss is not None:
-            output.terms.append(LossTerm(policy.aux_loss, "batch", self.loaded.router_loss_weight))
+            output.terms.append(LossTerm(policy.aux_loss * batch.share, "batch", self.loaded.router_loss_weight))
             output.metrics["aux_loss"] = policy.aux_loss[None]
         shown = {STAT_METRICS[name]: value for name, value in policy.stats.items() if name in STAT_METRICS}
         self.metrics.add(mode, {**shown, **output.metrics})
@@ -509,7 +510,12 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
 
     def identity(self) -> RunIdentity:
         dataset = getattr(self.train_dataset, "fingerprint", "none")
-        return RunIdentity.of(self.method, self.args, dataset, self.renderer.fingerprint, self.loaded.name)
+        name, parts = self.loaded.name, self.identity_parts()
+        return RunIdentity.of(self.method, self.args, dataset, self.renderer.fingerprint, name, parts)
+
+    def identity_parts(self) -> dict[str, Any]:
+        """What makes the run what it is and is no option of it; a resume with another is refused."""
+        return {"adapter": adapter_settings(self.loaded.model)}
 
     def create_model_card(
         self,

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from posttrain.core.batch import PADDED, RAGGED
 from posttrain.core.options import default_of, is_ours, option
@@ -109,7 +110,7 @@ class BaseConfig(TrainingArguments):
     # ---- trust
     max_skipped_steps: int = option(3, "Stop after this many optimizer steps in a row whose gradient was not finite.")
     resume_allow_changes: list[str] = option(
-        [], "Options (or 'dataset', 'tokenizer', 'model') that may differ from those of the checkpoint on resume."
+        [], "Options (or 'dataset', 'tokenizer', 'model', 'adapter', 'rewards') that may differ from those of the checkpoint on resume."
     )
     save_in_background: bool = option(
         True,
@@ -175,6 +176,12 @@ class BaseConfig(TrainingArguments):
             self.gradient_checkpointing_kwargs = {"use_reentrant": False}
 
     def _check_shared_options(self) -> None:
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            check_range(name, getattr(self, name), 1)
+        check_range("learning_rate", self.learning_rate, 0)
+        check_range("seed", self.seed, 0, 2**32 - 1)
+        for name in self.report_to:
+            check_choice("report_to", name, tuple(INTEGRATION_TO_CALLBACK))
         check_choice("truncation_mode", self.truncation_mode, TRUNCATION_MODES)
         check_choice("on_bad_rows", self.on_bad_rows, ("error", "drop"))
         if self.max_length is not None and self.max_length < 2:

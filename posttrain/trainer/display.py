@@ -225,6 +225,8 @@ def summary(trainer: BaseTrainer, steps: int, tokens: float, took: float) -> lis
         if state.global_step >= state.max_steps
         else f"stopped at step {state.global_step} of {state.max_steps}"
     )
+    if not steps and trainer.resumed_from is not None and state.global_step >= state.max_steps:
+        ended = f"had ended at step {state.global_step} already"
     speed = f", {count(tokens / took)} tokens/s" if took > 0 and tokens else ""
     lines = [
         f"{trainer.method.upper()} {ended}: {several(steps, 'step')}, {count(tokens)} tokens in {duration(took)}{speed}"

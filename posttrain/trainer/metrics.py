@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from posttrain.core.processes import of_every_process
 from posttrain.core.results import Extremum, Metrics
 
 MODES = ("train", "eval")
+K = TypeVar("K", str, tuple[str, int])
 
 
 class MetricStore:
@@ -84,24 +87,28 @@ def _at(stored: Tensor, new: Tensor) -> Tensor:
     return stored.to(new.device, non_blocking=True)
 
 
-# Names are the same on every process: an empty batch adds its metrics too, with a count of 0 or nothing to choose from.
+def _of_all_processes(mine: Iterable[K], world_size: int) -> list[K]:
+    """The keys that any process has, in an order that all agree on."""
+    return sorted(set().union(*of_every_process(list(mine), world_size)))
 
 
 def _means(sums: dict[str, Tensor], device: torch.device, world_size: int) -> dict[str, float]:
-    if not sums:
+    names = _of_all_processes(sums, world_size)
+    if not names:
         return {}
-    names = sorted(sums)
-    pairs = torch.stack([sums[name].to(device, torch.float64) for name in names])
+    nothing = torch.zeros(2)  # a reward may speak of a metric on one process alone
+    pairs = torch.stack([sums.get(name, nothing).to(device, torch.float64) for name in names])
     if world_size > 1:
         dist.all_reduce(pairs)
     return {name: s / n for name, (s, n) in zip(names, pairs.tolist()) if n > 0}
 
 
 def _extrema(largest: dict[tuple[str, int], Tensor], device: torch.device, world_size: int) -> dict[str, float]:
-    if not largest:
+    keys = _of_all_processes(largest, world_size)
+    if not keys:
         return {}
-    keys = sorted(largest)
-    found = torch.stack([largest[key].to(device) for key in keys])
+    nothing = torch.tensor(-math.inf, dtype=torch.float64)
+    found = torch.stack([largest.get(key, nothing).to(device) for key in keys])
     if world_size > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return {name: sign * value for (name, sign), value in zip(keys, found.tolist()) if value != -math.inf}

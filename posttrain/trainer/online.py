@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from datasets import IterableDataset
 from torch import Tensor, nn
@@ -24,13 +23,13 @@ from posttrain.core.results import TokenScores
 from posttrain.core.sample import Sample
 from posttrain.data.byte_decoding import text_decoder
 from posttrain.data.row_formats import PROMPT_ONLY
-from posttrain.losses.advantages import replay_scores, weighted_rewards, zero_variance
+from posttrain.losses.advantages import weighted_rewards
 from posttrain.models.float32_head import compute_head_in_float32
 from posttrain.models.load import innermost_model
 from posttrain.models.reference import PRECOMPUTED, ModelReference, Precomputed
 from posttrain.models.token_scores import score_tokens
 from posttrain.rewards.reward import RewardSet
-from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector, of_every_process
+from posttrain.rollout.collector import GroupTable, RolloutCollector
 from posttrain.rollout.engine import ENGINES, RolloutEngine
 from posttrain.rollout.episodes import SingleTurn, run_episodes
 from posttrain.rollout.eval_loader import EvalRolloutLoader
@@ -41,8 +40,8 @@ from posttrain.rollout.rollout import OLD_LOGPS, Request, Rollout
 from posttrain.rollout.rollout_function import written_by_function
 from posttrain.rollout.streamed_prompts import StreamedPrompts, StreamOrder
 from posttrain.trainer import checkpoint as files
-from posttrain.trainer.agents import Agents, AnyRows, rows_for
-from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.agents import rows_for
+from posttrain.trainer.collecting import FAILURES, CollectingTrainer
 from posttrain.trainer.config import DEEPSPEED
 from posttrain.trainer.gathered_engine import GatheredEngine
 from posttrain.trainer.joint_export import JointExport
@@ -51,18 +50,16 @@ from posttrain.trainer.online_config import OnlineConfig
 from posttrain.trainer.progress import count, several
 from posttrain.trainer.reference_setup import follow_policy, live_reference
 from posttrain.trainer.rollout_log import RolloutLog
-from posttrain.trainer.rollout_metrics import as_tensors, rollout_metrics
+from posttrain.trainer.rollout_metrics import as_tensors
 from posttrain.trainer.rollout_scoring import write_logps
 from posttrain.trainer.skipping import skipping_by_position
-from posttrain.trainer.vllm_setup import vllm_engine
+from posttrain.trainer.vllm_setup import refuse_correction_without_logps, vllm_engine
 from posttrain.trainer.weight_sync import WeightSync
 
 ROLLOUTS_FILE = "rollouts_{rank}"
-FAILURES = "reward_failures/"  # and the kind: how many calls of rewards have failed since the beginning of the run
-EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time
 
 
-class OnlineTrainer(BaseTrainer):
+class OnlineTrainer(CollectingTrainer):
     """Trains on completions of a dataset's prompts. See the module's docstring for what a method provides."""
 
     config_class: ClassVar[type[OnlineConfig]] = OnlineConfig
@@ -73,9 +70,7 @@ class OnlineTrainer(BaseTrainer):
 
     live: ModelReference | None = None
     loader: RolloutLoader | None = None
-    replay: ReplayBuffer | None = None
     joint_export: JointExport | None = None  # where FSDP holds weights that an engine is sent
-    agents: Agents | None = None  # methods with tools set it before they call this class's __init__
 
     def __init__(
         self,
@@ -90,6 +85,7 @@ class OnlineTrainer(BaseTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         quantization_config: Any = None,
         peft_config: Any = None,
+        *,
         rollout_func: Callable[..., dict[str, Any]] | None = None,
         engine: RolloutEngine | None = None,
         ref_model: Any = None,
@@ -123,6 +119,7 @@ class OnlineTrainer(BaseTrainer):
         )
         fit_memory(self)
         self.engine = engine if engine is not None else self._make_engine()
+        refuse_correction_without_logps(self)
         self.weight_sync = WeightSync(self)
         if self.args.replay_buffer_size:
             self.replay = ReplayBuffer(self.args.replay_buffer_size, self.args.seed)
@@ -265,9 +262,7 @@ class OnlineTrainer(BaseTrainer):
                 if self.agents is None:
                     episodes = [SingleTurn(row, request, self._decode) for row, request in zip(mine, requests)]
                 else:
-                    episodes = self.agents.episodes(
-                        mine, requests, self.renderer, self.engine, self.args, params.stop_ids
-                    )
+                    episodes = self.agents.episodes(mine, requests, self.renderer, self.engine, self.args, params)
                 run_episodes(self.engine, episodes, params, on_finished)
         faults.fault_point("score")
 
@@ -316,90 +311,6 @@ class OnlineTrainer(BaseTrainer):
         totals = weighted_rewards(table.rewards, weights).masked_fill(table.masked, float("nan"))
         return totals, self.credit(table, totals)
 
-    _rows: AnyRows
-    _sampling_seed: int = 0
-
-    def _collect_window(self, loader: RolloutLoader) -> list[Sample | None]:
-        """This process's samples of a new window; None for those that take part in nothing."""
-        self._rows, self._sampling_seed = self.train_dataset, self.args.sampling(()).seed
-        collected = self._collect(loader.take_window(), "train")
-        if self.args.drop_zero_variance:
-            return self._refilled(loader, collected)
-        if self.replay is not None:
-            return self._replayed(loader, collected)
-        return [self._trained_sample(rollout) for rollout in collected.rollouts]
-
-    def _replayed(self, loader: RolloutLoader, collected: Collected) -> list[Sample | None]:
-        """Groups that teach nothing give way to remembered ones; those that do are remembered."""
-        teaching, flat = self._sorted_groups(collected)
-        remembered = self.replay.draw(len(flat), loader.window_start)
-        scores = replay_scores(collected.advantages, collected.totals, collected.table.groups)
-        score_of = dict(zip(collected.table.groups.unique().tolist(), scores.tolist()))
-        for group in teaching:
-            samples = [self._trained_sample(rollout) for rollout in group if not rollout.masked]
-            self.replay.add(score_of[group[0].group], samples)
-        place = {group[0].group: samples for group, samples in zip(flat, remembered)}
-        found: list[Sample | None] = []
-        for group in self._groups_of(collected.rollouts):
-            own = [self._trained_sample(rollout) for rollout in group]
-            other = place.get(group[0].group, own)
-            found += [*other, *[None] * (len(own) - len(other))]
-        self.metrics.add("train", as_tensors({"rollouts/replayed_groups": len(remembered)}))
-        return found
-
-    def _refilled(self, loader: RolloutLoader, collected: Collected) -> list[Sample | None]:
-        """Groups that teach, generated until there are enough of them; what is still missing then is filled with the others."""
-        size, wanted = self.args.num_generations, loader.schedule.share // self.args.num_generations
-        kept, spare = self._sorted_groups(collected)
-        for _ in range(self.args.refill_rounds):
-            missing = of_every_process(max(wanted - len(kept), 0), self.args.world_size)
-            if not any(missing):
-                break
-            more, others = self._sorted_groups(self._collect(loader.take_groups(missing), "train"))
-            kept, spare = kept + more, spare + others
-        groups = [*kept, *spare][:wanted]
-        self.metrics.add("train", as_tensors({"rollouts/refilled_groups": len(kept) + len(spare) - wanted}))
-        samples = [self._trained_sample(rollout) for group in groups for rollout in group]
-        return samples + [None] * (wanted * size - len(samples))
-
-    def _sorted_groups(self, collected: Collected) -> tuple[list[list[Rollout]], list[list[Rollout]]]:
-        """(groups of this process that teach, the others)."""
-        flat = zero_variance(collected.advantages, collected.table.groups)
-        numbers = collected.table.groups.unique()  # in the order of `flat`
-        is_flat = dict(zip(numbers.tolist(), flat.tolist()))
-        groups = self._groups_of(collected.rollouts)
-        return (
-            [group for group in groups if not is_flat[group[0].group]],
-            [group for group in groups if is_flat[group[0].group]],
-        )
-
-    @staticmethod
-    def _groups_of(rollouts: list[Rollout]) -> list[list[Rollout]]:
-        groups: dict[int, list[Rollout]] = {}
-        for rollout in rollouts:
-            groups.setdefault(rollout.group, []).append(rollout)
-        return list(groups.values())
-
-    def _collect(self, requests: list[Request], mode: str) -> Collected:
-        collected = self.collector.collect(requests, self.state)
-        found = rollout_metrics(collected, self.rewards.names)
-        if self.agents is not None:
-            found |= self.agents.collected(collected)
-        self.metrics.add(mode, as_tensors(found))
-        if mode == "train":
-            self.metrics.count("num_tokens", sum(len(rollout.sample) for rollout in collected.rollouts))
-            for kind, number in collected.table.failures.items():
-                self.metrics.count(f"{FAILURES}{kind}", number)
-            self.log_of_rollouts.hear(collected)
-        return collected
-
-    def _trained_sample(self, rollout: Rollout) -> Sample | None:
-        if rollout.masked:
-            return None
-        if self.args.mask_truncated_completions and rollout.is_truncated:
-            rollout.sample.trained = np.zeros_like(rollout.sample.trained)  # the store may still read the other
-        return rollout.sample
-
     # ---- as dataloaders ----------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> RolloutLoader:
@@ -418,21 +329,18 @@ class OnlineTrainer(BaseTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalRolloutLoader:
         args, rows = self.args, self.evaluation_rows(eval_dataset)
+        self._evaluated = []
         size = args.num_generations_eval or args.num_generations
         return EvalRolloutLoader(
             rows,
             size,
             args.eval_batch_size,
             self._collect_evaluation,
+            self._finish_evaluation,
             self.data_collator,
             args.process_index,
             args.world_size,
         )
-
-    def _collect_evaluation(self, rows: PromptRows, requests: list[Request]) -> list[Sample | None]:
-        self._rows, self._sampling_seed = rows, self.args.sampling(()).seed ^ EVALUATION_SEED
-        collected = self._collect(requests, "eval")
-        return [self._trained_sample(rollout) for rollout in collected.rollouts]
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -456,9 +364,18 @@ class OnlineTrainer(BaseTrainer):
         finally:
             self.log_of_rollouts.close()
 
+    def close(self) -> None:
+        """Give back what outlives the trainer: workers of rewards, and vLLM. It cannot train or evaluate afterwards."""
+        self.rewards.close()
+        if hasattr(self.engine, "close"):
+            self.engine.close()
+
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         with skipping_by_position():
             super()._run_epoch(*args, **kwargs)
+
+    def identity_parts(self) -> dict[str, Any]:
+        return super().identity_parts() | {"rewards": self.rewards.names}
 
     def rollout_state(self) -> dict[str, Any]:
         """What decides the coming rollouts and is no weight."""

@@ -204,7 +204,8 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
                 f"`generation_kwargs` holds temperature={given['temperature']}, but training divides the logits by "
                 f"`temperature`={self.temperature}: set that one, for both."
             )
-        stops = (*stop_ids, *given.pop("stop_ids", ()))
+        more = given.pop("stop_ids", ())
+        stops = (*stop_ids, *([more] if isinstance(more, int) else more))
         return SamplingParams(**{**named, **given, "stop_ids": stops})
 
     def reward_options(self) -> RewardOptions:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
 from posttrain.core.faults import fault_point
@@ -153,6 +154,7 @@ class PersistentTrainer(SavingTrainer):
         else:
             self._load_whole_optimizer(files.load_tree(Path(checkpoint) / OPTIMIZER))
         self.lr_scheduler.load_state_dict(files.load_tree(Path(checkpoint) / SCHEDULER))
+        take_rates_of(self.lr_scheduler)
         return None
 
     def _load_whole_optimizer(self, tree: dict[str, Any]) -> None:
@@ -192,6 +194,23 @@ class PersistentTrainer(SavingTrainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             load_rng(Path(checkpoint), self.args.process_index)
+
+
+def take_rates_of(scheduler: Any) -> None:
+    """The next step's learning rates as the schedule of this run has them.
+
+    Those in the checkpoint are equal, unless `max_steps` has grown: then they are the 0 at the end of the schedule before.
+    """
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's wrapper
+    if not isinstance(scheduler, LambdaLR):
+        return
+    rates = [base * factor(scheduler.last_epoch) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    scheduler._last_lr = rates
 
 
 class RunLifecycle(TrainerCallback):

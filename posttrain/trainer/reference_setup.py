@@ -90,6 +90,7 @@ def follow_policy(trainer: BaseTrainer, reference: Reference) -> None:
             raise ValueError(
                 "`sync_ref_model` moves whole weights; under FSDP and DeepSpeed they are in pieces. Leave it out."
             )
+        reference.check_sync()
         trainer.add_callback(SyncRefModelCallback(reference, trainer.accelerator))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from posttrain.rollout.collector import Collected
 from posttrain.rollout.rollout import Rollout
 from posttrain.rollout.rollout_store import RolloutStore, record_of
 from posttrain.trainer.progress import number, say, wants_live
+from posttrain.trainer.rollout_metrics import as_tensors
 from posttrain.trainer.rollout_push import RolloutPush
 
 if TYPE_CHECKING:
@@ -32,10 +34,13 @@ class RolloutLog(TrainerCallback):
         self.push: RolloutPush | None = None
         self.watch = RewardWatch()
         self.latest: list[Rollout] = []
+        self._step_began = 0.0
+        self._failed: set[tuple[str, str]] = set()  # rewards whose failure was told, and its kind
 
     # ---- the run -----------------------------------------------------------------------------------------------------
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_began = time.perf_counter()
         if args.keep_rollouts:
             self.store = RolloutStore(args.output_dir, args.process_index)
             if state.is_world_process_zero:  # a resumed run makes later ones again; a new one begins with none
@@ -43,6 +48,11 @@ class RolloutLog(TrainerCallback):
                 if args.log_completions_hub_repo is not None:
                     self.push = RolloutPush(self.store.folder, args)
             self.trainer.accelerator.wait_for_everyone()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        self.trainer.metrics.add("train", as_tensors({"step_time": now - self._step_began}))
+        self._step_began = now
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._close_store()
@@ -66,27 +76,36 @@ class RolloutLog(TrainerCallback):
         self.latest = collected.rollouts
         if self.store is not None:
             self.store.write(state.global_step + 1, [record_of(r, state.epoch or 0.0) for r in collected.rollouts])
+        self._tell_failures(collected)
         if self.trainer.args.alerts and self.trainer.is_world_process_zero():
             table = collected.table
             values = table.rewards.masked_fill(table.masked[:, None], float("nan")).numpy()
             for sentence in self.watch.look(self.trainer.rewards.names, values, table.lengths.numpy()):
                 say(f"alert  {sentence}")
 
+    def _tell_failures(self, collected: Collected) -> None:
+        """The first of each kind; how many there are, the log says."""
+        for failure in collected.results.failures:
+            if (failure.reward, failure.kind) not in self._failed:
+                self._failed.add((failure.reward, failure.kind))
+                policy = self.trainer.args.reward_on_error
+                said = " ".join(failure.message.split())
+                say(f"alert  reward {failure.reward} failed ({failure.kind}): {said} (reward_on_error={policy!r})")
+
     # ---- what is shown -----------------------------------------------------------------------------------------------
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if args.log_completions and state.is_world_process_zero and self.latest and logs and "reward" in logs:
-            shown = chosen(self.latest, args.num_completions_to_print, args.log_unique_prompts)
+            listed = one_of_each_prompt(self.latest) if args.log_unique_prompts else self.latest
+            shown = listed[: args.num_completions_to_print]
             show(shown, self.trainer.rewards.names, state.global_step, args.disable_tqdm)
             if "wandb" in args.report_to:
-                _to_wandb(self.latest, self.trainer.rewards.names, state.global_step)
+                _to_wandb(listed, self.trainer.rewards.names, state.global_step)
 
 
-def chosen(rollouts: list[Rollout], most: int | None, unique_prompts: bool) -> list[Rollout]:
-    """The first of them, or the first of each prompt."""
-    if unique_prompts:
-        rollouts = list({rollout.group: rollout for rollout in reversed(rollouts)}.values())[::-1]
-    return rollouts if most is None else rollouts[:most]
+def one_of_each_prompt(rollouts: list[Rollout]) -> list[Rollout]:
+    """The first completion of each."""
+    return list({rollout.group: rollout for rollout in reversed(rollouts)}.values())[::-1]
 
 
 def show(rollouts: list[Rollout], names: list[str], step: int, disable_tqdm: bool) -> None:
@@ -99,14 +118,25 @@ def show(rollouts: list[Rollout], names: list[str], step: int, disable_tqdm: boo
         return
     lines = [f"completions at step {step}"]
     for rollout in rollouts:
-        numbers = ", ".join(f"{name} {number(value)}" for name, value in numbers_of(rollout, names).items())
-        lines += [f"  > {clipped(rollout.prompt)!r}", f"    {clipped(rollout.completion)!r}  ({numbers})"]
+        said = [f"{name} {number(value)}" for name, value in numbers_of(rollout, names).items()]
+        said += [f"{name} {text}" for name, text in extras_of(rollout, list(rollout.extras)).items()]
+        lines += [f"  > {clipped(rollout.prompt)!r}", f"    {clipped(rollout.completion)!r}  ({', '.join(said)})"]
     say("\n".join(lines))
 
 
 def numbers_of(rollout: Rollout, names: list[str]) -> dict[str, float]:
     rewards = {name: rollout.rewards.get(name, float("nan")) for name in names}
     return {**rewards, "advantage": rollout.advantage}
+
+
+def extra_columns(rollouts: list[Rollout]) -> list[str]:
+    """Names that rewards gave to `log_extra`, in the order in which they came."""
+    return list(dict.fromkeys(name for rollout in rollouts for name in rollout.extras))
+
+
+def extras_of(rollout: Rollout, columns: list[str]) -> dict[str, str]:
+    """As texts; an empty one where nothing was said."""
+    return {name: clipped(str(rollout.extras.get(name, ""))) for name in columns}
 
 
 def clipped(said: str | list[dict[str, Any]]) -> str:
@@ -117,10 +147,13 @@ def clipped(said: str | list[dict[str, Any]]) -> str:
 
 
 def _rich_table(rollouts: list[Rollout], names: list[str], step: int) -> Table:
-    table = Table("prompt", "completion", *names, "advantage", title=f"completions at step {step}", show_lines=True)
+    extra = extra_columns(rollouts)
+    title = f"completions at step {step}"
+    table = Table("prompt", "completion", *names, "advantage", *extra, title=title, show_lines=True)
     for rollout in rollouts:
         numbers = [number(value) if np.isfinite(value) else "-" for value in numbers_of(rollout, names).values()]
-        table.add_row(Text(clipped(rollout.prompt)), Text(clipped(rollout.completion)), *numbers)
+        said = [Text(text) for text in extras_of(rollout, extra).values()]
+        table.add_row(Text(clipped(rollout.prompt)), Text(clipped(rollout.completion)), *numbers, *said)
     return table
 
 
@@ -128,6 +161,16 @@ def _to_wandb(rollouts: list[Rollout], names: list[str], step: int) -> None:
     import wandb
 
     if wandb.run is not None:
-        columns = ["step", "prompt", "completion", *names, "advantage"]
-        rows = [[step, clipped(r.prompt), clipped(r.completion), *numbers_of(r, names).values()] for r in rollouts]
+        extra = extra_columns(rollouts)
+        columns = ["step", "prompt", "completion", *names, "advantage", *extra]
+        rows = [
+            [
+                step,
+                clipped(r.prompt),
+                clipped(r.completion),
+                *numbers_of(r, names).values(),
+                *extras_of(r, extra).values(),
+            ]
+            for r in rollouts
+        ]
         wandb.log({"completions": wandb.Table(columns=columns, data=rows)})

@@ -13,53 +13,60 @@ from posttrain.losses.extrema import highest, lowest
 from posttrain.rollout.collector import Collected
 from posttrain.rollout.rollout import Rollout
 
-Numbers = dict[str, float | Extremum]
+Numbers = dict[str, float | Tensor | list[float] | Extremum]
+"""A number counts once in the mean that a log shows; of several numbers each does, those of all processes together."""
 
 
 def rollout_metrics(collected: Collected, names: list[str]) -> Numbers:
-    """Numbers over the samples of all processes; each of them counts once in the mean that a log shows."""
+    """What is known of the samples of this process, and of all of them where only together they say something."""
     table = collected.table
     return {
-        **length_metrics(table.lengths.double(), table.truncated),
+        **length_metrics(collected),
         **reward_metrics(collected, names),
         **time_metrics(collected),
-        "rollouts/masked": table.masked.double().mean().item(),
+        "rollouts/masked": table.masked[table.mine],
     }
 
 
-def length_metrics(lengths: Tensor, truncated: Tensor) -> Numbers:
-    """Trained tokens of a completion. A *terminated* one ended by itself; where none did, its lengths are 0."""
-    found: Numbers = {}
+def length_metrics(collected: Collected) -> Numbers:
+    """Trained tokens of a completion. A *terminated* one ended by itself. What could not be written has no length."""
+    table = collected.table
+    mine = table.mine[~table.unwritten[table.mine]]
+    lengths, truncated = table.lengths[mine], table.truncated[mine]
+    found: Numbers = {"completions/clipped_ratio": truncated}
     for name, values in (("length", lengths), ("terminated_length", lengths[~truncated])):
-        values = values if len(values) else values.new_zeros(1)
         found |= {
-            f"completions/mean_{name}": values.mean().item(),
+            f"completions/mean_{name}": values,
             f"completions/min_{name}": lowest(values),
             f"completions/max_{name}": highest(values),
         }
-    return found | {"completions/clipped_ratio": truncated.double().mean().item()}
+    return found
 
 
-def reward_metrics(collected: Collected, names: list[str]) -> dict[str, float]:
+def reward_metrics(collected: Collected, names: list[str]) -> Numbers:
     table, totals = collected.table, collected.totals
+    mine = torch.zeros_like(table.masked).index_fill(0, table.mine, True)
     valid = ~table.masked
-    found = {}
+    found: Numbers = {}
     for name, column in zip(names, table.rewards.unbind(1)):
-        known = column[valid & ~column.isnan()]
-        found[f"rewards/{name}/mean"] = known.mean().item() if len(known) else math.nan
-        found[f"rewards/{name}/std"] = known.std().item() if len(known) > 1 else math.nan
-    scored = totals[valid & ~totals.isnan()]
-    found["reward"] = scored.mean().item() if len(scored) else math.nan
-    found["reward_std"] = scored.std().item() if len(scored) > 1 else math.nan  # whatever their group
+        known = valid & ~column.isnan()
+        found[f"rewards/{name}/mean"] = column[known & mine]
+        found[f"rewards/{name}/std"] = deviation(column[known])
+    known = valid & ~totals.isnan()
+    found |= {"reward": totals[known & mine], "reward_std": deviation(totals[known])}  # whatever their group
     # By advantages: RLOO compares more than rewards, and a group teaches nothing where these are all 0.
     found["frac_reward_zero_std"] = zero_variance(collected.advantages, table.groups).double().mean().item()
-    for name, values in collected.results.metrics.items():
-        found[name] = sum(values) / len(values)
+    found |= collected.results.metrics
     kinds = [failure.reward for failure in collected.results.failures]
     return found | {f"rewards/{name}/failed": kinds.count(name) / max(len(collected.rollouts), 1) for name in names}
 
 
-def time_metrics(collected: Collected) -> dict[str, float]:
+def deviation(values: Tensor) -> float:
+    """Of one generation or evaluation, over all processes."""
+    return values.std().item() if len(values) > 1 else math.nan
+
+
+def time_metrics(collected: Collected) -> Numbers:
     """Seconds of each phase on this process, and the speed at which completions were written."""
     seconds = collected.seconds
     tokens = sum(len(rollout.completion_ids) for rollout in collected.rollouts)
@@ -71,25 +78,25 @@ def time_metrics(collected: Collected) -> dict[str, float]:
     }
 
 
-def tool_metrics(rollouts: list[Rollout], tools: list[str], has_environments: bool) -> dict[str, float]:
-    """Calls of an episode, overall and of each tool, and failures of a call. The same names on every process."""
+def tool_metrics(rollouts: list[Rollout], tools: list[str], has_environments: bool) -> Numbers:
+    """Calls of an episode, overall and of each tool, and failures of a call."""
     calls = [call for rollout in rollouts for call in rollout.tool_calls]
-    episodes, called = max(len(rollouts), 1), max(len(calls), 1)
-    found = {
-        "tools/call_frequency": len(calls) / episodes,
-        "tools/failure_frequency": sum(call.error is not None for call in calls) / called,
-        "tools/seconds_per_call": sum(call.seconds for call in calls) / called,
+    found: Numbers = {
+        "tools/call_frequency": [len(rollout.tool_calls) for rollout in rollouts],
+        "tools/failure_frequency": [call.error is not None for call in calls],
+        "tools/seconds_per_call": [call.seconds for call in calls],
     }
     for name in tools:
-        found[f"tools/{name}/call_frequency"] = sum(call.name == name for call in calls) / episodes
+        called = [sum(call.name == name for call in rollout.tool_calls) for rollout in rollouts]
+        found[f"tools/{name}/call_frequency"] = called
     if has_environments:
-        found["env/reset_s"] = sum(rollout.seconds["reset"] for rollout in rollouts) / episodes
+        found["env/reset_s"] = [rollout.seconds["reset"] for rollout in rollouts]
     return found
 
 
 def as_tensors(metrics: Numbers) -> Metrics:
     """On the host, where they were counted: on their way to the device each would wait for all work that is queued there."""
     return {
-        name: value if isinstance(value, Extremum) else torch.tensor([value], dtype=torch.float64)
+        name: value if isinstance(value, Extremum) else torch.as_tensor(value, dtype=torch.float64).flatten()
         for name, value in metrics.items()
     }

@@ -22,6 +22,7 @@ from posttrain.trainer.config import BaseConfig
 FILE = "run_state.json"
 RNG_FILE = "rng_state_{rank}"
 SUMS_FILE = "sums_{rank}.json"
+GIVEN = "given:"  # in front of the names of what was given to the trainer beside its options
 
 # fmt: off
 FREE_TO_CHANGE = frozenset((
@@ -54,13 +55,17 @@ class RunIdentity:
     model: str
 
     @classmethod
-    def of(cls, method: str, args: BaseConfig, dataset: str, tokenizer: str, model: str) -> RunIdentity:
+    def of(
+        cls, method: str, args: BaseConfig, dataset: str, tokenizer: str, model: str, parts: dict[str, Any] | None = None
+    ) -> RunIdentity:
+        """`parts`: what else was given to the trainer, such as its adapter and its rewards."""
         options = {
             f.name: _plain(getattr(args, f.name))
             for f in dataclasses.fields(args)
             if f.init and f.name not in FREE_TO_CHANGE and not f.name.startswith("_")
         }
         options["world_size"] = args.world_size  # each process has random numbers and sums of its own
+        options |= {f"{GIVEN}{name}": _plain(value) for name, value in (parts or {}).items()}
         return cls(method, options, dataset, tokenizer, model)
 
     def differences(self, other: RunIdentity, allowed: list[str]) -> list[str]:
@@ -72,13 +77,28 @@ class RunIdentity:
         ]
         for name in sorted(self.options.keys() | other.options.keys()):
             then, now = other.options.get(name), self.options.get(name)
-            if name not in allowed and then != now:
-                lines.append(f"{name}: {then!r} -> {now!r}")
+            if name.startswith(GIVEN) and name not in other.options:
+                continue  # a checkpoint from before these were written down
+            if name.removeprefix(GIVEN) not in allowed and then != now:
+                lines += _changes(name.removeprefix(GIVEN), then, now)
         return lines
+
+
+def _changes(name: str, then: Any, now: Any) -> list[str]:
+    """Of two mappings only what differs in them."""
+    if not (isinstance(then, dict) and isinstance(now, dict)):
+        return [f"{name}: {then!r} -> {now!r}"]
+    return [
+        f"{name}.{key}: {then.get(key)!r} -> {now.get(key)!r}"
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key)
+    ]
 
 
 def _plain(value: Any) -> Any:
     """JSON-ready form of an option, stable across processes."""
+    if isinstance(value, (set, frozenset)):
+        return sorted(_plain(item) for item in value)
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     if isinstance(value, dict):

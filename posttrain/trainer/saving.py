@@ -249,14 +249,20 @@ class SavingTrainer(ShardingTrainer):
         state.last_logged_step = self._globalstep_last_logged
         return state
 
-    def _refuse_to_save_nonfinite_weights(self) -> bool:
+    def nonfinite_weights(self) -> list[str]:
+        """Names of the tensors that hold NaN or infinity. To be called by all processes."""
         # Asking about the whole of a sharded parameter would be a collective for each.
         parameters = self.model.named_parameters()
         named = [(name, local_part(p.detach())) for name, p in parameters if p.is_floating_point()]
         finite = torch.stack([torch.isfinite(p).all().to(self.args.device) for _, p in named])
         if not self.any_process(not finite.all()):  # the one time that the host asks
+            return []
+        return [name for (name, _), fine in zip(named, finite.tolist()) if not fine] or ["on another process"]
+
+    def _refuse_to_save_nonfinite_weights(self) -> bool:
+        bad = self.nonfinite_weights()
+        if not bad:
             return False
-        bad = [name for (name, _), fine in zip(named, finite.tolist()) if not fine] or ["on another process"]
         found = (
             f"No checkpoint is saved at step {self.state.global_step}: {len(bad)} tensors hold NaN or infinity, the first is "
             f"{bad[0]}. The last good checkpoint stays as it is."

@@ -19,7 +19,7 @@ MOST_TOKENS, FEWEST_TOKENS = 60_000, 512
 """Tokens in one answer, shared by its rollouts, and what each of them has in any case."""
 DETAIL_COLUMNS = [
     "prompt", "completion", "prompt_ids", "completion_ids", "trained", "sampling_logps", "old_logps", "reference_logps",
-    "rewards", "failures", "tool_calls", "error", "seconds", "epoch",
+    "rewards", "failures", "extras", "tool_calls", "error", "seconds", "epoch",
 ]  # fmt: skip
 WHOLE = (
     "step",
@@ -159,6 +159,7 @@ def _detail(record: Json, tokenizer: TokenText | None, allowance: int) -> Json:
         "trained": [int(bool(flag)) for flag in (record["trained"] or [])[:allowance]],
         **{name: _logps(record[name], allowance) for name in ("sampling_logps", "old_logps", "reference_logps")},
         "failure_list": record["failures"] or [],
+        "extras": dict(record["extras"] or []),
         "calls": [call | {"seconds": known(call["seconds"] or 0.0)} for call in record["tool_calls"] or []],
         "error_text": record["error"],
         "seconds": {name: known(value) for name, value in record["seconds"] or [] if value is not None},

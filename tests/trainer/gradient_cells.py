@@ -366,8 +366,7 @@ def _reward_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
 
 
 def _policy_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
-    cut = windows(cell), cell.layout, TOKENS_PER_PASS.get(cell.split)
-    return policy_cells.step_loss(cell.method, cell.loss, *cut, partial(_log_probs, policy))
+    return policy_cells.step_loss(cell.method, cell.loss, windows(cell), partial(_log_probs, policy))
 
 
 ORACLES = {

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from posttrain.core.sample import Sample, Unit
-from posttrain.data.collate import split_by_tokens
 from posttrain.losses.policy import POLICY_LOSSES, PolicyTokens
 from posttrain.models.reference import PRECOMPUTED
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
@@ -45,7 +44,7 @@ GRPO_VARIANTS: dict[str, dict[str, Any]] = {
 }
 """Name of a variant -> options of GRPOConfig."""
 DEPEND_ON_THE_CUT = ("bnpo", "top_entropy")
-"""A mean over the tokens of each forward pass; a threshold over those of each micro-batch, of all processes."""
+"""A mean over the tokens of each micro-batch, by process; a threshold over those of each, of all processes."""
 
 
 def options(method: str, loss: str) -> dict[str, Any]:
@@ -101,22 +100,10 @@ def _write(sample: Sample, name: str, values: np.ndarray) -> None:
 Windows = list[list[list[Unit]]]  # the units of each micro-batch, for each process
 
 
-def passes_of_step(windows: Windows, layout: str, max_tokens: int | None) -> list[list[Sample]]:
-    """The samples of every forward pass of a step."""
-    return [
-        [sample for unit in part for sample in unit]
-        for window in windows
-        for mine in window
-        for part in split_by_tokens(mine, layout, max_tokens)
-    ]
-
-
 # ---- the oracle ----------------------------------------------------------------------------------------------------------
 
 
-def step_loss(
-    method: str, loss: str, windows: Windows, layout: str, max_tokens: int | None, policy_scores: Any
-) -> torch.Tensor:
+def step_loss(method: str, loss: str, windows: Windows, policy_scores: Any) -> torch.Tensor:
     """The loss of a step: of all its samples together, but for the losses that depend on how it is cut up."""
     chosen = options(method, loss)
     name = "rloo" if method == "rloo" else chosen["loss_type"]
@@ -124,7 +111,7 @@ def step_loss(
     samples = [sample for window in micro_batches for sample in window]
     scored = {id(sample): policy_scores(sample) for sample in samples}
     if loss == "bnpo":
-        parts = passes_of_step(windows, layout, max_tokens)
+        parts = [[sample for unit in mine for sample in unit] for window in windows for mine in window]
         return sum(_whole(name, part, [scored[id(s)] for s in part], chosen) for part in parts if part) / len(parts)
     keep = None
     if "top_entropy_quantile" in chosen:

@@ -297,7 +297,7 @@ class Broken(Counter):
 
 
 def test_a_run_in_which_no_episode_begins_is_stopped(tmp_path):
-    with pytest.raises(RuntimeError, match=r"All 8 episodes .* never works"):
+    with pytest.raises(RuntimeError, match=r"Not one of the 8 completions .* never works"):
         trainer(tmp_path, by_sample, chats(), script("Done"), environment_factory=Broken).train()
 
 

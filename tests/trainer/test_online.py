@@ -80,7 +80,7 @@ def test_trl_s_metrics_are_logged(tmp_path):
     (entry, _) = logged(tmp_path)
     names = {
         "num_tokens", "completions/mean_length", "completions/min_length", "completions/max_length",
-        "completions/mean_terminated_length", "completions/clipped_ratio", "rewards/share_of_letters/mean",
+        "completions/clipped_ratio", "rewards/share_of_letters/mean",
         "rewards/share_of_letters/std",
         "reward", "frac_reward_zero_std", "kl", "entropy", "policy_loss", "clip_ratio/low_mean", "clip_ratio/high_max",
         "clip_ratio/region_mean", "sampling/sampling_logp_difference/mean", "sampling/importance_sampling_ratio/max",

@@ -56,6 +56,16 @@ def test_resumed_at_its_end_a_run_takes_no_further_step(trained, tmp_path):
     assert_identical(trained, copy)
 
 
+def test_a_longer_run_goes_on_with_the_rates_of_its_own_schedule(trained, tmp_path):
+    """At the end of 8 steps the rate was 0; step 9 of 16 has that of half of the way."""
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    trainer = resumable_run.main("sft", copy, resume=True, max_steps=16)
+    rates = {entry["step"]: entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry}
+    assert rates[9] == pytest.approx(trainer.args.learning_rate * 0.5)
+    assert rates[12] == pytest.approx(trainer.args.learning_rate * 5 / 16)
+
+
 def test_second_run_on_the_same_folder_is_refused(tmp_path):
     with files.locked(tmp_path), pytest.raises(RuntimeError, match=f"pid {os.getpid()}"):
         resumable_run.main("sft", tmp_path)

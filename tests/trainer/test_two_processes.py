@@ -29,10 +29,16 @@ def is_extremum(name: str) -> bool:
 
 
 def launch(processes: int, folder: Path, method: str, rows: int, *words: str, fault_of_last: str = "") -> list[int]:
+    words = ("tests.trainer.two_process_run", str(folder), method, str(rows), *words)
+    return launch_module(processes, folder, *words, fault_of_last=fault_of_last)
+
+
+def launch_module(processes: int, folder: Path, *words: str, fault_of_last: str = "") -> list[int]:
+    """`python -m` these words, in several processes that know of each other."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "tests.trainer.two_process_run", str(folder), method, str(rows), *words]
+    command = [sys.executable, "-m", *words]
     started = []
     for rank in range(processes):
         world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
@@ -93,3 +99,12 @@ def test_a_disk_error_of_one_process_is_heard_by_all_and_the_next_save_succeeds(
     assert [path.name for path in files.checkpoints(folder)] == ["checkpoint-6", "checkpoint-4"]
     assert not list(folder.glob("*.tmp-*"))
     files.verify(folder / "checkpoint-4")
+
+
+@pytest.mark.parametrize("scenario", ["metric", "evaluation", "rloo", "entropy"])
+def test_a_process_with_nothing_to_say_does_not_hold_up_the_other(scenario, tmp_path):
+    """A reward that speaks of a metric on one process only, an evaluation with one prompt, a process without a trained token."""
+    folder = tmp_path / scenario
+    codes = launch_module(2, folder, "tests.trainer.uneven_run", scenario, str(folder))
+    assert codes == [0, 0], logs(folder)
+    assert logs(folder).count(f"{scenario}: as it should be") == 2

@@ -24,7 +24,7 @@ from tests.trainer import resumable_run
 METHODS = ("sft", "dpo", "reward", "grpo")
 SAVE_STEPS = 2
 OPTIONS: dict[str, Any] = {"save_steps": SAVE_STEPS}
-TIMINGS = ("_runtime", "_per_second", "_s")
+TIMINGS = ("_runtime", "_per_second", "_s", "_time")
 OF_THIS_FOLDER = ("manifest.json", "training_args.json")  # paths
 SLOW_SAVE = "slow:save.file:*"
 SLOW_FILE_SECONDS = 0.02

@@ -115,6 +115,7 @@ def record(
         "rewards": {} if error else rewards,
         "reward": math.nan if error else rewards["accuracy"] + 0.2 * np.nan_to_num(rewards["format"]),
         "failures": failures,
+        "extras": {} if error else {"answer_parsed": text.split()[-1]},
         "tool_calls": calls,
         "finish_reason": "error" if error else "length" if is_cut else "stop",
         "error": error,

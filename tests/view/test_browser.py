@@ -184,6 +184,7 @@ def test_a_group_with_its_tokens(page, viewer, picture):
     page.until("document.querySelectorAll('.completion').length === 8")
     assert page.run("document.querySelectorAll('.calls .failed').length") >= 1
     assert "calculate" in page.run("document.querySelector('.calls .failed .call').textContent")
+    assert page.run("document.querySelector('.completion .extra').textContent").startswith("answer_parsed ")
     active = page.run("document.querySelector('.completion.active .calls .failed') !== null")
     assert active, "the completion of the row that was opened is the one that is marked"
     for colour, name in (("logp", "t-logp-"), ("advantage", "t-"), ("mask", "t-trained"), ("mismatch", "t-apart-")):
