@@ -7,8 +7,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
+from jinja2 import TemplateError
+
 from posttrain.cli.errors import UsageError
 from posttrain.cli.words import Parser
+
+UNANSWERABLE = (ValueError, TemplateError)
+"""Too long for the model, or refused by its chat template, as a system message is by some."""
 
 HELP = (
     "/reset forgets the conversation; /system TEXT sets the system message and resets (without TEXT: none); /quit ends."
@@ -54,8 +59,12 @@ def main(words: list[str]) -> int:
     opened = told(lambda: open_model(options))
     speaker = Speaker(opened.load(), opened.tokenizer, options)
     chat = Chat(speaker.say, options.system)
-    if is_piped:
-        chat.hear(prompt)
+    if is_piped:  # all of it is the prompt: /reset is no command here
+        try:
+            chat.answer(prompt)
+        except UNANSWERABLE as error:
+            print(f"posttrain chat: {error}", file=sys.stderr)
+            return 1
         return 0
     return talk(chat, options.model)
 
@@ -96,15 +105,16 @@ class Chat:
         if word.startswith("/") and "/" not in word[1:] and word[1:].isalpha():
             print(f"There is no command {word}. {HELP}", file=self.out)
             return True
-        self.messages.append({"role": "user", "content": text})
         try:
-            answer = self.say(self.messages)
-        except ValueError as error:
-            self.messages.pop()
+            self.answer(text)
+        except UNANSWERABLE as error:
             print(str(error), file=self.out)
-            return True
-        self.messages.append({"role": "assistant", "content": answer})
         return True
+
+    def answer(self, text: str) -> None:
+        """What cannot be answered is not remembered."""
+        asked = [*self.messages, {"role": "user", "content": text}]
+        self.messages = [*asked, {"role": "assistant", "content": self.say(asked)}]
 
     def _reset(self, rest: str) -> bool:
         self.reset()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.errors import UsageError
+from posttrain.cli.output import ready_to_write
 from posttrain.cli.words import Parser, pairs
 
 if TYPE_CHECKING:
@@ -69,12 +71,23 @@ def parser() -> Parser:
 
 def main(words: list[str]) -> int:
     options = parser().parse_args(words)
+    for path, option in ((options.json, "--json"), (options.save_samples, "--save-samples")):
+        if path:
+            ready_to_write(path, option)
     specs = specs_of(options)
     from posttrain.cli.assemble import told
 
     results = told(lambda: run(options, specs))
     report(options, results)
-    return 0
+    unjudged = [result for result in results if bool((result.answers.totals != result.answers.totals).all())]
+    for result in unjudged:
+        why = first_failure(result) or "every reward gave None"
+        print(f"posttrain eval: no answer of {result.spec.name} could be judged. {why}", file=sys.stderr)
+    return 1 if unjudged else 0
+
+
+def first_failure(result: EvalResult) -> str | None:
+    return next((one["error"] for one in result.samples if one["error"]), None)
 
 
 def specs_of(options: argparse.Namespace) -> list[EvalSpec]:
@@ -130,23 +143,38 @@ def run(options: argparse.Namespace, specs: list[EvalSpec]) -> list[EvalResult]:
     ends = stop_ids(model, opened.tokenizer)
     results = []
     for task in tasks:
-        results.append(task(engine, ends, keep_samples=options.save_samples is not None))
+        results.append(task(engine, ends, keep_samples=True))  # with them, what went wrong
         task.close()
+        if options.save_samples:  # at once: the next task may fail
+            save_samples(options.save_samples, results)
     return results
+
+
+def save_samples(path: str, results: list[EvalResult]) -> None:
+    """Every answer so far. They have cost time: where the file cannot be written, they go to another."""
+    lines = [{"eval": result.spec.name, **one} for result in results for one in result.samples]
+    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    try:
+        Path(path).expanduser().write_text(text, encoding="utf-8")
+    except OSError as error:
+        with tempfile.NamedTemporaryFile(
+            "w", prefix="posttrain-answers-", suffix=".jsonl", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+        print(
+            f"posttrain eval: {path} cannot be written ({error.strerror}); the answers are in {file.name}.",
+            file=sys.stderr,
+        )
 
 
 def report(options: argparse.Namespace, results: list[EvalResult]) -> None:
     told = [{"model": options.model, **result.as_json()} for result in results]
-    if options.save_samples:
-        lines = [{"eval": result.spec.name, **one} for result in results for one in result.samples]
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-        Path(options.save_samples).write_text(text, encoding="utf-8")
     text = json.dumps(told[0] if len(told) == 1 else told, indent=1) + "\n"
     if options.json == "-":
         sys.stdout.write(text)
         return
     if options.json:
-        Path(options.json).write_text(text, encoding="utf-8")
+        Path(options.json).expanduser().write_text(text, encoding="utf-8")
     for result in results:
         show(options.model, result)
 
@@ -170,4 +198,5 @@ def show(model: str, result: EvalResult) -> None:
     ]
     if failed:
         lines.append(f"{failed} answers have no reward (failed) and are left out of the scores")
+        lines += [f"the first: {why}"] if (why := first_failure(result)) else []
     console.print("\n".join(lines), markup=False, highlight=False)

@@ -61,7 +61,7 @@ class Explained:
         self.config, self.gpu = config, gpu
         self.processes = processes_of(config)
         method = METHODS[config.method]
-        as_planned = functools.partial(_processes, method.config_class, self.processes)
+        as_planned = functools.partial(as_processes, method.config_class, self.processes)
         with _quiet():
             with as_planned():
                 self.args = told(lambda: config_of(config))
@@ -183,7 +183,7 @@ def totals_in_words(counts: Any) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _processes(config_class: type, count: int) -> Iterator[None]:
+def as_processes(config_class: type, count: int) -> Iterator[None]:
     """Inside, configs belong to a run of `count` processes, though there is this one only."""
     if count == 1:
         yield

@@ -7,16 +7,23 @@ import re
 import shlex
 import shutil
 import subprocess
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
 from posttrain.cli.arguments import RunConfig, parse
 from posttrain.cli.errors import UsageError
+from posttrain.cli.launch import PROFILE_ALIASES, config_file
 from posttrain.cli.option_table import method_names
+from posttrain.cli.output import ready_to_write
 from posttrain.cli.words import Parser
 
 SUBMIT = {"slurm": ["sbatch"], "skypilot": ["sky", "launch", "--yes"], "kubernetes": ["kubectl", "apply", "-f"]}
-SUFFIX = {"slurm": "sbatch", "skypilot": "yaml", "kubernetes": "yaml"}
+SUFFIX = {"slurm": "sbatch", "skypilot": "sky.yaml", "kubernetes": "k8s.yaml"}
+"""Never .yaml alone: `--name sft sft sft.yaml` is a job named sft, of the options in sft.yaml."""
+SETUP = {"slurm": "", "skypilot": "pip install posttrain", "kubernetes": "pip install posttrain"}
+"""Slurm's machines have an environment already; the others begin bare."""
+MARK = "# Written by `posttrain launch`, which will write over it."
 PORT = 29500
 NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
 
@@ -29,8 +36,9 @@ def main(words: list[str]) -> int:
         raise UsageError(f"there is no method {job.method!r}; there are {', '.join(method_names())}.")
     config = parse(job.method, rest[1:])  # unknown options and values are errors here, not on the cluster
     check(job, config)
-    text = WRITERS[job.to](job, command_of(job, rest))
-    path = Path(job.write or f"{job.name}.{SUFFIX[job.to]}")
+    path = Path(job.write or f"{job.name}.{SUFFIX[job.to]}").expanduser()
+    refuse_to_lose(path, config)
+    text = WRITERS[job.to](job, command_of(job, rest, config))
     path.write_text(text, encoding="utf-8")
     print(text)
     submit = [*SUBMIT[job.to], str(path)]
@@ -50,7 +58,11 @@ def make_parser() -> Parser:
     parser.add_argument("--to", required=True, choices=sorted(SUBMIT), help="scheduler")
     parser.add_argument("--nodes", type=int, default=1, help="machines (default: %(default)s)")
     parser.add_argument("--gpus", type=int, default=8, help="GPUs of each machine (default: %(default)s)")
-    parser.add_argument("--profile", default=None, help="ddp, fsdp2, hsdp, zero2, zero3 or a file (default: ddp)")
+    parser.add_argument(
+        "--profile",
+        default=None,
+        help="ddp, fsdp2, hsdp, zero2, zero3 or a file (default: `accelerate_config` of the options, or ddp)",
+    )
     parser.add_argument("--name", default="posttrain", help="name of the job (default: %(default)s)")
     parser.add_argument("--time", default="24:00:00", help="limit, as Slurm writes it (default: %(default)s)")
     parser.add_argument("--partition", help="of Slurm")
@@ -58,10 +70,8 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--image", default="pytorch/pytorch:latest", help="container, for Kubernetes (default: %(default)s)"
     )
-    parser.add_argument(
-        "--setup", default="pip install posttrain", help="command before the run (default: %(default)s)"
-    )
-    parser.add_argument("--write", help="file to write (default: NAME.sbatch or NAME.yaml)")
+    parser.add_argument("--setup", help="commands before the run (default: pip install posttrain; nothing for Slurm)")
+    parser.add_argument("--write", help="file to write (default: NAME.sbatch, NAME.sky.yaml or NAME.k8s.yaml)")
     parser.add_argument(
         "--submit", action="store_true", help="hand it to the scheduler; without it only the file is written"
     )
@@ -77,21 +87,55 @@ def check(job: argparse.Namespace, config: RunConfig) -> None:
     for name in ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"):
         if name in config.values:
             raise UsageError(f"{config.where(name)}: the scheduler decides it; use --nodes and --gpus.")
-    if job.profile == "hsdp" and job.nodes < 2:
-        raise UsageError("--profile hsdp keeps a whole copy on each machine, and --nodes is 1: use fsdp2.")
+    given = config.get("accelerate_config")
+    if job.profile and given and config.origin["accelerate_config"] != config.file:
+        raise UsageError(f"--profile {job.profile} and --accelerate_config {given} say the same thing; leave one out.")
+    where = "--profile" if job.profile else config.where("accelerate_config")
+    profile = job.profile or given or "ddp"
+    config_file(profile, where)  # neither a profile nor a file is an error here
+    profile = PROFILE_ALIASES.get(profile, profile)
+    if profile == "hsdp" and job.nodes < 2:
+        raise UsageError(f"{where} hsdp keeps a whole copy on each machine, and --nodes is 1: use fsdp2.")
+    if profile == "single_gpu" and job.nodes * job.gpus > 1:
+        raise UsageError(f"{where} single_gpu is for one process; the job has {job.nodes} x {job.gpus} GPUs: use ddp.")
 
 
-def command_of(job: argparse.Namespace, words: list[str]) -> str:
+def refuse_to_lose(path: Path, config: RunConfig) -> None:
+    """Only what this command has written is written over."""
+    if config.file and path.exists() and path.samefile(Path(config.file).expanduser()):
+        raise UsageError(f"The job would be written over {config.file}, the options of the run; name another --write.")
+    ready_to_write(str(path), "--write")
+    if path.exists() and MARK not in path.read_text(encoding="utf-8", errors="replace").splitlines()[:2]:
+        raise UsageError(
+            f"{path} exists, and `posttrain launch` did not write it; name another file with --write, or move it away."
+        )
+
+
+def command_of(job: argparse.Namespace, words: list[str], config: RunConfig) -> str:
     """The command on each machine; $RANK_OF_MACHINE and $ADDRESS_OF_MACHINE_0 are filled in there."""
-    profile = ["--accelerate_config", job.profile or "ddp"]
+    named = job.profile or (None if config.get("accelerate_config") else "ddp")
+    profile = ["--accelerate_config", named] if named else []
     counts = ["--num_processes", str(job.nodes * job.gpus), "--num_machines", str(job.nodes)]
     where = '--machine_rank "$RANK_OF_MACHINE" --main_process_ip "$ADDRESS_OF_MACHINE_0" --main_process_port'
     return f"{shlex.join(['posttrain', *words, *profile, *counts])} {where} {PORT}"
 
 
+def setup_of(job: argparse.Namespace) -> str:
+    """Lines of shell, each with its end."""
+    given = SETUP[job.to] if job.setup is None else job.setup
+    text = textwrap.dedent(given).strip()
+    return f"{text}\n" if text else ""
+
+
+def _block(text: str, blanks: int) -> str:
+    """Lines as they stand in a block of YAML."""
+    return textwrap.indent(text, " " * blanks)
+
+
 def slurm(job: argparse.Namespace, command: str) -> str:
     partition = f"#SBATCH --partition={job.partition}\n" if job.partition else ""
     return f"""#!/bin/bash
+{MARK}
 #SBATCH --job-name={job.name}
 #SBATCH --nodes={job.nodes}
 #SBATCH --ntasks-per-node=1
@@ -102,29 +146,30 @@ def slurm(job: argparse.Namespace, command: str) -> str:
 #SBATCH --requeue
 {partition}
 # Two minutes before the limit the run is told to end: it saves a checkpoint, and the requeued job goes on from there.
-export ADDRESS_OF_MACHINE_0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+{setup_of(job)}export ADDRESS_OF_MACHINE_0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 srun --kill-on-bad-exit=1 bash -c 'export RANK_OF_MACHINE=$SLURM_NODEID; exec {_in_quotes(command)}'
 """
 
 
 def skypilot(job: argparse.Namespace, command: str) -> str:
-    return f"""name: {job.name}
+    setup = setup_of(job)
+    return f"""{MARK}
+name: {job.name}
 num_nodes: {job.nodes}
 resources:
   accelerators: {job.accelerator}:{job.gpus}
   use_spot: false
 workdir: .
-setup: |
-  {job.setup}
-run: |
+{f"setup: |{chr(10)}{_block(setup, 2)}" if setup else ""}run: |
   export RANK_OF_MACHINE=$SKYPILOT_NODE_RANK
   export ADDRESS_OF_MACHINE_0=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
-  {command}
+{_block(command, 2)}
 """
 
 
 def kubernetes(job: argparse.Namespace, command: str) -> str:
-    return f"""apiVersion: v1
+    return f"""{MARK}
+apiVersion: v1
 kind: Service
 metadata: {{name: {job.name}}}
 spec: {{clusterIP: None, selector: {{job-name: {job.name}}}}}
@@ -153,9 +198,8 @@ spec:
         command: ["bash", "-c"]
         args:
         - |
-          {job.setup}
-          export RANK_OF_MACHINE=$JOB_COMPLETION_INDEX
-          exec {command}
+{_block(setup_of(job), 10)}          export RANK_OF_MACHINE=$JOB_COMPLETION_INDEX
+{_block(f"exec {command}", 10)}
 """
 
 

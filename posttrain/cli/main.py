@@ -8,6 +8,8 @@ import sys
 from posttrain.cli.errors import EXIT_CODE, UsageError, nearest
 
 TRAIN = "posttrain.cli.train"
+INTERRUPTED = 130
+"""What shells expect of a command that Control-C has ended."""
 
 COMMANDS = {
     "check": (
@@ -62,12 +64,15 @@ def main(words: list[str] | None = None) -> int:
         hint = nearest(words[0], known)
         print(f"posttrain: there is no command {words[0]!r}.{hint}\n\n{usage()}", file=sys.stderr)
         return EXIT_CODE
-    module = importlib.import_module(known[words[0]][0])
     try:
+        module = importlib.import_module(known[words[0]][0])
         return (module.main(words[0], words[1:]) if known[words[0]][0] == TRAIN else module.main(words[1:])) or 0
     except UsageError as error:
         print(f"posttrain {words[0]}: {error}", file=sys.stderr)
         return EXIT_CODE
+    except KeyboardInterrupt as error:
+        print(f"\nposttrain {words[0]}: {str(error) or 'stopped by Control-C'}.", file=sys.stderr)
+        return INTERRUPTED
     except BrokenPipeError:  # `posttrain ... | head`: nobody reads on
         sys.stderr.close()
         return 1

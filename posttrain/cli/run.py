@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+import traceback
 from pathlib import Path
 
 from posttrain.cli.errors import UsageError
@@ -21,6 +22,7 @@ def main(words: list[str]) -> int:
     script = Path(words[0])
     if not script.is_file():
         raise UsageError(f"there is no script {words[0]}.")
+    from posttrain.migration import trl_parser
     from posttrain.migration.trl_names import UnsupportedByPosttrain, install, uninstall
 
     install()
@@ -31,6 +33,11 @@ def main(words: list[str]) -> int:
         runpy.run_path(str(script), run_name="__main__")
     except UnsupportedByPosttrain as error:
         raise UsageError(str(error)) from error
+    except ValueError as error:
+        # of the arguments, not of the script: TrlParser has no way to end a script that it belongs to
+        if all(frame.filename != trl_parser.__file__ for frame in traceback.extract_tb(error.__traceback__)):
+            raise
+        raise UsageError(f"the arguments of {script} cannot be read. {error}") from error
     finally:
         sys.argv, sys.path[:] = before
         uninstall()

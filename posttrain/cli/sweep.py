@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import math
-import random
-import subprocess
+import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.arguments import known_name
+from posttrain.cli.child_process import run_child
 from posttrain.cli.errors import UsageError, nearest
-from posttrain.cli.option_table import method_names, table_of
-from posttrain.cli.values import value_of
-from posttrain.core.config_file import ConfigFileError, read_config
+from posttrain.cli.sweep_check import refuse_impossible
+from posttrain.cli.sweep_file import Sweep, read_sweep, values_of
 
 USAGE = """usage: posttrain sweep SWEEP.yaml [--dry-run]
 
@@ -35,23 +33,11 @@ SWEEP.yaml:
   output_dir: runs/sweep
   seed: 0
 
-A trial that has ended is not run again; one that was interrupted goes on from its last checkpoint."""
-KEYS = ("method", "options", "over", "trials", "metric", "goal", "take", "output_dir", "seed")
-GOALS, TAKES, SCALES = ("minimize", "maximize"), ("last", "best"), ("linear", "log")
+The options of all trials are checked before the first is begun. A trial that has ended is not run again; one that was
+interrupted goes on from its last checkpoint.
+Exit code 0: every trial gave a number; 1: some did not; 2: the sweep cannot be done; 130: Control-C."""
 RESULT = "trial.json"
-
-
-@dataclass
-class Sweep:
-    method: str
-    options: dict[str, Any]
-    over: dict[str, Any]
-    metric: str
-    goal: str
-    take: str
-    folder: Path
-    trials: int | None = None
-    seed: int = 0
+LONGEST_NAME = 60
 
 
 @dataclass
@@ -63,170 +49,145 @@ class Trial:
 
     @property
     def has_ended(self) -> bool:
-        return "exit_code" in self.result and self.result["exit_code"] == 0
+        return self.result.get("exit_code") == 0
 
 
 def main(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help"):
+    if not words or any(word in ("-h", "--help") for word in words):
         print(USAGE)
         return 0
-    unknown = [word for word in words[1:] if word != "--dry-run"]
+    unknown = [word for word in words if word.startswith("-") and word != "--dry-run"]
     if unknown:
         raise UsageError(f"{unknown[0]!r} is no option of a sweep; options of the runs stand in the file.")
-    sweep = read_sweep(words[0])
+    files = [word for word in words if not word.startswith("-")]
+    if len(files) != 1:
+        raise UsageError(f"A sweep has one file, and there are {len(files)}: posttrain sweep SWEEP.yaml [--dry-run].")
+    sweep = read_sweep(files[0])
     trials = list(trials_of(sweep))
+    if sweep.trials is not None and len(trials) < sweep.trials:
+        print(f"`over` has few values: {len(trials)} different trials were drawn, not {sweep.trials}.")
+    to_run = [(told(trial.values), options_of(sweep, trial)) for trial in trials if not trial.has_ended]
+    if to_run:
+        refuse_impossible(sweep.method, sweep.metric, to_run, {**os.environ, **sweep.environment})
     if "--dry-run" in words:
         for trial in trials:
             print(f"{trial.folder.name}  {told(trial.values)}")
         return 0
     sweep.folder.mkdir(parents=True, exist_ok=True)
     for trial in trials:
-        run_trial(sweep, trial, len(trials))
+        stopped = run_trial(sweep, trial, len(trials))
+        if stopped is not None:
+            print("Stopped; the same command goes on.", flush=True)
+            return stopped
     return report(sweep, trials)
-
-
-# ---- the file ----------------------------------------------------------------------------------------------------------------
-
-
-def read_sweep(path: str) -> Sweep:
-    try:
-        given, _ = read_config(path)
-    except ConfigFileError as error:
-        raise UsageError(str(error)) from error
-    for key in given:
-        if key not in KEYS:
-            raise UsageError(f"{path} has the key `{key}`, which a sweep does not know.{nearest(key, KEYS)}")
-    method = given.get("method")
-    if method not in method_names():
-        raise UsageError(f"{path}: `method` is {method!r}; it takes one of {', '.join(method_names())}.")
-    if not isinstance(given.get("over"), dict) or not given["over"]:
-        raise UsageError(f"{path}: `over` is missing; it maps options to lists of values, or to ranges.")
-    for name, choices in (("goal", GOALS), ("take", TAKES)):
-        if given.get(name, choices[0]) not in choices:
-            raise UsageError(f"{path}: `{name}` is {given[name]!r}; it takes one of {', '.join(choices)}.")
-    trials = given.get("trials")
-    if trials is not None and (type(trials) is not int or trials < 1):
-        raise UsageError(f"{path}: `trials` is {trials!r}; it takes a whole number above 0.")
-    options = checked(method, given.get("options") or {}, f"{path}, `options`")
-    over = {known_name(name): choices for name, choices in given["over"].items()}
-    for name, choices in over.items():
-        check_choices(method, name, choices, trials, path)
-    folder = Path(given.get("output_dir", f"runs/sweep-{method}"))
-    return Sweep(
-        method, options, over, given.get("metric", "loss"), given.get("goal", GOALS[0]), given.get("take", TAKES[0]), folder,
-        trials, given.get("seed", 0),
-    )  # fmt: skip
-
-
-def checked(method: str, options: dict[str, Any], where: str) -> dict[str, Any]:
-    table, found = table_of(method), {}
-    for key, given in options.items():
-        name = known_name(key)
-        if name not in table.options:
-            raise UsageError(
-                f"{where} sets `{key}`, which posttrain {method} does not know.{nearest(name, table.options)}"
-            )
-        found[name] = value_of(table.options[name], given, where)
-    return found
-
-
-def check_choices(method: str, name: str, choices: Any, trials: int | None, path: str) -> None:
-    if isinstance(choices, list) and choices:
-        for value in choices:
-            checked(method, {name: value}, f"{path}, `over`")
-        return
-    if not isinstance(choices, dict) or not {"min", "max"} <= set(choices) <= {"min", "max", "scale", "int"}:
-        raise UsageError(
-            f"{path}: `over.{name}` is {choices!r}; it takes a list of values, or a mapping with min, max and scale."
-        )
-    low, high = (float(choices[key]) for key in ("min", "max"))
-    if not low < high or choices.get("scale", SCALES[0]) not in SCALES or (choices.get("scale") == "log" and low <= 0):
-        raise UsageError(
-            f"{path}: `over.{name}` is {choices!r}; min must be below max, scale one of {', '.join(SCALES)}, and log needs min "
-            "above 0."
-        )
-    if trials is None:
-        raise UsageError(f"{path}: `over.{name}` is a range, which has no end to a grid; set `trials`.")
 
 
 # ---- the trials ---------------------------------------------------------------------------------------------------------------
 
 
 def trials_of(sweep: Sweep) -> Iterator[Trial]:
-    for number, values in enumerate(_grid(sweep) if sweep.trials is None else _draws(sweep)):
-        values = checked(sweep.method, values, "the sweep")
-        key = hashlib.blake2b(json.dumps([sweep.options, values], sort_keys=True).encode(), digest_size=4).hexdigest()
-        folder = sweep.folder / f"{number:03d}-{key}"  # other options are another trial, not an old one gone on with
+    for number, values in enumerate(values_of(sweep)):
+        folder = sweep.folder / folder_name(sweep, values)
         yield Trial(number, values, folder, _read_result(folder))
 
 
-def _grid(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    for combination in itertools.product(*sweep.over.values()):
-        yield dict(zip(sweep.over, combination))
+def folder_name(sweep: Sweep, values: dict[str, Any]) -> str:
+    """The values, which say what it is, and a hash of all options: other options are another trial, not an old one gone on with.
+
+    No number: a value that is put in front of the others must not make them run again.
+    """
+    told = json.dumps({**sweep.options, **values}, sort_keys=True)
+    key = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
+    shown = ",".join(f"{name}={_shown(values[name])}" for name in sorted(values))
+    shown = re.sub(r"[^A-Za-z0-9_.,=+-]+", "_", shown)
+    return f"{shown}-{key}" if len(shown) <= LONGEST_NAME else f"trial-{key}"
 
 
-def _draws(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    drawn = random.Random(sweep.seed)
-    for _ in range(sweep.trials):
-        yield {name: _draw(drawn, choices) for name, choices in sweep.over.items()}
-
-
-def _draw(drawn: random.Random, choices: Any) -> Any:
-    if isinstance(choices, list):
-        return drawn.choice(choices)
-    low, high = float(choices["min"]), float(choices["max"])
-    is_log = choices.get("scale") == "log"
-    value = math.exp(drawn.uniform(math.log(low), math.log(high))) if is_log else drawn.uniform(low, high)
-    return round(value) if choices.get("int") else value
+def options_of(sweep: Sweep, trial: Trial) -> dict[str, Any]:
+    return {**sweep.options, **trial.values, "output_dir": str(trial.folder)}
 
 
 def _read_result(folder: Path) -> dict[str, Any]:
     file = folder / RESULT
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if not file.exists():
+        return {}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        print(f"{file} is damaged; the trial goes on from its last checkpoint.", flush=True)
+        return {}
+    return found
 
 
-def run_trial(sweep: Sweep, trial: Trial, total: int) -> None:
+def run_trial(sweep: Sweep, trial: Trial, total: int) -> int | None:
+    """Run it, unless it has ended before. An exit code: the sweep was told to stop."""
     import yaml
 
     label = f"trial {trial.number + 1}/{total}  {told(trial.values)}"
     if trial.has_ended:
         print(f"{label}  done before", flush=True)
-        return
+        trial.result["metric"] = _metric(sweep, trial)  # another one may have been asked for then
+        return None
     print(label, flush=True)
     trial.folder.mkdir(parents=True, exist_ok=True)
-    options = {"method": sweep.method, **sweep.options, **trial.values, "output_dir": str(trial.folder)}
     file = trial.folder / "sweep.yaml"
+    options = {"method": sweep.method, **options_of(sweep, trial)}
     file.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
     command = [sys.executable, "-m", "posttrain.cli.main", sweep.method, str(file)]
     with open(trial.folder / "log.txt", "a", encoding="utf-8") as log:
-        code = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=False).returncode
-    trial.result = {"values": trial.values, "exit_code": code, "metric": _metric(sweep, trial) if code == 0 else None}
-    (trial.folder / RESULT).write_text(json.dumps(trial.result, indent=1) + "\n", encoding="utf-8")
-    if code != 0:
-        print(f"  ended with exit code {code}; see {trial.folder / 'log.txt'}", flush=True)
+        ended = run_child(command, stdout=log, stderr=log, env={**os.environ, **sweep.environment})
+    if ended.signal is not None:
+        return ended.code
+    metric = _metric(sweep, trial) if ended.code == 0 else None
+    trial.result = {"values": trial.values, "exit_code": ended.code, "metric_name": sweep.metric, "metric": metric}
+    part = trial.folder / f".{RESULT}"
+    part.write_text(json.dumps(trial.result, indent=1) + "\n", encoding="utf-8")
+    part.replace(trial.folder / RESULT)  # whole or not at all
+    if ended.code != 0:
+        print(f"  ended with exit code {ended.code}; see {trial.folder / 'log.txt'}", flush=True)
+    return None
 
 
 def _metric(sweep: Sweep, trial: Trial) -> float | None:
-    lines = (trial.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    values = [entry[sweep.metric] for entry in map(json.loads, lines) if sweep.metric in entry]
+    """What the run has logged; None, and why, where there is no number."""
+    entries = _logged(trial.folder / "metrics.jsonl")
+    values = [entry[sweep.metric] for entry in entries if isinstance(entry.get(sweep.metric), int | float)]
     if not values:
-        known = sorted({name for entry in map(json.loads, lines) for name in entry})
+        known = sorted({name for entry in entries for name in entry})
         print(f"  logged no {sweep.metric!r}.{nearest(sweep.metric, known)}", flush=True)
         return None
-    return values[-1] if sweep.take == "last" else (min if sweep.goal == "minimize" else max)(values)
+    finite = [value for value in values if math.isfinite(value)]
+    if not finite or (sweep.take == "last" and not math.isfinite(values[-1])):
+        print(f"  {sweep.metric} is {values[-1]} at its end", flush=True)
+        return None
+    return finite[-1] if sweep.take == "last" else (min if sweep.goal == "minimize" else max)(finite)
+
+
+def _logged(file: Path) -> list[dict[str, Any]]:
+    entries = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines() if file.exists() else (), 1):
+        try:
+            entries.append(json.loads(line))
+        except ValueError:
+            print(f"  {file}, line {number} is damaged and left out", flush=True)
+    return [entry for entry in entries if isinstance(entry, dict)]
 
 
 def told(values: dict[str, Any]) -> str:
-    return "  ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in values.items()
-    )
+    return "  ".join(f"{name}={_shown(value)}" for name, value in values.items())
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 # ---- the end ------------------------------------------------------------------------------------------------------------------
 
 
 def report(sweep: Sweep, trials: list[Trial]) -> int:
-    """A table, `sweep.csv` and `sweep.svg`; exit code 1 where no trial gave a number."""
+    """A table, `sweep.csv` and `sweep.svg`; exit code 1 where a trial gave no number."""
     import csv
 
     from rich.console import Console
@@ -238,8 +199,7 @@ def report(sweep: Sweep, trials: list[Trial]) -> int:
     for name in ("trial", sweep.metric, *sweep.over):
         table.add_column(name, justify="right" if name != "trial" else "left")
     for trial in done:
-        shown = [f"{value:.4g}" if isinstance(value, float) else str(value) for value in trial.values.values()]
-        table.add_row(trial.folder.name, f"{trial.result['metric']:.5g}", *shown)
+        table.add_row(trial.folder.name, f"{trial.result['metric']:.5g}", *map(_shown, trial.values.values()))
     Console().print(table)
     with open(sweep.folder / "sweep.csv", "w", newline="", encoding="utf-8") as file:
         rows = csv.writer(file)
@@ -255,4 +215,4 @@ def report(sweep: Sweep, trials: list[Trial]) -> int:
     failed = len(trials) - len(done)
     if failed:
         print(f"{failed} of {len(trials)} trials gave no number.")
-    return 0 if done else 1
+    return 1 if failed else 0

@@ -41,13 +41,13 @@ def _check(method: str, metric: str, options: dict[str, Any], where: str) -> Non
     """What `trainer_of` does before it reads data."""
     from posttrain.cli.arguments import RunConfig
     from posttrain.cli.assemble import config_of, model_name, parts_of, rewards_of, told
-    from posttrain.cli.explain import _processes, processes_of
+    from posttrain.cli.explain import as_processes, processes_of
     from posttrain.cli.launch import command_of
     from posttrain.methods.table import METHODS
 
     config = RunConfig(method, dict(options), dict.fromkeys(options, where))
     command_of(config, [])
-    with _processes(METHODS[method].config_class, processes_of(config)):
+    with as_processes(METHODS[method].config_class, processes_of(config)):
         args = told(lambda: config_of(config))
     model_name(config)
     rewards_of(config)

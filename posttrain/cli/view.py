@@ -7,11 +7,16 @@ import os
 import sys
 from pathlib import Path
 
+from posttrain.cli.errors import UsageError
+from posttrain.cli.output import ready_to_write
+from posttrain.cli.words import Parser
+
+MOST_PORT = 65535
 WINDOWS = ("DISPLAY", "WAYLAND_DISPLAY")
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+def parser() -> Parser:
+    made = Parser(
         prog="posttrain view",
         description="Look at runs while they go on and afterwards: curves, rollouts token by token, data. The page is for this "
         "machine only, and loads nothing from elsewhere.",
@@ -30,6 +35,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(words: list[str]) -> int:
     options = parser().parse_args(words)
+    if not 0 <= options.port <= MOST_PORT:
+        raise UsageError(f"--port is {options.port}; ports go from 1 to {MOST_PORT}, and 0 takes one that is free.")
+    if options.report:
+        ready_to_write(options.report, "--report")
     from posttrain.view.errors import NoRunError
     from posttrain.view.run_folder import open_runs
 

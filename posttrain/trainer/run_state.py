@@ -56,7 +56,13 @@ class RunIdentity:
 
     @classmethod
     def of(
-        cls, method: str, args: BaseConfig, dataset: str, tokenizer: str, model: str, parts: dict[str, Any] | None = None
+        cls,
+        method: str,
+        args: BaseConfig,
+        dataset: str,
+        tokenizer: str,
+        model: str,
+        parts: dict[str, Any] | None = None,
     ) -> RunIdentity:
         """`parts`: what else was given to the trainer, such as its adapter and its rewards."""
         options = {

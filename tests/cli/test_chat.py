@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from jinja2 import TemplateError
 
 from posttrain.cli import chat as chatting
 from posttrain.cli.chat import Chat
@@ -85,6 +86,7 @@ def test_the_same_seed_says_the_same(folder, monkeypatch, capsys):
         ("", [], "empty"),
         ("a", ["--temperature", "-1"], "--temperature"),
         ("a", ["--adapter", "nowhere"], "adapter_config"),
+        ("a", ["--device", "gpu0"], "'gpu0'"),
     ],
 )
 def test_words_that_cannot_be(folder, monkeypatch, capsys, text, words, wanted):
@@ -94,8 +96,19 @@ def test_words_that_cannot_be(folder, monkeypatch, capsys, text, words, wanted):
 
 
 def test_a_conversation_that_is_too_long_says_so(folder, monkeypatch, capsys):
-    _, told = piped(monkeypatch, capsys, folder, "a" * 600)
-    assert "the model reads 512" in told.out
+    code, told = piped(monkeypatch, capsys, folder, "a" * 600)
+    assert (code, told.out) == (1, "")
+    assert "the model reads 512" in told.err
+
+
+def test_a_template_that_refuses_is_heard_and_a_piped_command_is_a_prompt(folder, monkeypatch, capsys):
+    def refuse(self, messages):
+        raise TemplateError(f"no {messages[-1]['content']}")
+
+    monkeypatch.setattr(chatting.Speaker, "say", refuse)
+    code, told = piped(monkeypatch, capsys, folder, "/reset")
+    assert (code, told.out) == (1, "")
+    assert "no /reset" in told.err
 
 
 def test_in_a_terminal_it_goes_on_until_quit(monkeypatch, capsys):

@@ -9,6 +9,7 @@ import sys
 import pytest
 import yaml
 
+from posttrain.cli import eval as evaluating
 from posttrain.models import load
 from tests.cli.runs import REWARD, folder_with_inputs, options_of, posttrain
 
@@ -108,6 +109,32 @@ def test_columns_are_renamed_and_the_plain_engine_writes_the_same(folder):
     ]
 
 
+def test_folders_of_outputs_are_made(folder):
+    words = ["--json", "new/one/found.json", "--save-samples", "new/two/samples.jsonl"]
+    assert posttrain("eval", "model", *FLAGS, *words) == 0
+    assert json.loads((folder / "new/one/found.json").read_text())["answers"] == 18
+    assert len((folder / "new/two/samples.jsonl").read_text().splitlines()) == 18
+
+
+def test_answers_are_kept_where_their_file_cannot_be_written(folder, monkeypatch, capsys):
+    monkeypatch.setattr(evaluating, "ready_to_write", lambda path, option: None)  # it became unwritable meanwhile
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    assert posttrain("eval", "model", *FLAGS, "--save-samples", "gone/samples.jsonl") == 0
+    (kept,) = folder.glob("posttrain-answers-*.jsonl")
+    assert len(kept.read_text().splitlines()) == 18
+    assert str(kept) in capsys.readouterr().err
+
+
+def test_where_no_answer_could_be_judged_the_first_failure_is_told(folder, capsys):
+    (folder / "broken.py").write_text("def broken(**columns):\n    raise KeyError('no such thing')\n")
+    words = ["--data", "grpo.jsonl", "--reward", "broken.py:broken", "--max-new-tokens", "4", "--limit", "3"]
+    assert posttrain("eval", "model", *words, "--save-samples", "drawn.jsonl") == 1
+    told = capsys.readouterr().err
+    assert "no such thing" in told
+    assert "could be judged" in told
+    assert len((folder / "drawn.jsonl").read_text().splitlines()) == 3
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +199,10 @@ def test_a_reward_model_has_no_task_scores(folder, no_model, capsys):
         (["model", *FLAGS, "--samples", "x"], ["samples", "'x'"]),
         (["model", *FLAGS, "--sample"], ["--sample"]),
         (["model", *FLAGS, "--dtype", "float12"], ["float12", "bfloat16"]),
+        (["model", *FLAGS, "--device", "gpu0"], ["--device", "'gpu0'"]),
+        (["model", *FLAGS, "--device", "cuda:99"], ["--device", "cuda:99", "cpu"]),
+        (["model", *FLAGS, "--json", "model"], ["--json", "folder"]),
+        (["model", *FLAGS, "--save-samples", "grpo.jsonl/x.jsonl"], ["--save-samples", "grpo.jsonl"]),
         (["model", *FLAGS, "--column", "question"], ["question", "OLD=NEW"]),
         (["model", *FLAGS, "--evals", "run.yaml"], ["--evals"]),
         (["model", "--evals", "nowhere.yaml"], ["nowhere.yaml"]),

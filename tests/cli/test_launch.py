@@ -6,7 +6,7 @@ import pytest
 import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from torch.distributed.run import get_args_parser
 
 from posttrain.cli import launch
@@ -81,3 +81,28 @@ def test_a_config_of_ones_own_and_names_of_trl(tmp_path, monkeypatch):
     )
     with pytest.raises(UsageError, match="num_machines of 2 or more"):
         command("--accelerate_config", "hsdp", "--num_processes", "8", monkeypatch=monkeypatch)
+
+
+def test_one_gpu_that_is_named_is_the_one_that_is_used(monkeypatch):
+    monkeypatch.setattr(launch, "_has_gpu", lambda: True)
+    words = [*RUN, "--gpu_ids", "3"]
+    made = launch.command_of(parse("sft", words), words)
+    read, *_ = _validate_launch_command(launch_command_parser().parse_args(made[made.index("launch") + 1 :]))
+    environment = prepare_simple_launcher_cmd_env(read)[1]
+    assert (environment["CUDA_VISIBLE_DEVICES"], read.num_processes) == ("3", 1)
+    assert made[-len(words) :] == words
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--num_processes", "0"], "num_processes"),
+        (["--num_processes", "-2"], "num_processes"),
+        (["--num_machines", "0"], "num_machines"),
+        (["--gpu_ids", "0,,1"], "gpu_ids"),
+        (["--num_processes", "3", "--num_machines", "2"], "evenly"),
+    ],
+)
+def test_counts_that_cannot_be(words, wanted, monkeypatch):
+    with pytest.raises(UsageError, match=wanted):
+        command(*words, gpus=0, monkeypatch=monkeypatch)

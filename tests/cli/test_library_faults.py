@@ -80,7 +80,9 @@ def test_an_adapter_after_whole_weights_is_no_resume(folder, capsys):
 
 
 def test_another_reward_is_no_resume(folder, capsys):
-    (folder / "others.py").write_text("def shortness(completions, **c):\n    return [-float(len(t)) for t in completions]\n")
+    (folder / "others.py").write_text(
+        "def shortness(completions, **c):\n    return [-float(len(t)) for t in completions]\n"
+    )
     options = options_of("grpo") | {"max_steps": 1, "save_strategy": "steps", "save_steps": 1}
     assert posttrain("grpo", *flags(options)) == 0
     assert posttrain("grpo", *flags(options | {"max_steps": 2, "reward_funcs": ["others.py:shortness"]})) == 2

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli import sweep
+from posttrain.cli import sweep, sweep_check
+from posttrain.cli.child_process import Ended
+from posttrain.cli.errors import UsageError
 from tests.cli.runs import folder_with_inputs, options_of, posttrain
 
 
@@ -30,7 +32,33 @@ def written(folder, **changes):
     return "sweep.yaml"
 
 
-def test_a_grid_is_every_combination_and_draws_depend_on_the_seed_alone(folder, capsys):
+def refuse_here(method, metric, trials, env):
+    """`sweep_check.refuse_impossible` without a process of its own, which costs an import of everything."""
+    if problem := sweep_check.first_problem(method, metric, trials):
+        raise UsageError(problem)
+
+
+def play(monkeypatch, fails=lambda options, count: False):
+    """The runs are played by a stand-in that leaves behind what a run leaves."""
+    calls = []
+
+    def run(command, **named):
+        options = yaml.safe_load(Path(command[-1]).read_text())
+        calls.append(options)
+        if fails(options, len(calls)):
+            return Ended(1)
+        loss = abs(options["learning_rate"] - 1e-2) + options["seed"] / 100
+        lines = [{"loss": 9.0, "grad_norm": 1.0}, {"loss": loss, "grad_norm": 10.0 * options["seed"]}]
+        Path(options["output_dir"], "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return Ended(0)
+
+    monkeypatch.setattr(sweep, "run_child", run)
+    monkeypatch.setattr(sweep, "refuse_impossible", refuse_here)
+    return calls
+
+
+def test_a_grid_is_every_combination_and_draws_depend_on_the_seed_alone(folder, monkeypatch, capsys):
+    play(monkeypatch)
     assert posttrain("sweep", written(folder), "--dry-run") == 0
     assert len(capsys.readouterr().out.splitlines()) == 4
     over = {"learning_rate": {"min": 1e-5, "max": 1e-2, "scale": "log"}, "lora_r": {"min": 2, "max": 9, "int": True}}
@@ -44,29 +72,89 @@ def test_a_grid_is_every_combination_and_draws_depend_on_the_seed_alone(folder, 
 
 
 def test_trials_are_run_once_and_the_best_comes_first(folder, monkeypatch, capsys):
-    """The runs are played by a stand-in that leaves behind what a run leaves; test_a_real_sweep has real ones."""
-    calls = []
-
-    def run(command, **named):
-        options = yaml.safe_load(Path(command[-1]).read_text())
-        calls.append(options)
-        if options["learning_rate"] == 1e-2 and options["seed"] == 2 and len(calls) < 5:
-            return subprocess.CompletedProcess(command, 1)
-        loss = abs(options["learning_rate"] - 1e-2) + options["seed"] / 100
-        with open(f"{options['output_dir']}/metrics.jsonl", "w") as file:
-            file.write(json.dumps({"loss": 9.0}) + "\n" + json.dumps({"loss": loss}) + "\n")
-        return subprocess.CompletedProcess(command, 0)
-
-    monkeypatch.setattr(sweep.subprocess, "run", run)
+    """test_a_real_sweep has real runs."""
+    calls = play(
+        monkeypatch, fails=lambda options, count: (options["learning_rate"], options["seed"]) == (1e-2, 2) and count < 5
+    )
     path = written(folder)
-    assert posttrain("sweep", path) == 0
+    assert posttrain("sweep", path) == 1  # one has failed
     assert "1 of 4 trials gave no number" in capsys.readouterr().out
     assert posttrain("sweep", path) == 0  # the one that failed is run again, and no other
     assert len(calls) == 5
     rows = list(csv.DictReader(Path("sweep/sweep.csv").read_text().splitlines()))
     assert sorted(float(row["loss"]) for row in rows)[0] == pytest.approx(0.01)
-    assert "Best: sweep/002" in capsys.readouterr().out
+    assert "Best: sweep/learning_rate=0.01,seed=1-" in capsys.readouterr().out
     assert (folder / "sweep" / "sweep.svg").read_text().count("<circle") == 8
+
+
+def test_another_metric_goal_or_take_is_read_from_the_log(folder, monkeypatch, capsys):
+    calls = play(monkeypatch)
+    assert posttrain("sweep", written(folder, over={"seed": [1, 2]})) == 0
+
+    def numbers(**changes):
+        assert posttrain("sweep", written(folder, over={"seed": [1, 2]}, **changes)) == 0
+        rows = list(csv.DictReader(Path("sweep/sweep.csv").read_text().splitlines()))
+        return [float(row[changes["metric"]]) for row in rows]
+
+    assert numbers(metric="loss", take="best", goal="maximize") == [9.0, 9.0]
+    assert numbers(metric="grad_norm", goal="maximize") == [10.0, 20.0]
+    assert "Best: sweep/seed=2-" in capsys.readouterr().out
+    assert len(calls) == 2
+
+
+def test_folders_are_named_by_values_so_that_a_value_put_in_front_runs_alone(folder, monkeypatch, capsys):
+    calls = play(monkeypatch)
+    assert posttrain("sweep", written(folder, over={"seed": [1, 2]})) == 0
+    assert posttrain("sweep", written(folder, over={"seed": [3, 1, 2, 1]})) == 0
+    assert [options["seed"] for options in calls] == [1, 2, 3]
+    path = written(folder, over={"lr_scheduler_kwargs": [{"a": "x" * 80}], "seed": [1]})
+    (long,) = [trial.folder.name for trial in sweep.trials_of(sweep.read_sweep(path))]
+    assert long.startswith("trial-")
+    other = written(folder, over={"seed": [1]}, options={"model_name_or_path": "another"})
+    assert not any(trial.has_ended for trial in sweep.trials_of(sweep.read_sweep(other)))
+
+
+def test_draws_do_not_repeat_and_there_are_no_more_than_there_can_be(folder):
+    path = written(folder, over={"seed": {"min": 1, "max": 4, "int": True}}, trials=4)
+    assert sorted(t.values["seed"] for t in sweep.trials_of(sweep.read_sweep(path))) == [1, 2, 3, 4]
+    path = written(folder, over={"seed": [1, 2]}, trials=9)
+    assert sorted(t.values["seed"] for t in sweep.trials_of(sweep.read_sweep(path))) == [1, 2]
+
+
+def test_a_damaged_result_is_no_result(folder, monkeypatch, capsys):
+    calls = play(monkeypatch)
+    assert posttrain("sweep", written(folder, over={"seed": [1]})) == 0
+    (file,) = Path("sweep").glob("*/trial.json")
+    file.write_text(file.read_text()[:20])
+    assert posttrain("sweep", written(folder, over={"seed": [1]})) == 0
+    assert len(calls) == 2
+    assert "damaged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({"over": {"lora_r": [4, 8]}}, ["lora_r=4", "--use_peft"]),
+        ({"over": {"max_steps": [20, 2]}, "options": {"logging_steps": 10}}, ["max_steps=2", "logging_steps"]),
+        ({"metric": "eval_loss"}, ["eval_loss", "eval_strategy"]),
+        ({"over": {"model_name_or_path": ["model", "./nowhere"]}}, ["./nowhere", "no folder"]),
+        ({"over": {"num_processes": [1, 0]}}, ["num_processes", "1 or more"]),
+    ],
+)
+def test_every_trial_is_checked_before_the_first_is_begun(folder, monkeypatch, capsys, changes, wanted):
+    calls = play(monkeypatch)
+    options = {**options_of("sft"), **changes.get("options", {})}
+    del options["output_dir"]
+    assert posttrain("sweep", "--dry-run", written(folder, **{**changes, "options": options})) == 2
+    shown = capsys.readouterr().err
+    assert all(word in shown for word in wanted), shown
+    assert posttrain("sweep", "sweep.yaml") == 2
+    assert calls == []
+
+
+def test_the_check_in_a_process_of_its_own(folder, capsys):
+    assert posttrain("sweep", "--dry-run", written(folder, over={"lora_r": [4, 8]})) == 2
+    assert "lora_r=4" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -91,6 +179,14 @@ def test_a_real_sweep(folder, capsys):
         ({"goal": "smaller"}, ["goal", "smaller", "minimize"]),
         ({"trials": 0}, ["trials", "0"]),
         ({"options": {"max_steps": "many"}}, ["max_steps", "many"]),
+        ({"options": [1, 2]}, ["options", "[1, 2]"]),
+        ({"output_dir": 3}, ["output_dir", "3"]),
+        ({"seed": "x"}, ["seed", "'x'"]),
+        ({"over": {"learning_rate": {"min": "a", "max": 1}}, "trials": 3}, ["learning_rate.min", "'a'"]),
+        ({"over": {"seed": {"min": 0.2, "max": 0.4, "int": True}}, "trials": 3}, ["seed", "whole numbers"]),
+        ({"over": {"packing": {"min": 0.2, "max": 0.4}}, "trials": 3}, ["packing"]),
+        ({"options": {"output_dir": "x"}}, ["output_dir", "own"]),
+        ({"over": {"output-dir": ["x", "y"]}}, ["output_dir", "own"]),
     ],
 )
 def test_what_cannot_be_swept_is_said(folder, capsys, changes, wanted):
@@ -128,9 +224,66 @@ def test_a_job_is_written_and_not_submitted(folder, capsys, scheduler):
         assert parts[0]
 
 
+def options_file(folder, **options):
+    text = yaml.safe_dump({"model_name_or_path": "m", "dataset_name": "rows.jsonl", **options})
+    (folder / "sft.yaml").write_text(text)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "file"), [("slurm", "sft.sbatch"), ("skypilot", "sft.sky.yaml"), ("kubernetes", "sft.k8s.yaml")]
+)
+def test_a_job_is_written_over_nothing_but_a_job(folder, capsys, scheduler, file):
+    """The example of docs/command-line.md: a job named as its options are."""
+    before = options_file(folder)
+    words = ["launch", "--to", scheduler, "--name", "sft"]
+    for _ in range(2):
+        assert posttrain(*words, "sft", "sft.yaml") == 0
+    assert (folder / "sft.yaml").read_text() == before
+    assert (folder / file).exists()
+    for taken in ("sft.yaml", "./sft.yaml", "notes.txt"):
+        (folder / "notes.txt").write_text("mine")
+        assert posttrain(*words, "--write", taken, "sft", "sft.yaml") == 2
+        assert taken.removeprefix("./") in capsys.readouterr().err
+    assert (folder / "sft.yaml").read_text() == before
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert posttrain(*words, "--write", "jobs/of/mine", "sft", "sft.yaml") == 0
+    assert (folder / "jobs/of/mine").exists()
+
+
+def test_the_profile_is_that_of_the_options_unless_one_is_given(folder, capsys):
+    options_file(folder, accelerate_config="fsdp2")
+    assert posttrain("launch", "--to", "slurm", "sft", "sft.yaml") == 0
+    assert "--accelerate_config" not in capsys.readouterr().out
+    assert posttrain("launch", "--to", "slurm", "--profile", "zero2", "sft", "sft.yaml") == 0
+    assert "--accelerate_config zero2" in capsys.readouterr().out
+    options_file(folder)
+    assert posttrain("launch", "--to", "slurm", "sft", "sft.yaml") == 0
+    assert "--accelerate_config ddp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "skypilot", "kubernetes"])
+def test_the_setup_may_have_several_lines(folder, capsys, scheduler):
+    setup = "cd /data\n\nif true; then\n  source env/bin/activate\nfi"
+    assert posttrain("launch", "--to", scheduler, "--name", "mine", "--setup", setup, *RUN) == 0
+    text = next(folder.glob("mine.*")).read_text()
+    if scheduler == "slurm":
+        subprocess.run(["bash", "-n", str(folder / "mine.sbatch")], check=True)
+        assert f"{setup}\nexport" in text
+    elif scheduler == "skypilot":
+        assert yaml.safe_load(text)["setup"] == f"{setup}\n"
+    else:
+        container = list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"]["containers"][0]
+        assert container["args"][0].startswith(f"{setup}\nexport RANK")
+
+
 @pytest.mark.parametrize(
     ("words", "wanted"),
     [
+        (["--to", "slurm", "--profile", "fdsp2", *RUN], ["--profile", "fdsp2", "'fsdp2'"]),
+        (["--to", "slurm", *RUN, "--accelerate_config", "hsdp"], ["hsdp", "fsdp2"]),
+        (["--to", "slurm", "--profile", "ddp", *RUN, "--accelerate_config", "fsdp2"], ["--profile", "leave one out"]),
+        (["--to", "slurm", "--profile", "single_gpu", *RUN], ["single_gpu", "ddp"]),
         (["--to", "slurm", *RUN, "--lerning_rate", "1"], ["lerning_rate"]),
         (["--to", "slurm", *RUN, "--num_processes", "4"], ["num_processes", "--gpus"]),
         (["--to", "slurm", "--profile", "hsdp", *RUN], ["hsdp", "fsdp2"]),

@@ -166,7 +166,9 @@ def test_the_table_shows_all_rounds_of_a_refill(tmp_path, capsys):
 
 def test_a_run_that_writes_nothing_is_stopped(tmp_path):
     data = rows(4).map(lambda row: {"prompt": "x" * 600})
-    with pytest.raises(RuntimeError, match=r"Not one of the 8 completions of a generation could be written. The first: .*600"):
+    with pytest.raises(
+        RuntimeError, match=r"Not one of the 8 completions of a generation could be written. The first: .*600"
+    ):
         trainer(tmp_path, data=data, max_steps=2).train()
 
 
@@ -256,5 +258,3 @@ def test_dpo_refuses_a_moving_adapter_reference_too(tmp_path):
             tiny.causal_lm(), args=args, train_dataset=pairs, processing_class=tiny.tokenizer(),
             peft_config=LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"),
         )  # fmt: skip
-
-

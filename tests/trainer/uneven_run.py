@@ -64,7 +64,13 @@ def entropy(folder: str) -> None:
             raise ValueError("not today")
         return by_place(completions)
 
-    options = {"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0, "max_steps": 4, "save_steps": 2}
+    options = {
+        "use_adaptive_entropy": True,
+        "entropy_coef": 0.1,
+        "entropy_target": 9.0,
+        "max_steps": 4,
+        "save_steps": 2,
+    }
     options |= {"per_device_train_batch_size": 4, "save_strategy": "steps"}
     trainer(folder, rewards=reward, **options).train()
     resumed = trainer(folder, rewards=reward, **options)

@@ -1,0 +1,115 @@
+"""A command that is run to its end: signals are handed on once, a second one kills the whole tree, and nobody stays behind."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import psutil
+
+HANDED_ON = ("SIGINT", "SIGTERM", "SIGHUP")
+SECONDS_TO_DIE = 10.0
+
+
+@dataclass
+class Ended:
+    """How it ended. `signal`: the one that this process was told to stop with meanwhile."""
+
+    child_code: int
+    signal: int | None = None
+
+    @property
+    def code(self) -> int:
+        """As a shell counts: 128 and the signal's number, 130 after Control-C."""
+        if self.signal is not None:
+            return 128 + self.signal
+        return self.child_code if self.child_code >= 0 else 128 - self.child_code
+
+
+def run_child(command: list[str], **popen: Any) -> Ended:
+    """Run `command` and wait until it has ended by itself, however long it takes to save after a signal.
+
+    `subprocess.run` gives a child a quarter of a second after Control-C and then kills it, which no checkpoint survives and
+    which leaves torchrun's workers without anybody to end them. The child is in a session of its own: what is typed at the
+    terminal reaches this process alone, so that it arrives below exactly once (a second signal makes a run leave unsaved).
+    """
+    child = _Child()
+    with child.hearing_signals():
+        child.start(command, popen)
+        try:
+            code = child.process.wait()
+        finally:
+            child.end_those_left()
+    return Ended(code, child.signal)
+
+
+@dataclass
+class _Child:
+    process: subprocess.Popen | None = None
+    signal: int | None = None
+    family: set[psutil.Process] = field(default_factory=set)
+    """All that were seen below: an orphan has no parent by which it could be found later."""
+
+    @contextlib.contextmanager
+    def hearing_signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield  # signals are delivered to the main thread only
+            return
+        numbers = [getattr(signal, name) for name in HANDED_ON if hasattr(signal, name)]
+        # what is ignored stays ignored: nohup, and a shell's background job
+        before = {number: signal.getsignal(number) for number in numbers}
+        heard = [number for number in numbers if before[number] is not signal.SIG_IGN]
+        for number in heard:
+            signal.signal(number, self.hear)
+        try:
+            yield
+        finally:
+            for number in heard:
+                signal.signal(number, before[number])
+
+    def start(self, command: list[str], popen: dict[str, Any]) -> None:
+        self.process = subprocess.Popen(command, start_new_session=True, **popen)
+        if self.signal is not None:  # heard while it was being started
+            self.hand_on()
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        self.remember()
+        if self.signal is not None:
+            self.kill()
+            return
+        self.signal = number
+        name = signal.Signals(number).name
+        print(f"{name}: waiting for the run to save and to end; once more kills it.", file=sys.stderr, flush=True)
+        self.hand_on()
+
+    def hand_on(self) -> None:
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended in this moment
+                self.process.send_signal(self.signal)
+
+    def remember(self) -> None:
+        if self.process is None:
+            return
+        with contextlib.suppress(psutil.NoSuchProcess):
+            own = psutil.Process(self.process.pid)
+            self.family |= {own, *own.children(recursive=True)}
+
+    def kill(self) -> None:
+        """psutil looks at start times: never a stranger that has got the number of one of them."""
+        for process in self.family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def end_those_left(self) -> None:
+        """After the child: workers that outlived it. Before it, where waiting was broken off by an error: all."""
+        if self.process.poll() is None:
+            self.remember()
+        self.kill()
+        psutil.wait_procs(self.family, timeout=SECONDS_TO_DIE)
