@@ -83,6 +83,6 @@ def too_many_failures(failures: list[RewardFailure], samples: int, stop_above: f
     kinds = ", ".join(f"{count} {kind}" for kind, count in Counter(f.kind for f in failures).most_common())
     first = "\n".join(f"  {failure}" for failure in failures[:3])
     return (
-        f"Rewards failed for {failed} of the {samples} samples of a round ({kinds}); more than {stop_above:.0%} of them end the run. "
-        f"The first:\n{first}"
+        f"Rewards failed for {failed} of the {samples} samples of a round ({kinds}); more than {stop_above:.0%} of them end the "
+        f"run. The first:\n{first}"
     )
