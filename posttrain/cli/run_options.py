@@ -23,8 +23,8 @@ class DataOptions(DatasetOptions):
     )
     datasets: list[str | dict[str, Any]] | None = option(
         None,
-        "Several datasets, each a path, or an entry with `path` and, where needed, `name`, `split`, `columns`, `weight`, `fraction`, "
-        "`data_files`, `data_dir`; goes before `dataset_name`.",
+        "Several datasets, each a path, or an entry with `path` and, where needed, `name`, `split`, `columns`, `weight`, "
+        "`fraction`, `data_files`, `data_dir`; goes before `dataset_name`.",
     )
     mixing: str = option("concatenate", "How several datasets are mixed: concatenate or interleave.")
     streaming: bool = option(False, "TRL's name of `dataset_streaming` for several datasets.")
