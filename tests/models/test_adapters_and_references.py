@@ -144,9 +144,8 @@ def test_the_reference_moves_by_the_share_it_is_told(tmp_path):
 
 
 def test_sync_needs_a_reference_of_its_own(tmp_path):
-    trainer = dpo(tmp_path, peft_config=ADAPTERS["lora"], settings={"sync_ref_model": True, "ref_model_sync_steps": 1})
     with pytest.raises(ValueError, match="the base model under the adapter"):
-        trainer.train()
+        dpo(tmp_path, peft_config=ADAPTERS["lora"], settings={"sync_ref_model": True, "ref_model_sync_steps": 1})
 
 
 def test_reference_model_shares_the_layers_it_is_told_to():

@@ -85,7 +85,7 @@ def test_two_processes_equal_one_and_resume_exactly(method, tmp_path):
         # means would differ: the most clipped completion lies on one process
         clipped = [(line["clip_ratio/high_mean"], line["clip_ratio/high_max"]) for line in metrics if "loss" in line]
         assert any(0 < mean < highest for mean, highest in clipped)
-        assert sum(map(is_extremum, metrics[0])) >= 9
+        assert sum(map(is_extremum, metrics[0])) >= 7
     if method != "dpo":
         assert launch(2, killed, method, 2, "--kill-after", "3") == [-signal.SIGKILL] * 2, logs(killed)
         assert launch(2, killed, method, 2, "--resume") == [0, 0], logs(killed)
