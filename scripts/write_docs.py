@@ -42,11 +42,15 @@ def own_options(config: type) -> list[dataclasses.Field]:
 
 def table(config: type) -> str:
     options = dataclasses.fields(config) if config is RefusedOptions else own_options(config)
-    return HEADER + "".join(row(field) for field in options)
+    return HEADER + "".join(row(field, written_type(config, field.name)) for field in options)
 
 
-def row(field: dataclasses.Field) -> str:
-    kind = field.type if isinstance(field.type, str) else getattr(field.type, "__name__", str(field.type))
+def written_type(config: type, name: str) -> str:
+    """As it stands in the source. Not `field.type`, in whose place HfArgumentParser puts the type itself."""
+    return next(kinds[name] for base in config.__mro__ if name in (kinds := inspect.get_annotations(base)))
+
+
+def row(field: dataclasses.Field, kind: str) -> str:
     cells = (f"`{field.name}`", f"`{kind}`", f"`{shown(default_of(field))}`", field.metadata["help"])
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
 
