@@ -322,9 +322,8 @@ def policy_loss(name: str, tokens: PolicyTokens, options: Any, reference_logps: 
         values, metrics = values + penalty, {**metrics, "kl": kl}
     term = call(loss.normaliser, tokens.batch, values, options=options)
     real = {"token": tokens.batch.num_trained, "sequence": tokens.batch.num_samples, "batch": tokens.batch.num_units}
-    is_part = (
-        term.per == "batch" and tokens.batch.share != 1
-    )  # of a micro-batch: the log puts it together by its tokens
+    # A pass of a micro-batch is a part of its mean: the log puts the parts together by their tokens.
+    is_part = term.per == "batch" and tokens.batch.share != 1
     metrics["policy_loss"] = values.detach() if is_part else term.values.detach()[: real[term.per]]
     return LossOutput([term], metrics=metrics)
 
