@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import statistics
 import sys
 import time
@@ -26,6 +27,8 @@ from posttrain.models.attention import RAGGED_ATTENTION, install_ragged_attentio
 logger = logging.getLogger(__name__)
 
 LIGER, COMPILED, PLAIN = "liger", "compiled", "plain"
+EXPERT_AUTOTUNING = "LIGER_FUSED_MOE_AUTOTUNE"
+"""Liger's switch, read when it is imported: 0 gives each kernel for experts one configuration."""
 KERNELS_IN_WORDS = {
     LIGER: "Norm, rotary and SwiGLU layers are Liger's",
     COMPILED: "Decoder layers are compiled",
@@ -41,7 +44,11 @@ def use_liger_layers(innermost: nn.Module) -> None:
 
     Liger also replaces classes of the family's module, for models that are made later; those are put back. Functions, such as the
     one that applies rotary embeddings, are looked up there by every model of the family and stay.
+
+    Kernels for experts are not autotuned unless the user says so: Liger would try up to 40 configurations of each in the first
+    step, which took two minutes for a small Mixtral on an H200.
     """
+    os.environ.setdefault(EXPERT_AUTOTUNING, "0")
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     module = _family(innermost)
