@@ -20,8 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ET
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RECEIPT = ROOT / "tests" / "gpu" / "receipt.json"
@@ -34,7 +34,6 @@ PACKAGES = (
 )  # fmt: skip
 """What tests/gpu imports and a machine with torch, transformers, accelerate and peft may lack."""
 MOST_NAMED = 8
-DEADLINE_S = 540  # of the tests of one file
 
 
 # ---- what was tested ------------------------------------------------------------------------------------------------------
@@ -69,30 +68,30 @@ def files_with_tests(section: str, root: Path = ROOT) -> list[Path]:
 # ---- running --------------------------------------------------------------------------------------------------------------
 
 
-def run_file(path: Path) -> dict[str, dict]:
-    """Outcome and seconds of every test of a file, run in a process of its own so that no test inherits another's memory."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "junit.xml"
-        command = [sys.executable, "-m", "pytest", str(path), "-m", "", "-rA", "--tb=short", f"--junitxml={report}"]
-        try:
-            subprocess.run(command, cwd=ROOT, timeout=DEADLINE_S, check=False)
-        except subprocess.TimeoutExpired:
-            return {path.name: {"outcome": f"not done after {DEADLINE_S} s", "seconds": DEADLINE_S}}
-        if not report.exists():
-            return {path.name: {"outcome": "pytest left no report", "seconds": 0}}
-        cases = ET.parse(report).getroot().iter("testcase")
-        return {f"{path.name}::{case.get('name')}": result_of(case) for case in cases} or {
-            path.name: {"outcome": "no test was collected", "seconds": 0}
-        }
+class Recorder:
+    """A plugin of pytest that writes the receipt after every test: a run that is stopped leaves what it has."""
+
+    def __init__(self, section: str, receipt: dict, writes: bool) -> None:
+        self.receipt, self.writes, self.begun = receipt, writes, time.monotonic()
+        files = files_of(section)
+        self.part = {"date": now(), **machine(), "seconds": 0.0, "digest": digest(files), "files": files, "tests": {}}
+        receipt[section] = self.part
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        name = report.nodeid.removeprefix("tests/gpu/")
+        if report.when != "call" and report.outcome == "passed":
+            return
+        found = {"outcome": report.outcome, "seconds": round(report.duration, 2)}
+        if report.outcome != "passed":
+            found["reason"] = str(report.longrepr)[-300:]
+        self.part["tests"][name] = found
+        self.part["seconds"] = round(time.monotonic() - self.begun, 1)
+        if self.writes:
+            RECEIPT.write_text(json.dumps(self.receipt, indent=1) + "\n", encoding="utf-8")
 
 
-def result_of(case: ET.Element) -> dict:
-    kinds = {child.tag: child for child in case}
-    outcome = next((kind for kind in ("failure", "error", "skipped") if kind in kinds), "passed")
-    found = {"outcome": {"failure": "failed"}.get(outcome, outcome), "seconds": round(float(case.get("time", 0)), 2)}
-    if outcome != "passed":
-        found["reason"] = (kinds[outcome].get("message") or "")[:300]
-    return found
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def machine() -> dict:
@@ -111,29 +110,17 @@ def machine() -> dict:
 
 
 def run(sections: list[str], only: str | None) -> int:
+    """All tests of a section in one process: what one of them leaves behind, a user's process would have, too."""
+    import pytest
     import torch
 
     if not torch.cuda.is_available():
         print("The GPU receipt is written on a machine with CUDA; torch sees none here.")
         return 2
-    receipt = json.loads(RECEIPT.read_text(encoding="utf-8")) if RECEIPT.exists() else {}
+    receipt = read()
     for section in sections:
-        files, tests, begun = files_of(section), {}, time.monotonic()
-        for path in files_with_tests(section):
-            if only is None or only in path.name:
-                tests |= run_file(path)
-                now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-                taken = round(time.monotonic() - begun, 1)
-                receipt[section] = {
-                    "date": now,
-                    **machine(),
-                    "seconds": taken,
-                    "digest": digest(files),
-                    "files": files,
-                    "tests": tests,
-                }
-                if only is None:  # written after every file: a command that is stopped leaves what it has
-                    RECEIPT.write_text(json.dumps(receipt, indent=1) + "\n", encoding="utf-8")
+        files = [str(path) for path in files_with_tests(section) if only is None or only in path.name]
+        pytest.main([*files, "-m", "", "-rA", "--tb=short"], plugins=[Recorder(section, receipt, only is None)])
     print(*(line for section in sections for line in verdict(receipt, section)), sep="\n")
     return 0 if all(is_good(receipt, section) for section in sections) else 1
 
@@ -183,8 +170,19 @@ def summary(part: dict) -> str:
     )
 
 
+def read() -> dict:
+    return json.loads(RECEIPT.read_text(encoding="utf-8")) if RECEIPT.exists() else {}
+
+
+def in_words(receipt: dict) -> str:
+    """For README and docs/support.md: what was run on a GPU, and when."""
+    titles = {"cuda": "`tests/gpu` on a GPU", "vllm": "`tests/gpu` with vLLM"}
+    said = [f"{titles[section]}: {summary(receipt[section])}" for section in SECTIONS if section in receipt]
+    return " ".join(said or ["`tests/gpu` has not been run on a GPU for this tree."])
+
+
 def check() -> int:
-    receipt = json.loads(RECEIPT.read_text(encoding="utf-8")) if RECEIPT.exists() else {}
+    receipt = read()
     print(*(line for section in SECTIONS for line in verdict(receipt, section)), sep="\n")
     return 0 if all(is_good(receipt, section) for section in SECTIONS) else 1
 

@@ -8,21 +8,23 @@ Which is faster depends on the model and the device, so a probe runs one layer o
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from posttrain.core.batch import RAGGED, TokenBatch
 from posttrain.models.attention import RAGGED_ATTENTION, install_ragged_attention, segment_kwargs
+from posttrain.models.checkpointing import products_are_kept
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +57,22 @@ def use_liger_layers(innermost: nn.Module) -> None:
     before = _pristine.setdefault(module.__name__, dict(vars(module)))
     _apply_liger_kernel_to_instance(innermost, fused_linear_cross_entropy=False, cross_entropy=False)
     _put_back(module, {name: value for name, value in before.items() if isinstance(value, type)})
+    for name, function in dict(vars(module)).items():
+        if "rotary" in name and function is not before.get(name):
+            setattr(module, name, on_copies_of_kept_products(function))
+
+
+def on_copies_of_kept_products(rotary: Callable[..., Any]) -> Callable[..., Any]:
+    """Liger rotates queries and keys in place. Under selective checkpointing these are products that are kept for the backward,
+    which would rotate them a second time: there, copies are rotated, and the products stay."""
+
+    @functools.wraps(rotary)
+    def apply(queries: Tensor, keys: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if products_are_kept():
+            queries, keys = queries.clone(), keys.clone()
+        return rotary(queries, keys, *args, **kwargs)
+
+    return apply
 
 
 def compile_layers(innermost: nn.Module) -> None:
