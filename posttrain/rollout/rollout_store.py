@@ -54,6 +54,7 @@ ROLLOUT_SCHEMA = pa.schema(
         _field("sample", pa.int32(), "which of the completions of its prompt"),
         _field("prompt", pa.string(), "the prompt; messages as JSON"),
         _field("completion", pa.string(), "what was written after it; messages as JSON"),
+        _field("tools", pa.string(), "schemas of the tools that the prompt was written with, as JSON; null: none"),
         _field("prompt_ids", _TOKENS, "token ids of the prompt, as the model saw them"),
         _field("completion_ids", _TOKENS, "token ids after the prompt: the model's, and those of tools in between"),
         _field("trained", pa.list_(pa.bool_()), "for each completion token: the model wrote it, so it is trained on"),
@@ -194,6 +195,8 @@ def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
     """A rollout as the store keeps it."""
     sample, start = rollout.sample, rollout.prompt_length
 
+    tools = rollout.tools or rollout.columns.get("tools")
+
     def column(name: str) -> np.ndarray | None:
         return sample.per_token[name][start:] if name in sample.per_token else None
 
@@ -204,6 +207,7 @@ def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
         "sample": rollout.request.sample,
         "prompt": _text(rollout.prompt),
         "completion": _text(rollout.completion),
+        "tools": _text(tools) if tools else None,
         "prompt_ids": sample.input_ids[:start],
         "completion_ids": rollout.completion_ids,
         "trained": sample.trained[start:],
