@@ -25,6 +25,7 @@ from posttrain.data.renderer import Renderer
 from posttrain.data.row_checks import BadRowsError
 from posttrain.data.token_store import TokenStore, trained_ranges
 from tests import tiny
+from tests.forked import Child
 
 SFT = (formats.LANGUAGE_MODELLING, formats.PROMPT_COMPLETION, formats.TOKENISED)
 DPO = (formats.PREFERENCE,)
@@ -255,29 +256,23 @@ def test_problems_are_remembered_with_the_cache(renderer, cache, monkeypatch):
         monkeypatch.setattr(store_building, "build_store", None)
 
 
-def test_only_one_process_builds(renderer, cache):
+def test_only_one_process_builds(renderer, cache, tmp_path):
     """Four processes at once: one builds, the others wait and read."""
     rows = tiny.chats(3000)
-    context = multiprocessing.get_context("fork")
-    builds = context.Value("i", 0)
-    original = prepare.build_store
-
-    def counting(*args):
-        with builds.get_lock():
-            builds.value += 1
-        return original(*args)
 
     def work():
-        prepare.build_store = counting
+        original = prepare.build_store
+
+        def noted(*args):
+            (tmp_path / f"built-by-{os.getpid()}").touch()
+            return original(*args)
+
+        prepare.build_store = noted
         assert len(prepare_dataset(rows, SFT, renderer, PrepareOptions(cache_dir=cache))) == 3000
 
-    workers = [context.Process(target=work) for _ in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0] * 4
-    assert builds.value == 1
+    children = [Child(work, tmp_path / f"{number}.log") for number in range(4)]
+    assert [child.wait() for child in children] == [0] * 4, "\n".join(child.output() for child in children)
+    assert len(list(tmp_path.glob("built-by-*"))) == 1
 
 
 # --------------------------------------------------------------------------------------------------------------- workers
@@ -432,7 +427,7 @@ def test_stream_is_packed(strategy, renderer, cache):
 def test_stream_in_loader_workers(renderer):
     dataset = datasets.Dataset.from_list(tiny_pairs(40)).to_iterable_dataset(num_shards=2)
     stream = prepare_dataset(dataset, SFT, renderer, PrepareOptions())
-    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context="fork")
+    loader = torch.utils.data.DataLoader(stream, batch_size=None, num_workers=2, multiprocessing_context="forkserver")
     assert len(list(loader)) == 40
 
 
