@@ -134,8 +134,8 @@ class CuttingProxy(SocketServer):
         try:
             while data := source.recv(4096):
                 room = max(int(min(self.allowed[way] - self.passed[way], len(data))), 0)
+                self.passed[way] += room  # before they arrive: whoever has an answer finds its bytes counted
                 target.sendall(data[:room])
-                self.passed[way] += room
                 if room < len(data):
                     break
         except OSError:
