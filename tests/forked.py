@@ -13,12 +13,13 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import cloudpickle
+
+from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[1]
 PRELOADED = ("torch", "datasets", "peft", "pytest", "tests.forked", "tests.trainer.resumable_run", "tests.trust.runs")
@@ -28,8 +29,7 @@ ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
 }
 RUNNING: set[Child] = set()
-POLL_S = 0.01
-DEADLINE_S = 300  # of a child that takes a few seconds on an idle machine
+DEADLINE_S = 300.0  # of a child that takes a few seconds on an idle machine
 
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(list(PRELOADED))
@@ -70,14 +70,9 @@ class Child:
 
     def wait_until(self, condition: Callable[[], object], what: str, seconds: float = DEADLINE_S) -> None:
         """Until `condition` holds. An error if the child ends before it does, or after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while not condition():
-            code = self.process.exitcode
-            if code is not None and not condition():
-                raise AssertionError(f"the child ended with {code} before {what}:\n{self.output()}")
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"waited {seconds} s for a child: {what}:\n{self.output()}")
-            time.sleep(POLL_S)
+        eventually(lambda: condition() or self.process.exitcode is not None, seconds)
+        if not condition():
+            raise AssertionError(f"the child ended with {self.process.exitcode} before {what}:\n{self.output()}")
 
     def signal(self, number: int) -> None:
         """Nothing happens to a child that has ended."""

@@ -215,7 +215,7 @@ def test_a_forked_child_of_a_reward_does_not_hide_its_death():
     started = time.perf_counter()
     results, _ = judged([forking], group("a"), timeout=30)
     assert results.failures[0].message == "its process ended with exit code 7."
-    assert time.perf_counter() - started < 5
+    assert time.perf_counter() - started < 25
 
 
 def test_a_worker_that_is_killed_between_calls_costs_nothing():

@@ -11,7 +11,6 @@ import random
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,10 +198,3 @@ class FakeClient:
 
     def close(self) -> None:
         self.closed += 1
-
-
-def eventually(holds, seconds=5.0):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not come about in time"
-        time.sleep(0.01)

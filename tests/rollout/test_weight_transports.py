@@ -35,12 +35,12 @@ from tests.rollout.served import (
     CuttingProxy,
     SocketServer,
     echo_process,
-    eventually,
     http,
     needs_uvicorn,
     numbered,
     read_request,
 )
+from tests.waiting import eventually
 
 WAYS = ["http", "shared_memory", "collective"]
 OPTIONS = ServedOptions(QUICK, watch_seconds=1000, bucket_bytes=8)
