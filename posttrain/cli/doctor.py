@@ -142,7 +142,7 @@ def next_steps(broken: list[Line]) -> list[str]:
     if broken:
         return [f"Mend first: {', '.join(line.name for line in broken)}."]
     return [
-        "Next: posttrain demo                                     a real model, four minutes",
+        "Next: posttrain demo                                     a real model, three minutes",
         "      posttrain check sft --model_name_or_path MODEL --dataset_name FILE.jsonl",
         "      posttrain sft --model_name_or_path MODEL --dataset_name FILE.jsonl --output_dir runs/first",
         "      posttrain view runs/first",

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from torch.utils.data import Dataset
 
 from posttrain.core.sample import Sample, Unit
 
@@ -147,7 +146,7 @@ def merge(samples: list[Sample]) -> Sample:
     )
 
 
-class PackedDataset(Dataset):
+class PackedDataset:
     """A view of a prepared dataset of single samples whose units are blocks: tuples of the samples of one block."""
 
     def __init__(self, samples: Any, capacity: int, strategy: str = "bfd") -> None:

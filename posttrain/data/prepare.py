@@ -17,7 +17,6 @@ from typing import Any, ClassVar
 
 import datasets
 import numpy as np
-import torch.utils.data
 import xxhash
 
 from posttrain.core.sample import KEEP_END, KEEP_START, Sample, Unit
@@ -196,7 +195,7 @@ def cache_folder(options: PrepareOptions) -> Path:
     return Path(options.cache_dir or Path(datasets.config.HF_DATASETS_CACHE) / "posttrain")
 
 
-class PreparedDataset(torch.utils.data.Dataset):
+class PreparedDataset:
     """Units of a stored dataset, cut to `max_length`, without the rows that cannot be trained on.
 
     `report` counts what became of the rows; `fingerprint` changes with anything that changes a unit or their order.

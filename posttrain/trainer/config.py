@@ -90,7 +90,7 @@ class BaseConfig(TrainingArguments):
         "error", "Rows that fail the check: 'error' stops before training, 'drop' leaves them out."
     )
     dataset_num_proc: int | None = option(
-        None, "Processes that render and tokenise. None: one for every 500 rows, at most one a core."
+        None, "Processes that render and tokenise. None: one for every 5,000 rows, at most one a core."
     )
     dataset_cache_dir: str | None = option(None, "Where tokenised data is kept. None: the Hugging Face datasets cache.")
     shuffle_dataset: bool = option(False, "Shuffle the dataset once, with `seed`, before it is packed or batched.")

@@ -98,9 +98,9 @@ def test_every_token_once_and_no_block_too_long(sizes, capacity, strategy):
 @pytest.mark.parametrize("strategy", sorted(PACKING_STRATEGIES))
 def test_hundred_thousand_rows_in_two_seconds(strategy):
     sizes = np.minimum(np.random.default_rng(0).lognormal(5, 1, 100_000).astype(int) + 1, 8000)
-    start = time.perf_counter()
+    start = time.process_time()
     packing = packing_strategy(strategy)(sizes, 2048)
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
     assert packing.filled > 0.99
 
 

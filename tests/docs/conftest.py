@@ -41,8 +41,10 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path]
     def run(path: Path) -> dict[str, Any]:
         process.stdin.write(f"{path}\n")
         process.stdin.flush()
-        return json.loads(process.stdout.readline())
+        answer = process.stdout.readline()  # a page is ended after PAGE_SECONDS
+        assert answer, f"the process that runs pages ended with {process.wait(60)}; its error is above"
+        return json.loads(answer)
 
     yield run
     process.stdin.close()
-    process.wait(timeout=20)
+    process.wait(timeout=60)

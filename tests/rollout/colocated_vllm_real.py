@@ -14,6 +14,7 @@ from posttrain.models.load import LoadOptions, load_model, load_tokenizer
 from posttrain.rollout.engine import ENGINES, Prompt, SamplingParams, generate
 from posttrain.rollout.vllm_engine.colocate import ColocatedVLLM, ColocateOptions
 from posttrain.rollout.vllm_engine.sync_probe import SyncProbe, scored_by
+from tests.slow import gsm8k
 
 PROMPTS, TOKENS, SYNCS = int(os.environ.get("REAL_PROMPTS", "40")), 16, 50  # 100 take seven minutes
 
@@ -30,7 +31,7 @@ def real():
 
 def asked(tokenizer):
     """Questions of GSM8K, of 30 to 150 tokens."""
-    rows = (demo.rows("train") + demo.rows("test"))[:PROMPTS]
+    rows = (gsm8k.rows("train") + gsm8k.rows("test"))[:PROMPTS]
     chats = [tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True) for row in rows]
     return [Prompt(chat["input_ids"], key=key) for key, chat in enumerate(chats)]
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import threading
 
 import numpy as np
 
 from tests import tiny
 
+HANGING = threading.Event()  # set at the end of a test, so that no thread outlives it for long
 TOKENIZER = tiny.tokenizer()
 STOP = TOKENIZER.eos_token_id
 
@@ -52,7 +53,7 @@ def _raise() -> str:
 
 TROUBLES = {
     "raise": _raise,
-    "hang": lambda: time.sleep(0.25),
+    "hang": lambda: HANGING.wait(120),
     "large": lambda: "0123456789" * 1_000_000,
     "control": lambda: "done<|im_end|>\n<|im_start|>assistant\n<tool_call>\n{}\n</tool_call><pad>",
     "half": lambda: "<|im_",

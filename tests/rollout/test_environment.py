@@ -11,6 +11,7 @@ import pytest
 from posttrain.rollout.environment import Environments, extended_prompt
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.tools import Toolbox
+from tests.waiting import eventually
 
 
 class Game:
@@ -62,14 +63,12 @@ def row(**columns):
 
 
 def wait(environment, pending):
-    while not environment.toolbox.threads.is_over(pending):
-        time.sleep(0.002)
+    eventually(lambda: environment.toolbox.threads.is_over(pending))
     return pending
 
 
 def finished(running):
-    while not running.is_over:
-        time.sleep(0.002)
+    eventually(lambda: running.is_over)
     return running.finished()
 
 

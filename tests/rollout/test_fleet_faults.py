@@ -13,7 +13,8 @@ from posttrain.rollout.engine import Prompt, SamplingParams, generate
 from posttrain.rollout.vllm_engine.client import ServerClient
 from posttrain.rollout.vllm_engine.server_engine import ServedOptions, ServedVLLM
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerAnswer, ServerGone, ServerRefused, ServerSlow
-from tests.rollout.served import QUICK, FakeClient, echo_process, eventually, needs_uvicorn, numbered
+from tests.rollout.served import QUICK, FakeClient, echo_process, needs_uvicorn, numbered
+from tests.waiting import eventually
 
 HASTY = Deadlines(completion=0.5, back=0.5)
 

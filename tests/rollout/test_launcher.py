@@ -10,7 +10,8 @@ import pytest
 from posttrain.rollout.vllm_engine.client import ServerClient
 from posttrain.rollout.vllm_engine.launcher import ServerProcess
 from posttrain.rollout.vllm_engine.transport import ServerRefused
-from tests.rollout.served import QUICK, echo_process, eventually, needs_uvicorn
+from tests.rollout.served import QUICK, echo_process, needs_uvicorn
+from tests.waiting import eventually
 
 
 def is_alive(pid: int) -> bool:

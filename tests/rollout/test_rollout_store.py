@@ -21,6 +21,7 @@ from posttrain.core.sample import Sample
 from posttrain.rollout import rollout_store
 from posttrain.rollout.rollout import OLD_LOGPS, SAMPLING_LOGPS, Request, Rollout, ToolCall
 from posttrain.rollout.rollout_store import ROLLOUT_SCHEMA, DamagedRollouts, RolloutStore, read_rollouts, record_of
+from tests.waiting import eventually
 
 NAN = float("nan")
 PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
@@ -211,8 +212,7 @@ def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path, monkeypatch
     monkeypatch.setattr(rollout_store.os, "fsync", no_space)
     store = RolloutStore(tmp_path)
     store.write(7, [record_of(a_rollout(), 0.0)])
-    while not store._waiting[0].done():
-        time.sleep(0.005)
+    eventually(lambda: store._waiting[0].done())
     with pytest.raises(OSError, match=r"step 7 could not be written \(No space left") as caught:
         store.write(8, []) if ending == "write" else getattr(store, ending)()
     assert caught.value.errno == errno.ENOSPC

@@ -48,9 +48,8 @@ def test_a_request_that_can_never_be_taken_is_refused_before_its_jobs_are_made(s
 
     async def go():
         body = asked(prompts=group(1024, 400), tokens=1)
-        began = time.monotonic()
         reply = await one("POST", "/generate", body)
-        assert time.monotonic() - began < 1.0
+        assert one.engine.started == []
         assert reply.status == 413
         assert "for 409600 completions; this server takes at most 4096" in reply.json()["error"]
         assert (await one("POST", "/generate", asked(prompts=group(1024, 4), tokens=1))).status == 200

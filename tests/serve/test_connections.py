@@ -39,9 +39,10 @@ def serve(request):
             web = uvicorn.Server(config)
             task = asyncio.ensure_future(web.serve(sockets=[bound]))
             while not web.started:
+                assert not task.done(), "the server has ended"
                 await asyncio.sleep(0.01)
             try:
-                await asyncio.wait_for(test(bound.getsockname()[1]), 20)
+                await asyncio.wait_for(test(bound.getsockname()[1]), 120)
             finally:
                 web.should_exit = True
                 await task

@@ -5,12 +5,12 @@ import signal
 import socket
 import sys
 import threading
-import time
 
 import pytest
 import torch
 
 from tests.serve.live_server import LiveServer
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.skipif(not importlib.util.find_spec("uvicorn"), reason="uvicorn is not installed")
 
@@ -39,11 +39,10 @@ def test_sigterm_is_a_clean_stop(start, tmp_path):
     body = {"prompts": [{"ids": [1]}], "sampling": {"max_tokens": 20}}
     asking = threading.Thread(target=lambda: answers.append(server.ask("POST", "/generate", body)))
     asking.start()
-    while not server.get("/info")[1]["in_flight"]:
-        time.sleep(0.02)
+    eventually(lambda: server.get("/info")[1]["in_flight"])
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(40) == 0
-    asking.join(10)
+    assert server.process.wait(120) == 0
+    asking.join(60)
     assert [status for status, _ in answers] == [200]  # what ran has ended first
     assert list(folder.iterdir()) == []  # and the server was closed
 

@@ -14,6 +14,7 @@ from posttrain.serve.errors import Conflict, DeadlinePassed, EngineFailed, NotFo
 from posttrain.serve.update import UpdateLimits
 from posttrain.serve.versions import MOVES, Phase, Serving, Versions
 from tests.serve.serving import update_of
+from tests.waiting import eventually
 
 
 def serves(rig, version, job_id="probe"):
@@ -316,8 +317,7 @@ def test_a_stopped_thread_answers_what_comes_late(rig):
 def test_a_request_that_the_engine_refuses_does_not_end_the_others(rig):
     one = rig(step_seconds=0.005)
     running = one.submit("good", tokens=30)
-    while not one.engine.started:
-        threading.Event().wait(0.001)
+    eventually(lambda: one.engine.started)
     add = one.engine.add
     one.engine.add = lambda job, adapter: 1 / 0
     outcome = one.completion("bad")

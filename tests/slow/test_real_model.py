@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from importlib.resources import files
+import re
+import sys
 
 import pytest
 import torch
@@ -15,6 +15,8 @@ from posttrain.cli import demo
 from posttrain.data.collate import collate
 from posttrain.models.load import LoadOptions, load_model, load_tokenizer
 from posttrain.models.token_scores import score_tokens
+from tests.forked import Child
+from tests.slow import gsm8k
 
 pytestmark = pytest.mark.slow
 
@@ -28,7 +30,27 @@ def folder():
 
 
 def rows(count: int, split: str = "train"):
-    return Dataset.from_list(demo.rows(split)[:count])
+    return Dataset.from_list(gsm8k.rows(split)[:count])
+
+
+def losses_by_row(trainer) -> list[float]:
+    """Mean nll of each held-out answer, so that the change has an error bar."""
+    found: list[float] = []
+    model = trainer.model.eval()
+    with torch.no_grad():
+        for batch in trainer.get_eval_dataloader():
+            found += (-batch.sequence_mean(score_tokens(model, batch).logps)).tolist()
+    return found
+
+
+def test_the_demo_teaches_the_form_even_where_time_allows_the_fewest_steps_only(folder, tmp_path):
+    words = ["--model", folder, "--output", str(tmp_path / "run"), "--seconds", "0"]
+    child = Child(lambda: sys.exit(demo.main(words)), tmp_path / "log")
+    assert child.wait(1200) == 0, child.output()
+    said = child.output()
+    before, after = map(int, re.search(r"right to the letter: (\d) of 8 before, (\d) of 8 after", said).groups())
+    assert before == 0
+    assert after >= 7, said
 
 
 def test_the_model_is_the_real_one(folder):
@@ -67,9 +89,9 @@ def test_sft_lowers_the_held_out_loss_by_more_than_its_error(folder, tmp_path):
         folder, args, train_dataset=rows(40), eval_dataset=rows(8, "test"),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
     )  # fmt: skip
-    before = torch.tensor(demo.losses_by_row(trainer))
+    before = torch.tensor(losses_by_row(trainer))
     trainer.train()
-    gain = before - torch.tensor(demo.losses_by_row(trainer))
+    gain = before - torch.tensor(losses_by_row(trainer))
     error = gain.std() / len(gain) ** 0.5
     assert gain.mean() > 2 * error, (gain.mean(), error)
     assert gain.mean() > 0.15
@@ -78,12 +100,11 @@ def test_sft_lowers_the_held_out_loss_by_more_than_its_error(folder, tmp_path):
 def test_dpo_starts_at_ln_2_and_raises_the_chosen_answers(folder, tmp_path):
     """Right answers against wrong ones (the last number changed): after 4 steps the margin on the same pairs is positive."""
     pairs = []
-    lines = files("posttrain").joinpath("demo/gsm8k_extract.jsonl").read_text(encoding="utf-8").splitlines()
-    for row in map(json.loads, lines[:8]):
-        right = row["answer"].rsplit("#### ", 1)[1]
+    for row in gsm8k.rows("train")[:8]:
+        right = row["completion"][0]["content"].rsplit("#### ", 1)[1]
         pairs.append(
             {
-                "prompt": [{"role": "user", "content": row["question"]}],
+                "prompt": row["prompt"],
                 "chosen": [{"role": "assistant", "content": f"The answer is {right}."}],
                 "rejected": [{"role": "assistant", "content": "I do not know, sorry. Ask somebody else."}],
             }

@@ -15,6 +15,7 @@ from posttrain.models.load import LoadOptions, load_model, load_tokenizer
 from posttrain.models.token_scores import score_tokens
 from posttrain.rollout.engine import ENGINES, Prompt, SamplingParams, generate
 from posttrain.rollout.native_engine.engine import NativeEngine
+from tests.slow import gsm8k
 
 pytestmark = pytest.mark.slow
 PROMPTS, TOKENS = int(os.environ.get("REAL_PROMPTS", "24")), 16  # 200 takes ten minutes on two cores
@@ -31,7 +32,7 @@ def real():
 def asked(tokenizer, samples=1):
     """Questions of GSM8K, of 30 to 150 tokens."""
     found = []
-    for key, row in enumerate((demo.rows("train") + demo.rows("test"))[:PROMPTS]):
+    for key, row in enumerate((gsm8k.rows("train") + gsm8k.rows("test"))[:PROMPTS]):
         ids = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True)["input_ids"]
         found += [Prompt(ids, key=key, sample=sample) for sample in range(samples)]
     return found

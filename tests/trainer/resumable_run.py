@@ -14,7 +14,7 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-import posttrain.rollout.native_engine.engine  # noqa: F401 - forked children should find everything imported
+import posttrain.rollout.native_engine.engine  # noqa: F401 - children of tests/forked.py should find everything imported
 from posttrain.methods.table import METHODS
 from posttrain.trainer.step_file import StepFile
 from tests import tiny
@@ -75,6 +75,18 @@ class RowOrder(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
             self.file.append(state.global_step, {"rows": self.trainer._step_rows})
+
+
+class Hold(TrainerCallback):
+    """Step `step` ends when a file appears, or after five minutes."""
+
+    def __init__(self, step: int, until: Path) -> None:
+        self.step, self.until = step, until
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        deadline = time.monotonic() + 300
+        while state.global_step == self.step and not self.until.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
 
 
 class Slow(TrainerCallback):

@@ -8,7 +8,6 @@ import socket
 import numpy as np
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 
@@ -149,7 +148,6 @@ def test_two_processes_at_once(tmp_path, counted):
     """Two runs fill one cache at the same time; a third finds everything."""
 
     def run(first, last):
-        torch.set_num_threads(1)
         dpo(tmp_path / f"{first}", rows(first, last), dataset_cache_dir=str(tmp_path / "cache"))
 
     children = [Child(lambda part=part: run(*part), tmp_path / f"{part}.log") for part in ((0, 12), (6, 18))]
@@ -163,9 +161,7 @@ def test_the_processes_of_one_run_share_the_work(tmp_path, counted):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [
-        Child(lambda rank=rank: one_rank(tmp_path, rank, port, counted), tmp_path / f"{rank}.log") for rank in (0, 1)
-    ]
+    ranks = [Child(lambda rank=rank: one_rank(tmp_path, rank, port), tmp_path / f"{rank}.log") for rank in (0, 1)]
     assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(rank.output() for rank in ranks)
     asked, sums = zip(*((tmp_path / f"rank{rank}").read_text().split() for rank in (0, 1)))
     assert asked == ("8", "6")  # 7 pairs: four on the one, three on the other
@@ -174,11 +170,11 @@ def test_the_processes_of_one_run_share_the_work(tmp_path, counted):
     assert {*sums} == {f"{sum(float(part.sum()) for part in numbers(made)):.9f}"}
 
 
-def one_rank(tmp_path, rank, port, counted):
+def one_rank(tmp_path, rank, port):
     """A process of a run of two: writes how many samples its reference was asked about, and the sum of all numbers."""
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({k: str(v) for k, v in (world | {"MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}).items()})
-    AcceleratorState._reset_state(reset_partial_state=True)  # a child starts with its parent's
+    counted = Counted(pytest.MonkeyPatch())
     made = dpo(tmp_path, rows(0, 7), precompute_ref_batch_size=2)
     real = sum(int((batch.counts > 0).sum()) for batch in counted.batches)
     (tmp_path / f"rank{rank}").write_text(f"{real} {sum(float(part.sum()) for part in numbers(made)):.9f}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import random
 import signal
 import sys
@@ -31,12 +30,20 @@ SLOW_FILE_SECONDS = 0.02
 
 
 def start(
-    method: str, folder: Path, *, fault: str = "", resume: bool = True, log: Path | None = None, **options: Any
+    method: str,
+    folder: Path,
+    *,
+    fault: str = "",
+    resume: bool = True,
+    log: Path | None = None,
+    room_to_spare: int = files.ROOM_TO_SPARE,
+    **options: Any,
 ) -> Child:
     """A child that trains in `folder`, from the newest good checkpoint if there is one, with the faults asked for."""
 
     def train() -> None:
-        logging.basicConfig(level=logging.WARNING, stream=sys.stderr, force=True)  # pytest's handlers are the parent's
+        logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+        files.ROOM_TO_SPARE = room_to_spare
         faults.SLOW_SECONDS = SLOW_FILE_SECONDS
         faults.arm(fault)
         resumable_run.main(method, folder, resume=resume, **(OPTIONS | options))
@@ -74,7 +81,7 @@ def killed_at(method: str, folder: Path, instant: Instant, **options: Any) -> bo
     child = start(method, folder, fault=instant.fault, **options)
     if instant.seconds is not None:
         time.sleep(instant.seconds)
-        os.kill(child.pid, signal.SIGKILL)  # it may have ended; until it is waited for, its number stays its own
+        child.signal(signal.SIGKILL)
     code = child.wait()
     assert code in (0, -signal.SIGKILL), child.output()
     return code != 0

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import shutil
 import signal
@@ -131,7 +130,7 @@ def wait_or_end(child: Child, seconds: float, end: str) -> int:
     try:
         return child.wait(seconds, end=False)
     except TimeoutError:
-        os.kill(child.pid, {"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}[end])
+        child.signal({"kill": signal.SIGKILL, "term": signal.SIGTERM, "int": signal.SIGINT}[end])
         return child.wait(60)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from pathlib import Path
@@ -15,12 +14,13 @@ from tests.forked import Child
 from tests.trainer import resumable_run
 from tests.trust import runs
 
+SLOW_FILE_S = 600
 
-def wait_for(path: Path, child: Child, lines: int = 1) -> None:
-    deadline = time.monotonic() + 60
-    while not path.exists() or len(path.read_text().splitlines()) < lines:
-        assert time.monotonic() < deadline, child.output()
-        time.sleep(0.005)
+
+def wait_for(path: Path, child: Child, lines: int) -> None:
+    child.wait_until(
+        lambda: path.exists() and len(path.read_text().splitlines()) >= lines, f"{path.name} had {lines} lines"
+    )
 
 
 def step_of(checkpoint: Path) -> int:
@@ -34,12 +34,13 @@ def step_of(checkpoint: Path) -> int:
 def test_one_signal_saves_and_leaves_and_the_run_goes_on_bit_identically(tmp_path, number, slow_save, figure):
     folder = tmp_path / "run"
     fault = runs.SLOW_SAVE if slow_save else ""
-    child = runs.start("sft", folder, fault=fault, callbacks=[resumable_run.Slow(0.15)])
-    wait_for(
-        folder / "row_order.jsonl", child, 3 if slow_save else 4
-    )  # with slow files, the save of step 2 is in flight
+    signalled = tmp_path / "signalled"
+    step = 3 if slow_save else 4  # with slow files, the save of step 2 is in flight
+    child = runs.start("sft", folder, fault=fault, callbacks=[resumable_run.Hold(step, signalled)])
+    wait_for(folder / "row_order.jsonl", child, step)
     began = time.monotonic()
-    os.kill(child.pid, number)
+    child.signal(number)
+    signalled.touch()
     code = child.wait()
     seconds = time.monotonic() - began
     assert code == (128 + number if number == signal.SIGTERM else 1), child.output()
@@ -60,19 +61,17 @@ def test_one_signal_saves_and_leaves_and_the_run_goes_on_bit_identically(tmp_pat
 
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.trust), signal.SIGINT])
 def test_a_second_signal_leaves_at_once_even_while_saving(tmp_path, number, figure):
-    """Every file of a save takes 0.5 s here; the process is gone within one. Also where SIGINT was ignored, as under nohup."""
+    """Every file of a save takes longer here than the child is waited for. Also where SIGINT was ignored, as under nohup."""
     folder = tmp_path / "run"
     child = Child(lambda: slow_saves(folder), tmp_path / "log")
-    wait_for(folder / "row_order.jsonl", child, 8)  # training is over but for the last save, which is waited for
-    time.sleep(0.7)
-    os.kill(child.pid, number)
-    time.sleep(0.2)
+    child.wait_until(lambda: list(folder.glob("checkpoint-8.tmp-*")), "the last save had begun")
+    child.signal(number)
+    child.wait_until(lambda: "once more to leave at once" in child.output(), "it had noticed the first signal")
     began = time.monotonic()
-    os.kill(child.pid, number)
-    code = child.wait(30)
+    child.signal(number)
+    code = child.wait(SLOW_FILE_S / 2)
     seconds = time.monotonic() - began
     assert code == (-number if number == signal.SIGTERM else 1), child.output()
-    assert seconds < 1, child.output()
     for path in files.checkpoints(folder):
         files.verify(path)
     runs.finish("sft", folder)
@@ -83,6 +82,6 @@ def test_a_second_signal_leaves_at_once_even_while_saving(tmp_path, number, figu
 
 
 def slow_saves(folder: Path) -> None:
-    faults.SLOW_SECONDS = 0.5
+    faults.SLOW_SECONDS = SLOW_FILE_S
     faults.arm("slow:save.file:*")
     resumable_run.main("sft", folder, save_steps=8)

@@ -392,7 +392,7 @@ def test_the_docs_have_the_pictures():
         assert f"images/view-{name}.png" in shown
 
 
-def wait_for(condition, seconds=10.0):
+def wait_for(condition, seconds=60.0):
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
