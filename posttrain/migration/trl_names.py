@@ -28,6 +28,8 @@ UNSUPPORTED: dict[str, str] = {
 }
 """Names that scripts import often and that are not there -> what to do."""
 ROOT = "trl"
+MODULES = ("chat_template_utils", "data_utils", "extras", "import_utils", "models", "rewards", "scripts", "trainer")
+"""Modules that `import trl` alone gives, as attributes."""
 
 
 class UnsupportedByPosttrain(ImportError):
@@ -56,6 +58,8 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if self.__name__ == ROOT and name in MODULES:
+            return importlib.import_module(f"{ROOT}.{name}")
         return found(name, self.__name__)
 
 
