@@ -28,7 +28,7 @@ def reward_named(name: str, option: str = "reward_funcs") -> Any:
     """A reward function by built-in name, dotted path or file.py:name."""
     if name in BUILT_IN_REWARDS:
         module, arguments = BUILT_IN_REWARDS[name]
-        found = getattr(importlib.import_module(module), name)
+        found = getattr(_guarded(partial(importlib.import_module, module), name, option), name)
         return found if arguments is None else found(*arguments)
     if "." not in name and ":" not in name:
         hint = (

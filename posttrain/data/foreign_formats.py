@@ -25,6 +25,8 @@ TEXT, MESSAGES, SHAREGPT, IDS, OTHER, NOTHING = (
 )
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 CONVERSATION_COLUMNS = ("conversations", "conversation")
+BESIDE_FOREIGN = ("system", "system_prompt", "history", "context", "input")
+"""Columns that the formats of others read where they are there."""
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",

@@ -21,7 +21,7 @@ import torch.utils.data
 import xxhash
 
 from posttrain.core.sample import KEEP_END, KEEP_START, Sample, Unit
-from posttrain.data.foreign_formats import CONVERSATION_COLUMNS, FOREIGN_FORMATS, Row
+from posttrain.data.foreign_formats import BESIDE_FOREIGN, CONVERSATION_COLUMNS, FOREIGN_FORMATS, Row
 from posttrain.data.label_report import LabelReport
 from posttrain.data.packing import CUTTING_STRATEGIES, PackedDataset, packing_strategy
 from posttrain.data.preparation_report import PreparationReport
@@ -188,8 +188,7 @@ def columns_read(options: PrepareOptions) -> set[str] | None:
     ours = {column for fmt in FORMATS for names in (*fmt.required, fmt.optional) for column in names}
     foreign = {column for fmt in FOREIGN_FORMATS for names in fmt.columns.values() for column in names}
     named = {options.dataset_text_field, *options.required_columns, *options.allowed_values}
-    beside = {"system", "system_prompt", "history", "context", "input", *CONVERSATION_COLUMNS}
-    return ours | foreign | named | beside | ({options.row_id_column} - {None})
+    return ours | foreign | named | {*BESIDE_FOREIGN, *CONVERSATION_COLUMNS} | ({options.row_id_column} - {None})
 
 
 def cache_folder(options: PrepareOptions) -> Path:

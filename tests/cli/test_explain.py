@@ -301,6 +301,16 @@ def test_the_screen_and_the_file_say_the_same(here, capsys):
     assert set(told["memory"]["phases"]) == {"load", "update"}
 
 
+def test_what_the_run_will_not_find_is_said(here, capsys, monkeypatch):
+    trackers = "transformers.integrations.integration_utils.get_available_reporting_integrations"
+    monkeypatch.setattr(trackers, lambda: [])
+    words = words_of("grpo", "grpo", {**GROUPS, "reward_funcs": ["accuracy_reward"], "report_to": "wandb"})
+    assert posttrain("explain", "grpo", *words) == 0
+    shown = capsys.readouterr().out
+    assert "Reward accuracy_reward needs the argument 'solution'" in shown
+    assert "`report_to` wandb needs a package that is not installed on this machine: pip install wandb." in shown
+
+
 def test_a_file_that_names_its_method(here, capsys):
     import yaml
 
