@@ -86,6 +86,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         ref_model: Any = None,
     ) -> None:
         self.args = args = self._config(args, model)
+        self.check_options()
         if args.n_gpu > 1:
             raise ValueError(
                 "nn.DataParallel is not supported: start one process per GPU (accelerate launch or torchrun)."
@@ -129,12 +130,16 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         """As much of a trainer as data need, to look at them beforehand: tokenizer, template and `prepared`, no model."""
         made = cls.__new__(cls)
         made.args, made.formatting_func = args, None
+        made.check_options()
         tokenizer = made._tokenizer(model, processing_class)
         prepare_tokenizer(tokenizer, args)
         made.renderer = Renderer(tokenizer)
         return made
 
     # ---- what a method provides --------------------------------------------------------------------------------------
+
+    def check_options(self) -> None:
+        """Refuse options that would have no effect, where the config alone cannot know that."""
 
     def prepare_options(self, is_training: bool) -> dict[str, Any]:
         """Arguments of PrepareOptions that are peculiar to the method."""
