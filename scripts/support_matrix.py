@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 from posttrain.cli.option_table import method_names
+from scripts import gpu_receipt
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"
 MATRIX = r"test_gradient_matrix::test_gradient_equals_the_oracle\[{method}-.*"
@@ -38,8 +39,9 @@ FEATURES: tuple[tuple[str, str], ...] = (
 TITLE = """# What is supported
 
 Generated from the results of the tests (`make test`, `make test-slow`, then `make support`): a number is how many tests of that
-kind passed, `n failed` how many did not, and an empty cell means that no test shows it. All of these run on the CPU; what was run
-on a GPU is in [benchmarks/README.md](../benchmarks/README.md), [trust](trust.md) and [vLLM](vllm.md).
+kind passed, `n failed` how many did not, and an empty cell means that no test shows it. All of these run on the CPU; the
+receipt of the tests on a GPU is at the end, and measurements are in [benchmarks/README.md](../benchmarks/README.md),
+[trust](trust.md) and [vLLM](vllm.md).
 
 """
 
@@ -64,7 +66,7 @@ def page(results: dict[str, str]) -> str:
         lines.append(f"| {told} | " + " | ".join(cells) + " |")
     counted = Counter(results.values())
     kinds = ", ".join(f"{counted[kind]:,} {kind}" for kind in ("passed", "failed", "skipped"))
-    total = f"\nOf {len(results):,} tests: {kinds}.\n"
+    total = f"\nOf {len(results):,} tests: {kinds}.\n\n{gpu_receipt.in_words(gpu_receipt.read())}\n"
     return TITLE + "\n".join(lines) + "\n" + total
 
 

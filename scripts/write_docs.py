@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/ and of the command line: option tables, and what METHODS decides.
+"""Write the generated parts of docs/, README and the command line: option tables, what METHODS decides, the GPU receipt.
 
 `--check` fails if one is out of date.
 
@@ -20,9 +20,11 @@ from typing import Any
 from posttrain.methods.table import METHODS
 from posttrain.trainer.config import BaseConfig, default_of, is_ours
 from posttrain.trainer.refused_options import RefusedOptions
-from scripts import method_pages, option_specs
+from scripts import gpu_receipt, method_pages, option_specs
 from scripts.method_pages import DOCS
 
+README = DOCS.parent / "README.md"
+RECEIPT = re.compile(r"(<!-- gpu receipt -->).*?(<!-- end of gpu receipt -->)", re.DOTALL)
 TABLE = re.compile(r"(<!-- options: (\w+) -->\n)(.*?)(<!-- end of options -->)", re.DOTALL)
 HEADER = "| option | type | default | what it does |\n|---|---|---|---|\n"
 
@@ -76,6 +78,8 @@ def outdated() -> dict[Path, str]:
     """File -> its text with current parts, for every file whose parts are not, or that is not there."""
     pages = method_pages.pages()
     fresh = {page: rewritten(method_pages.rewritten(text, pages)) for page, text in pages.items()}
+    said = gpu_receipt.in_words(gpu_receipt.read())
+    fresh[README] = RECEIPT.sub(rf"\g<1>{said}\g<2>", README.read_text(encoding="utf-8"))
     found = {
         page: text for page, text in fresh.items() if not page.exists() or text != page.read_text(encoding="utf-8")
     }

@@ -21,13 +21,44 @@ class TokenScores:
     rewards: Tensor | None = None  # (S,) from a sequence head
 
 
+SUMMED = "sum"
+
+
 @dataclass
 class LossTerm:
-    """Numbers to be summed, and the name of the count their sum is divided by."""
+    """Numbers to be summed, and the name of the count their sum is divided by.
+
+    There is one number for each thing that is counted, unless `entries` names another: the likelihood of an answer is one
+    number a unit and may be divided by tokens. `SUMMED` stands for a sum that was taken already.
+    """
 
     values: Tensor
     per: str
     weight: float = 1.0
+    entries: str | None = None
+
+    def check(self, batch: TokenBatch) -> None:
+        """Raise where there are more or fewer values than their sum is divided by: a mean, a part, another dimension.
+
+        A mean of B values would train with a gradient that is B times too small, and nothing else would show it.
+        """
+        if not isinstance(self.values, Tensor):
+            raise TypeError(f"A loss must return a tensor of values; this one returned a {type(self.values).__name__}.")
+        entries = self.entries or self.per
+        if entries in (SUMMED, "batch"):
+            expected, fits = "()", self.values.numel() == 1
+        else:
+            # An empty batch has a lone token that is nobody's sample; numbers about it are allowed and are not counted.
+            sizes = {"token": batch.num_trained, "sequence": len(batch.counts), "unit": batch.num_units}
+            size = sizes[entries.partition(":")[0]]
+            expected, fits = f"({size},)", self.values.shape == (size,)
+        if not fits:
+            raise ValueError(
+                f"A loss returned values of shape {tuple(self.values.shape)}. Their sum is divided by the number of {self.per}s of "
+                f"the whole optimizer step, so there must be one value for each {entries} of the batch: shape {expected}. "
+                "Return the values themselves; do not take their mean or sum, and do not select some of them (multiply by a "
+                "mask instead)."
+            )
 
 
 @dataclass(frozen=True)
@@ -55,6 +86,11 @@ class LossOutput:
     def __init__(self, values: Tensor | list[LossTerm], per: str = "unit", metrics: Metrics | None = None) -> None:
         self.terms = values if isinstance(values, list) else [LossTerm(values, per)]
         self.metrics = metrics or {}
+
+    def check(self, batch: TokenBatch) -> None:
+        """Raise where a term does not have as many values as it says (see `LossTerm.check`)."""
+        for term in self.terms:
+            term.check(batch)
 
     def reduce(self, totals: StepTotals, world_size: int = 1) -> Tensor:
         """sum over terms of `weight * sum(values) / totals[per]`, times the number of processes.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +34,6 @@ from posttrain.data.response_parser import ResponseParser
 from posttrain.data.skeletons import Skeletons, shape_of
 from posttrain.data.special_tokens import ControlTokens, whole_texts
 from posttrain.data.template_checks import probe_template
-from posttrain.data.word_encoding import WordEncoder, trained_tokens
 
 __all__ = ["TRAIN_MODES", "Conversation", "RenderError", "Renderer"]
 
@@ -76,7 +76,6 @@ class Renderer:
         self._control = ControlTokens(tokenizer)
         self._provenance = Provenance(self._render, self._control)
         self._skeletons = Skeletons()
-        self._words = WordEncoder()
         self._role_is_safe: dict[str, bool] = dict.fromkeys(KNOWN_ROLES, True)
 
     @property
@@ -111,7 +110,7 @@ class Renderer:
     def encode_texts(self, texts: list[str], add_special_tokens: bool = True) -> list[np.ndarray]:
         """Ids of plain texts, parsed as `tokenizer(text)` parses them: control tokens in them are control tokens."""
         with whole_texts(self.tokenizer) as backend:
-            return self._words.encode(backend, texts, add_special_tokens)
+            return _batch_ids(backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens))
 
     def count_control_tokens(self, texts: list[str]) -> int:
         """How many of the texts hold the text of a control token."""
@@ -345,21 +344,16 @@ class Renderer:
         return results
 
     def _encode_chunk(self, chunk: list[Rendered]) -> list[Sample | RenderError]:
+        """Every text as a whole: what a tokenizer makes of a part of a text says nothing certain about the text."""
         texts = [item.text for item in chunk]
         masks: list[np.ndarray | None] = [None] * len(chunk)
         with whole_texts(self.tokenizer) as backend:
-            if not any(item.spans for item in chunk):
-                ids = self._words.encode(backend, texts)
-            elif self._words.can_cut(backend, len(chunk)):
-                ids = self._words.encode(backend, texts)
-                if not self._words.can_cut(backend, len(chunk)):  # it was found out just now
-                    return self._encode_chunk(chunk)
-                masks = [self._words.trained(backend, item.text, item.spans or []) for item in chunk]
-            else:
+            if any(item.spans for item in chunk):
                 encodings = backend.encode_batch(texts, add_special_tokens=False)
-                ids = [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
                 masks = [trained_tokens(one, item.spans or []) for one, item in zip(encodings, chunk)]
-        return [self._sample(item, one, mask) for item, one, mask in zip(chunk, ids, masks)]
+            else:  # offsets, which cost a third more, are not needed
+                encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
+        return [self._sample(item, one, mask) for item, one, mask in zip(chunk, _batch_ids(encodings), masks)]
 
     def _sample(self, item: Rendered, ids: np.ndarray, trained: np.ndarray | None) -> Sample | RenderError:
         if not self.allow_control_tokens_in_content and not self._has_expected_control_tokens(item, ids):
@@ -392,6 +386,36 @@ class Renderer:
         if count != expected:
             raise RenderError(f"The tokenizer gives {count} control tokens where the template wrote {expected}.", text)
         return encoding
+
+
+def _batch_ids(encodings: list[Any]) -> list[np.ndarray]:
+    return [np.array(encoding.ids, dtype=np.int32) for encoding in encodings]
+
+
+def trained_tokens(encoding: Any, spans: list[Span]) -> np.ndarray:
+    """The mask of tokens that hold at least one character of a span.
+
+    A token across the edge of a span counts: the model has to produce it as a whole, and the prompt alone ends in other ids.
+    """
+    trained = np.zeros(len(encoding.ids), dtype=bool)
+    for start, end in spans:
+        trained[_tokens_before(encoding, start) : _tokens_up_to(encoding, end)] = True
+    return trained
+
+
+def _tokens_before(encoding: Any, start: int) -> int:
+    """How many tokens end before a span begins."""
+    return bisect_right(range(len(encoding.ids)), start, key=lambda token: encoding.token_to_chars(token)[1])
+
+
+def _tokens_up_to(encoding: Any, end: int) -> int:
+    """How many tokens begin before a span ends. Byte-level tokenizers that trim offsets leave nothing of a space but its end."""
+
+    def first_character(token: int) -> int:
+        start, stop = encoding.token_to_chars(token)
+        return start if start < stop else start - 1
+
+    return bisect_left(range(len(encoding.ids)), end, key=first_character)
 
 
 def _continuation(marked: MarkedRender, turn: int, continued: str) -> int | None:

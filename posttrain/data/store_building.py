@@ -48,8 +48,11 @@ ROWS_TRIED = 100
 TELL_EVERY_S = 10
 TALLY = "tally.json"
 LOCK_DEADLINE_S = 6 * 3600
-ENCODING_VERSION = 1
-"""Raised by one whenever rows are read or encoded differently, so that older stores are not used."""
+ENCODING_VERSION = 2
+"""Raised by one whenever rows are read or encoded differently, so that older stores are not used.
+
+2: ids come from the tokenizer on the whole text. Stores of version 1 were composed of words and may hold other ids.
+"""
 
 
 class RowSource:
@@ -207,7 +210,7 @@ def build_store(
     told = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     if num_workers > 1:
-        # What is found out on the way (the compiled template, where texts may be cut) is then known to every worker.
+        # What is found out on the way (the compiled template, its skeletons) is then known to every worker.
         RowExaminer(detection, renderer, options).examine(source.rows(0, ROWS_TRIED))
 
     def build_part(i: int) -> None:

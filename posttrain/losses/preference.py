@@ -185,7 +185,8 @@ def preference_loss(
             values = linearised(pair, couplings[name])
         else:
             values = call(loss.function, pair, options=options)
-        terms.append(LossTerm(values if pair.weights is None else values * pair.weights, loss.per, weight))
+        values = values if pair.weights is None else values * pair.weights
+        terms.append(LossTerm(values, loss.per, weight, entries="unit"))
     return terms
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
-from posttrain.core.results import LossOutput, TokenScores
+from posttrain.core.results import SUMMED, LossOutput, LossTerm, TokenScores
 from posttrain.data.packing import PACKING_STRATEGIES
 from posttrain.data.row_formats import LANGUAGE_MODELLING, PROMPT_COMPLETION, TOKENISED
 from posttrain.losses.supervised import dft, label_smoothed_nll, nll
@@ -130,7 +130,7 @@ class SFTTrainer(BaseTrainer):
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         if policy.nll_sum is not None:  # the gradient was computed with the forward
-            return LossOutput(policy.nll_sum, per="token")
+            return LossOutput([LossTerm(policy.nll_sum, per="token", entries=SUMMED)])
         return LossOutput(self._token_losses(policy), per="token")
 
     def _token_losses(self, policy: TokenScores) -> Any:

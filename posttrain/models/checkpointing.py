@@ -1,4 +1,4 @@
-"""Selective checkpointing: keep what is dear to compute, recompute what is cheap.
+"""Selective checkpointing: keep what is expensive to compute, recompute what is cheap.
 
 Full checkpointing runs every layer twice. Here the results of matrix products and of attention are kept, and only norms, rotary
 embeddings, activations and residuals are computed again in the backward: about half of the memory for a few per cent of time.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -29,6 +30,39 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     return CheckpointPolicy.MUST_SAVE if operation in KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+_products_are_kept: ContextVar[bool] = ContextVar("products are kept", default=False)
+
+
+def products_are_kept() -> bool:
+    """Whether the call at hand runs under selective checkpointing: results of KEPT must not be overwritten then.
+
+    torch notices an overwritten result by its version, which a Triton kernel does not change: the backward would read the
+    overwritten one and compute a wrong gradient in silence.
+    """
+    return _products_are_kept.get()
+
+
+class _Keeping:
+    """A mode of selective checkpointing that `products_are_kept` knows of. May be entered again, as checkpointing does."""
+
+    def __init__(self, mode: Any) -> None:
+        self._mode = mode
+        self._tokens: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._mode.__enter__()
+        self._tokens.append(_products_are_kept.set(True))
+
+    def __exit__(self, *error: Any) -> None:
+        _products_are_kept.reset(self._tokens.pop())
+        self._mode.__exit__(*error)
+
+
+def _contexts() -> tuple[_Keeping, _Keeping]:
+    forward, recomputation = create_selective_checkpoint_contexts(_policy)
+    return _Keeping(forward), _Keeping(recomputation)
+
+
 def allow_selective_checkpointing(model: nn.Module) -> None:
     """Let `gradient_checkpointing_enable` understand {"selective": True}, which Trainer passes on from the options."""
     if hasattr(model, "_gradient_checkpointing_enable"):
@@ -44,7 +78,7 @@ def allow_selective_checkpointing(model: nn.Module) -> None:
                     "Selective checkpointing needs `use_reentrant=False` in `gradient_checkpointing_kwargs`."
                 )
             chosen["use_reentrant"] = False
-            chosen["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
+            chosen["context_fn"] = _contexts
         self._gradient_checkpointing_enable(gradient_checkpointing_kwargs=chosen, **kwargs)
 
     model._gradient_checkpointing_enable = original

@@ -8,24 +8,29 @@ Which is faster depends on the model and the device, so a probe runs one layer o
 from __future__ import annotations
 
 import copy
+import functools
 import logging
+import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from posttrain.core.batch import RAGGED, TokenBatch
 from posttrain.models.attention import RAGGED_ATTENTION, install_ragged_attention, segment_kwargs
+from posttrain.models.checkpointing import products_are_kept
 
 logger = logging.getLogger(__name__)
 
 LIGER, COMPILED, PLAIN = "liger", "compiled", "plain"
+EXPERT_AUTOTUNING = "LIGER_FUSED_MOE_AUTOTUNE"
+"""Liger's switch, read when it is imported: 0 gives each kernel for experts one configuration."""
 KERNELS_IN_WORDS = {
     LIGER: "Norm, rotary and SwiGLU layers are Liger's",
     COMPILED: "Decoder layers are compiled",
@@ -41,13 +46,33 @@ def use_liger_layers(innermost: nn.Module) -> None:
 
     Liger also replaces classes of the family's module, for models that are made later; those are put back. Functions, such as the
     one that applies rotary embeddings, are looked up there by every model of the family and stay.
+
+    Kernels for experts are not autotuned unless the user says so: Liger would try up to 40 configurations of each in the first
+    step, which took two minutes for a small Mixtral on an H200.
     """
+    os.environ.setdefault(EXPERT_AUTOTUNING, "0")
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
     module = _family(innermost)
     before = _pristine.setdefault(module.__name__, dict(vars(module)))
     _apply_liger_kernel_to_instance(innermost, fused_linear_cross_entropy=False, cross_entropy=False)
     _put_back(module, {name: value for name, value in before.items() if isinstance(value, type)})
+    for name, function in dict(vars(module)).items():
+        if "rotary" in name and function is not before.get(name):
+            setattr(module, name, on_copies_of_kept_products(function))
+
+
+def on_copies_of_kept_products(rotary: Callable[..., Any]) -> Callable[..., Any]:
+    """Liger rotates queries and keys in place. Under selective checkpointing these are products that are kept for the backward,
+    which would rotate them a second time: there, copies are rotated, and the products stay."""
+
+    @functools.wraps(rotary)
+    def apply(queries: Tensor, keys: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if products_are_kept():
+            queries, keys = queries.clone(), keys.clone()
+        return rotary(queries, keys, *args, **kwargs)
+
+    return apply
 
 
 def compile_layers(innermost: nn.Module) -> None:

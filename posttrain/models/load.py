@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,12 +24,21 @@ from posttrain.models.adapters import add_adapter, is_peft_model, is_prompt_lear
 from posttrain.models.attention import install_ragged_attention
 from posttrain.models.fused_lora import fuse_lora, lora_layers
 from posttrain.models.heads import CAUSAL_LM, SEQUENCE_REWARD, install_sequence_scores
-from posttrain.models.layer_kernels import APPLY, COMPILED, KERNELS_IN_WORDS, PLAIN, fastest_kernels
+from posttrain.models.layer_kernels import (
+    APPLY,
+    COMPILED,
+    EXPERT_AUTOTUNING,
+    KERNELS_IN_WORDS,
+    LIGER,
+    PLAIN,
+    fastest_kernels,
+)
 from posttrain.models.probe import why_not_ragged, why_not_shared
 from posttrain.models.token_scores import install_token_scores
 
 logger = logging.getLogger(__name__)
 
+ROUTER_LOSS = "router_aux_loss_coef"  # of the configuration of a mixture of experts
 AUTO_CLASSES = {CAUSAL_LM: AutoModelForCausalLM, SEQUENCE_REWARD: AutoModelForSequenceClassification}
 
 
@@ -278,6 +288,15 @@ def _choose_kernels(model: nn.Module, innermost: nn.Module, options: LoadOptions
     if chosen != PLAIN or times:
         measured = ", ".join(f"{name} {value:.2f} ms" for name, value in times.items())
         notes.append(KERNELS_IN_WORDS[chosen] + (f" (one layer, forward and backward: {measured})." if times else "."))
+    if (
+        chosen == LIGER
+        and hasattr(innermost.config.get_text_config(), ROUTER_LOSS)
+        and os.environ[EXPERT_AUTOTUNING] == "0"
+    ):
+        notes.append(
+            f"Liger's kernels for experts run with one configuration each. {EXPERT_AUTOTUNING}=1 in the environment tries all of "
+            "them in the first step, which takes minutes and may pay off in a long run."
+        )
     return chosen
 
 
@@ -294,7 +313,7 @@ def _fuse_adapters(model: nn.Module, notes: list[str]) -> None:
 
 def _router_loss_weight(innermost: nn.Module, wanted: float | None, name: str) -> float:
     config = innermost.config.get_text_config()
-    own = getattr(config, "router_aux_loss_coef", None)
+    own = getattr(config, ROUTER_LOSS, None)
     if own is None:
         if wanted:
             raise ValueError(f"`router_aux_loss_coef` is {wanted}, but {name} is not a mixture of experts.")

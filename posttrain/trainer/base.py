@@ -415,6 +415,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         policy = self.score(model, batch, stats)
         reference = None if self.reference is None else self.reference.scores(batch)
         output = self.loss(batch, policy, reference)
+        output.check(batch)
         if policy.aux_loss is not None:
             output.terms.append(LossTerm(policy.aux_loss * batch.share, "batch", self.loaded.router_loss_weight))
             output.metrics["aux_loss"] = policy.aux_loss[None]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import threading
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +23,7 @@ from posttrain.core.options import resume_wish
 from posttrain.trainer import checkpoint as files
 from posttrain.trainer.background_save import CheckpointNotSaved
 from posttrain.trainer.config import BaseConfig
-from posttrain.trainer.run_state import RNG_FILE, RunIdentity, RunState, load_rng, load_sums
+from posttrain.trainer.run_state import RNG_FILE, RunIdentity, RunState, load_rng, load_sums, run_of
 from posttrain.trainer.saving import OPTIMIZER, SCHEDULER, SavingTrainer
 from posttrain.trainer.sharding import load_shard_tree, load_shards
 
@@ -30,6 +32,50 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
 """For a second signal where the first would have been ignored, as SIGINT is in a shell's background job."""
+
+
+RUN_FILE = ".posttrain.run"
+"""Which run an output folder belongs to. Written before anything of an earlier run is moved, so that a kill in between is safe."""
+EARLIER = "earlier-run-"
+LOGS = ("metrics.jsonl", "alerts.jsonl", "skipped_steps.jsonl", "rollouts")
+
+
+def current_run(output_dir: str | Path) -> str | None:
+    """The id of the latest run in a folder; None where no run has left one."""
+    try:
+        return json.loads((Path(output_dir) / RUN_FILE).read_text(encoding="utf-8"))["run_id"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def set_aside_other_runs(output_dir: str | Path, run_id: str | None, is_new: bool = False) -> None:
+    """Move checkpoints of other runs into folders of their own, so that nobody resumes, exports, rotates or shows them as this
+    run's. Where the run is new, the logs go with them, and checkpoints that do not say whose they are; such a checkpoint is
+    damaged, and a run that resumes reports that."""
+    output_dir = Path(output_dir)
+    owners = [(path, run_of(path)) for path in files.checkpoints(output_dir)]
+    others = [(path, owner) for path, owner in owners if owner != run_id and (owner is not None or is_new)]
+    if run_id is None or not others:
+        return
+    moved = [_moved(path, output_dir / f"{EARLIER}{owner or 'unknown'}") for path, owner in others]  # newest step first
+    if is_new:
+        for path in filter(Path.exists, (output_dir / name for name in LOGS)):
+            _moved(path, moved[0].parent)
+    logger.warning(
+        f"{output_dir} held {len(others)} checkpoints of an earlier run. They were moved to {moved[0].parent}, "
+        f"and resume_from_checkpoint={moved[0]} continues that run."
+    )
+
+
+def _moved(path: Path, folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    number = 1
+    target = folder / path.name
+    while target.exists():  # runs of versions without ids share a folder
+        number += 1
+        target = folder / f"{number}" / path.name
+    target.parent.mkdir(exist_ok=True)
+    return path.rename(target)
 
 
 class PersistentTrainer(SavingTrainer):
@@ -59,7 +105,8 @@ class PersistentTrainer(SavingTrainer):
             stack.enter_context(self._stopping_on_signals())
             stack.enter_context(self._finishing_saves())  # before the folder is given free
             resume = self.resumed_from = self._checkpoint_to_resume(resume_from_checkpoint)
-            self.run_state = RunState(self.identity()) if resume is None else self._accepted_state(resume)
+            self.run_state = self._new_state() if resume is None else self._accepted_state(resume)
+            self._own_the_folder(is_new=resume is None)
             if resume is not None:
                 for callback in self._callbacks_with_files():
                     callback.load_state_files(resume)
@@ -78,6 +125,9 @@ class PersistentTrainer(SavingTrainer):
         if not wanted:
             return None
         if wanted is True:
+            if self.args.should_save:
+                set_aside_other_runs(self.args.output_dir, current_run(self.args.output_dir))
+            self.accelerator.wait_for_everyone()  # nobody chooses a checkpoint that is about to be moved
             found = files.newest_good_checkpoint(self.args.output_dir)
             if found is None:
                 logger.warning(f"{self.args.output_dir} holds no checkpoint: the run starts from its beginning.")
@@ -92,7 +142,7 @@ class PersistentTrainer(SavingTrainer):
             raise ValueError(
                 f"{folder} holds the model only (`save_only_model=True`): load it as the model of a new run instead of resuming."
             )
-        changes = self.identity().differences(state.identity, self.args.resume_allow_changes)
+        changes = state.accept(self.identity(), self.args.resume_allow_changes, folder)
         if changes:
             raise ValueError(
                 f"{folder} belongs to a run that differs from this one (then -> now):\n  "
@@ -101,6 +151,16 @@ class PersistentTrainer(SavingTrainer):
                 "start afresh in another `output_dir`, or here with `resume_from_checkpoint=False` (--fresh)."
             )
         return state
+
+    def _new_state(self) -> RunState:
+        return RunState(self.identity(), run_id=uuid.uuid4().hex[:12])
+
+    def _own_the_folder(self, is_new: bool) -> None:
+        """From here on the output folder is this run's: what earlier runs saved there is moved aside."""
+        if self.args.should_save:
+            output_dir, run_id = self.args.output_dir, self.run_state.run_id
+            files.write_json(Path(output_dir) / RUN_FILE, {"run_id": run_id})
+            set_aside_other_runs(output_dir, run_id, is_new)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Trainer asks whether the run is over only after a step: resumed at its end, it would take one step too many."""

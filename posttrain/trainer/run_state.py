@@ -121,6 +121,10 @@ class RunState:
     """What a checkpoint remembers beside weights, optimizer and RNG."""
 
     identity: RunIdentity
+    run_id: str = ""  # "": of a version that had none
+    allowed_changes: list[dict[str, Any]] = dataclasses.field(
+        default_factory=list
+    )  # by `resume_allow_changes`, in order
     loss_total: float = 0.0
     last_logged_step: int = 0
     skipped_in_a_row: int = 0
@@ -134,6 +138,27 @@ class RunState:
     def load(cls, folder: Path) -> RunState:
         raw = json.loads((Path(folder) / FILE).read_text(encoding="utf-8"))
         return cls(RunIdentity(**raw.pop("identity")), **raw)
+
+    def accept(self, now: RunIdentity, allowed: list[str], checkpoint: Path) -> list[str]:
+        """Take over the identity of the run that resumes, or return what is different and not allowed.
+
+        What was allowed is written down and is the run's own from here on: continuing needs no permission again, going back does.
+        """
+        refused = now.differences(self.identity, allowed)
+        if not refused:
+            changes = now.differences(self.identity, [])
+            if changes:
+                self.allowed_changes.append({"checkpoint": checkpoint.name, "changes": changes})
+            self.identity = now
+        return refused
+
+
+def run_of(checkpoint: Path) -> str | None:
+    """The id of the run that a checkpoint belongs to; None where that cannot be read."""
+    try:
+        return json.loads((checkpoint / FILE).read_text(encoding="utf-8")).get("run_id", "")
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def save_sums(folder: Path, rank: int, metrics: dict[str, Any], loss: float) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.batch import StepTotals, TokenBatch, segment_sum
+from posttrain.core.batch import StepTotals, TokenBatch, copy_by_one_thread, segment_sum
 
 PAIRS = ("chosen", "rejected")
 
@@ -149,3 +149,13 @@ def test_moving_a_batch_casts_nothing():
     assert moved.cu_segments is None
     assert (moved.rows, moved.roles, moved.num_trained) == (batch.rows, batch.roles, 3)
     assert batch.device.type == "cpu"
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (5,), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.bfloat16, torch.float32])
+def test_copies_for_the_device_take_tensors_of_any_size(shape, dtype):
+    """A reward model's batch has no per-token numbers: its empty tensors raised on CUDA, on the first batch."""
+    source = torch.arange(torch.Size(shape).numel()).reshape(shape).to(dtype)
+    target = torch.empty(shape, dtype=dtype)
+    copy_by_one_thread(target, source)
+    assert torch.equal(target, source)

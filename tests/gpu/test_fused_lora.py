@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from posttrain.models.checkpointing import allow_selective_checkpointing
 from posttrain.models.fused_lora import fuse_lora
+from posttrain.models.layer_kernels import APPLY, _module_kept
 from posttrain.models.lora_products import activate_and_multiply, gradients_of_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -62,10 +63,18 @@ def gradients(model, tokens=2048):
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 @pytest.mark.parametrize("checkpointing", [None, {"use_reentrant": False}, {"selective": True}])
-def test_gradients_are_pefts(dtype, bound, checkpointing):
+@pytest.mark.parametrize("kernels", ["liger", "plain"])
+def test_gradients_are_pefts(dtype, bound, checkpointing, kernels):
+    """Liger's rotary embedding works in place, on the products that selective checkpointing keeps."""
     plain = adapted(dtype)
     exact, _ = gradients(copy.deepcopy(plain).double())
     fused = copy.deepcopy(plain)
+    with _module_kept(fused.base_model.model):
+        APPLY[kernels](fused.base_model.model)
+        compare_with_peft(fused, plain, exact, bound, checkpointing)
+
+
+def compare_with_peft(fused, plain, exact, bound, checkpointing):
     assert fuse_lora(fused) == 14
     if checkpointing:
         allow_selective_checkpointing(fused.base_model.model)

@@ -49,6 +49,7 @@ def weighed(hidden):
 def step(made, offload, tokens=TOKENS):
     """(gradients, peak beside what was there before)."""
     made.zero_grad(set_to_none=False)  # gradients that grow with the backward would hide what activations need
+    gc.collect()  # what earlier tests left behind, freed in between, would be taken off the peak
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -179,6 +179,34 @@ def test_a_loss_of_ones_own(tmp_path):
     assert losses(doubled)[0] == 3.0
 
 
+WRONG_LOSSES = {
+    "sft mean": ("sft", lambda logps: -logps.mean(), r"shape \(\)\. .* each token of the batch: shape \(\d+,\)"),
+    "sft sum": ("sft", lambda logps: -logps.sum(), r"number of tokens"),
+    "sft part": ("sft", lambda logps: -logps[:5], r"shape \(5,\)"),
+    "sft column": ("sft", lambda logps: -logps[:, None], r", 1\)"),
+    "sft float": ("sft", lambda logps: 0.5, "returned a float"),
+    "dpo mean": ("dpo", lambda pair: -pair.margins.mean(), r"shape \(\)\. .* each unit of the batch: shape \(4,\)"),
+    "dpo part": ("dpo", lambda pair: -pair.margins[1:], r"shape \(3,\)"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LOSSES)
+def test_a_loss_with_another_number_of_values_than_it_is_divided_by_is_refused(tmp_path, name):
+    """Their mean over 4 pairs would train with a quarter of the gradient."""
+    method, loss, message = WRONG_LOSSES[name]
+    rows = tiny.pairs(8) if method == "dpo" else tiny.chats(8)
+    with pytest.raises((ValueError, TypeError), match=message):
+        make(method, tmp_path, rows, given={"loss": loss}, max_steps=1).train()
+
+
+def test_a_wrong_term_of_a_method_is_refused_in_training_and_evaluation(tmp_path, monkeypatch):
+    monkeypatch.setattr("posttrain.methods.reward_model.bradley_terry", lambda *given: (given[0] - given[1]).mean())
+    trainer = make("reward", tmp_path, tiny.pairs(8), eval_rows=tiny.pairs(4), max_steps=1)
+    for run in (trainer.train, trainer.evaluate):
+        with pytest.raises(ValueError, match=r"one value for each unit of the batch: shape \(4,\)"):
+            run()
+
+
 def test_samples_of_ones_own(tmp_path):
     units = [(Sample(np.arange(3, 9), np.arange(6) > 2, row=i),) for i in range(8)]
     trainer = make("sft", tmp_path, None, dataset_kwargs={"skip_prepare_dataset": True}, max_steps=1)

@@ -10,7 +10,8 @@ from posttrain.core.batch import SHARED
 from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
 from posttrain.models import layer_kernels
-from posttrain.models.layer_kernels import COMPILED, LIGER, PLAIN
+from posttrain.models.checkpointing import allow_selective_checkpointing
+from posttrain.models.layer_kernels import COMPILED, LIGER, PLAIN, on_copies_of_kept_products
 from posttrain.models.load import LoadOptions, load_model
 from posttrain.models.token_scores import score_tokens
 from tests import tiny
@@ -112,3 +113,41 @@ def test_selective_checkpointing_wants_uncompiled_layers(tmp_path, monkeypatch, 
     made = SFTTrainer(tiny.causal_lm(), args, processing_class=tiny.tokenizer())
     assert made.loaded.kernels == kernels
     assert all((layer._compiled_call_impl is None) == selective for layer in made.model.model.layers)
+
+
+@pytest.mark.parametrize("selective", [False, True])
+def test_a_rotary_embedding_that_works_in_place_does_not_spoil_kept_products(monkeypatch, selective):
+    """As Liger's kernel does: it writes past torch, whose versions do not change, so that nothing would notice."""
+    from transformers.models.qwen2 import modeling_qwen2
+
+    rotate = modeling_qwen2.apply_rotary_pos_emb
+
+    class InPlace(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, queries, keys, cos, sin):
+            ctx.save_for_backward(cos, sin)
+            turned = rotate(queries, keys, cos, sin)
+            for target, source in zip((queries, keys), turned):
+                target.detach().numpy()[:] = source.detach().numpy()
+            return queries, keys
+
+        @staticmethod
+        def backward(ctx, of_queries, of_keys):
+            cos, sin = ctx.saved_tensors
+            return *rotate(of_queries, of_keys, cos, -sin), None, None
+
+    def gradient():
+        model = tiny.causal_lm()
+        if selective:
+            allow_selective_checkpointing(model)
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"selective": True})
+            model.enable_input_require_grads()
+        model.train()(input_ids=torch.arange(40)[None], use_cache=False).logits.square().mean().backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    expected = gradient()
+    monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", on_copies_of_kept_products(InPlace.apply))
+    torch.testing.assert_close(gradient(), expected, rtol=1e-5, atol=1e-7)
+    if selective:  # without copies it is wrong, and nobody says so
+        monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", InPlace.apply)
+        assert (gradient() - expected).norm() > 0.01 * expected.norm()

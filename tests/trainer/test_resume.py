@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from posttrain.models.saved_model import find_saved
 from posttrain.trainer import checkpoint as files
 from tests.forked import Child
 from tests.trainer import resumable_run
@@ -131,6 +134,75 @@ def test_a_change_that_is_named_is_allowed(trained, tmp_path):
         "sft", copy, resume=True, max_steps=10, learning_rate=5e-4, resume_allow_changes=["learning_rate"]
     )
     assert files.checkpoints(copy)[0].name == "checkpoint-10"
+
+
+def test_what_was_allowed_is_the_runs_own_from_there_on(trained, tmp_path):
+    """Continuing with the allowed value needs no permission again; going back to the first one does."""
+    copy = tmp_path / "copy"
+    shutil.copytree(trained, copy)
+    changed = {"resume": True, "learning_rate": 5e-4}
+    resumable_run.main("sft", copy, max_steps=10, resume_allow_changes=["learning_rate"], **changed)
+    resumable_run.main("sft", copy, max_steps=12, **changed)
+    with pytest.raises(ValueError, match=r"learning_rate: 0\.0005 -> 0\.001"):
+        resumable_run.main("sft", copy, max_steps=14, resume=True)
+    state = json.loads((copy / "checkpoint-12" / "run_state.json").read_text())
+    allowed = [{"checkpoint": "checkpoint-8", "changes": ["learning_rate: 0.001 -> 0.0005"]}]
+    assert state["allowed_changes"] == allowed
+
+
+# ---- runs that share a folder --------------------------------------------------------------------------------------------
+
+
+def run_ids(folder: Path) -> set[str]:
+    return {json.loads((path / "run_state.json").read_text())["run_id"] for path in files.checkpoints(folder)}
+
+
+def test_checkpoints_of_another_run_are_set_aside_and_never_resumed(trained, tmp_path, caplog):
+    """Eight steps, then a fresh run of six: the same command again ends at step 6, and does not load step 8."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    (first,) = run_ids(folder)
+    fresh = resumable_run.main("sft", folder, max_steps=6, learning_rate=5e-4)
+    (second,) = run_ids(folder)
+    assert first != second
+    assert files.checkpoints(folder)[0].name == "checkpoint-6"
+    aside = folder / f"earlier-run-{first}"
+    assert f"moved to {aside}" in caplog.text
+    assert {path.name for path in aside.iterdir()} >= {"checkpoint-8", "metrics.jsonl"}
+    again = resumable_run.main("sft", folder, resume=True, max_steps=6, learning_rate=5e-4)
+    assert again.state.global_step == 6
+    assert all(torch.equal(a, b) for a, b in zip(fresh.model.parameters(), again.model.parameters()))
+    files.verify(aside / "checkpoint-8")
+
+
+def test_an_earlier_run_can_be_continued_from_where_it_was_moved_to(trained, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    (first,) = run_ids(folder)
+    resumable_run.main("sft", folder, max_steps=6)
+    (second,) = run_ids(folder)
+    trainer = resumable_run.make("sft", folder, max_steps=10)
+    trainer.train(resume_from_checkpoint=str(folder / f"earlier-run-{first}" / "checkpoint-8"))
+    assert run_ids(folder) == {first}
+    assert files.checkpoints(folder / f"earlier-run-{second}")[0].name == "checkpoint-6"
+
+
+def test_killed_between_two_moves_the_new_run_is_still_the_folders(trained, tmp_path):
+    """The id is written first: what was not moved yet is moved by the next start."""
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    (folder / ".posttrain.run").write_text(json.dumps({"run_id": "the new one"}))
+    trainer = resumable_run.main("sft", folder, resume=True, max_steps=2)
+    assert trainer.resumed_from is None
+    assert files.checkpoints(folder)[0].name == "checkpoint-2"
+
+
+def test_export_takes_the_model_of_the_latest_run(trained, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(trained, folder)
+    trainer = resumable_run.main("sft", folder, max_steps=2, rows=12)
+    found = find_saved(folder).load()
+    assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), found.parameters()))
 
 
 def test_no_pickle_in_a_checkpoint(trained):
