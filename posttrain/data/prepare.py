@@ -11,7 +11,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +21,7 @@ import torch.utils.data
 import xxhash
 
 from posttrain.core.sample import KEEP_END, KEEP_START, Sample, Unit
+from posttrain.data.chat_templates import adopt_chat_format
 from posttrain.data.foreign_formats import BESIDE_FOREIGN, CONVERSATION_COLUMNS, FOREIGN_FORMATS, Row
 from posttrain.data.label_report import LabelReport
 from posttrain.data.packing import CUTTING_STRATEGIES, PackedDataset, packing_strategy
@@ -178,6 +179,8 @@ def detect(
             rows, formats, text_field=options.dataset_text_field, has_template=renderer.has_template, name=name
         )
     options.check_against(detection, name)
+    if detection.conversational and not renderer.has_template:
+        detection = replace(detection, explanation=f"{detection.explanation}; {adopt_chat_format(renderer)}")
     return detection
 
 

@@ -71,6 +71,7 @@ class Renderer:
                 "tokens. Load the fast version of the tokenizer (it has a tokenizer.json), or convert it to one."
             )
         self.tokenizer = tokenizer
+        self.model_type: str | None = None  # of the model it belongs to, for a tokenizer without a template
         self._given_template = chat_template
         self.allow_control_tokens_in_content = allow_control_tokens_in_content
         self._control = ControlTokens(tokenizer)

@@ -83,14 +83,14 @@ class FrozenCopy(ModelReference):
             parameter.lerp_(current[name].to(parameter.dtype), alpha)
 
 
-@dataclass
 class Precomputed(Reference):
     """Log-probs that were computed before training and travel with the samples; `annotate` computes those of other rows."""
 
-    annotate: Callable[[Any], Any]
+    def __init__(self, annotate: Callable[[Any], Any] | None = None) -> None:
+        self._annotate = annotate
 
     def annotated(self, rows: Any) -> Any:
-        return self.annotate(rows)
+        return rows if self._annotate is None else self._annotate(rows)
 
     def __str__(self) -> str:
         return "precomputed log-probs"
