@@ -122,9 +122,14 @@ class Explained:
 
     def _note_needs(self, train: Any) -> None:
         """What would end the run at its start, or at its first rewards."""
-        from posttrain.cli.needs import RewardColumns, missing_packages
+        from posttrain.cli.launch import visible_gpus
+        from posttrain.cli.needs import RewardColumns, missing_packages, notes_on_servers
 
         self.counts.notes += [f"{told}." for told in missing_packages(self.config, self.args)]
+        if getattr(self.args, "use_vllm", False) and self.args.vllm_mode == "server":
+            self.counts.notes += notes_on_servers(
+                self.args.vllm_addresses(), self.processes, visible_gpus(self.config.get("gpu_ids"))
+            )
         columns = getattr(getattr(train, "dataset", None), "column_names", None)  # None: a stream's are not known
         if self.given and columns is not None:
             self.counts.notes += RewardColumns(self.side, self.given).missing(columns)

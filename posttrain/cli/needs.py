@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
+import urllib.parse
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +42,20 @@ def missing_packages(config: RunConfig, args: Any) -> list[str]:
         f"{what} needs a package that is not installed on this machine: pip install {install}"
         for what, module, install in asked
         if (install not in trackers if not module else importlib.util.find_spec(module) is None)
+    ]
+
+
+def notes_on_servers(addresses: list[str], processes: int, gpus: int) -> list[str]:
+    """A sentence for each server on this machine, whose GPU may be the trainer's; `gpus` of them are visible here."""
+    here = {"127.0.0.1", "localhost", "::1", socket.gethostname()}
+    local = [address for address in addresses if urllib.parse.urlsplit(address).hostname in here]
+    shares = f"shares a GPU with the trainer, which takes all {gpus} of this machine" if 0 < gpus <= processes else (
+        "may share a GPU with the trainer"
+    )  # fmt: skip
+    return [
+        f"The server {address} is on the trainer's machine and {shares}; its memory is not counted here. Give it a GPU of its own "
+        "(CUDA_VISIBLE_DEVICES where it is started), a small --memory-share, or use `vllm_mode` colocate."
+        for address in local
     ]
 
 
