@@ -63,7 +63,6 @@ class DPOTrainer(BaseTrainer):
     formats = (PREFERENCE, TOKENISED_PREFERENCE)
     roles = ("chosen", "rejected")
     token_stats: ClassVar[tuple[str, ...]] = ("entropy", "is_most_likely", "mean_logit")
-    custom_loss: Callable[..., Tensor] | None = None
 
     def __init__(
         self,
@@ -78,12 +77,13 @@ class DPOTrainer(BaseTrainer):
         self.custom_loss = loss
         super().__init__(model, args, *given, ref_model=ref_model, **named)
 
-    def check_options(self) -> None:
+    @classmethod
+    def check_options(cls, args: Any, loss: Callable | None = None) -> None:
         """Not the config's business: a loss of one's own reads whichever of them it names."""
-        losses = {name: PREFERENCE_LOSSES[name].function for name in self.args.loss_type}
-        if self.custom_loss is not None:
-            losses = {function_name(self.custom_loss): self.custom_loss}
-        ignored = unused_options(losses.values(), LOSS_OPTIONS, self.args.set_by_user())
+        losses = {name: PREFERENCE_LOSSES[name].function for name in args.loss_type}
+        if loss is not None:
+            losses = {function_name(loss): loss}
+        ignored = unused_options(losses.values(), LOSS_OPTIONS, args.set_by_user())
         if ignored:
             raise ValueError(
                 f"`{ignored[0]}` is set, but none of the losses {', '.join(losses)} reads it. Leave it out."

@@ -85,7 +85,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         ref_model: Any = None,
     ) -> None:
         self.args = args = self._config(args, model)
-        self.check_options()
+        self.check_options(args, getattr(self, "custom_loss", None))
         if args.n_gpu > 1:
             raise ValueError(
                 "nn.DataParallel is not supported: start one process per GPU (accelerate launch or torchrun)."
@@ -129,7 +129,6 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         """As much of a trainer as data need, to look at them beforehand: tokenizer, template and `prepared`, no model."""
         made = cls.__new__(cls)
         made.args, made.formatting_func = args, None
-        made.check_options()
         tokenizer = made._tokenizer(model, processing_class)
         prepare_tokenizer(tokenizer, args)
         made.renderer = renderer_of(tokenizer, model, args)
@@ -137,8 +136,9 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
 
     # ---- what a method provides --------------------------------------------------------------------------------------
 
-    def check_options(self) -> None:
-        """Refuse options that would have no effect, where the config alone cannot know that."""
+    @classmethod
+    def check_options(cls, args: Any, loss: Callable | None = None) -> None:
+        """Refuse options that would have no effect, where it takes the user's own `loss` to know that."""
 
     def prepare_options(self, is_training: bool) -> dict[str, Any]:
         """Arguments of PrepareOptions that are peculiar to the method."""
