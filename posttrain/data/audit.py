@@ -163,7 +163,8 @@ def of_columns(prepared: PreparedDataset, renderer: Renderer, columns: Sequence[
             'otherwise. Give lists of messages, [{"role": "user", "content": ...}], unless that is meant'
         )
         found.append(AuditFinding(WARNING, "no_template", name, told))
-    if detection.conversational and detection.format is LANGUAGE_MODELLING and not prepared.options.assistant_only_loss:
+    asked = prepared.options.assistant_only_loss or "trained_roles" in columns
+    if detection.conversational and detection.format is LANGUAGE_MODELLING and not asked:
         told = "all turns are trained, those of system and user too; --assistant_only_loss trains the assistant's alone"
         found.append(AuditFinding(NOTE, "trained_turns", name, told))
     if unread := [column for column in columns if column not in _used(detection, columns)]:

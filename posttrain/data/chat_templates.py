@@ -114,7 +114,8 @@ def use_chat_format(tokenizer: Any, name: str) -> FormatNeeds:
         )
     if stop_token != tokenizer.eos_token:
         notes.append(
-            f"Turns end with {stop_token}, while EOS is {tokenizer.eos_token}; stop generation at {stop_token}."
+            f"Turns of the {name} format end with {stop_token}, and the tokenizer's EOS is {tokenizer.eos_token}: generation must "
+            f"stop at {stop_token} (a trainer sees to that where it is a single token)."
         )
     if chat_format.needs_bos and tokenizer.bos_token is None:
         notes.append(f"The {name} format begins with a BOS token, and this tokenizer has none; it is left out.")

@@ -70,6 +70,35 @@ def join_completion(chat: Conversation) -> tuple[Conversation, int, str]:
     return replace(chat, messages=joined, num_prompt_messages=count - 1), count - 1, said
 
 
+def with_renamed_calls(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[tuple[int, str, str]]]:
+    """The messages with other names and arguments in the assistant's tool calls, and (message, what, its new text) of each."""
+    changed, renamed = list(messages), []
+    for number, message in enumerate(messages):
+        if not is_assistant(message) or not isinstance(message.get("tool_calls"), list):
+            continue
+        calls = []
+        for place, call in enumerate(message["tool_calls"]):
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("name"), str):
+                other, found = _renamed(function, f"{number}x{place}")
+                renamed += [(number, what, probe) for what, probe in found]
+                call = call | {"function": other} if "function" in call else other
+            calls.append(call)
+        changed[number] = message | {"tool_calls": calls}
+    return changed, renamed
+
+
+def _renamed(function: dict[str, Any], place: str) -> tuple[dict[str, Any], list[tuple[str, str]]]:
+    name, arguments = function["name"], function.get("arguments")
+    probes = [(f"the call of the tool {name!r}", f"called{place}")]
+    other = function | {"name": probes[0][1]}
+    if isinstance(arguments, dict) and arguments:
+        key = next(iter(arguments))
+        probes.append((f"the argument {key!r} of the tool {name!r}", f"argued{place}"))
+        other["arguments"] = arguments | {key: probes[-1][1]}
+    return other, probes
+
+
 def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]] | None:
     """The messages with the arguments of tool calls as JSON texts; None if none of them are mappings."""
     changed = [

@@ -26,6 +26,7 @@ from posttrain.data.conversation import (
     assistant_turns,
     is_assistant,
     join_completion,
+    with_renamed_calls,
     with_text_arguments,
 )
 from posttrain.data.marks import MarkedRender
@@ -213,6 +214,7 @@ class Renderer:
         The marked render is spared where a chat is the like of an earlier one (see skeletons).
         """
         text = self._checked_render(chat, add_generation_prompt)
+        self._check_calls_are_written(chat, text, add_generation_prompt)
         if find_spans is None and self.allow_control_tokens_in_content:
             return Rendered(text, None)
         shape = shape_of(chat)
@@ -252,6 +254,21 @@ class Renderer:
             if isinstance(message.get("content"), list):
                 _check_blocks(number, message["content"], text)
         return text
+
+    def _check_calls_are_written(self, chat: Conversation, text: str, add_generation_prompt: bool) -> None:
+        """A template that knows no tools leaves calls out, and an empty turn would be trained: it is asked to write calls that
+        nothing else could have put into the text."""
+        messages, renamed = with_renamed_calls(chat.messages)
+        if not renamed:
+            return
+        probed = self._render(messages, chat.tools, chat.template_kwargs, add_generation_prompt)
+        for number, what, probe in renamed:
+            if probe not in probed:
+                raise RenderError(
+                    f"The chat template drops {what} in the assistant's message {number}: a turn without it would be trained. "
+                    "Choose a template that writes tool calls (`chat_template_path`), or remove the calls from the data.",
+                    text,
+                )
 
     def _check_roles(self, chat: Conversation) -> None:
         """Templates write roles between the halves of control tokens ('<|' + role + '|>'): only known ones pass."""

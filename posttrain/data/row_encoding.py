@@ -39,7 +39,7 @@ def language_modelling(
         return _singles([Sample(i, np.ones(len(i), dtype=bool)) for i in ids], "text")
     chats = [_chat(row, row["messages"], options) for row in rows]
     train = ASSISTANT if options.assistant_only_loss else EVERYTHING
-    return _singles(renderer.encode_chats(chats, train), "messages")
+    return _singles(_encoded_chats(rows, chats, renderer, train), "messages")
 
 
 def prompt_only(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> list[Unit | Finding]:
@@ -202,7 +202,7 @@ def _answers(
     """The prompt of each row followed by its `column`, text or messages."""
     if not _is_plain(rows, column):
         chats = [_chat(row, [*row["prompt"], *row[column]], options, len(row["prompt"])) for row in rows]
-        return renderer.encode_chats(chats, train)
+        return _encoded_chats(rows, chats, renderer, train)
     prompts = renderer.encode_texts([row["prompt"] for row in rows])
     wholes = renderer.encode_texts([row["prompt"] + _ended(row[column], renderer, options) for row in rows])
     samples = []
@@ -212,6 +212,20 @@ def _answers(
         start = 0 if train == EVERYTHING else shared
         samples.append(Sample(whole, np.arange(len(whole)) >= start))
     return samples
+
+
+def _encoded_chats(
+    rows: list[Row], chats: list[Conversation], renderer: Renderer, train: str
+) -> Sequence[Sample | Exception]:
+    """Each chat trained as `train` says; of rows with `trained_roles` only the assistant's turns in that part."""
+    only_assistant = {EVERYTHING: ASSISTANT, COMPLETION: ASSISTANT_IN_COMPLETION}.get(train, train)
+    modes = [only_assistant if row.get("trained_roles") else train for row in rows]
+    results: list[Any] = [None] * len(chats)
+    for mode in dict.fromkeys(modes):
+        numbers = [number for number, own in enumerate(modes) if own == mode]
+        for number, sample in zip(numbers, renderer.encode_chats([chats[number] for number in numbers], mode)):
+            results[number] = sample
+    return results
 
 
 def common_prefix_length(a: np.ndarray, b: np.ndarray) -> int:

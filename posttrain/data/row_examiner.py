@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from posttrain.data.prepare import PrepareOptions
     from posttrain.data.renderer import Renderer
 
+MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
+LOST_TOOLS = "rows call tools and have no 'tools': what the model was asked is rendered without them"
 PLAIN_COLUMNS = ("text", "prompt", "completion", "chosen", "rejected")
 ROWS_KEPT_PER_KEY = 1000
 
@@ -128,6 +130,7 @@ class RowExaminer:
                 clean_rows.append(clean)
             results.append(found)
         self._count_control_tokens(clean_rows)
+        self._count_lost_tools(clean_rows)
         encoded = self.detection.format.units(clean_rows, self.renderer, self.options, self.tally.notes)
         for place, clean, unit in zip(places, clean_rows, encoded):
             if isinstance(unit, Finding):
@@ -187,6 +190,11 @@ class RowExaminer:
         texts = ["\n".join(row[column] for column in columns) for row in rows]
         self.tally.control_token_rows += self.renderer.count_control_tokens(texts)
 
+    def _count_lost_tools(self, rows: list[Row]) -> None:
+        """Calls without the tools that were called: the prompt that the model answered has another text than this row's."""
+        if self.detection.conversational and not self.options.tools:
+            self.tally.notes[LOST_TOOLS] += sum(not row.get("tools") and _calls_tools(row) for row in rows)
+
     def _tally(self, clean: Row, unit: Unit) -> None:
         if "label" in clean:
             self.tally.labels.add(clean["label"])
@@ -194,6 +202,11 @@ class RowExaminer:
         elif len(self.detection.format.roles) == 2:
             self.tally.hashes.extend(answer_hashes(clean))
             self.tally.answer_lengths.extend((len(unit[0]), len(unit[1])))
+
+
+def _calls_tools(row: Row) -> bool:
+    columns = (row.get(column) for column in MESSAGE_COLUMNS)
+    return any(message.get("tool_calls") for messages in columns if isinstance(messages, list) for message in messages)
 
 
 def _formatted(row: Any, formatting_func: Any) -> tuple[Row, list[Finding]]:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from posttrain.data.prepare import PrepareOptions
     from posttrain.data.renderer import Renderer
 
-CHAT_EXTRAS = ("tools", "chat_template_kwargs")
+CHAT_EXTRAS = ("tools", "chat_template_kwargs", "trained_roles")
 
 
 class FormatError(ValueError):

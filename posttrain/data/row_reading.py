@@ -13,7 +13,13 @@ import numpy as np
 
 from posttrain.data.dataset_helpers import split_shared_text, split_shared_turns
 from posttrain.data.foreign_formats import Row
-from posttrain.data.message_checks import check_turns, read_messages, read_template_kwargs, read_tools
+from posttrain.data.message_checks import (
+    check_turns,
+    read_messages,
+    read_template_kwargs,
+    read_tools,
+    read_trained_roles,
+)
 from posttrain.data.row_checks import (
     Finding,
     check_text,
@@ -55,7 +61,7 @@ class Reading:
         return read_messages(value, column, self.found, self.unknown_keys)
 
     def extras(self, row: Row) -> Row:
-        """The per-row `tools` and `chat_template_kwargs` of a conversation."""
+        """The per-row `tools`, `chat_template_kwargs` and `trained_roles` of a conversation."""
         extras: Row = {}
         if self.conversational and row.get("tools") is not None:
             extras["tools"] = read_tools(row["tools"], "tools", self.found)
@@ -63,6 +69,8 @@ class Reading:
             extras["chat_template_kwargs"] = read_template_kwargs(
                 row["chat_template_kwargs"], "chat_template_kwargs", self.found
             )
+        if self.conversational and row.get("trained_roles") is not None:
+            extras["trained_roles"] = read_trained_roles(row["trained_roles"], self.found)
         return extras
 
 

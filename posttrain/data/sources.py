@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import glob
+import logging
 import math
 import os
+import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,11 +15,15 @@ from typing import Any
 import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 from datasets.exceptions import DatasetGenerationError
 
 from posttrain.data.folder_splits import files_of_split, tells_splits
 from posttrain.data.text_files import READERS, SourceError, read_text_files, suffix_of
 
+logger = logging.getLogger(__name__)
+
+HASHED_AT_ONCE = 2**22
 LOADERS = {
     ".jsonl": "json",
     ".json": "json",
@@ -72,13 +79,14 @@ def load_source(source: DatasetSource | str, *, seed: int = 0, streaming: bool =
         source = DatasetSource(source)
     path = Path(source.path)
     if path.exists():
-        dataset = _load_local(path, source.split, streaming)
+        dataset = with_whole_cache(lambda: _load_local(path, source.split, streaming))
     elif is_pattern(source.path):
-        dataset = _load_files(_matching(source.path), source.path, streaming)
+        files = _matching(source.path)
+        dataset = with_whole_cache(lambda: _load_files(files, source.path, streaming))
     elif path.suffix.lower() in (*LOADERS, ".gz") or source.path.startswith((".", "/", "~")):
         raise SourceError(f"There is no file or folder {source.path}.")
     else:
-        dataset = _load_from_hub(source, streaming)
+        dataset = with_whole_cache(lambda: _load_from_hub(source, streaming))
     dataset = _kept_columns(rename_columns(dataset, source.columns, source.path), source)
     if streaming:
         if source.fraction < 1:
@@ -132,6 +140,52 @@ def take_fraction(dataset: datasets.Dataset, fraction: float, seed: int) -> data
     if fraction >= 1:
         return dataset
     return dataset.shuffle(seed=seed).select(range(max(1, round(len(dataset) * fraction))))
+
+
+# -------------------------------------------------------------------------------------------- the cache of `datasets`
+
+
+def with_whole_cache(load: Callable[[], AnyDataset]) -> AnyDataset:
+    """What `load` loads, read anew from its source where the files that `datasets` had cached are not as they were written.
+
+    `datasets` trusts its Arrow files: a flipped bit there would be trained on although the source is intact.
+    """
+    dataset = load()
+    damaged = [path for path in _cache_files(dataset) if not _is_as_recorded(path)]
+    if not damaged:
+        return dataset
+    logger.warning(
+        f"{damaged[0]} was changed after `datasets` wrote it: the cache is removed and made again from its source."
+    )
+    del dataset
+    for folder in {path.parent for path in damaged}:
+        shutil.rmtree(folder)
+    dataset = load()
+    for path in _cache_files(dataset):
+        _is_as_recorded(path)
+    return dataset
+
+
+def _cache_files(dataset: AnyDataset) -> list[Path]:
+    """Arrow files in the cache of `datasets`; a dataset that somebody saved elsewhere is a source itself."""
+    cache = Path(datasets.config.HF_DATASETS_CACHE).resolve()
+    paths = [Path(file["filename"]).resolve() for file in getattr(dataset, "cache_files", None) or []]
+    return [path for path in paths if path.is_relative_to(cache)]
+
+
+def _is_as_recorded(path: Path) -> bool:
+    """Whether a file has the digest that was recorded when it was first read; the first time, it is recorded."""
+    record = path.with_name(f"{path.name}.xxh3")
+    digest = xxhash.xxh3_128()
+    with open(path, "rb") as file:
+        while part := file.read(HASHED_AT_ONCE):
+            digest.update(part)
+    if record.exists():
+        return record.read_text(encoding="ascii") == digest.hexdigest()
+    unfinished = record.with_name(f"{record.name}.{os.getpid()}")
+    unfinished.write_text(digest.hexdigest(), encoding="ascii")
+    os.replace(unfinished, record)
+    return True
 
 
 # ---------------------------------------------------------------------------------------------------------- local files

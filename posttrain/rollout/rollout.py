@@ -54,6 +54,7 @@ class Rollout:
     )  # the other columns of its row, and what a rollout function added
     environment: Any = None
     tool_calls: list[ToolCall] = field(default_factory=list)
+    tools: list[dict[str, Any]] | None = None  # schemas that the prompt was written with
     seconds: dict[str, float] = field(default_factory=dict)
 
     # ---- filled in by the collector

@@ -1,11 +1,13 @@
 """RolloutStore: every rollout is kept, as parquet that any tool of the field reads.
 
 `OUTPUT/rollouts/step=000012/process-0.parquet` holds what process 0 collected for optimizer step 12. Files are written on a thread
-under a temporary name and renamed: a file that has its name is complete. The columns are those of ROLLOUT_SCHEMA.
+under a temporary name and renamed: a file that has its name is complete. The columns are those of ROLLOUT_SCHEMA. Pages have
+checksums, which any reader of parquet verifies, and a hidden file beside each has one of all its bytes, which `verify` does.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import xxhash
 
 from posttrain.rollout.rollout import OLD_LOGPS, SAMPLING_LOGPS, Rollout
 
@@ -54,6 +57,7 @@ ROLLOUT_SCHEMA = pa.schema(
         _field("sample", pa.int32(), "which of the completions of its prompt"),
         _field("prompt", pa.string(), "the prompt; messages as JSON"),
         _field("completion", pa.string(), "what was written after it; messages as JSON"),
+        _field("tools", pa.string(), "schemas of the tools that the prompt was written with, as JSON; null: none"),
         _field("prompt_ids", _TOKENS, "token ids of the prompt, as the model saw them"),
         _field("completion_ids", _TOKENS, "token ids after the prompt: the model's, and those of tools in between"),
         _field("trained", pa.list_(pa.bool_()), "for each completion token: the model wrote it, so it is trained on"),
@@ -91,6 +95,10 @@ FILE_SCHEMA = ROLLOUT_SCHEMA.remove(0)
 
 TEXT_COLUMNS = [field.name for field in FILE_SCHEMA if pa.types.is_string(field.type)]
 """Columns of which parquet makes a dictionary. Log-probs hardly repeat: looking for repeats would cost more than the rest."""
+
+
+class DamagedRollouts(ValueError):
+    """A file of rollouts whose bytes are not those that were written."""
 
 
 class RolloutStore:
@@ -157,17 +165,35 @@ def write_file(folder: Path, step: int, process_index: int, records: list[dict[s
         part += 1
         name = f"process-{process_index}-{part}.parquet"
     unfinished = target / f".{name}.unfinished"
+    options = {"compression": "zstd", "use_dictionary": TEXT_COLUMNS, "write_page_checksum": True}
     try:
+        written = io.BytesIO()
+        pq.write_table(table_of(records), written, **options)
         with open(unfinished, "wb") as file:
-            pq.write_table(table_of(records), file, compression="zstd", use_dictionary=TEXT_COLUMNS)
+            file.write(written.getbuffer())
             file.flush()
             os.fsync(file.fileno())
+        _digest_file(target / name).write_text(xxhash.xxh3_128_hexdigest(written.getbuffer()), encoding="ascii")
         os.replace(unfinished, target / name)
     except OSError as error:
         message = f"The rollouts of step {step} could not be written ({error.strerror or error})"
         raise OSError(error.errno, message, str(target)) from error
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _digest_file(path: Path) -> Path:
+    return path.with_name(f".{path.name}.xxh3")
+
+
+def verify(path: Path) -> None:
+    """Raise DamagedRollouts where a file is not as it was written. One without a digest, of an earlier version, passes."""
+    recorded = _digest_file(path)
+    if recorded.exists() and xxhash.xxh3_128_hexdigest(path.read_bytes()) != recorded.read_text(encoding="ascii"):
+        raise DamagedRollouts(
+            f"{path} was changed after it was written: its checksum is not that of {recorded.name}. Restore it from a copy, or "
+            "delete both files."
+        )
 
 
 def table_of(records: Sequence[dict[str, Any]]) -> pa.Table:
@@ -185,7 +211,8 @@ def read_rollouts(folder: str | Path, steps: Iterable[int] | None = None) -> pa.
     tables = []
     for step, path in _step_folders(Path(folder) / FOLDER):
         for file in sorted(path.glob("process-*.parquet"), key=_numbers_in) if wanted is None or step in wanted else []:
-            table = pq.read_table(file, schema=FILE_SCHEMA, partitioning=None)
+            verify(file)
+            table = pq.read_table(file, schema=FILE_SCHEMA, partitioning=None, page_checksum_verification=True)
             tables.append(table.add_column(0, ROLLOUT_SCHEMA.field("step"), pa.array([step] * len(table), pa.int32())))
     return pa.concat_tables(tables).cast(ROLLOUT_SCHEMA) if tables else ROLLOUT_SCHEMA.empty_table()
 
@@ -193,6 +220,8 @@ def read_rollouts(folder: str | Path, steps: Iterable[int] | None = None) -> pa.
 def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
     """A rollout as the store keeps it."""
     sample, start = rollout.sample, rollout.prompt_length
+
+    tools = rollout.tools or rollout.columns.get("tools")
 
     def column(name: str) -> np.ndarray | None:
         return sample.per_token[name][start:] if name in sample.per_token else None
@@ -204,6 +233,7 @@ def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
         "sample": rollout.request.sample,
         "prompt": _text(rollout.prompt),
         "completion": _text(rollout.completion),
+        "tools": _text(tools) if tools else None,
         "prompt_ids": sample.input_ids[:start],
         "completion_ids": rollout.completion_ids,
         "trained": sample.trained[start:],

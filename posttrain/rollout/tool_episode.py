@@ -143,6 +143,7 @@ class ToolEpisode:
             columns=self.row.columns,
             environment=None if self.environment is None else self.environment.instance,
             tool_calls=self.calls,
+            tools=self._schemas(),
             seconds=self._seconds,
             masked=self.masked,
         )
@@ -174,14 +175,17 @@ class ToolEpisode:
             self.messages = extended_prompt(self.messages, told)
         elif not self.rules.renders_by_row:
             return
-        tools = read_tools(self.row.columns.get("tools"), "tools", []) or self.environment.toolbox.schemas
-        chat = Conversation(self.messages, tools, {**self.rules.template_kwargs, **self._kwargs} or None)
+        chat = Conversation(self.messages, self._schemas(), {**self.rules.template_kwargs, **self._kwargs} or None)
         (ids,) = self.rules.renderer.encode_prompts([chat])
         if isinstance(ids, RenderError):
             raise ids
         if self.rules.max_prompt is not None and len(ids) > self.rules.max_prompt:
             raise RenderError(f"It has {len(ids)} tokens; `max_length` is {self.rules.max_prompt}.")
         self.prompt_ids = ids
+
+    def _schemas(self) -> list[dict[str, Any]] | None:
+        """Of the tools that the prompt was written with: the row's own, or those of the run."""
+        return read_tools(self.row.columns.get("tools"), "tools", []) or self._toolbox.schemas or None
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 
@@ -274,7 +278,8 @@ class ToolEpisode:
                 continue
             logps = {SAMPLING_LOGPS: part.sampling_logps, POLICY_LOGPS: part.policy_logps}
             sample = sample.append(part.ids, trained=True, **logps)
-            sample.policy_version = part.version
+        spoken = (part.version for part in self._parts if isinstance(part, Completion))
+        sample.policy_version = min(spoken, default=sample.policy_version)  # the oldest of its trained tokens
         return sample
 
     def _completion(self) -> list[dict[str, Any]]:

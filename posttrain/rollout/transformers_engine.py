@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from posttrain.models.load import innermost_model
 from posttrain.rollout.engine import Completion, Decode, Prompt, SamplingParams
 from posttrain.rollout.model_state import as_for_generation, context_length, inference
+from posttrain.rollout.native_engine import probe
 from posttrain.rollout.noise import words
 from posttrain.rollout.request import EndOfText, Request, request_or_error
 from posttrain.rollout.sampling import Drawn, DrawRule, draw
@@ -49,9 +50,38 @@ class TransformersEngine:
         self.model, self.decode, self.batch_size = model, decode, batch_size
         self.context = context_length(innermost, max_context)
         self.vocabulary = innermost.config.get_text_config().vocab_size
+        self.takes_positions = "position_ids" in inspect.signature(type(innermost).forward).parameters
         # A recurrent state has seen the padding in front of a row: only prompts of one length go together.
         self.pads = not getattr(innermost, "_is_stateful", False)
-        self.takes_positions = "position_ids" in inspect.signature(type(innermost).forward).parameters
+        gap, allowed = self._difference()
+        if gap > allowed and self.pads:
+            self.pads = False
+            gap, allowed = self._difference()
+        if gap > allowed:
+            raise ValueError(
+                f"{type(innermost).__name__} cannot write rollouts here: continued token by token with transformers' cache, its "
+                f"answers differ from those of a full forward by {gap:.2g} ({allowed:.1g} is rounding), so that log-probs would be "
+                "wrong. Use vLLM if it runs this family (`use_vllm=True`), or another model."
+            )
+
+    def _difference(self) -> tuple[float, float]:
+        """How far two short prompts, continued token by token, are from a full forward, and what rounding may amount to."""
+        with as_for_generation(self.model), inference(next(self.model.parameters()).device):
+            return probe.difference(self.model, self._probe_answers)
+
+    def _probe_answers(self, sequences: list[np.ndarray]) -> list[Tensor]:
+        """Prefill all but the last tokens of each sequence, then feed those one by one; together where rows may be padded."""
+        params, steps = SamplingParams(max_tokens=probe.CONTINUED), probe.CONTINUED
+        groups = [sequences] if self.pads else [[tokens] for tokens in sequences]
+        answers: list[Tensor] = []
+        for group in groups:
+            prompts = [Prompt(tokens[:-steps]) for tokens in group]
+            requests = [request_or_error(n, prompt, params, None, self.vocabulary) for n, prompt in enumerate(prompts)]
+            batch = PlainBatch(self, params, EndOfText(params, self.decode), None, requests)
+            fed = torch.from_numpy(np.stack([tokens[-steps:] for tokens in group])).long().to(batch.device)
+            logits = [batch.logits(batch.ids), *(batch.logits(fed[:, n : n + 1]) for n in range(steps - 1))]
+            answers += torch.stack(logits, 1)
+        return answers
 
     @contextmanager
     def session(self, params: SamplingParams) -> Iterator[PlainSession]:
@@ -141,31 +171,38 @@ class PlainBatch:
         self.bases = torch.tensor([request.base for request in requests], device=self.device)
         self.numbers = torch.tensor([request.number for request in requests], device=self.device)
         self.seen = self._seen() if self.rule.penalises else None
+        self._states: dict[str, Any] = dict(requests[0].prompt.media)
 
     def run(self) -> list[tuple[int, Completion]]:
         began = time.perf_counter()
         for request in self.requests:
             request.started = began
         rows, finished = dict(enumerate(self.requests)), []
-        states: dict[str, Any] = dict(self.requests[0].prompt.media)
         inputs = self.ids
         while rows:
-            output = self.engine.model(**self._arguments(inputs), **states, use_cache=True)
-            states = {name: output[name] for name in STATES if output.get(name) is not None}
-            drawn = self._draw(output.logits[:, -1])
+            drawn = self._draw(self.logits(inputs))
             if inputs is self.ids:
                 for request in self.requests:
                     request.prefill_seconds = time.perf_counter() - began
             finished += self._hand_out(drawn, rows)
             inputs = drawn.ids[:, None]
-            self.mask = torch.cat([self.mask, torch.ones_like(inputs)], 1)
             self.numbers = self.numbers + 1
             if self.seen is not None:
                 self.seen.scatter_(1, inputs, True)
         return finished
 
+    def logits(self, inputs: Tensor) -> Tensor:
+        """(rows, V) after `inputs`: first the prompts, then a token a row."""
+        if inputs is not self.ids:
+            self.mask = torch.cat([self.mask, torch.ones_like(inputs)], 1)
+        output = self.engine.model(**self._arguments(inputs), **self._states, use_cache=True)
+        self._states = {name: output[name] for name in STATES if output.get(name) is not None}
+        return output.logits[:, -1]
+
     def _arguments(self, inputs: Tensor) -> dict[str, Tensor]:
-        arguments = {"input_ids": inputs, "attention_mask": self.mask}
+        arguments = {"input_ids": inputs}
+        if self.engine.pads:  # families with a recurrent state read a mask as one of the new tokens alone
+            arguments["attention_mask"] = self.mask
         if self.engine.takes_positions:
             arguments["position_ids"] = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
         return arguments

@@ -104,7 +104,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         eval_dataset = self._prepared_evaluation(eval_dataset)
         set_seed(args.seed)  # adapters start from the same numbers whatever the preparation drew
         self.loaded = load_model(model, self._load_options(peft_config, quantization_config, train_dataset))
-        adopt_vocabulary(self.loaded.model, tokenizer, args)
+        adopt_vocabulary(self.loaded.model, self.renderer, args)
         self.metrics = MetricStore()
         super().__init__(
             model=self.loaded.model,

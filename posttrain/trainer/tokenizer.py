@@ -10,6 +10,7 @@ from torch import nn
 
 from posttrain.data.chat_templates import BUILT_IN_FORMATS, use_chat_format
 from posttrain.data.renderer import Renderer
+from posttrain.data.template_checks import trained_stop_token
 from posttrain.models.load import innermost_model, model_type_of
 from posttrain.models.vocabulary import copy_chat_template, fit_embeddings
 from posttrain.trainer.config import BaseConfig
@@ -53,25 +54,33 @@ def _set_template(tokenizer: Any, source: str) -> None:
             raise FileNotFoundError(f"`chat_template_path` is {source}, but there is no such file.")
         tokenizer.chat_template = path.read_text(encoding="utf-8")
     elif source in BUILT_IN_FORMATS:
-        use_chat_format(tokenizer, source)
+        for note in use_chat_format(tokenizer, source).notes:
+            logger.warning(note)
     else:
         copy_chat_template(tokenizer, source)
 
 
-def adopt_vocabulary(model: nn.Module, tokenizer: Any, args: BaseConfig) -> None:
-    """Give the model rows for tokens that a cloned template added, and tell its configs about padding and end tokens."""
-    innermost = innermost_model(model)
+def adopt_vocabulary(model: nn.Module, renderer: Renderer, args: BaseConfig) -> None:
+    """Give the model rows for tokens that a cloned template added, and its configs the padding and end tokens."""
+    innermost, tokenizer = innermost_model(model), renderer.tokenizer
     fit_embeddings(innermost, tokenizer)
     innermost.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     innermost.config.pad_token_id = tokenizer.pad_token_id
-    generation = getattr(innermost, "generation_config", None)
-    if generation is not None:
-        generation.pad_token_id = tokenizer.pad_token_id
-        if args.eos_token is not None:
-            known = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
-            generation.eos_token_id = [
-                tokenizer.eos_token_id,
-                *(t for t in known if t not in (None, tokenizer.eos_token_id)),
-            ]
     if args.eos_token is not None:
         innermost.config.eos_token_id = tokenizer.eos_token_id
+    generation = getattr(innermost, "generation_config", None)
+    if generation is None:
+        return
+    generation.pad_token_id = tokenizer.pad_token_id
+    known = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+    known = [token for token in known if token is not None]
+    closing = trained_stop_token(renderer) if renderer.has_template else None
+    if closing is not None and closing not in known:
+        logger.warning(
+            f"Turns of this chat template end with {tokenizer.convert_ids_to_tokens(closing)!r} (token {closing}), which the "
+            f"model's generation config does not stop at ({known or 'nothing'}): it is added there and to the stops of rollouts."
+        )
+    ends = [tokenizer.eos_token_id if args.eos_token is not None else None, closing, *known]
+    ends = list(dict.fromkeys(token for token in ends if token is not None))
+    if ends != known:
+        generation.eos_token_id = ends

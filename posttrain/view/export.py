@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.view.errors import ViewError
-from posttrain.view.rollout_detail import texts_of
+from posttrain.view.rollout_detail import texts_of, tools_of
 from posttrain.view.rollout_index import Snapshot
 from posttrain.view.rollout_query import Texts
 
@@ -45,7 +45,7 @@ def _as_messages(snapshot: Snapshot, numbers: list[int], texts: Texts) -> Export
     made = _as_completions(snapshot, numbers, texts)
     are_messages = [isinstance(row["prompt"], list) and isinstance(row["completion"], list) for row in made.rows]
     if all(are_messages):
-        made.rows = [{"messages": [*row["prompt"], *row["completion"]]} for row in made.rows]
+        made.rows = [{"messages": [*row.pop("prompt"), *row.pop("completion")], **row} for row in made.rows]
     return made
 
 
@@ -56,8 +56,20 @@ def _as_completions(snapshot: Snapshot, numbers: list[int], texts: Texts) -> Exp
             made.skipped["could not be written"] += 1
             continue
         prompt, completion = texts_of(snapshot, number, texts)
-        made.rows.append({"prompt": prompt, "completion": completion})
+        row = {"prompt": prompt, "completion": completion}
+        made.rows.append(row | _as_it_was_trained(snapshot, number, texts, completion))
     return made
+
+
+def _as_it_was_trained(snapshot: Snapshot, number: int, texts: Texts, *answers: str | list[Json]) -> Json:
+    """Columns without which a row would be rendered or trained differently: tools, and whose turns were trained.
+
+    The model's turns were, and results of tools between them were not; SFT and DPO would train all that follows the prompt.
+    """
+    tools = tools_of(snapshot, number, texts)
+    spoken = [message["role"] for answer in answers if isinstance(answer, list) for message in answer]
+    more: Json = {"tools": tools} if tools else {}
+    return more | ({"trained_roles": ["assistant"]} if set(spoken) - {"assistant"} else {})
 
 
 def _as_pairs(snapshot: Snapshot, numbers: list[int], texts: Texts) -> Exported:
@@ -77,7 +89,8 @@ def _as_pairs(snapshot: Snapshot, numbers: list[int], texts: Texts) -> Exported:
         elif chosen == rejected:
             made.skipped["the best and the worst say the same"] += 1
         else:
-            made.rows.append({"prompt": prompt, "chosen": chosen, "rejected": rejected})
+            row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            made.rows.append(row | _as_it_was_trained(snapshot, best, texts, chosen, rejected))
     return made
 
 

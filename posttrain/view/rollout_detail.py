@@ -83,6 +83,13 @@ def row_of(snapshot: Snapshot, number: int) -> Json:
     }
 
 
+def tools_of(snapshot: Snapshot, number: int, texts: Texts) -> list[Json] | None:
+    """Schemas of the tools that the prompt was written with; files of earlier versions do not have them."""
+    table, place = texts.of(snapshot.files[snapshot.file[number]].path), int(snapshot.place[number])
+    written = table.column("tools")[place].as_py()
+    return None if written is None else json.loads(written)
+
+
 def texts_of(snapshot: Snapshot, number: int, texts: Texts) -> tuple[str | list[Json], str | list[Json]]:
     """(prompt, completion)"""
     table, place = texts.of(snapshot.files[snapshot.file[number]].path), int(snapshot.place[number])

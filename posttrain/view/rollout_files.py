@@ -38,7 +38,7 @@ class FileColumns:
 
 def read_columns(path: Path, names: list[str]) -> pa.Table:
     """Columns of a file; one that an older file does not have is null."""
-    with pq.ParquetFile(path) as file:
+    with pq.ParquetFile(path, page_checksum_verification=True) as file:
         there = set(file.schema_arrow.names)
         present = [name for name in names if name in there]
         table = file.read(columns=present, use_threads=False).combine_chunks()

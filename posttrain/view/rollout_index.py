@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from posttrain.rollout.rollout_store import FOLDER, STEP_FOLDER
+from posttrain.rollout.rollout_store import FOLDER, STEP_FOLDER, verify
 from posttrain.view.rollout_files import SMALL_COLUMNS, FileColumns, read_columns, read_mismatch, small_columns
 
 Stamp = tuple[int, int]  # time of the last change (ns), bytes
@@ -138,6 +138,7 @@ class RolloutIndex:
         tables, failed = {}, {}
         for path in paths:
             try:
+                verify(path)
                 tables[path] = read_columns(path, SMALL_COLUMNS)
             except UNREADABLE as error:
                 failed[path] = (present[path], str(error))

@@ -93,7 +93,7 @@ class Texts:
                 if key in self._kept:
                     self._kept.move_to_end(key)
                     return self._kept[key][0]
-            table = read_columns(path, ["prompt", "completion"])
+            table = read_columns(path, ["prompt", "completion", "tools"])
         except FileNotFoundError as error:
             raise NotFound("The run has removed these rollouts to make them again.") from error
         with self._lock:

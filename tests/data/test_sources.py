@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+from pathlib import Path
 
 import datasets
 import pyarrow as pa
@@ -265,3 +266,40 @@ def test_streams(tmp_path):
     assert list(stream) == GOOD
     with pytest.raises(ValueError, match="a stream has no share to take"):
         load_source(DatasetSource(path, fraction=0.5), streaming=True)
+
+
+# ---- what is read back -----------------------------------------------------------------------------------------------------
+
+
+def flipped(path, at):
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])
+def test_a_cache_that_was_changed_is_made_again_from_its_source(tmp_path, monkeypatch, caplog, suffix):
+    """The file is intact, its Arrow copy is not: nothing of the copy is trained on."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = [{"text": f"row {number} says hello"} for number in range(50)]
+    file = tmp_path / f"rows{suffix}"
+    made = datasets.Dataset.from_list(rows)
+    {".jsonl": made.to_json, ".csv": made.to_csv, ".parquet": made.to_parquet}[suffix](str(file))
+    first = load_source(str(file))
+    assert list(first) == rows
+    (cached,) = [Path(entry["filename"]) for entry in first.cache_files]
+    content = cached.read_bytes()
+    del first
+    flipped(cached, content.index(b"row 7 says hello"))
+    assert list(load_source(str(file))) == rows
+    assert "made again from its source" in caplog.text
+    caplog.clear()
+    assert list(load_source(str(file))) == rows
+    assert not caplog.text
+
+
+def test_a_dataset_that_somebody_saved_gets_no_file_of_ours(tmp_path):
+    datasets.Dataset.from_list([{"text": "a"}]).save_to_disk(str(tmp_path / "saved"))
+    before = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    load_source(str(tmp_path / "saved"))
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == before

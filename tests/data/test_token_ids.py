@@ -37,11 +37,11 @@ def test_stored_ids_are_the_tokenizers(name: str, count: int, tmp_path) -> None:
     assert prepared.report.kept == count
     # Some texts end in the end-of-sequence token already; it is not added a second time.
     end = [tokenizer.eos_token_id]
-    wrong = []
-    for text, (sample,) in zip(texts, prepared):
-        ids = tokenizer(text)["input_ids"]
-        if sample.input_ids.tolist() != ids + end * (ids[-1:] != end):
-            wrong.append(text)
+    wrong = [
+        text
+        for text, ids, (sample,) in zip(texts, tokenizer(texts)["input_ids"], prepared)
+        if sample.input_ids.tolist() != ids + end * (ids[-1:] != end)
+    ]
     assert not wrong, f"{len(wrong)} of {count}, the first: {wrong[0]!r}"
 
 

@@ -6,6 +6,7 @@ import errno
 import json
 import math
 import os
+import random
 import re
 import threading
 import time
@@ -19,7 +20,7 @@ import pytest
 from posttrain.core.sample import Sample
 from posttrain.rollout import rollout_store
 from posttrain.rollout.rollout import OLD_LOGPS, SAMPLING_LOGPS, Request, Rollout, ToolCall
-from posttrain.rollout.rollout_store import ROLLOUT_SCHEMA, RolloutStore, read_rollouts, record_of
+from posttrain.rollout.rollout_store import ROLLOUT_SCHEMA, DamagedRollouts, RolloutStore, read_rollouts, record_of
 
 NAN = float("nan")
 PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
@@ -125,7 +126,7 @@ def test_a_column_that_does_not_exist_is_refused():
 def test_steps_processes_and_second_writes_have_files_of_their_own(tmp_path):
     for step, process, number in ((2, 0, 20), (10, 0, 100), (10, 1, 101), (10, 0, 102), (10, 10, 103), (10, 2, 104)):
         written(tmp_path, step, [a_rollout(number)], process)
-    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    names = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.parquet"))
     tens = [f"rollouts/step=000010/process-{name}.parquet" for name in ("0-1", "0", "1", "10", "2")]
     assert names == ["rollouts/step=000002/process-0.parquet", *sorted(tens)]
     table = read_rollouts(tmp_path)
@@ -142,7 +143,7 @@ def test_other_tools_read_the_folder_and_find_the_step(tmp_path):
     frame = pandas.read_parquet(tmp_path / "rollouts")
     assert frame["step"].astype(int).tolist() == [1, 2]
     assert set(frame.columns) == set(ROLLOUT_SCHEMA.names)
-    (file,) = (tmp_path / "rollouts" / "step=000001").iterdir()
+    (file,) = (tmp_path / "rollouts" / "step=000001").glob("*.parquet")
     described = pq.read_schema(file)
     assert all(described.field(name).metadata[b"description"] for name in described.names)
     assert pq.ParquetFile(file).metadata.row_group(0).column(0).compression == "ZSTD"
@@ -241,3 +242,42 @@ def test_the_page_lists_every_column_as_it_is():
     found = re.findall(r"^\| `(\w+)` \| `([^`]+)` \| (.+) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     expected = [(f.name, str(f.type), f.metadata[b"description"].decode()) for f in ROLLOUT_SCHEMA]
     assert found == expected
+
+
+# ---- what is read back -----------------------------------------------------------------------------------------------------
+
+
+def test_a_flipped_bit_never_reads_differently(tmp_path):
+    """Of 1,500 bits, 204 read as other numbers without checksums, and 8 with those of pages alone."""
+    written(tmp_path, 1, [a_rollout(number) for number in range(8)])
+    expected = read_rollouts(tmp_path)
+    (file,) = tmp_path.rglob("*.parquet")
+    content = file.read_bytes()
+    dice = random.Random(0)
+    for _ in range(200):
+        place = dice.randrange(8 * len(content))
+        changed = bytearray(content)
+        changed[place // 8] ^= 1 << place % 8
+        file.write_bytes(changed)
+        with pytest.raises(DamagedRollouts, match="was changed after it was written"):
+            read_rollouts(tmp_path)
+    file.write_bytes(content)
+    assert read_rollouts(tmp_path).equals(expected)
+
+
+def test_pages_have_checksums_for_other_readers(tmp_path):
+    written(tmp_path, 1, [a_rollout(number) for number in range(8)])
+    (file,) = tmp_path.rglob("*.parquet")
+    content = bytearray(file.read_bytes())
+    offset = pq.ParquetFile(file).metadata.row_group(0).column(6).data_page_offset
+    content[offset + 40] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(OSError, match="CRC checksum verification failed"):
+        pq.read_table(file, page_checksum_verification=True, partitioning=None)
+
+
+def test_rollouts_of_a_version_without_digests_are_read(tmp_path):
+    written(tmp_path, 1, [a_rollout(1)])
+    for record in tmp_path.rglob("*.xxh3"):
+        record.unlink()
+    assert len(read_rollouts(tmp_path)) == 1
