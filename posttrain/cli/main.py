@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from posttrain.cli.errors import EXIT_CODE, UsageError, nearest
-from posttrain.methods.table import PLANNED
+from posttrain.cli.errors import EXIT_CODE, UsageError, nearest, planned
 
 TRAIN = "posttrain.cli.train"
 INTERRUPTED = 130
@@ -62,9 +61,8 @@ def main(words: list[str] | None = None) -> int:
         print(__version__)
         return 0
     known = commands()
-    if (name := words[0].lower().replace("-", "_")) in PLANNED:
-        title, instead = PLANNED[name]
-        print(f"posttrain {words[0]}: {title} is planned and not there yet. {instead}", file=sys.stderr)
+    if told := planned(words[0]):
+        print(f"posttrain {words[0]}: {told}", file=sys.stderr)
         return EXIT_CODE
     if words[0] not in known:
         hint = nearest(words[0], known)

@@ -45,6 +45,8 @@ __all__ = ["Judged", "RewardError", "RewardFailure", "RewardOptions", "RewardRes
 
 logger = logging.getLogger(__name__)
 
+ALSO_CALLED = {"solution": ("answer", "ground_truth", "target", "label", "final_answer")}
+"""Argument of a built-in reward -> what datasets call that column."""
 ENOUGH_TO_STOP = 8  # samples of a round; in fewer, a large share of failures is bad luck
 
 
@@ -229,10 +231,13 @@ def missing_arguments(name: str, wants: Wants, columns: set[str], with_environme
     missing = wants.missing(columns | (set(OURS) if with_environments else set(OURS) - {"environments"}))
     if not missing:
         return None
+    near = [other for other in ALSO_CALLED.get(missing[0], ()) if other in columns]
+    rename = f"Rename the column: --dataset_columns '{{\"{near[0]}\": \"{missing[0]}\"}}'." if near else (
+        "Rename the argument or the column, or give it a default."
+    )  # fmt: skip
     return (
         f"Reward {name} needs the argument{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}, but there is no such "
-        f"column in the dataset; it has {', '.join(sorted(columns)) or 'none'} beside the prompt. Rename the argument or the "
-        "column, or give it a default."
+        f"column in the dataset; it has {', '.join(sorted(columns)) or 'none'} beside the prompt. {rename}"
     )
 
 

@@ -106,7 +106,7 @@ FAULTS = {
     "evaluated prompts are trained on": ("sft", [completion(i) for i in ALL], {"eval_dataset_name": [{**completion(i), "completion": " Else."} for i in range(9)]}, "overlap_prompts"),
     "a line that is not JSON": ("sft", '{"text": "a"}\n{"text": "b\n', {}, "line 2"),
     "bytes that are not UTF-8": ("sft", b'{"text": "a"}\n{"text": "\xff"}\n', {}, "UTF-8"),
-    "an argument of a reward": ("grpo", [{"prompt": words(i), "answer": str(i)} for i in ALL], {"reward_funcs": ["accuracy_reward"]}, "needs the argument 'solution'"),
+    "an argument of a reward": ("grpo", [{"prompt": words(i), "answer": str(i)} for i in ALL], {"reward_funcs": ["accuracy_reward"]}, "needs the argument 'solution', but there is no such column in the dataset; it has answer beside the prompt. Rename the column: --dataset_columns '{\"answer\": \"solution\"}'"),
     "a reward that cannot be imported": ("grpo", [{"prompt": words(i)} for i in ALL], {"reward_funcs": ["no_such_module.reward"]}, "no_such_module"),
     "a tool that is not there": ("grpo", [{"prompt": chat(i)["messages"][:1]} for i in ALL], {"reward_funcs": ["think_format_reward"], "tools": ["json.no_such_tool"]}, "no_such_tool"),
     "a tool without a description": ("grpo", [{"prompt": words(i)} for i in ALL], {"reward_funcs": ["think_format_reward"], "tools": ["json.dumps"]}, "Tool dumps cannot be described"),

@@ -71,6 +71,12 @@ def test_a_planned_method_says_that_it_is_planned(capsys, name):
     assert said == f"posttrain {name}: {title} is planned and not there yet. {instead}\n"
 
 
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_other_commands_say_so_too(capsys, command):
+    assert posttrain(command, "orpo", "--beta", "0.1") == 2
+    assert capsys.readouterr().err.startswith(f"posttrain {command}: ORPO is planned and not there yet.")
+
+
 def test_planned_methods_are_none_that_are_there():
     assert not set(PLANNED) & set(METHODS)
 
