@@ -48,7 +48,10 @@ CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft-full-accumulated": ("sft", {**KEPT, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}),
     "sft-lora": ("sft", {**KEPT, **LORA, "per_device_train_batch_size": 8}),
     "sft-lora-dropout": ("sft", {**KEPT, **LORA, "lora_dropout": 0.05, "per_device_train_batch_size": 8}),
-    "sft-lora-two-modules": ("sft", {**KEPT, "use_peft": True, "per_device_train_batch_size": 8}),
+    "sft-lora-two-modules": (
+        "sft",
+        {**KEPT, "use_peft": True, "lora_target_modules": ["q_proj", "v_proj"], "per_device_train_batch_size": 8},
+    ),
     "dpo-full": ("dpo", {**KEPT, "per_device_train_batch_size": 4}),
     "dpo-lora-recomputed": ("dpo", {**RECOMPUTED, **LORA, "per_device_train_batch_size": 8}),
     "dpo-full-logits-kept": ("dpo", {**KEPT, "per_device_train_batch_size": 4, "keep_logits": True}),

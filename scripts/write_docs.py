@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import inspect
 import re
 import sys
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.methods.table import METHODS
+from posttrain.rewards import BUILT_IN_REWARDS
+from posttrain.rewards.invoke import OURS, Wants
 from posttrain.trainer.config import BaseConfig, default_of, is_ours
 from posttrain.trainer.refused_options import RefusedOptions
 from scripts import gpu_receipt, method_pages, option_specs
@@ -26,6 +29,7 @@ from scripts.method_pages import DOCS
 README = DOCS.parent / "README.md"
 RECEIPT = re.compile(r"(<!-- gpu receipt -->).*?(<!-- end of gpu receipt -->)", re.DOTALL)
 TABLE = re.compile(r"(<!-- options: (\w+) -->\n)(.*?)(<!-- end of options -->)", re.DOTALL)
+REWARDS = re.compile(r"(<!-- rewards -->\n).*?(<!-- end of rewards -->)", re.DOTALL)
 HEADER = "| option | type | default | what it does |\n|---|---|---|---|\n"
 
 
@@ -71,7 +75,23 @@ def rewritten(text: str) -> str:
             raise ValueError(f"There is no config {match[2]}; known are {', '.join(known)}.")
         return match[1] + table(known[match[2]]) + match[4]
 
-    return TABLE.sub(fill, text)
+    return REWARDS.sub(lambda match: match[1] + reward_table() + match[2], TABLE.sub(fill, text))
+
+
+def reward_table() -> str:
+    """The built-in rewards: what each gives, in the words of its docstrings, and which columns it reads."""
+    lines = ["| name | columns | what it gives |", "|---|---|---|"]
+    for name, (module, arguments) in BUILT_IN_REWARDS.items():
+        made = getattr(importlib.import_module(module), name)
+        reward = made if arguments is None else made(*arguments)
+        columns = ", ".join(f"`{column}`" for column in sorted(Wants(reward).required - set(OURS))) or "none"
+        told = inspect.getdoc(made)
+        if arguments is not None:
+            values = ", ".join(f"{key} {value:g}" for key, value in dataclasses.asdict(reward).items())
+            told = f"{told} {inspect.getdoc(type(reward))} Made by name, it has {values}."
+        told = " ".join(told.split()).replace("|", "\\|")
+        lines.append(f"| `{name}` | {columns} | {told} |")
+    return "\n".join(lines) + "\n"
 
 
 def outdated() -> dict[Path, str]:

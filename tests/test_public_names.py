@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
 import pytest
 
 import posttrain
+import posttrain.rewards
+from posttrain.cli.named_objects import reward_named
 from posttrain.methods.table import METHODS
+from posttrain.rewards import BUILT_IN_REWARDS
 
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft", "numpy", "huggingface_hub", "rich", "safetensors")
 
@@ -47,3 +51,17 @@ def test_unknown_name_is_an_attribute_error():
 
 def test_names_are_listed_once():
     assert len(posttrain.__all__) == len(set(posttrain.__all__))
+
+
+def test_built_in_rewards_are_names_of_their_package():
+    """`from posttrain.rewards import accuracy_reward`, whichever module it is in; the package itself imports nothing."""
+    for name, (module, _) in BUILT_IN_REWARDS.items():
+        assert getattr(posttrain.rewards, name) is getattr(importlib.import_module(module), name)
+        assert getattr(posttrain.rewards, name) is getattr(posttrain, name)
+    with pytest.raises(AttributeError, match="no attribute 'acuracy_reward'"):
+        _ = posttrain.rewards.acuracy_reward
+
+
+@pytest.mark.parametrize("name", BUILT_IN_REWARDS)
+def test_built_in_rewards_are_made_by_their_names(name):
+    assert callable(reward_named(name))

@@ -70,7 +70,9 @@ def config_of(config: RunConfig) -> Any:
         del options["model_init_kwargs"]
     if "output_dir" not in options:
         options["output_dir"] = f"runs/{Path(model_name(config)).name}-{config.method}"
-    return METHODS[config.method].config_class(**options)
+    args = METHODS[config.method].config_class(**options)
+    METHODS[config.method].trainer_class.check_options(args)
+    return args
 
 
 def model_name(config: RunConfig) -> str:

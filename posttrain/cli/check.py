@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from posttrain.cli.output import no_bars, write_json
 from posttrain.cli.words import own_options
 
 if TYPE_CHECKING:
+    from posttrain.cli.needs import RewardColumns
     from posttrain.data.audit import Audit, AuditFinding
 
 USAGE = """usage: posttrain check [METHOD] [CONFIG.yaml] [--samples 3] [--json FILE|-] [--option value ...]
@@ -21,9 +23,12 @@ USAGE = """usage: posttrain check [METHOD] [CONFIG.yaml] [--samples 3] [--json F
 Reads, checks and tokenises the rows as `posttrain METHOD` would, with the same options, and loads no model. Shows a few samples
 token by token (trained, context, cut), what is cut, dropped or repeated, how long the rows are, and what is wrong with the chat
 template.
-Exit code 0: nothing is wrong; 1: errors; 2: the command cannot be done. Warnings do not change it."""
+Rewards and tools are imported, and their arguments looked for among the columns; packages that the options need are named.
+Exit code 0: nothing is wrong; 1: errors; 2: the command cannot be done. Warnings and notes do not change it."""
 OWN = {"--samples": "5", "--json": "checked.json"}
 BAR = 40
+STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
+"""Severities as they are shown, in that order."""
 
 
 def main(words: list[str]) -> int:
@@ -47,7 +52,8 @@ class Checked:
 
     def __init__(self, config: RunConfig) -> None:
         from posttrain.cli.assemble import config_of, model_name, told
-        from posttrain.data.audit import audit, of_tokenizer, overlap
+        from posttrain.cli.needs import missing_packages
+        from posttrain.data.audit import WARNING, AuditFinding, audit, of_columns, of_tokenizer, overlap
         from posttrain.methods.table import METHODS
 
         config.values["on_bad_rows"] = "drop"  # to see all of them
@@ -57,21 +63,50 @@ class Checked:
         self.args = told(lambda: config_of(config))
         named = config.get("tokenizer_name_or_path") or model_name(config)
         self.side = told(lambda: METHODS[config.method].trainer_class.without_model(named, self.args))
-        self.findings: list[AuditFinding] = []
+        packages = missing_packages(config, self.args)
+        self.findings = [AuditFinding(WARNING, "package", "run", told) for told in packages]
+        self.rewards = self._rewards()
         self.audits: list[Audit] = []
         self.prepared: list[Any] = []
-        has_tools = False
+        agents = getattr(self.side, "agents", None)
+        has_tools = agents is not None and bool(agents.schemas)
         for name, rows in zip(("train", "eval"), self._rows()):
             if rows is not None and (prepared := self._prepared(rows, name)) is not None:
                 has_tools |= "tools" in (rows.column_names or ())
                 self.prepared.append(prepared)
                 self.audits.append(audit(prepared, self.side.renderer))
+                self.audits[-1].findings += of_columns(prepared, self.side.renderer, self._unread(rows, name))
         conversational = any(each.detection.conversational for each in self.prepared)
         of_template = of_tokenizer(self.side.renderer, conversational)
         self.findings += [one for one in of_template if has_tools or "tool calls" not in one.sentence]
         self.findings += [finding for each in self.audits for finding in each.findings]
         if len(self.prepared) == 2:
             self.findings += overlap(*self.prepared)
+
+    def _rewards(self) -> RewardColumns | None:
+        """The rewards, tools and environments of an online method, imported; what cannot be is a finding."""
+        from posttrain.cli.assemble import rewards_of, told
+        from posttrain.cli.needs import RewardColumns, give_agents
+        from posttrain.data.audit import ERROR, AuditFinding
+
+        try:
+            given = rewards_of(self.config)
+            told(lambda: give_agents(self.side, given, self.args))
+        except UsageError as error:
+            self.findings.append(AuditFinding(ERROR, "rewards", "run", str(error).rstrip(".")))
+            return None
+        return RewardColumns(self.side, given) if given else None
+
+    def _unread(self, rows: Any, name: str) -> list[str]:
+        """Columns that no reward and no environment reads; a reward's own that are missing are a finding."""
+        from posttrain.data.audit import ERROR, AuditFinding
+
+        columns = list(rows.column_names or ())
+        if self.rewards is None:
+            return columns
+        missing = self.rewards.missing(columns)
+        self.findings += [AuditFinding(ERROR, "reward_columns", name, one.rstrip(".")) for one in missing]
+        return [column for column in columns if column not in self.rewards.read(columns)]
 
     def _rows(self) -> tuple[Any, Any]:
         from posttrain.cli.datasets_of import datasets_of
@@ -119,14 +154,11 @@ class Checked:
                 self._show_sample(console, prepared, *sample)
         if self.findings:
             console.rule("to look at", align="left")
-        for finding in sorted(self.findings, key=lambda one: one.severity):
-            console.print(
-                f"{finding.severity:<8}{finding}",
-                style="red" if finding.severity == "error" else "yellow",
-                markup=False,
-            )
-        told = f"{len(self.errors)} errors, {len(self.findings) - len(self.errors)} warnings."
-        console.print("Nothing is wrong." if not self.findings else told)
+        for finding in sorted(self.findings, key=lambda one: list(STYLES).index(one.severity)):
+            console.print(f"{finding.severity:<8}{finding}", style=STYLES[finding.severity], markup=False)
+        counts = Counter(finding.severity for finding in self.findings)
+        is_clean = not counts["error"] and not counts["warning"]
+        console.print("Nothing is wrong." if is_clean else f"{counts['error']} errors, {counts['warning']} warnings.")
 
     @staticmethod
     def _samples(prepared: Any, count: int) -> Iterator[tuple[int, int]]:

@@ -158,7 +158,7 @@ def _evaluation(config: RunConfig, other: str | None, streaming: bool, seed: int
             f"which is trained on. {remedy}"
         )
     if whole := next((source.path for source in sources if not has_splits(source.path)), None):
-        what = "one file" if os.path.isfile(whole) else "a folder"
+        what = "one file" if os.path.isfile(whole) else "a folder" if os.path.isdir(whole) else "a pattern of files"
         raise UsageError(
             f"`eval_strategy` asks for evaluation, and {whole} is {what} without a split {split!r}. {remedy}"
         )

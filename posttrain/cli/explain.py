@@ -55,6 +55,7 @@ class Explained:
         from posttrain.cli.assemble import config_of, model_name, parts_of, rewards_of, told
         from posttrain.cli.evals_of import evals_of
         from posttrain.cli.launch import command_of
+        from posttrain.cli.needs import give_agents
         from posttrain.methods.table import METHODS
         from posttrain.trainer.run_arithmetic import complete, count_run
 
@@ -71,13 +72,14 @@ class Explained:
             self.parts = told(lambda: parts_of(config))
             named = config.get("tokenizer_name_or_path") or self.model
             self.side = told(lambda: method.trainer_class.without_model(named, self.args))
-            told(self._take_agents)
+            told(lambda: give_agents(self.side, self.given, self.args))
             train, evaluation = told(self._datasets)
             evals = told(lambda: evals_of(config, self.args))
             with as_planned():
                 told(lambda: complete(self.side, train, evaluation))
                 self.counts = told(lambda: count_run(self.side, evals))
                 self._explain_model(told)
+            self._note_needs(train)
 
     def _explain_model(self, told: Any) -> None:
         """The formula, and what follows from the model's shape."""
@@ -118,6 +120,20 @@ class Explained:
                 f"Memory is that of a process with the whole model; {profile or self.args.sharding} may hold a part of it only."
             )
 
+    def _note_needs(self, train: Any) -> None:
+        """What would end the run at its start, or at its first rewards."""
+        from posttrain.cli.launch import visible_gpus
+        from posttrain.cli.needs import RewardColumns, missing_packages, notes_on_servers
+
+        self.counts.notes += [f"{told}." for told in missing_packages(self.config, self.args)]
+        if getattr(self.args, "use_vllm", False) and self.args.vllm_mode == "server":
+            self.counts.notes += notes_on_servers(
+                self.args.vllm_addresses(), self.processes, visible_gpus(self.config.get("gpu_ids"))
+            )
+        columns = getattr(getattr(train, "dataset", None), "column_names", None)  # None: a stream's are not known
+        if self.given and columns is not None:
+            self.counts.notes += RewardColumns(self.side, self.given).missing(columns)
+
     def _dtype(self) -> Any:
         """What the run will compute in on a GPU; transformers and accelerate decide by the machine, which is not this one."""
         import torch
@@ -128,18 +144,6 @@ class Explained:
         wanted = self.config.get("bf16")
         is_full = wanted is False or self.config.get("fp16") or self.config.get("use_cpu")
         return torch.float32 if is_full else torch.bfloat16
-
-    def _take_agents(self) -> None:
-        from posttrain.trainer.agents import make_agents, refuse_agent_options
-        from posttrain.trainer.online import OnlineTrainer
-
-        if isinstance(self.side, OnlineTrainer):
-            self.side.rollout_func = self.given.get("rollout_func")
-            self.side.agents = make_agents(
-                self.given.get("tools"), self.given.get("environment_factory"), self.side.rollout_func
-            )
-            if self.side.agents is None and hasattr(self.args, "max_tool_result"):
-                refuse_agent_options(self.args)
 
     def _datasets(self) -> tuple[Any, Any]:
         """As the trainer prepares them; what it says about them is `posttrain check`'s business."""

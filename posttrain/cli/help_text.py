@@ -13,7 +13,7 @@ GROUP_TITLES = {
     "rewards": "Rewards, tools, environments",
     "method": "{method}",
     "shared": "All methods",
-    "launch": "Processes and machines",
+    "launch": "Start, processes and machines",
     "training": "Training (transformers.TrainingArguments)",
 }
 LEFT = 36
@@ -24,7 +24,8 @@ def help_of(method: str) -> str:
     width = max(60, min(shutil.get_terminal_size((110, 40)).columns, 130))
     parts = [
         f"usage: posttrain {method} [CONFIG.yaml] [--option value ...]",
-        f"\n{table.summary}. Defaults < file < flags. The same command again goes on where the last one stopped.",
+        f"\n{table.summary}. Defaults < file < flags.",
+        "The same command again continues where the last one stopped; with --fresh it starts from the beginning.",
         "A switch is --name or --no_name; a list is several words; a mapping is JSON. none stands for no value.",
     ]
     for group, title in GROUP_TITLES.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 
-from posttrain.cli.errors import EXIT_CODE, UsageError, nearest
+from posttrain.cli.errors import EXIT_CODE, UsageError, nearest, planned
 
 TRAIN = "posttrain.cli.train"
 INTERRUPTED = 130
@@ -37,6 +37,7 @@ COMMANDS = {
     ),
     "chat": ("posttrain.cli.chat", "talk to a model in the terminal"),
     "launch": ("posttrain.cli.jobs", "write, and submit, the job of a run for Slurm, SkyPilot or Kubernetes"),
+    "rollouts": ("posttrain.cli.rollouts", "what a run of GRPO or RLOO has written, as rows for SFT or DPO"),
     "run": ("posttrain.cli.run", "run a script written for TRL, its imports answered by posttrain"),
     "vllm-serve": ("posttrain.cli.serve", "write completions for trainers with vLLM, in an environment of its own"),
 }
@@ -60,6 +61,9 @@ def main(words: list[str] | None = None) -> int:
         print(__version__)
         return 0
     known = commands()
+    if told := planned(words[0]):
+        print(f"posttrain {words[0]}: {told}", file=sys.stderr)
+        return EXIT_CODE
     if words[0] not in known:
         hint = nearest(words[0], known)
         print(f"posttrain: there is no command {words[0]!r}.{hint}\n\n{usage()}", file=sys.stderr)

@@ -11,24 +11,14 @@ from types import ModuleType
 from typing import Any
 
 from posttrain.cli.errors import UsageError, nearest
-
-BUILT_IN_REWARDS: dict[str, tuple[str, tuple[int, ...] | None]] = {
-    "accuracy_reward": ("posttrain.rewards.accuracy", None),
-    "reasoning_accuracy_reward": ("posttrain.rewards.accuracy", None),
-    "think_format_reward": ("posttrain.rewards.format", None),
-    "answer_format_reward": ("posttrain.rewards.format", None),
-    "get_soft_overlong_punishment": ("posttrain.rewards.length", (1280, 256)),
-    "get_cosine_scaled_reward": ("posttrain.rewards.length", ()),
-    "get_repetition_penalty_reward": ("posttrain.rewards.length", ()),
-}
-"""Name -> (module, arguments with which a maker of rewards is called; None: it is the reward itself)."""
+from posttrain.rewards import BUILT_IN_REWARDS
 
 
 def reward_named(name: str, option: str = "reward_funcs") -> Any:
     """A reward function by built-in name, dotted path or file.py:name."""
     if name in BUILT_IN_REWARDS:
         module, arguments = BUILT_IN_REWARDS[name]
-        found = getattr(importlib.import_module(module), name)
+        found = getattr(_guarded(partial(importlib.import_module, module), name, option), name)
         return found if arguments is None else found(*arguments)
     if "." not in name and ":" not in name:
         hint = (

@@ -56,7 +56,11 @@ class RewardOptions:
 
 @dataclass
 class LaunchOptions:
-    """How many processes, on which machines."""
+    """How a run is started: afresh or not, in how many processes, on which machines."""
+
+    fresh: bool = option(
+        False, "Start from the beginning, whatever checkpoints `output_dir` holds. Off: continue from the newest one."
+    )
 
     num_processes: int | None = option(None, "Processes in all, one for each GPU. None: one for each visible GPU.")
     num_machines: int | None = option(None, "Machines; the command is started on each of them.")

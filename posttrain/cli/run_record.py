@@ -32,6 +32,7 @@ def config_text(config: RunConfig) -> str:
     import yaml
 
     given = {name: _plain(value) for name, value in config.values.items() if not is_secret(name)}
+    given.pop("fresh", None)  # of one start: the file, given again, continues this run
     told = {"method": config.method, **given}
     if config.environment:
         told["env"] = {name: value for name, value in config.environment.items() if not is_secret(name)}

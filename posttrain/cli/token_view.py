@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.view.token_text import TokenText
+
 CONTEXT, TRAINED, CUT = "context", "trained", "cut"
 STYLES = {
     CONTEXT: ("grey58", "grey42"),
@@ -52,5 +54,16 @@ def marked(tokenizer: Any, ids: np.ndarray, kinds: list[str]) -> str:
 
 
 def pieces_of(tokenizer: Any, ids: np.ndarray) -> list[str]:
-    """The text of each token. Half a character is shown as the mark that stands for it."""
-    return [tokenizer.decode([int(token)], skip_special_tokens=False) for token in ids]
+    """The text of each token; a character of several tokens (most outside of Latin scripts) stands with the last of them."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return TokenText(backend).pieces(ids.tolist())
+    pieces, start = [], 0
+    for stop in range(
+        1, len(ids) + 1
+    ):  # a tokenizer in Python: tokens are decoded together until they are whole characters
+        text = tokenizer.decode(ids[start:stop].tolist(), skip_special_tokens=False)
+        is_whole = stop == len(ids) or not text.endswith("\N{REPLACEMENT CHARACTER}")
+        pieces.append(text if is_whole else "")
+        start = stop if is_whole else start
+    return pieces

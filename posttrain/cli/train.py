@@ -9,8 +9,10 @@ from typing import Any
 
 from posttrain.cli import launch
 from posttrain.cli.arguments import RunConfig, parse
+from posttrain.cli.errors import UsageError
 from posttrain.cli.help_text import help_of
 from posttrain.cli.output import no_bars
+from posttrain.core.options import resume_wish
 
 
 def main(method: str, words: list[str]) -> int:
@@ -71,8 +73,12 @@ def _ended(method: str, sentence: str) -> int:
 
 
 def _resume(config: RunConfig, folder: Path) -> Any:
-    """The same command again goes on where the last one stopped: True takes the newest checkpoint that is whole."""
-    given = config.get("resume_from_checkpoint")
-    if given is None:
-        return any(folder.glob("checkpoint-*"))
-    return {"true": True, "auto": True, "false": False}.get(str(given).lower(), given)
+    """The same command again continues where the last one stopped: True takes the newest checkpoint that is whole."""
+    is_given = "resume_from_checkpoint" in config.values
+    if config.get("fresh"):
+        if is_given and resume_wish(config.get("resume_from_checkpoint")):
+            raise UsageError(
+                "`fresh` starts from the beginning, and `resume_from_checkpoint` continues; give one of them."
+            )
+        return False
+    return resume_wish(config.get("resume_from_checkpoint")) if is_given else any(folder.glob("checkpoint-*"))

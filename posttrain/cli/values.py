@@ -46,7 +46,7 @@ def words_value(spec: OptionSpec, words: list[str], where: str) -> Any:
     if "list" not in spec.kinds:
         raise UsageError(
             f"{where}: `--{spec.name}` takes one value, and {len(words)} follow it ({' '.join(words)[:80]!r}). Put a value "
-            "that has blanks in quotes."
+            "that has blanks or a pattern (*) in quotes."
         )
     return value_of(spec, words, where)
 

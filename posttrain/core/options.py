@@ -42,3 +42,14 @@ def is_refused(field: dataclasses.Field) -> bool:
 
 def default_of(field: dataclasses.Field) -> Any:
     return field.default_factory() if field.default is dataclasses.MISSING else field.default
+
+
+RESUME_WORDS = {"true": True, "auto": True, "yes": True, "false": False, "no": False, "none": False, "null": False}
+
+
+def resume_wish(given: str | bool | None) -> str | bool:
+    """What `resume_from_checkpoint` says: True for the newest checkpoint, False for none, or a folder.
+
+    Command lines and files hand over words ("False", "none"), which are no folders.
+    """
+    return RESUME_WORDS.get(given.lower(), given) if isinstance(given, str) else bool(given)

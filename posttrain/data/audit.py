@@ -6,12 +6,15 @@ Everything is read from the stored tokens, so that it costs little beside the pr
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
+from posttrain.data.foreign_formats import BESIDE_FOREIGN
+from posttrain.data.row_formats import LANGUAGE_MODELLING, Detection
 from posttrain.data.store_building import read_problems
 from posttrain.data.template_checks import probe_template, trained_stop_token
 
@@ -19,7 +22,8 @@ if TYPE_CHECKING:
     from posttrain.data.prepare import PreparedDataset
     from posttrain.data.renderer import Renderer
 
-ERROR, WARNING = "error", "warning"
+ERROR, WARNING, NOTE = "error", "warning", "note"
+"""In the order in which they are shown. A note is how the options are understood, and may well be meant."""
 FEW = 0.01
 """Share of rows below which a repeat is left unsaid: large datasets have a few."""
 MANY_CUT = 0.05
@@ -135,13 +139,47 @@ def _of_bad_rows(prepared: PreparedDataset) -> list[AuditFinding]:
             kinds.setdefault(problem.kind, []).append((row, f"column {problem.column!r} {problem.reason}"))
     report, found = prepared.report, []
     for kind, places in kinds.items():
-        rows = [row for row, _ in places if row >= 0]
+        rows = list(dict.fromkeys(row for row, _ in places if row >= 0))  # a row may have a fault in several columns
         told = f"{len(rows):,} of {report.rows_read:,} rows cannot be trained on ({kind}): {places[0][1]}"
         if not rows:
             told = f"no row can be trained on ({kind}): {places[0][1]}"
         named = tuple(rows[:MOST_ROWS_NAMED])
         found.append(AuditFinding(ERROR, f"bad ({kind})", report.dataset, told, len(rows), named))
     return found
+
+
+def of_columns(prepared: PreparedDataset, renderer: Renderer, columns: Sequence[str]) -> list[AuditFinding]:
+    """How the columns are read: without the chat template, with turns trained that are not the model's, or not at all.
+
+    `columns` are those of the dataset that nothing else (a reward, an environment) reads.
+    """
+    detection, name, found = prepared.detection, prepared.report.dataset, []
+    plain = (
+        not detection.conversational and not detection.format.tokenised and detection.format is not LANGUAGE_MODELLING
+    )
+    if plain and renderer.has_template and not prepared.report.control_token_rows:
+        told = (
+            "the rows are plain texts, and the model has a chat template, which they are used without: in a chat it will be asked "
+            'otherwise. Give lists of messages, [{"role": "user", "content": ...}], unless that is meant'
+        )
+        found.append(AuditFinding(WARNING, "no_template", name, told))
+    asked = prepared.options.assistant_only_loss or "trained_roles" in columns
+    if detection.conversational and detection.format is LANGUAGE_MODELLING and not asked:
+        told = "all turns are trained, those of system and user too; --assistant_only_loss trains the assistant's alone"
+        found.append(AuditFinding(NOTE, "trained_turns", name, told))
+    if unread := [column for column in columns if column not in _used(detection, columns)]:
+        told = f"nothing reads the column{'s' * (len(unread) > 1)} {', '.join(map(repr, unread))}"
+        found.append(AuditFinding(NOTE, "ignored_columns", name, told))
+    return found
+
+
+def _used(detection: Detection, columns: Sequence[str]) -> set[str]:
+    """Columns that make a row, under the user's names."""
+    fmt = detection.format
+    if detection.foreign is not None:
+        return {*detection.columns.values(), *fmt.optional, *BESIDE_FOREIGN}
+    ways = [{detection.text_field if name == "text" else name for name in names} for names in fmt.required]
+    return next((names for names in ways if names <= set(columns)), ways[0]) | set(fmt.optional)
 
 
 def _of_report(report: Any) -> list[AuditFinding]:

@@ -122,6 +122,47 @@ def use_chat_format(tokenizer: Any, name: str) -> FormatNeeds:
     return FormatNeeds(stop_token, missing, tuple(notes))
 
 
+FORMATS_OF_MODELS = {
+    "llama": "llama2",
+    "mistral": "mistral",
+    "mixtral": "mistral",
+    "gemma": "gemma",
+    "deepseek": "deepseek",
+}
+"""How the model types of families begin -> the format that the family's chats are in, where no control token tells."""
+
+
+def detect_chat_format(tokenizer: Any, model_type: str | None = None) -> tuple[str, str]:
+    """(built-in format for a tokenizer without a template, why that one).
+
+    A format fits where its tokens (those of tools aside, which older models lack) are in the vocabulary; of several formats the
+    one with the most is taken (phi3 has zephyr's and one more). Else the family of the model decides, else it is ChatML.
+    """
+    known = tokenizer.get_vocab().keys() | {token.content for token in tokenizer.added_tokens_decoder.values()}
+    fitting: dict[str, tuple[str, ...]] = {}
+    for name, chat_format in BUILT_IN_FORMATS.items():
+        written = (*chat_format.tokens, *([chat_format.stop_token] if chat_format.stop_token else []))
+        needed = tuple(text for text in written if "tool" not in text.lower())
+        if needed and known.issuperset(needed):
+            fitting[name] = needed
+    if fitting:
+        name = max(fitting, key=lambda one: len(fitting[one]))
+        return name, f"its vocabulary has {', '.join(fitting[name])}"
+    for family, name in FORMATS_OF_MODELS.items():
+        if (model_type or "").startswith(family):
+            return name, f"the model is of type {model_type}"
+    return "chatml", "neither its control tokens nor the model's type tell another"
+
+
+def adopt_chat_format(renderer: Renderer) -> str:
+    """Give the tokenizer the built-in format that fits; the sentence that says so."""
+    name, why = detect_chat_format(renderer.tokenizer, renderer.model_type)
+    needs = use_chat_format(renderer.tokenizer, name)
+    notes = "".join(f" {note}" for note in needs.notes).rstrip(".")
+    told = f"the tokenizer has no chat template, so the built-in format {name} is used: {why} (another one: `chat_template_path`)"
+    return f"{told}.{notes}" if notes else told
+
+
 @dataclass(frozen=True)
 class TemplateDescription:
     """What is known about a tokenizer's chat template."""

@@ -25,6 +25,8 @@ TEXT, MESSAGES, SHAREGPT, IDS, OTHER, NOTHING = (
 )
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 CONVERSATION_COLUMNS = ("conversations", "conversation")
+BESIDE_FOREIGN = ("system", "system_prompt", "history", "context", "input")
+"""Columns that the formats of others read where they are there."""
 SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -62,7 +64,7 @@ def value_kind(value: Any) -> str:
 def column_kinds(rows: Iterable[Row]) -> dict[str, str]:
     """The kind that most of the given rows agree on, for each column. One odd row does not decide."""
     votes: dict[str, Counter[str]] = {}
-    for row in rows:
+    for row in map(parsed_messages, rows):
         for column, value in row.items():
             votes.setdefault(column, Counter())[value_kind(value)] += 1
     kinds = {}
@@ -70,6 +72,19 @@ def column_kinds(rows: Iterable[Row]) -> dict[str, str]:
         counts.pop(NOTHING, None)
         kinds[column] = counts.most_common(1)[0][0] if counts else NOTHING
     return kinds
+
+
+def parsed_messages(row: Row) -> Row:
+    """The row with the JSON texts of its conversations, as CSV files and some exports have them, as what they say."""
+    parsed = {}
+    for column in ("messages", *CONVERSATION_COLUMNS):
+        text = row.get(column)
+        if isinstance(text, str) and text.lstrip()[:1] in ("[", "{"):
+            try:
+                parsed[column] = json.loads(text)
+            except ValueError:  # a text after all; the check of the format says what it should be
+                continue
+    return {**row, **parsed} if parsed else row
 
 
 # ------------------------------------------------------------------------------------------------------------- ShareGPT
@@ -87,7 +102,8 @@ def from_value_messages(value: Any) -> Any:
 def _from_value_message(message: Mapping[str, Any]) -> Row:
     speaker, text = message["from"], message.get("value")
     rest = {key: item for key, item in message.items() if key not in ("from", "value", "role", "content")}
-    converted = {"role": SHAREGPT_ROLES.get(speaker, speaker) if isinstance(speaker, str) else speaker, "content": text}
+    role = SHAREGPT_ROLES.get(speaker.strip().lower(), speaker) if isinstance(speaker, str) else speaker
+    converted = {"role": role, "content": text}
     if speaker == "function_call":
         calls = _calls_in(text)
         if calls is not None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from posttrain.data.foreign_formats import SHAREGPT_ROLES
 from posttrain.data.row_checks import Finding, check_characters, describe, without_nones
 
 SYSTEM_ROLES = ("system", "developer")
@@ -14,7 +15,7 @@ TOOL_ROLES = ("tool", "ipython")
 ROLES = (*SYSTEM_ROLES, "user", "assistant", *TOOL_ROLES)
 MESSAGE_KEYS = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "thinking", "reasoning", "reasoning_content", "channel")
-    + ("recipient", "content_type", "tool_plan", "citations", "documents")
+    + ("recipient", "content_type", "tool_plan", "citations", "documents", "weight")
 )
 MEDIA_BLOCKS = frozenset(("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio"))
 BLANK_USER = "blank_user"
@@ -67,19 +68,25 @@ def _read_message(message: Any, place: str, column: str, found: list[Finding]) -
         return refuse("missing_role", f"has no 'role'; its keys are {_listed(clean) or 'none'}")
     if not isinstance(role, str):
         return refuse("wrong_type", f"has the role {describe(role)}, text is needed")
-    if role == "function":
-        clean["role"] = role = "tool"  # OpenAI's older name
+    plain = role.strip().lower()
+    if plain == "function" or plain in ROLES:
+        clean["role"] = role = "tool" if plain == "function" else plain  # `function` is OpenAI's older name
     if role not in ROLES:
-        return refuse("unknown_role", f"has the role {role!r}{_nearest_role(role)}; roles are {', '.join(ROLES)}")
-    if clean.pop("weight", 1) != 1:
-        return refuse("weight", "has a 'weight' other than 1, which would be ignored; leave the turn out instead")
+        return refuse("unknown_role", f"has the role {role!r}{_nearest_role(plain)}; roles are {', '.join(ROLES)}")
+    weight = clean.pop("weight", 1)
+    if weight not in (0, 1) or (weight == 0 and role != "assistant"):
+        return refuse(
+            "weight", f"({role}) has the weight {weight!r}; 0 (not trained) and 1 are read, of the assistant's turns"
+        )
+    if weight == 0:
+        clean["weight"] = 0
     _read_tool_calls(clean, place, column, found)
     _read_content(clean, role, place, column, found)
     return clean
 
 
 def _nearest_role(role: str) -> str:
-    return f" (write {role.strip().lower()!r})" if role.strip().lower() in ROLES else ""
+    return f" (write {SHAREGPT_ROLES[role]!r})" if role in SHAREGPT_ROLES else ""
 
 
 def _listed(names: Iterable[str]) -> str:

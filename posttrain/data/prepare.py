@@ -11,7 +11,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,7 +20,8 @@ import numpy as np
 import xxhash
 
 from posttrain.core.sample import KEEP_END, KEEP_START, Sample, Unit
-from posttrain.data.foreign_formats import CONVERSATION_COLUMNS, FOREIGN_FORMATS, Row
+from posttrain.data.chat_templates import adopt_chat_format
+from posttrain.data.foreign_formats import BESIDE_FOREIGN, CONVERSATION_COLUMNS, FOREIGN_FORMATS, Row
 from posttrain.data.label_report import LabelReport
 from posttrain.data.packing import CUTTING_STRATEGIES, PackedDataset, packing_strategy
 from posttrain.data.preparation_report import PreparationReport
@@ -177,6 +178,8 @@ def detect(
             rows, formats, text_field=options.dataset_text_field, has_template=renderer.has_template, name=name
         )
     options.check_against(detection, name)
+    if detection.conversational and not renderer.has_template:
+        detection = replace(detection, explanation=f"{detection.explanation}; {adopt_chat_format(renderer)}")
     return detection
 
 
@@ -187,8 +190,7 @@ def columns_read(options: PrepareOptions) -> set[str] | None:
     ours = {column for fmt in FORMATS for names in (*fmt.required, fmt.optional) for column in names}
     foreign = {column for fmt in FOREIGN_FORMATS for names in fmt.columns.values() for column in names}
     named = {options.dataset_text_field, *options.required_columns, *options.allowed_values}
-    beside = {"system", "system_prompt", "history", "context", "input", *CONVERSATION_COLUMNS}
-    return ours | foreign | named | beside | ({options.row_id_column} - {None})
+    return ours | foreign | named | {*BESIDE_FOREIGN, *CONVERSATION_COLUMNS} | ({options.row_id_column} - {None})
 
 
 def cache_folder(options: PrepareOptions) -> Path:

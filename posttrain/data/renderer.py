@@ -72,6 +72,7 @@ class Renderer:
                 "tokens. Load the fast version of the tokenizer (it has a tokenizer.json), or convert it to one."
             )
         self.tokenizer = tokenizer
+        self.model_type: str | None = None  # of the model it belongs to, for a tokenizer without a template
         self._given_template = chat_template
         self.allow_control_tokens_in_content = allow_control_tokens_in_content
         self._control = ControlTokens(tokenizer)
@@ -138,7 +139,8 @@ class Renderer:
         prepared: list[Rendered | RenderError] = []
         for chat in chats:
             try:
-                prepared.append(TRAIN_MODES[train](self, chat))
+                rendered = TRAIN_MODES[train](self, chat)
+                prepared.append(self._without_untrained(rendered, chat) if chat.untrained else rendered)
             except RenderError as error:
                 prepared.append(error)
         return self._encode(prepared)
@@ -315,6 +317,20 @@ class Renderer:
 
         return self._rendered(chat, frozenset(turns), f"assistant_in_completion {bool(continued)}", find_spans)
 
+    def _without_untrained(self, rendered: Rendered, chat: Conversation) -> Rendered:
+        """The same, and the turns that the chat names as context only are not trained."""
+        turns = sorted(chat.untrained)
+        left_out = self._rendered(
+            chat, chat.untrained, "assistant", lambda marked: self._provenance.turn_spans(chat, marked, turns)
+        )
+        if left_out.text != rendered.text:  # the completion continues a message of the prompt
+            raise RenderError("An assistant's message of weight 0 is continued by the completion.", rendered.text)
+        spans = [(0, len(rendered.text))] if rendered.spans is None else rendered.spans
+        for start, end in left_out.spans:
+            parts = [part for a, b in spans for part in ((a, min(b, start)), (max(a, end), b))]
+            spans = [(a, b) for a, b in parts if a < b]
+        return replace(rendered, spans=spans)
+
     def _rendered_prompt(self, chat: Conversation) -> Rendered:
         last = len(chat.messages) - 1
         if last < 0 or not is_assistant(chat.messages[last]):
@@ -365,8 +381,8 @@ class Renderer:
                 return error
             ids = np.array(encoding.ids, dtype=np.int32)
             trained = trained_tokens(encoding, item.spans or [])
-        if item.spans is None:
-            trained = np.ones(len(ids), dtype=bool)
+        if not item.spans:  # None: all of it is trained; an empty list: nothing
+            trained = np.full(len(ids), item.spans is None)
         return Sample(ids, trained)
 
     def _has_expected_control_tokens(self, item: Rendered, ids: np.ndarray) -> bool:

@@ -258,7 +258,11 @@ def _chat(
     row: Row, messages: list[Row], options: PrepareOptions, num_prompt_messages: int | None = None
 ) -> Conversation:
     kwargs = {**(options.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
-    return Conversation(messages, row.get("tools") or options.tools, kwargs or None, num_prompt_messages)
+    untrained = frozenset(number for number, message in enumerate(messages) if message.get("weight") == 0)
+    if untrained:
+        messages = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
+    tools = row.get("tools") or options.tools
+    return Conversation(messages, tools, kwargs or None, num_prompt_messages, untrained)
 
 
 def _ended(text: str, renderer: Renderer, options: PrepareOptions) -> str:

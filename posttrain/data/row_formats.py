@@ -5,6 +5,8 @@ A method names the formats it accepts; `detect_format` finds out which of them a
 
 from __future__ import annotations
 
+import difflib
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -17,10 +19,12 @@ from posttrain.data.foreign_formats import (
     MESSAGES,
     NOTHING,
     SHAREGPT,
+    TEXT,
     ForeignFormat,
     Row,
     column_kinds,
     convert_message_columns,
+    parsed_messages,
     value_kind,
 )
 from posttrain.data.row_checks import Finding, describe
@@ -213,7 +217,7 @@ class Detection:
         """(clean row, findings, keys of messages that no template knows), under the user's names of columns."""
         if not isinstance(row, dict):
             return {}, [Finding("row_not_dict", "", f"the row is {describe(row)}, a dict of columns is needed")], set()
-        reading = self.reading(vocab_size)
+        reading, row = self.reading(vocab_size), parsed_messages(row)
         if self.from_value_columns:
             row = convert_message_columns(row, self.from_value_columns)
         if self.foreign is not None:
@@ -278,15 +282,51 @@ def detect_format(
     )
     raise FormatError(
         f"The columns of {name} are {', '.join(map(repr, kinds)) or 'none'}; this method reads {alternatives}. "
-        "Rename the columns, or give a formatting function or a column mapping."
+        f"{_renaming(kinds, candidates) or 'Rename the columns, or give a formatting function or a column mapping.'}"
     )
+
+
+ALSO_CALLED = {
+    "prompt": ("question", "query", "instruction", "problem", "input", "user"),
+    "completion": ("answer", "response", "output", "target", "assistant"),
+    "chosen": ("preferred", "accepted", "winner", "good", "better"),
+    "rejected": ("dispreferred", "loser", "bad", "worse"),
+    "messages": ("chat", "dialog", "dialogue", "turns"),
+    "text": ("content", "document", "body"),
+}
+"""Our column -> what others call it; a column that is only spelled differently needs no entry."""
+
+
+def _renaming(kinds: dict[str, str], candidates: list[RowFormat]) -> str:
+    """The line to write where the columns fit a format but for their names; nothing where they do not."""
+    found: list[dict[str, str]] = []
+    for fmt in candidates:
+        for names in () if fmt.tokenised else fmt.required:
+            wanted = [*names, *(["prompt"] if "prompt" in fmt.optional else [])]
+            given = {name: _near_column(name, kinds, wanted) for name in wanted if name not in kinds}
+            if all(given.get(name, name) for name in names):
+                found.append({theirs: ours for ours, theirs in given.items() if theirs})
+    if not found:
+        return ""
+    columns = json.dumps(min(found, key=len), ensure_ascii=False)
+    return (
+        f"Did you mean {columns}? Write --dataset_columns '{columns}', or in Python dataset.rename_columns({columns})."
+    )
+
+
+def _near_column(name: str, kinds: dict[str, str], wanted: list[str]) -> str | None:
+    """The user's column that stands for `name`: of another spelling, or of a usual other name."""
+    spelled = {column.lower().strip().replace(" ", "_"): column for column in kinds if column not in wanted}
+    others = [*difflib.get_close_matches(name, spelled, n=1, cutoff=0.75), *ALSO_CALLED.get(name, ())]
+    return next((spelled[other] for other in others if other in spelled), None)
 
 
 def _match(fmt: RowFormat, kinds: dict[str, str], text_field: str) -> Detection | None:
     for names in fmt.required:
         columns = tuple(text_field if (name == "text" and fmt is LANGUAGE_MODELLING) else name for name in names)
         empty = [c for c in columns if kinds.get(c, NOTHING) == NOTHING]
-        if not kinds.keys() >= set(columns) or (empty and len(fmt.required) > 1):
+        no_chat = columns == ("messages",) and kinds.get("messages") == TEXT  # and not the JSON of one
+        if not kinds.keys() >= set(columns) or no_chat or (empty and len(fmt.required) > 1):
             continue
         decider = fmt.decided_by or columns[0]
         is_chat = not fmt.tokenised and kinds[decider] in (MESSAGES, SHAREGPT)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import logging
 import math
 import os
@@ -41,8 +42,8 @@ class DatasetSource:
     """One dataset: where it is, which part of it, and under which names its columns are read."""
 
     path: str
-    """Hub id, file (JSONL, JSON, CSV, TSV, Parquet, Arrow, text; JSON lines also as .gz) or folder of such files. A leading ~ is
-    the home folder."""
+    """Hub id, file (JSONL, JSON, CSV, TSV, Parquet, Arrow, text; JSON lines also as .gz), folder of such files, or a pattern
+    (data/*.jsonl). A leading ~ is the home folder."""
     subset: str | None = None
     """Configuration of a Hub dataset."""
     split: str = "train"
@@ -79,6 +80,9 @@ def load_source(source: DatasetSource | str, *, seed: int = 0, streaming: bool =
     path = Path(source.path)
     if path.exists():
         dataset = with_whole_cache(lambda: _load_local(path, source.split, streaming))
+    elif is_pattern(source.path):
+        files = _matching(source.path)
+        dataset = with_whole_cache(lambda: _load_files(files, source.path, streaming))
     elif path.suffix.lower() in (*LOADERS, ".gz") or source.path.startswith((".", "/", "~")):
         raise SourceError(f"There is no file or folder {source.path}.")
     else:
@@ -191,6 +195,23 @@ def _load_local(path: Path, split: str, streaming: bool) -> AnyDataset:
     if path.is_dir() and ((path / "state.json").exists() or (path / "dataset_dict.json").exists()):
         return _load_saved(path, split, streaming)
     files = [path] if path.is_file() else files_of_split(path, split, tuple(LOADERS))
+    return _load_files(files, path, streaming)
+
+
+def is_pattern(path: str) -> bool:
+    """Whether a path is one of several files, such as data/*.jsonl."""
+    return any(sign in path for sign in "*?[") and not os.path.exists(path)
+
+
+def _matching(pattern: str) -> list[Path]:
+    """All of them, whatever split their names tell: who writes a pattern has chosen."""
+    files = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if os.path.isfile(name)]
+    if not files:
+        raise SourceError(f"No file matches {pattern} (looked for from {os.getcwd()}).")
+    return files
+
+
+def _load_files(files: list[Path], path: Path | str, streaming: bool) -> AnyDataset:
     kinds = {LOADERS.get(suffix_of(file)) for file in files}
     if len(kinds) != 1 or None in kinds:
         names = ", ".join(file.name for file in files[:5])
@@ -214,7 +235,7 @@ def has_splits(path: str) -> bool:
     """Whether another split than all of its rows can be asked of a dataset; of one on the Hub, it is the Hub that says."""
     local = Path(path)
     if not local.exists():
-        return True
+        return not is_pattern(path)
     if local.is_file() or (local / "state.json").exists():
         return False
     return (local / "dataset_dict.json").exists() or tells_splits(local, tuple(LOADERS))

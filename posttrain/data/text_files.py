@@ -227,7 +227,7 @@ def _csv_rows(name: str) -> Iterator[Row | Fault]:
 
     # The limit is one of the whole process, so it is only ever raised.
     csv.field_size_limit(max(csv.field_size_limit(), LONGEST_FIELD))
-    reader = csv.reader(lines(), delimiter="\t" if suffix_of(Path(name)) == ".tsv" else ",", strict=True)
+    reader = csv.reader(lines(), delimiter=_delimiter(name), strict=True)
     header: list[str] | None = None
     try:
         for values in reader:
@@ -243,6 +243,14 @@ def _csv_rows(name: str) -> Iterator[Row | Fault]:
     except csv.Error as error:
         yield Fault(name, reader.line_num, f"is not CSV: {error}")
     yield from faults
+
+
+def _delimiter(name: str) -> str:
+    """Of a CSV file: what parts the columns of its header, where that is no comma (spreadsheets of many countries write `;`)."""
+    if suffix_of(Path(name)) == ".tsv":
+        return "\t"
+    header = next((line for _, line in _decoded_lines(name) if isinstance(line, str) and line.strip()), "")
+    return next((sign for sign in ",;\t" if sign in header), ",")
 
 
 def _repeated(column: str, header: list[str]) -> str:

@@ -14,7 +14,7 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
 from posttrain.data.row_formats import PREFERENCE, TOKENISED_PREFERENCE
 from posttrain.losses.coupled import Coupling, coupled_coefficients
-from posttrain.losses.named_options import call, unused_options
+from posttrain.losses.named_options import call, function_name, unused_options
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES, check_preference_losses, preference_loss
 from posttrain.trainer.base import BaseTrainer
@@ -53,12 +53,6 @@ class DPOConfig(ReferenceConfig, SharedPromptsConfig, BaseConfig):
         check_preference_losses(
             self.loss_type, self.loss_weights, self, f_divergence=self.f_divergence_type, weighted=self.use_weighting
         )
-        functions = [PREFERENCE_LOSSES[name].function for name in self.loss_type]
-        ignored = unused_options(functions, LOSS_OPTIONS, self.set_by_user())
-        if ignored:
-            raise ValueError(
-                f"`{ignored[0]}` is set, but none of the losses {', '.join(self.loss_type)} reads it. Leave it out."
-            )
 
 
 class DPOTrainer(BaseTrainer):
@@ -82,6 +76,18 @@ class DPOTrainer(BaseTrainer):
         """As BaseTrainer, and `ref_model` (None: the policy as it is now), and `loss(pair, ...)`, a function of one's own."""
         self.custom_loss = loss
         super().__init__(model, args, *given, ref_model=ref_model, **named)
+
+    @classmethod
+    def check_options(cls, args: Any, loss: Callable | None = None) -> None:
+        """Not the config's business: a loss of one's own reads whichever of them it names."""
+        losses = {name: PREFERENCE_LOSSES[name].function for name in args.loss_type}
+        if loss is not None:
+            losses = {function_name(loss): loss}
+        ignored = unused_options(losses.values(), LOSS_OPTIONS, args.set_by_user())
+        if ignored:
+            raise ValueError(
+                f"`{ignored[0]}` is set, but none of the losses {', '.join(losses)} reads it. Leave it out."
+            )
 
     def prepare_reference(self, ref_model: Any, policy: Any) -> None:
         self.reference = make_reference(self, ref_model, policy)

@@ -42,7 +42,8 @@ class RLOOConfig(OnlineConfig):
         super().__post_init__()
         check_range("epsilon", self.epsilon, 0, 1)
         check_policy_loss("rloo", self)
-        if self.reward_clip_range is not None and not self.reward_clip_range[0] < self.reward_clip_range[1]:
+        clip = self.reward_clip_range
+        if clip is not None and (len(clip) != 2 or not clip[0] < clip[1]):
             raise ValueError(
                 f"`reward_clip_range` is {self.reward_clip_range}; it must be (low, high) with low below high."
             )

@@ -35,3 +35,23 @@ METHODS: dict[str, Method] = {
     ),
     "rloo": Method("posttrain.methods.rloo", "RLOOTrainer", "RLOOConfig", "REINFORCE with a leave-one-out baseline"),
 }
+
+_PAIRS = "`posttrain dpo` trains on pairs, with 15 losses."
+_ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
+_TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
+PLANNED: dict[str, tuple[str, str]] = {
+    "ppo": ("PPO", _ONLINE),
+    "online_dpo": ("Online DPO", _ONLINE),
+    "nash_md": ("Nash-MD", _ONLINE),
+    "xpo": ("XPO", _ONLINE),
+    "kto": ("KTO", _PAIRS),
+    "bco": ("BCO", "`posttrain dpo --loss_type bco_pair` is its loss on pairs."),
+    "cpo": ("CPO", _PAIRS),
+    "orpo": ("ORPO", _PAIRS),
+    "tpo": ("TPO", _PAIRS),
+    "prm": ("A process reward model", "`posttrain reward` trains one that judges whole answers."),
+    "gkd": ("GKD", _TEACHER),
+    "gold": ("GOLD", _TEACHER),
+    "minillm": ("MiniLLM", _TEACHER),
+}
+"""Methods of TRL's that are to come: name -> (what it is called, what is there instead)."""

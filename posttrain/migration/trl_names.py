@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import posttrain
+from posttrain.methods.table import PLANNED
 
 PLACES: dict[str, str] = {
     "DatasetConfig": "posttrain.migration.script_arguments",
@@ -20,14 +21,14 @@ PLACES: dict[str, str] = {
 RENAMED = {"disable_dropout_in_model": "disable_dropout"}
 UNSUPPORTED: dict[str, str] = {
     "AutoModelForCausalLMWithValueHead": "the value head belongs to PPO, which posttrain does not have yet",
-    "PPOTrainer": "posttrain does not have PPO yet; GRPO and RLOO need no critic",
-    "KTOTrainer": "posttrain does not have KTO yet; DPO with pairs is the nearest",
     "WeaveCallback": "posttrain writes every rollout to parquet: `posttrain view RUN` shows them",
     "setup_chat_format": "it is gone from TRL, too: use_chat_format(model, tokenizer, 'chatml')",
     "DataCollatorForCompletionOnlyLM": "SFTConfig(completion_only_loss=True) on prompt and completion columns does that",
 }
 """Names that scripts import often and that are not there -> what to do."""
 ROOT = "trl"
+MODULES = ("chat_template_utils", "data_utils", "extras", "import_utils", "models", "rewards", "scripts", "trainer")
+"""Modules that `import trl` alone gives, as attributes."""
 
 
 class UnsupportedByPosttrain(ImportError):
@@ -56,6 +57,8 @@ class _Module(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if self.__name__ == ROOT and name in MODULES:
+            return importlib.import_module(f"{ROOT}.{name}")
         return found(name, self.__name__)
 
 
@@ -65,9 +68,16 @@ def found(name: str, module: str = ROOT) -> Any:
         return getattr(importlib.import_module(PLACES[name]), RENAMED.get(name, name))
     if name in posttrain.__all__:
         return getattr(posttrain, name)
-    why = UNSUPPORTED.get(name) or UNSUPPORTED.get(name.replace("Config", "Trainer"))
+    why = UNSUPPORTED.get(name) or _planned(name)
     told = f": {why}" if why else ". docs/differences-from-trl.md lists what is there"
     raise UnsupportedByPosttrain(f"The script imports {name} from {module}, which posttrain does not have{told}.")
+
+
+def _planned(name: str) -> str | None:
+    """Of the trainer or config of a method that is to come: KTOTrainer, OnlineDPOConfig."""
+    plain = name.removesuffix("Trainer").removesuffix("Config").lower()
+    found = next((entry for method, entry in PLANNED.items() if method.replace("_", "") == plain), None)
+    return None if found is None else f"{found[0]} is planned. {found[1].rstrip('.')}"
 
 
 def install() -> None:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import sys
+from argparse import ArgumentParser
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from transformers import HfArgumentParser
 
 from posttrain.core.config_file import read_config
+from posttrain.core.options import is_ours
 
 FILE_FLAG = "--config"
+SWITCHES = {"true": True, "false": False}
 
 
 class TrlParser(HfArgumentParser):
@@ -24,6 +28,29 @@ class TrlParser(HfArgumentParser):
             if any(field.name == "config" for field in dataclasses.fields(one)):
                 raise ValueError(f"{one.__name__} has a field `config`, which is the flag of the file; rename it.")
         super().__init__([one for one in listed if one is not None], **options)
+
+    def _add_dataclass_arguments(self, dtype: Any) -> None:
+        """The arguments of a dataclass, whose fields keep their types: HfArgumentParser writes into them as it reads them."""
+        types = {field: field.type for field in dataclasses.fields(dtype)}
+        super()._add_dataclass_arguments(dtype)
+        for field, written in types.items():
+            field.type = written
+
+    @staticmethod
+    def _parse_dataclass_field(parser: ArgumentParser, field: dataclasses.Field) -> None:
+        """As HfArgumentParser, which takes one kind a field, and the wrong one where text is among several of an option of ours."""
+        kinds = [kind for kind in get_args(field.type) if kind is not type(None)] if is_ours(field) else []
+        if set(kinds) == {str, bool}:  # a name or a switch: HfArgumentParser reads the default, too, as a switch
+            more = {"nargs": "?", "const": True, "type": lambda word: SWITCHES.get(word.lower(), word)}
+            parser.add_argument(
+                f"--{field.name}", f"--{field.name.replace('_', '-')}", default=field.default, **more, **field.metadata
+            )
+            return
+        listed = next((kind for kind in kinds if get_origin(kind) in (list, tuple)), None)
+        if listed is not None and field.default is None:
+            field = copy.copy(field)
+            field.type = list[get_args(listed)[0]]
+        HfArgumentParser._parse_dataclass_field(parser, field)
 
     def parse_args_and_config(
         self,

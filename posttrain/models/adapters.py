@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -54,6 +55,7 @@ def add_adapter(model: nn.Module, peft_config: Any, dtype: torch.dtype) -> nn.Mo
             "This model has an adapter already. Train that one (leave `peft_config` out), or merge it first "
             "with merge_and_unload()."
         )
+    peft_config = with_targets(peft_config)
     # Not peft's prepare_model_for_kbit_training: it turns norms, embedding and head into float32, and with them every
     # activation, which shuts out flash attention. The base is frozen by the next line; masters keep the adapters accurate.
     try:
@@ -65,6 +67,20 @@ def add_adapter(model: nn.Module, peft_config: Any, dtype: torch.dtype) -> nn.Mo
         if parameter.requires_grad and parameter.is_floating_point() and "lora_magnitude_vector" not in name:
             parameter.data = parameter.data.to(dtype)
     return model
+
+
+def with_targets(peft_config: Any) -> Any:
+    """A LoRA that names no layers goes on all linear ones, the head aside.
+
+    PEFT's own default is a table of architectures, mostly queries and values alone, which learn less at the same cost; an
+    architecture that it does not know is an error there.
+    """
+    is_lora = str(getattr(peft_config.peft_type, "value", peft_config.peft_type)) == "LORA"
+    if not is_lora or peft_config.target_modules or getattr(peft_config, "target_parameters", None):
+        return peft_config
+    peft_config = copy.copy(peft_config)
+    peft_config.target_modules = "all-linear"
+    return peft_config
 
 
 def freeze_copy_of_adapter(model: nn.Module, source: str = "default") -> str:

@@ -6,6 +6,7 @@ Every quirk of dtype, quantisation, PEFT and attention is handled here, once, so
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PretrainedConfig
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.models.adapters import add_adapter, is_peft_model, is_prompt_learning, is_quantized
@@ -208,6 +209,20 @@ def load_tokenizer(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | 
     kept = {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
     with _named("tokenizer", source):
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kept)
+
+
+def model_type_of(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None) -> str | None:
+    """`model_type` of a model's config, whether it is loaded or not; None where no config says."""
+    if isinstance(model, nn.Module):
+        return innermost_model(model).config.model_type
+    source, kwargs = locate(model, init_kwargs)
+    if (Path(source) / "adapter_config.json").is_file():
+        source = json.loads((Path(source) / "adapter_config.json").read_text())["base_model_name_or_path"]
+    kept = {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
+    try:
+        return PretrainedConfig.get_config_dict(source, **kept)[0].get("model_type")
+    except OSError:  # none there; loading the model will say so in its own words
+        return None
 
 
 def innermost_model(model: nn.Module) -> nn.Module:

@@ -29,7 +29,7 @@ class ModelOptions:
     lora_alpha: int = option(32, "Its scale: alpha / r (with `use_rslora` alpha / sqrt(r)).")
     lora_dropout: float = option(0.0, "Dropout before the adapter; above 0 its slower forward is used.")
     lora_target_modules: list[str] | None = option(
-        None, "Names of the linear layers that get one; 'all-linear': all. None: PEFT's choice for the architecture."
+        None, "Names of the linear layers that get one, such as q_proj v_proj. None: all but the head."
     )
     lora_target_parameters: list[str] | None = option(
         None, "Names of parameters, for experts that are no linear layers."

@@ -29,6 +29,10 @@ class Reference:
     def scores(self, batch: TokenBatch) -> TokenScores:
         raise NotImplementedError
 
+    def annotated(self, rows: Any) -> Any:
+        """Rows to evaluate on, with what this reference wants to find on them."""
+        return rows
+
     def check_sync(self) -> None:
         """Raise where `sync` cannot be; only a copy can move."""
         raise ValueError(
@@ -80,7 +84,13 @@ class FrozenCopy(ModelReference):
 
 
 class Precomputed(Reference):
-    """Log-probs that were computed before training and travel with the samples."""
+    """Log-probs that were computed before training and travel with the samples; `annotate` computes those of other rows."""
+
+    def __init__(self, annotate: Callable[[Any], Any] | None = None) -> None:
+        self._annotate = annotate
+
+    def annotated(self, rows: Any) -> Any:
+        return rows if self._annotate is None else self._annotate(rows)
 
     def __str__(self) -> str:
         return "precomputed log-probs"
@@ -90,8 +100,8 @@ class Precomputed(Reference):
             return TokenScores(logps=torch.zeros(batch.num_trained, device=batch.device))
         if PRECOMPUTED not in batch.per_token:
             raise ValueError(
-                "This batch carries no reference log-probs: its dataset was prepared without them. Evaluate on a dataset that was "
-                "given to the trainer, or set `precompute_ref_log_probs=False`."
+                "This batch carries no reference log-probs: its dataset was prepared without them. Evaluate with "
+                "`trainer.evaluate(dataset)`, or set `precompute_ref_log_probs=False`."
             )
         return TokenScores(logps=batch.per_token[PRECOMPUTED].to(torch.float32))
 

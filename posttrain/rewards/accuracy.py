@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import logging
+import re
 import threading
 from collections.abc import Callable, Sequence
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -32,7 +34,7 @@ def accuracy_reward(
     """1 where the completion's final answer equals the solution's, 0 where not, None where the solution cannot be read.
 
     Completions may be plain texts or conversations (the last message counts), the answer boxed, other LaTeX, or a number in
-    prose ("The answer is 42.").
+    prose ("The answer is 42."), in words ("forty-two") or in scientific notation (4.2e1, 4.2 x 10^1).
     """
     return _judged([final_text(completion) for completion in completions], list(solution), log_extra)
 
@@ -84,7 +86,11 @@ def _verdict(answer: str | None, solution: Any) -> Verdict:
     if answer is None:
         return 0.0, _shown(gold), ""
     found = parse(
-        answer, ANSWER, fallback_mode="no_fallback", extraction_mode="first_match", parsing_timeout=PARSE_SECONDS
+        in_digits(answer),
+        ANSWER,
+        fallback_mode="no_fallback",
+        extraction_mode="first_match",
+        parsing_timeout=PARSE_SECONDS,
     )
     right = bool(found) and verify(list(gold), found, timeout_seconds=VERIFY_SECONDS)
     return float(right), _shown(gold), _shown(found)
@@ -100,7 +106,70 @@ def _shown(parsed: Sequence[Any], limit: int = 200) -> str:
 
 @lru_cache(maxsize=4096)  # a group shares its solution
 def _read_gold(solution: str) -> tuple[Any, ...]:
-    return tuple(parse(solution, GOLD, fallback_mode="no_fallback", parsing_timeout=PARSE_SECONDS))
+    return tuple(parse(in_digits(solution), GOLD, fallback_mode="no_fallback", parsing_timeout=PARSE_SECONDS))
+
+
+# ------------------------------------------------------------------------------------------- numbers that math-verify cannot read
+
+SMALL = (
+    "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "thirteen",
+    "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen",
+)  # fmt: skip
+TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
+SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+VALUES = {name: value for value, name in enumerate(SMALL)} | {name: 10 * n for n, name in enumerate(TENS, 2)}
+_WORD = f"(?:{'|'.join((*VALUES, 'hundred', *SCALES))})"
+_PHRASE = rf"(?:(?:minus|negative)\s+)?{_WORD}(?:(?:\s*-\s*|\s+and\s+|\s+){_WORD})*"
+_WORDS = re.compile(rf"(?<![\w-]){_PHRASE}(?![\w-])", re.IGNORECASE)
+_ANSWERED = re.compile(
+    rf"(?P<before>\banswer(?:\s+is|\s*[:=])\s*(?:is\s+)?(?:\*\*|\$)?|=\s*|\\boxed{{\s*(?:\\text{{)?)(?P<number>{_PHRASE})(?![\w-])",
+    re.IGNORECASE,
+)
+_POWER = re.compile(
+    r"(?<![\w.])(?P<digits>[+-]?\d+(?:\.\d+)?)"
+    r"(?:(?:[eE]|\s*[x×*·]\s*10\s*(?:\^|\*\*)\s*)(?P<power>[+-]?\d{1,3})(?!\w|\.\d)"
+    r"|\s*[x×*·]\s*10\s*\^\s*\{(?P<braced>[+-]?\d{1,3})\})"
+)
+
+
+def in_digits(text: str) -> str:
+    """The text with scientific notation and the number words of its answer written out.
+
+    Words count where an answer stands: in a box, after "the answer is" or "=", or anywhere in a text without a digit; there a
+    lone "one" may be a pronoun, and counts only where it is the whole text.
+    """
+    text = _POWER.sub(
+        lambda found: format(Decimal(f"{found['digits']}e{found['power'] or found['braced']}"), "f"), text
+    )
+    text = _ANSWERED.sub(lambda found: found["before"] + _number_or_text(found["number"]), text)
+    if any(character.isdigit() for character in text):
+        return text
+    whole = text.strip().strip(".!*").lower()
+    return _WORDS.sub(lambda found: found[0] if found[0].lower() == "one" != whole else _number_or_text(found[0]), text)
+
+
+def _number_or_text(phrase: str) -> str:
+    """The number that the words say, or the words, where they are several numbers ("two three")."""
+    sign, *words = ["", *re.split(r"[\s-]+", phrase.lower())]
+    if words[0] in ("minus", "negative"):
+        sign, words = "-", words[1:]
+    total, part = 0, 0
+    below, scale_below = 1000, 10**15  # the next number, and the next scale, must be smaller
+    for word in [word for word in words if word != "and"]:
+        if word in SCALES:
+            if SCALES[word] >= scale_below:
+                return phrase
+            total, part, below, scale_below = total + max(part, 1) * SCALES[word], 0, 1000, SCALES[word]
+        elif word == "hundred":
+            if part >= 100:
+                return phrase
+            part, below = max(part, 1) * 100, 100
+        elif VALUES[word] >= below:
+            return phrase
+        else:
+            part += VALUES[word]
+            below = 10 if VALUES[word] >= 20 else 0
+    return f"{sign}{total + part}"
 
 
 # ------------------------------------------------------------------------------------------------------ off the main thread

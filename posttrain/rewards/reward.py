@@ -45,6 +45,8 @@ __all__ = ["Judged", "RewardError", "RewardFailure", "RewardOptions", "RewardRes
 
 logger = logging.getLogger(__name__)
 
+ALSO_CALLED = {"solution": ("answer", "ground_truth", "target", "label", "final_answer")}
+"""Argument of a built-in reward -> what datasets call that column."""
 ENOUGH_TO_STOP = 8  # samples of a round; in fewer, a large share of failures is bad luck
 
 
@@ -214,20 +216,29 @@ class RewardRound:
     def _check_arguments(self, group: list[Judged]) -> None:
         columns = {name for sample in group for name in sample.columns}
         with_environments = any(sample.environment is not None for sample in group)
-        offered = columns | (set(OURS) if with_environments else set(OURS) - {"environments"})
         for reward in self._functions:
-            missing = reward.wants.missing(offered)
-            if missing:
-                raise ValueError(
-                    f"Reward {reward.name} needs the argument{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}, but "
-                    f"there is no such column in the dataset; it has {', '.join(sorted(columns)) or 'none'} beside the prompt. "
-                    "Rename the argument or the column, or give it a default."
-                )
+            if told := missing_arguments(reward.name, reward.wants, columns, with_environments):
+                raise ValueError(told)
 
     def _stop_if_too_many_failed(self, results: RewardResults) -> None:
         samples, failed = len(self._samples), len({failure.sample for failure in results.failures})
         if samples >= ENOUGH_TO_STOP and failed > self._set.options.stop_above * samples:
             raise RewardError(too_many_failures(results.failures, samples, self._set.options.stop_above))
+
+
+def missing_arguments(name: str, wants: Wants, columns: set[str], with_environments: bool) -> str | None:
+    """The sentence about arguments of a reward that are no columns beside the prompt; None where all are there."""
+    missing = wants.missing(columns | (set(OURS) if with_environments else set(OURS) - {"environments"}))
+    if not missing:
+        return None
+    near = [other for other in ALSO_CALLED.get(missing[0], ()) if other in columns]
+    rename = f"Rename the column: --dataset_columns '{{\"{near[0]}\": \"{missing[0]}\"}}'." if near else (
+        "Rename the argument or the column, or give it a default."
+    )  # fmt: skip
+    return (
+        f"Reward {name} needs the argument{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}, but there is no such "
+        f"column in the dataset; it has {', '.join(sorted(columns)) or 'none'} beside the prompt. {rename}"
+    )
 
 
 def reward_name(function: Callable[..., Any]) -> str:

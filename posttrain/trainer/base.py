@@ -24,7 +24,6 @@ from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.data.collate import Collator
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
 from posttrain.data.prepare import PrepareOptions, prepare_dataset
-from posttrain.data.renderer import Renderer
 from posttrain.data.row_formats import RowFormat
 from posttrain.models.activation_offloading import offloaded_activations
 from posttrain.models.adapters import adapter_settings
@@ -46,7 +45,7 @@ from posttrain.trainer.optimizer import FiniteSteps, MasterWeights, has_low_prec
 from posttrain.trainer.persistence import PersistentTrainer, RunLifecycle
 from posttrain.trainer.run_state import RunIdentity
 from posttrain.trainer.skipped import SkippedSteps
-from posttrain.trainer.tokenizer import adopt_vocabulary, prepare_tokenizer
+from posttrain.trainer.tokenizer import adopt_vocabulary, prepare_tokenizer, renderer_of
 
 STAT_METRICS = {"entropy": "entropy", "is_most_likely": "mean_token_accuracy"}
 """Token statistics that every language-model method logs, and TRL's names for them."""
@@ -86,6 +85,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         ref_model: Any = None,
     ) -> None:
         self.args = args = self._config(args, model)
+        self.check_options(args, getattr(self, "custom_loss", None))
         if args.n_gpu > 1:
             raise ValueError(
                 "nn.DataParallel is not supported: start one process per GPU (accelerate launch or torchrun)."
@@ -98,7 +98,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         self.formatting_func = formatting_func
         tokenizer = self._tokenizer(model, processing_class)
         prepare_tokenizer(tokenizer, args)
-        self.renderer = Renderer(tokenizer)
+        self.renderer = renderer_of(tokenizer, model, args)
         # Data first: a bad row must be found before minutes go into loading a model.
         train_dataset = self._prepared(train_dataset, "train")
         eval_dataset = self._prepared_evaluation(eval_dataset)
@@ -131,10 +131,14 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         made.args, made.formatting_func = args, None
         tokenizer = made._tokenizer(model, processing_class)
         prepare_tokenizer(tokenizer, args)
-        made.renderer = Renderer(tokenizer)
+        made.renderer = renderer_of(tokenizer, model, args)
         return made
 
     # ---- what a method provides --------------------------------------------------------------------------------------
+
+    @classmethod
+    def check_options(cls, args: Any, loss: Callable | None = None) -> None:
+        """Refuse options that would have no effect, where it takes the user's own `loss` to know that."""
 
     def prepare_options(self, is_training: bool) -> dict[str, Any]:
         """Arguments of PrepareOptions that are peculiar to the method."""

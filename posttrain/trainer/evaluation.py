@@ -35,7 +35,8 @@ class EvaluatingTrainer(transformers.Trainer):
         rows = self.eval_dataset if eval_dataset is None else self._prepared(eval_dataset, "eval")
         if rows is None:
             raise ValueError(f"{type(self).__name__}.evaluate() needs an `eval_dataset`.")
-        return rows
+        reference = getattr(self, "reference", None)
+        return rows if reference is None else reference.annotated(rows)
 
     def prediction_step(
         self, model: nn.Module, inputs: TokenBatch, prediction_loss_only: bool, ignore_keys: list[str] | None = None

@@ -7,6 +7,7 @@ that transformers.Trainer's loop stays as it is.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,7 @@ from posttrain.core.batch import SHARED, TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.core.sample import Sample
 from posttrain.data.byte_decoding import text_decoder
+from posttrain.data.chat_templates import adopt_chat_format
 from posttrain.data.row_formats import PROMPT_ONLY
 from posttrain.losses.advantages import weighted_rewards
 from posttrain.models.float32_head import compute_head_in_float32
@@ -55,6 +57,8 @@ from posttrain.trainer.rollout_scoring import write_logps
 from posttrain.trainer.skipping import skipping_by_position
 from posttrain.trainer.vllm_setup import refuse_correction_without_logps, vllm_engine
 from posttrain.trainer.weight_sync import WeightSync
+
+logger = logging.getLogger(__name__)
 
 ROLLOUTS_FILE = "rollouts_{rank}"
 
@@ -171,6 +175,8 @@ class OnlineTrainer(CollectingTrainer):
 
     def _prepared(self, dataset: Any, name: str) -> Any:
         if self.agents is not None and name == "train":
+            if self.agents.schemas and not self.renderer.has_template:  # tools are called in messages
+                logger.warning(f"{adopt_chat_format(self.renderer)}.".capitalize())
             dataset = self.agents.set_up(self.renderer, self.args, dataset)
         if dataset is None or isinstance(dataset, PromptRows | StreamedPrompts):
             return dataset
@@ -403,6 +409,7 @@ class ScoredWithRollouts(Precomputed):
     """A live reference that was asked when the rollouts were collected; its answers travel with the samples."""
 
     def __init__(self, live: ModelReference) -> None:
+        super().__init__()
         self.live = live
 
     def __str__(self) -> str:

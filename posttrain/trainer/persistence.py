@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 
 from posttrain.core.faults import fault_point
+from posttrain.core.options import resume_wish
 from posttrain.trainer import checkpoint as files
 from posttrain.trainer.background_save import CheckpointNotSaved
 from posttrain.trainer.config import BaseConfig
@@ -120,6 +121,7 @@ class PersistentTrainer(SavingTrainer):
         return output
 
     def _checkpoint_to_resume(self, wanted: str | bool | None) -> Path | None:
+        wanted = resume_wish(wanted)
         if not wanted:
             return None
         if wanted is True:
@@ -146,7 +148,7 @@ class PersistentTrainer(SavingTrainer):
                 f"{folder} belongs to a run that differs from this one (then -> now):\n  "
                 + "\n  ".join(changes)
                 + "\nA resumed run would not be the run that was stopped. Undo the change, name it in `resume_allow_changes`, "
-                "or start afresh in another `output_dir`."
+                "start afresh in another `output_dir`, or here with `resume_from_checkpoint=False` (--fresh)."
             )
         return state
 

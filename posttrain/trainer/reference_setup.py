@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from posttrain.core.batch import RAGGED, SHARED
+from posttrain.data.annotated import AnnotatedDataset
 from posttrain.data.prepare import PrepareOptions, cache_folder
+from posttrain.data.row_store import RowStore
 from posttrain.models.adapters import freeze_copy_of_adapter, is_peft_model
 from posttrain.models.layer_kernels import COMPILED, compile_layers
 from posttrain.models.load import LoadOptions, innermost_model, load_model
 from posttrain.models.reference import (
     GIVEN_SUMS,
+    FrozenCopy,
     GivenSums,
     ModelReference,
     Precomputed,
@@ -77,7 +80,7 @@ def make_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Referen
         return _given(args, ref_model)
     reference = live_reference(trainer, ref_model, policy)
     if args.precompute_ref_log_probs:
-        reference = precomputed(trainer, reference)
+        reference = precomputed(trainer, reference, policy if ref_model is None else ref_model)
     follow_policy(trainer, reference)
     logger.info(f"The reference is {reference}.")
     return reference
@@ -164,8 +167,11 @@ def _placed(trainer: BaseTrainer, model: nn.Module) -> nn.Module:
 # ---- precomputed log-probs -----------------------------------------------------------------------------------------------
 
 
-def precomputed(trainer: BaseTrainer, reference: ModelReference) -> Reference:
-    """Put the reference's log-probs on the rows of the trainer's datasets; nothing of the reference is needed afterwards."""
+def precomputed(trainer: BaseTrainer, reference: ModelReference, source: Any) -> Reference:
+    """Put the reference's log-probs on the rows of the trainer's datasets; its weights need no device memory afterwards.
+
+    `source` is the model or the name that the reference comes from: rows that are evaluated on later are asked of it again.
+    """
     args = trainer.args
     folder = cache_folder(PrepareOptions(cache_dir=args.dataset_cache_dir))
     store = store_of(reference, folder, args.world_size)
@@ -183,4 +189,45 @@ def precomputed(trainer: BaseTrainer, reference: ModelReference) -> Reference:
 
     trainer.train_dataset = annotated(trainer.train_dataset, "train")
     trainer.eval_dataset = annotated(trainer.eval_dataset, "eval")
-    return Precomputed()
+    return Precomputed(_LateRows(trainer, reference, store, source))
+
+
+class _LateRows:
+    """The reference's log-probs of rows that nobody had given when the others' were computed."""
+
+    def __init__(self, trainer: BaseTrainer, reference: ModelReference, store: RowStore, source: Any) -> None:
+        self.trainer, self.store, self.source = trainer, store, source
+        is_copy, has_name = isinstance(reference, FrozenCopy), not isinstance(source, nn.Module)
+        self.reference = None if is_copy and (has_name or trainer.is_fully_sharded) else reference
+        self.is_parked = is_copy and self.reference is not None and reference.model is not source
+        if self.is_parked:  # in host memory: the policy that it was copied from will have moved
+            reference.model.to("cpu")
+
+    def __call__(self, rows: Any) -> Any:
+        if isinstance(rows, AnnotatedDataset):
+            return rows
+        trainer = self.trainer
+        if not hasattr(rows, "__len__") or (trainer.is_fully_sharded and self.reference is None):
+            raise ValueError(
+                "With `precompute_ref_log_probs` a stream cannot be evaluated on, nor, under FSDP and DeepSpeed, rows that the "
+                "trainer was not given: pass them as `eval_dataset`, or turn it off."
+            )
+        reference = self.reference or self._loaded_again()
+        if self.is_parked:
+            reference.model.to(trainer.args.device)
+        found = with_reference_logps(trainer, reference, self.store, rows, "eval")
+        if self.is_parked:
+            reference.model.to("cpu")
+        return found
+
+    def _loaded_again(self) -> ModelReference:
+        reference = live_reference(self.trainer, self.source, None)
+        if (
+            store_of(reference, self.store.folder.parent.parent, self.trainer.args.world_size).folder
+            != self.store.folder
+        ):
+            raise ValueError(
+                f"The weights of {self.source} are not those that the reference log-probs were computed with: the files have "
+                "changed, or tokens were added to the vocabulary. Give these rows to the trainer as `eval_dataset`."
+            )
+        return reference

@@ -11,7 +11,7 @@ from torch import nn
 from posttrain.data.chat_templates import BUILT_IN_FORMATS, use_chat_format
 from posttrain.data.renderer import Renderer
 from posttrain.data.template_checks import trained_stop_token
-from posttrain.models.load import innermost_model
+from posttrain.models.load import innermost_model, model_type_of
 from posttrain.models.vocabulary import copy_chat_template, fit_embeddings
 from posttrain.trainer.config import BaseConfig
 
@@ -37,6 +37,14 @@ def prepare_tokenizer(tokenizer: Any, args: BaseConfig) -> None:
         if tokenizer.eos_token is None:
             raise ValueError("The tokenizer has neither a padding nor an end token: set `pad_token` or `eos_token`.")
         tokenizer.pad_token = tokenizer.eos_token
+
+
+def renderer_of(tokenizer: Any, model: str | Path | nn.Module, args: BaseConfig) -> Renderer:
+    """What renders a run's rows. Where it has to find a chat format itself, it knows the type of the model."""
+    renderer = Renderer(tokenizer)
+    if not renderer.has_template:
+        renderer.model_type = model_type_of(model, args.model_init_kwargs)
+    return renderer
 
 
 def _set_template(tokenizer: Any, source: str) -> None:

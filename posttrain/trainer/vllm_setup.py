@@ -17,6 +17,7 @@ from posttrain.models.weight_export import untied_weights
 from posttrain.rollout.engine import RolloutEngine
 from posttrain.rollout.vllm_engine.params import completion_logps
 from posttrain.serve.auth import TOKEN_VARIABLE
+from posttrain.serve.cuda_ipc import gpu_ids
 from posttrain.trainer.config import DEEPSPEED
 from posttrain.trainer.joint_export import JointExport
 from posttrain.trainer.vllm_options import ADAPTER, AUTO, COLOCATE, SERVER, WEIGHTS
@@ -108,10 +109,22 @@ def _served(trainer: OnlineTrainer) -> RolloutEngine:
     engine = ServedVLLM(clients, vocabulary=vocabulary, options=ServedOptions(deadlines=deadlines))
     try:
         _prepare_to_send(trainer, engine)
+        own = [] if args.device.type != "cuda" else gpu_ids()[args.device.index or 0 :][:1]
+        trainer.loaded.notes += shared_gpu_notes({member.name: member.info for member in engine.fleet.members}, own)
     except BaseException:
         engine.close()  # its watch would go on
         raise
     return engine
+
+
+def shared_gpu_notes(servers: dict[str, Any], own: list[str]) -> list[str]:
+    """A sentence for each server (name -> what it says of itself) that works on the trainer's GPU, whose id is in `own`."""
+    return [
+        f"The server {name} works on this trainer's GPU: each counts on memory that the other takes. Give it a GPU of its own "
+        "(CUDA_VISIBLE_DEVICES where it is started), a smaller --memory-share, or use `vllm_mode='colocate'`."
+        for name, about in servers.items()
+        if set(about.gpus) & set(own)
+    ]
 
 
 def _prepare_to_send(trainer: OnlineTrainer, engine: Any) -> None:

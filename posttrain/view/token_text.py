@@ -15,9 +15,9 @@ TOKENIZER_FILE = "tokenizer.json"
 class TokenText:
     """Ids -> one piece of text for each. A character of several tokens stands with the last of them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._tokenizer = Tokenizer.from_file(str(path))
+    def __init__(self, tokenizer: Path | Tokenizer) -> None:
+        self.path = tokenizer if isinstance(tokenizer, Path) else None
+        self._tokenizer = tokenizer if self.path is None else Tokenizer.from_file(str(tokenizer))
         self._is_bytes = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._byte_of = byte_of_character()
         self._bytes: dict[int, bytes] = {}

@@ -24,6 +24,8 @@ CASES = {
     "null where a value is needed": ("sft", {"max_steps": None, "per_device_train_batch_size": "null"}, ["per_device"]),
     "a choice that does not exist": ("sft", {"lr_scheduler_type": "cosin"}, ["lr_scheduler_type", "cosin", "cosine"]),
     "a loss that does not exist": ("dpo", {"loss_type": "sigmod"}, ["loss_type", "sigmod", "sigmoid"]),
+    "an option that no loss reads": ("dpo", {"label_smoothing": 0.1}, ["label_smoothing", "sigmoid"]),
+    "a pattern that nothing matches": ("sft", {"dataset_name": "data/*.jsonl"}, ["No file matches", "data/*.jsonl"]),
     "a truncation that does not exist": (
         "sft",
         {"truncation_mode": "middle"},

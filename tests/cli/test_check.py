@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import time
 
@@ -105,6 +106,16 @@ FAULTS = {
     "evaluated prompts are trained on": ("sft", [completion(i) for i in ALL], {"eval_dataset_name": [{**completion(i), "completion": " Else."} for i in range(9)]}, "overlap_prompts"),
     "a line that is not JSON": ("sft", '{"text": "a"}\n{"text": "b\n', {}, "line 2"),
     "bytes that are not UTF-8": ("sft", b'{"text": "a"}\n{"text": "\xff"}\n', {}, "UTF-8"),
+    "an argument of a reward": ("grpo", [{"prompt": words(i), "answer": str(i)} for i in ALL], {"reward_funcs": ["accuracy_reward"]}, "needs the argument 'solution', but there is no such column in the dataset; it has answer beside the prompt. Rename the column: --dataset_columns '{\"answer\": \"solution\"}'"),
+    "a reward that cannot be imported": ("grpo", [{"prompt": words(i)} for i in ALL], {"reward_funcs": ["no_such_module.reward"]}, "no_such_module"),
+    "a tool that is not there": ("grpo", [{"prompt": chat(i)["messages"][:1]} for i in ALL], {"reward_funcs": ["think_format_reward"], "tools": ["json.no_such_tool"]}, "no_such_tool"),
+    "a tool without a description": ("grpo", [{"prompt": words(i)} for i in ALL], {"reward_funcs": ["think_format_reward"], "tools": ["json.dumps"]}, "Tool dumps cannot be described"),
+    "no reward": ("grpo", [{"prompt": words(i)} for i in ALL], {"reward_funcs": []}, "needs a reward"),
+    "questions without the template": ("sft", [completion(i) for i in ALL], {}, "no_template: the rows are plain texts"),
+    "pairs without the template": ("dpo", [pair(i) for i in ALL], {}, "no_template"),
+    "turns of users are trained": ("sft", [chat(i) for i in ALL], {}, "trained_turns: all turns are trained, those of system and user too"),
+    "columns that nothing reads": ("sft", [{**chat(i), "source": "web", "text": "x"} for i in ALL], {}, "nothing reads the columns 'source', 'text'"),
+    "columns that no reward reads": ("grpo", [{"prompt": words(i), "solution": "1", "more": 1} for i in ALL], {"reward_funcs": ["shlex.quote"]}, "ignored_columns: nothing reads the columns 'solution', 'more'"),
     "half of a surrogate pair": ("sft", '{"text": "a"}\n{"text": "\\ud83d"}\n', {}, "surrogate"),
 }  # fmt: skip
 TEMPLATES = {
@@ -159,7 +170,7 @@ def checked(folder, model, method, rows, **options):
         "output_dir": str(folder / "out"),
         "dataset_cache_dir": str(folder / "cache"),
         "method": method,
-        **({"num_generations": 4} if method == "grpo" else {}),
+        **({"num_generations": 4, "reward_funcs": ["think_format_reward"]} if method == "grpo" else {}),
         **options,
     }
     (folder / "run.yaml").write_text(yaml.safe_dump(values))
@@ -185,12 +196,60 @@ def test_a_template_s_fault_is_found(tmp_path, model, name):
     assert any(wanted in one["sentence"] for one in report["findings"]), report["findings"]
 
 
+@pytest.fixture(scope="module")
+def plain_model(tmp_path_factory):
+    """One without a chat template, whose rows are plain texts."""
+    folder = tmp_path_factory.mktemp("plain_model")
+    tiny.causal_lm().config.save_pretrained(folder)
+    tiny.tokenizer(None).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("name", CLEAN)
-def test_clean_rows_have_no_fault(tmp_path, model, name):
+def test_clean_rows_have_no_fault(tmp_path, model, plain_model, name):
     method, rows = CLEAN[name]
-    code, report = checked(tmp_path, model, method, rows)
-    assert (code, report["findings"]) == (0, [])
+    is_plain = isinstance(rows[0].get("prompt"), str)
+    code, report = checked(tmp_path, plain_model if is_plain else model, method, rows)
+    assert (code, [one for one in report["findings"] if one["severity"] != "note"]) == (0, [])
+    notes = [one["kind"] for one in report["findings"]]
+    assert notes == (["trained_turns"] if name in ("messages", "ShareGPT", "tools") else [])
     assert report["datasets"][0]["rows"] == len(rows)
+
+
+def test_counts_are_of_rows(tmp_path, model):
+    """A row with two faults of a kind is one row, and is named once."""
+    rows = [pair(0), {"prompt": "a", "chosen": "", "rejected": ""}, pair(2)]
+    code, report = checked(tmp_path, model, "dpo", rows)
+    (empty,) = [one for one in report["findings"] if "cannot be trained on" in one["sentence"]]
+    assert (code, empty["count"], empty["rows"]) == (1, 1, [1])
+    assert empty["sentence"].startswith("1 of 3 rows")
+
+
+def test_packages_that_are_not_there_are_named(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(
+        "importlib.util.find_spec",
+        lambda name, find=importlib.util.find_spec: find(name) if "outlines" not in name else None,
+    )
+    monkeypatch.setattr(
+        "transformers.integrations.integration_utils.get_available_reporting_integrations", lambda: ["tensorboard"]
+    )
+    options = {"vllm_structured_outputs_regex": "a+", "report_to": ["wandb", "tensorboard"]}
+    code, report = checked(tmp_path, model, "grpo", [{"prompt": chat(i)["messages"][:1]} for i in ALL], **options)
+    told = [one["sentence"] for one in report["findings"] if one["kind"] == "package"]
+    assert code == 0
+    assert told == [
+        "`vllm_structured_outputs_regex` needs a package that is not installed on this machine: pip install outlines-core",
+        "`report_to` wandb needs a package that is not installed on this machine: pip install wandb",
+    ]
+
+
+@pytest.mark.parametrize("text", ["Привет, мир", "こんにちは", "नमस्ते 👋🏽", "Zoë"])
+def test_every_script_is_shown_as_it_is_written(tmp_path, model, capsys, text):
+    rows = [{"prompt": f"{text} {i}", "completion": f" {text}"} for i in range(3)]
+    checked(tmp_path, model, "sft", rows)
+    shown = capsys.readouterr().out
+    assert text in shown
+    assert "\N{REPLACEMENT CHARACTER}" not in shown
 
 
 def test_samples_are_shown_token_by_token(tmp_path, model, capsys):

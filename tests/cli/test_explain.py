@@ -13,6 +13,7 @@ from posttrain.cli.arguments import parse
 from posttrain.cli.assemble import trainer_of
 from posttrain.cli.explain import Explained
 from posttrain.cli.explain_text import counts_lines
+from posttrain.cli.needs import notes_on_servers
 from tests.cli import test_broken_configs as broken
 from tests.cli.runs import flags, folder_with_inputs, options_of, posttrain
 
@@ -299,6 +300,25 @@ def test_the_screen_and_the_file_say_the_same(here, capsys):
     assert "On 24 GB it fits" in shown
     assert f"{told['counts']['per_step']['tokens']['total']:,}" in shown
     assert set(told["memory"]["phases"]) == {"load", "update"}
+
+
+def test_what_the_run_will_not_find_is_said(here, capsys, monkeypatch):
+    trackers = "transformers.integrations.integration_utils.get_available_reporting_integrations"
+    monkeypatch.setattr(trackers, lambda: [])
+    words = words_of("grpo", "grpo", {**GROUPS, "reward_funcs": ["accuracy_reward"], "report_to": "wandb"})
+    assert posttrain("explain", "grpo", *words) == 0
+    shown = capsys.readouterr().out
+    assert "Reward accuracy_reward needs the argument 'solution'" in shown
+    assert "`report_to` wandb needs a package that is not installed on this machine: pip install wandb." in shown
+
+
+def test_a_server_that_shares_the_gpu_is_said(here, monkeypatch):
+    changes = {**GROUPS, "use_vllm": True, "vllm_mode": "server"}
+    monkeypatch.setattr("posttrain.cli.launch.visible_gpus", lambda ids: 1)
+    (note,) = [note for note in explained("grpo", "grpo", changes).counts.notes if "127.0.0.1:8000" in note]
+    assert "shares a GPU with the trainer, which takes all 1 of this machine" in note
+    assert "may share a GPU" in notes_on_servers(["http://localhost:1"], 1, 2)[0]
+    assert notes_on_servers(["http://elsewhere:1"], 1, 1) == []
 
 
 def test_a_file_that_names_its_method(here, capsys):

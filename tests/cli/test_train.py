@@ -13,8 +13,10 @@ import pytest
 import yaml
 
 from posttrain.cli.arguments import parse
+from posttrain.cli.errors import UsageError
 from posttrain.cli.main import main
 from posttrain.cli.option_table import method_names, table_of
+from posttrain.cli.train import _resume
 from posttrain.methods.table import METHODS
 from scripts import option_specs
 from tests.cli.runs import flags, options_of, posttrain
@@ -149,6 +151,42 @@ def test_the_same_command_again_goes_on(folder, capsys):
     assert len(json.loads((folder / "out-sft" / "run.json").read_text())["starts"]) == 2
     assert main([*words, "--learning_rate", "0.5"]) == 2  # another run: refused, not mixed
     assert "learning_rate" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([], True),
+        (["--fresh"], False),
+        (["--fresh", "--resume_from_checkpoint", "none"], False),
+        (["--no_fresh"], True),
+        *((["--resume_from_checkpoint", word], False) for word in ("none", "None", "null", "false", "False", "no")),
+        *((["--resume_from_checkpoint", word], True) for word in ("true", "True", "auto")),
+        (["--resume_from_checkpoint", "elsewhere/checkpoint-4"], "elsewhere/checkpoint-4"),
+    ],
+)
+def test_whether_a_run_continues(tmp_path, words, wanted):
+    """In a folder that holds a checkpoint; `none` and `false` mean what they say."""
+    (tmp_path / "checkpoint-2").mkdir()
+    assert _resume(parse("sft", words), tmp_path) == wanted
+
+
+def test_a_file_of_trl_that_says_null_starts_afresh(tmp_path):
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "run.yaml").write_text("resume_from_checkpoint: null\n")
+    assert _resume(parse("sft", [str(tmp_path / "run.yaml")]), tmp_path) is False
+
+
+def test_fresh_and_a_checkpoint_contradict_each_other(tmp_path):
+    with pytest.raises(UsageError, match=r"`fresh` starts from the beginning.*give one of them"):
+        _resume(parse("sft", ["--fresh", "--resume_from_checkpoint", "true"]), tmp_path)
+
+
+def test_a_fresh_start_is_not_written_down(folder):
+    """What a run leaves behind continues it: a start from the beginning is asked for each time."""
+    options = {**options_of("sft"), "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    assert posttrain("sft", *flags(options), "--fresh") == 0
+    assert "fresh" not in yaml.safe_load((folder / "out-sft" / "posttrain.yaml").read_text())
 
 
 def test_a_run_starts_again_from_what_it_left_behind(folder):

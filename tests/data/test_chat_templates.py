@@ -6,15 +6,19 @@ import json
 
 import pytest
 import torch
+from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import posttrain
+from posttrain import SFTConfig, SFTTrainer
 from posttrain.data import chat_helpers
-from posttrain.data.chat_templates import BUILT_IN_FORMATS, describe_template, use_chat_format
+from posttrain.data.chat_templates import BUILT_IN_FORMATS, describe_template, detect_chat_format, use_chat_format
 from posttrain.data.renderer import Conversation, Renderer, RenderError
 from posttrain.models.chat_template_clone import clone_chat_template
+from posttrain.models.load import model_type_of
+from tests import tiny
 from tests.data.chat_cases import CALL, REAL_FAMILIES, SHAPES, SYSTEM, TOOLS, call, said, template_text, thought, user
-from tests.data.tiny_tokenizers import KINDS, kind, tokenizer_for
+from tests.data.tiny_tokenizers import KINDS, _wrapped, byte_level_without_control_tokens, kind, tokenizer_for
 
 DIALOGUE = [SYSTEM, user("One?"), said("First."), user("Two?")]
 
@@ -410,3 +414,55 @@ def test_a_source_without_a_template_is_refused(tmp_path):
     KINDS["byte_level"]().save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no chat template to clone"):
         clone_chat_template(None, KINDS["metaspace"](), str(tmp_path))
+
+
+# ---- tokenizers without a template ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("specials", "model_type", "wanted", "why"),
+    [
+        (["<|im_start|>", "<|im_end|>"], "llama", "chatml", "<|im_start|>, <|im_end|>"),
+        (["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"], "llama", "llama3", "<|eot_id|>"),
+        (["<start_of_turn>", "<end_of_turn>"], "gemma3_text", "gemma", "<start_of_turn>, <end_of_turn>"),
+        (["<|system|>", "<|user|>", "<|assistant|>"], "stablelm", "zephyr", "<|system|>, <|user|>, <|assistant|>"),
+        (["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"], "phi3", "phi3", "<|end|>"),
+        (["[INST]", "[/INST]"], "mistral", "mistral", "[INST], [/INST]"),
+        (["<｜User｜>", "<｜Assistant｜>"], "llama", "deepseek", "<｜User｜>, <｜Assistant｜>"),
+        ([], "mistral", "mistral", "the model is of type mistral"),
+        ([], "llama", "llama2", "the model is of type llama"),
+        ([], "gpt2", "chatml", "neither its control tokens nor the model's type"),
+        ([], None, "chatml", "neither its control tokens nor the model's type"),
+    ],
+)
+def test_the_format_is_told_by_control_tokens_then_by_the_model(specials, model_type, wanted, why):
+    tokenizer = _wrapped(byte_level_without_control_tokens(), specials, eos_token="</s>", bos_token="<s>")
+    name, reason = detect_chat_format(tokenizer, model_type)
+    assert name == wanted
+    assert why in reason
+
+
+def test_conversations_without_a_template_are_rendered_in_the_format_that_is_announced(tmp_path, capsys):
+    """It was an error on every row. Plain rows of the same tokenizer are left without a template."""
+    tokenizer = tiny.tokenizer(None)
+    options = SFTConfig(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", dataset_cache_dir=str(tmp_path / "cache")
+    )
+    made = SFTTrainer.without_model(tiny.causal_lm(), options, tokenizer)
+    made._prepared(Dataset.from_list([{"text": "plain"}]), "train")
+    assert tokenizer.chat_template is None
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]
+    prepared = made._prepared(Dataset.from_list([{"messages": messages}]), "train")
+    ((sample,),) = list(prepared)
+    assert (
+        tokenizer.decode(sample.input_ids) == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
+    )
+    told = capsys.readouterr().out
+    assert "the built-in format chatml is used: its vocabulary has <|im_start|>, <|im_end|> (another one" in told
+
+
+def test_the_type_of_a_model_is_read_from_its_config(tmp_path):
+    tiny.config("llama").save_pretrained(tmp_path)
+    assert model_type_of(str(tmp_path), None) == "llama"
+    assert model_type_of(tiny.causal_lm(), None) == "qwen2"
+    assert model_type_of(str(tmp_path / "nowhere"), None) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import datasets
@@ -66,6 +67,36 @@ def test_conversation_is_trained_whole_or_on_the_assistant(prepare):
     whole = f"{PROMPT_TEXT}Yes.{EOS}\n"
     assert prepare(rows, SFT) == [[(whole, whole)]]
     assert prepare(rows, SFT, assistant_only_loss=True) == [[(whole, f"Yes.{EOS}")]]
+
+
+@pytest.mark.parametrize("only", [True, False])
+def test_turns_of_weight_0_are_context(prepare, only):
+    """OpenAI's key: 0 for an answer that is read and not learned."""
+    messages = [USER, {**OTHER, "weight": 0}, turn("user", "Sure?"), {**ANSWER, "weight": 1}]
+    ((found,),) = prepare([{"messages": messages}], SFT, assistant_only_loss=only)
+    asked = f"{EOS}\n<|im_start|>user\nSure?{EOS}\n<|im_start|>assistant\n"
+    whole = f"{PROMPT_TEXT}No.{asked}Yes.{EOS}\n"
+    assert found == (whole, f"Yes.{EOS}" if only else f"{PROMPT_TEXT}{asked.removeprefix(EOS)}Yes.{EOS}\n")
+    answers = [{**OTHER, "weight": 0}, turn("user", "Sure?"), ANSWER]
+    ((found,),) = prepare([{"prompt": [USER], "completion": answers}], SFT)
+    assert found == (whole, f"{asked.removeprefix(EOS)}Yes.{EOS}\n")
+
+
+def test_roles_may_be_in_capitals(prepare):
+    capitals = [{"messages": [{**USER, "role": "User"}, {**ANSWER, "role": "ASSISTANT "}]}]
+    others = [{"conversations": [{"from": "Human", "value": "Hi"}, {"from": "GPT", "value": "Yes."}]}]
+    wanted = prepare([{"messages": [USER, ANSWER]}], SFT)
+    assert prepare(capitals, SFT) == wanted
+    assert prepare(others, SFT) == wanted
+
+
+def test_messages_may_be_json_text(prepare):
+    wanted = prepare([{"messages": [USER, ANSWER]}], SFT)
+    assert prepare([{"messages": json.dumps([USER, ANSWER])}], SFT) == wanted
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes."}]
+    assert prepare([{"conversations": json.dumps(turns)}], SFT) == wanted
+    with pytest.raises(FormatError, match=r"columns of train are 'messages'; this method reads"):
+        prepare([{"messages": "Hello!"}], SFT)
 
 
 def test_completion_is_trained(prepare):
@@ -255,6 +286,28 @@ def test_unknown_columns_are_refused_with_what_would_do():
         FormatError, match=r"columns of train are 'question', 'answer'; this method reads .*'chosen' \+"
     ):
         detect_format([{"question": "Q", "answer": "A"}], DPO, name="train")
+
+
+@pytest.mark.parametrize(
+    ("columns", "accepted", "renamed"),
+    [
+        (("promt", "completion"), SFT, {"promt": "prompt"}),
+        (("Question", "answer"), SFT, {"Question": "prompt", "answer": "completion"}),
+        (("question", "good", "bad"), DPO, {"question": "prompt", "good": "chosen", "bad": "rejected"}),
+        (("prompt", "choosen", "reject"), DPO, {"choosen": "chosen", "reject": "rejected"}),
+        (("query",), ONLINE, {"query": "prompt"}),
+        (("colour", "size"), SFT, None),
+    ],
+)
+def test_near_misses_are_answered_with_the_line_to_write(columns, accepted, renamed):
+    with pytest.raises(FormatError) as error:
+        detect_format([dict.fromkeys(columns, "some text")], accepted, name="train")
+    if renamed is None:
+        assert "Rename the columns, or give a formatting function" in str(error.value)
+        return
+    line = str(error.value).split("Write --dataset_columns '")[1].split("'")[0]
+    assert json.loads(line) == renamed
+    assert detect_format([{renamed.get(name, name): "some text" for name in columns}], accepted)
 
 
 def test_check_and_normalise_of_a_single_row():

@@ -101,6 +101,26 @@ def test_csv_with_a_row_of_other_width(tmp_path):
         load_source(str(tmp_path / "bad.csv"))
 
 
+@pytest.mark.parametrize("sign", [",", ";", "\t"])
+def test_csv_of_other_countries(tmp_path, sign):
+    (tmp_path / "a.csv").write_text(f"prompt{sign}completion\nWhat is 2?{sign}Two\n")
+    assert list(load_source(str(tmp_path / "a.csv"))) == [{"prompt": "What is 2?", "completion": "Two"}]
+
+
+def test_patterns_of_files(tmp_path):
+    """All that match, in the order of their names, whatever splits they are named after."""
+    for number, name in enumerate(("test-b.jsonl", "sub/c.jsonl", "train-a.jsonl")):
+        write_lines(tmp_path / name, [{"text": f"{name} {number}"}])
+    (tmp_path / "notes.txt").write_text("not this one\n")
+    assert [row["text"] for row in load_source(f"{tmp_path}/*.jsonl")] == ["test-b.jsonl 0", "train-a.jsonl 2"]
+    assert len(load_source(f"{tmp_path}/**/*.jsonl")) == 3
+    assert len(list(load_source(f"{tmp_path}/t*[ab].jsonl", streaming=True))) == 2
+    with pytest.raises(SourceError, match=r"No file matches .*/\*\.csv"):
+        load_source(f"{tmp_path}/*.csv")
+    with pytest.raises(SourceError, match="one known type"):
+        load_source(f"{tmp_path}/*")
+
+
 def test_csv_values_are_what_was_written(tmp_path):
     (tmp_path / "a.csv").write_text('completion,label\nNone,True\n007,0\n"a, ""b""\nc",false\n')
     rows = list(load_source(str(tmp_path / "a.csv")))

@@ -275,8 +275,6 @@ BAD_OPTIONS = [
     ("dpo", {"loss_type": ["sigmoid"], "loss_weights": [1.0, 2.0]}, "loss_weights"),
     ("dpo", {"beta": 0.0}, "`beta` is 0.0"),
     ("dpo", {"loss_type": "exo_pair"}, "label_smoothing"),
-    ("dpo", {"label_smoothing": 0.1}, "none of the losses sigmoid reads it"),
-    ("dpo", {"discopop_tau": 0.1}, "none of the losses sigmoid reads it"),
     ("dpo", {"loss_type": "aot", "use_weighting": True}, "use_weighting"),
     ("dpo", {"loss_type": "apo_zero", "f_divergence_type": "forward_kl"}, "reverse_kl only"),
     ("dpo", {"ld_alpha": 1.5}, "`ld_alpha` is 1.5"),
@@ -291,6 +289,32 @@ def test_a_bad_option_is_refused_when_the_config_is_made(tmp_path, method, optio
     with pytest.raises(ValueError, match=r".*") as error:
         TRAINERS[method][1](output_dir=str(tmp_path), use_cpu=True, **options)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize("option", ["label_smoothing", "discopop_tau"])
+def test_an_option_that_no_loss_reads_is_refused_before_anything_is_loaded(tmp_path, option):
+    with pytest.raises(ValueError, match=f"`{option}` is set, but none of the losses sigmoid reads it"):
+        make("dpo", tmp_path, tiny.pairs(4), model="no/such-model", **{option: 0.1})
+    with pytest.raises(ValueError, match=f"`{option}` is set, but none of the losses ignores reads it"):
+        make("dpo", tmp_path, tiny.pairs(4), given={"loss": ignores}, **{option: 0.1})
+
+
+def ignores(pair, beta):
+    return -beta * pair.margins
+
+
+def test_a_loss_of_ones_own_reads_every_option_that_it_names(tmp_path):
+    seen = []
+
+    def smoothed(pair, beta, label_smoothing, discopop_tau):
+        seen.append((beta, label_smoothing, discopop_tau))
+        logits = beta * pair.margins
+        sides = torch.nn.functional.logsigmoid
+        return -(1 - label_smoothing) * sides(logits) - label_smoothing * sides(-logits)
+
+    options = {"label_smoothing": 0.3, "discopop_tau": 0.2, "beta": 0.5, "max_steps": 1}
+    make("dpo", tmp_path, tiny.pairs(4), given={"loss": smoothed}, **options).train()
+    assert set(seen) == {(0.5, 0.3, 0.2)}
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -21,6 +21,10 @@ ARGUMENTS = {
         "--model_name_or_path", "model", "--dataset_name", "reward.jsonl", "--output_dir", "out", "--max_steps", "2",
         "--report_to", "none", "--use_cpu", "True", "--save_strategy", "no",
     ],
+    "grpo_with_parser.py": [
+        "--config", "recipe.yaml", "--model_name_or_path", "model", "--dataset_name", "grpo.jsonl", "--num_generations", "4",
+        "--per_device_train_batch_size", "4", "--max_completion_length", "6", "--use_peft", "--logging_steps", "1",
+    ],
 }  # fmt: skip
 
 
@@ -83,6 +87,17 @@ def test_what_is_missing_is_named(tmp_path):
     assert "AutoModelForCausalLMWithValueHead" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert ran(tmp_path / "nowhere.py", tmp_path).returncode == 2
+
+
+def test_modules_are_attributes(tmp_path):
+    """`import trl` alone gives trl.rewards, as TRL does."""
+    (tmp_path / "script.py").write_text(
+        "import trl\nprint(trl.rewards.accuracy_reward.__module__, trl.trainer.SFTTrainer.__name__)\nprint(trl.oddity)\n"
+    )
+    ended = ran(tmp_path / "script.py", tmp_path)
+    assert ended.stdout.split() == ["posttrain.rewards.accuracy", "SFTTrainer"]
+    assert ended.returncode == 2
+    assert "imports oddity from trl" in ended.stderr
 
 
 def test_an_error_of_the_script_keeps_its_traceback(tmp_path):

@@ -9,9 +9,18 @@ from datasets import Dataset
 from peft import IA3Config, LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
 
-from posttrain import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+from posttrain import (
+    DPOConfig,
+    DPOTrainer,
+    ModelConfig,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+    get_peft_config,
+)
 from posttrain.core.batch import PADDED, RAGGED
-from posttrain.models.adapters import adapter_in_use, freeze_copy_of_adapter
+from posttrain.models.adapters import adapter_in_use, add_adapter, freeze_copy_of_adapter
 from posttrain.models.reference import create_reference_model, frozen_copy
 from tests import tiny
 
@@ -249,3 +258,25 @@ def test_a_quantised_base_without_an_adapter_is_refused(tmp_path):
     tiny.causal_lm(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match="adapter"):
         sft(tmp_path, str(tmp_path / "base"), quantization_config=BitsAndBytesConfig(load_in_8bit=True))
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3_moe"])
+def test_a_lora_that_names_no_layers_goes_on_all_linear_ones(family):
+    """PEFT would take queries and values, and refuse an architecture that its table lacks; the head is left alone."""
+    config = LoraConfig(r=2)
+    model = add_adapter(tiny.causal_lm(family=family), config, torch.float32)
+    trained = {name.split(".lora_")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kinds = {name.split(".")[-1] for name in trained}
+    assert kinds >= {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert kinds >= ({"experts"} if "moe" in family else {"gate_proj", "up_proj", "down_proj"})
+    assert not any("lm_head" in name or "embed" in name for name in trained)
+    assert config.target_modules is None  # the user's object is as it was
+
+
+def test_what_is_named_is_taken():
+    model = add_adapter(tiny.causal_lm(), LoraConfig(r=2, target_modules=["q_proj"]), torch.float32)
+    assert model.peft_config["default"].target_modules == {"q_proj"}
+    options = ModelConfig(use_peft=True, lora_target_modules=["q_proj", "v_proj"])
+    assert add_adapter(tiny.causal_lm(), get_peft_config(options), torch.float32).peft_config[
+        "default"
+    ].target_modules == {"q_proj", "v_proj"}

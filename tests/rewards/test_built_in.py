@@ -175,3 +175,28 @@ def test_factories_make_things_that_travel():
     wrong = [-1 + 0.25 * (1 - math.cos(math.pi * n / 10)) for n in (7, 8)]
     expected = [[wrong[0], -(1 - 1 / 5), -0.4], [wrong[1], -(1 - 1 / 6), -0.6]]
     assert results.values == pytest.approx(np.array(expected))
+
+
+@pytest.mark.parametrize(
+    ("answer", "solution", "wanted"),
+    [
+        ("The answer is twelve.", "12", 1.0),
+        ("twenty-one", "21", 1.0),
+        ("After 3 steps I get 9. The answer is forty two.", "42", 1.0),
+        (r"With 3 of them: \boxed{\text{seven}}", "7", 1.0),
+        ("one million two hundred thousand and five", "1200005", 1.0),
+        ("minus three", "-3", 1.0),
+        ("12", "twelve", 1.0),
+        ("seven", "8", 0.0),
+        ("two three", "5", 0.0),  # two numbers are not their sum
+        ("We have 5 apples, and this is the right one.", "5", 1.0),  # a pronoun
+        ("The answer is 1.5e3.", "1500", 1.0),
+        ("1500", "1.5E3", 1.0),
+        (r"\boxed{3e-4}", "0.0003", 1.0),
+        ("It is 1.5 x 10^3 here", "1500", 1.0),
+        ("2.5 × 10^{-3}", "0.0025", 1.0),
+        ("1.5e3", "3", 0.0),
+    ],
+)
+def test_numbers_in_words_and_in_scientific_notation(answer, solution, wanted):
+    assert accuracy_reward([answer], [solution]) == [wanted]

@@ -108,6 +108,33 @@ def test_numbers_are_those_of_the_live_reference(tmp_path, counted):
             np.testing.assert_allclose(stored, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["module", "folder", "adapter", "given"])
+def test_rows_that_come_later_are_computed_when_they_are_evaluated_on(tmp_path, counted, kind):
+    """After a step, on rows that the trainer was not given: the loss is that of a run whose reference stayed in memory."""
+    tiny.causal_lm().save_pretrained(tmp_path / "model")
+    found = []
+    for precomputes in (False, True):
+        options = {
+            "output_dir": str(tmp_path / "run"), "dataset_cache_dir": str(tmp_path / "cache"), "max_steps": 1, "use_cpu": True,
+            "per_device_train_batch_size": 4, "report_to": "none", "learning_rate": 1e-2, "save_strategy": "no",
+        }  # fmt: skip
+        trainer = DPOTrainer(
+            str(tmp_path / "model") if kind == "folder" else tiny.causal_lm(),
+            ref_model=tiny.causal_lm(seed=1) if kind == "given" else None,
+            args=DPOConfig(precompute_ref_log_probs=precomputes, **options),
+            processing_class=tiny.tokenizer(),
+            train_dataset=Dataset.from_list(rows(0, 4)),
+            peft_config=LORA if kind == "adapter" else None,
+        )
+        trainer.train()
+        counted.since()
+        found.append(trainer.evaluate(Dataset.from_list(rows(4, 9)))["eval_loss"])
+    assert counted.since() == 10  # five pairs, once
+    assert found[0] == pytest.approx(found[1], abs=1e-5)
+    trainer.evaluate(Dataset.from_list(rows(4, 9)))
+    assert counted.since() == 0
+
+
 def test_changed_weights_compute_everything(tmp_path, counted):
     dpo(tmp_path, rows(0, 8))
     counted.since()

@@ -12,11 +12,17 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from posttrain import GRPOConfig, GRPOTrainer, RLOOTrainer
-from posttrain.rollout.vllm_engine.client import ServerClient
+from posttrain.rollout.vllm_engine.client import ServerClient, ServerInfo
 from posttrain.rollout.vllm_engine.params import PROCESSED, RAW
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerRefused, ServerSlow
 from posttrain.rollout.vllm_engine.upstream import UpstreamClient
-from posttrain.trainer.vllm_setup import _sends_adapter, client_of, refuse_correction_without_logps, vllm_engine
+from posttrain.trainer.vllm_setup import (
+    _sends_adapter,
+    client_of,
+    refuse_correction_without_logps,
+    shared_gpu_notes,
+    vllm_engine,
+)
 from posttrain.trainer.weight_sync import WeightSync
 from tests import tiny
 from tests.rollout.served import echo_process, needs_uvicorn
@@ -122,6 +128,25 @@ def test_a_correction_that_cannot_be_asked_for_is_an_error_and_not_a_no():
     del made.args  # `corrects_sampler` cannot say anything
     with pytest.raises(AttributeError, match="args"):
         refuse_correction_without_logps(made)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "world_size", "shared"),
+    [
+        (["GPU-1"], 1, True),
+        (["GPU-0", "GPU-1"], 2, True),
+        (["GPU-0", "GPU-1"], 1, False),  # it sees the trainer's and works on the other
+        (["GPU-2"], 1, False),
+        ([], 1, False),
+    ],
+)
+def test_a_server_on_the_trainers_gpu_is_noticed(gpus, world_size, shared):
+    ways = {"cuda_ipc": {"gpus": gpus} if gpus else None, "http": {}}
+    about = ServerInfo("m", "vllm", 64, 9, RAW, None, None, transports=ways, world_size=world_size)
+    notes = shared_gpu_notes({"http://here:8000": about}, ["GPU-1"])
+    assert len(notes) == shared
+    assert not shared or "http://here:8000 works on this trainer's GPU" in notes[0]
+    assert shared_gpu_notes({"http://here:8000": about}, []) == []  # a trainer without a GPU
 
 
 # ---- what is sent ----------------------------------------------------------------------------------------------------------

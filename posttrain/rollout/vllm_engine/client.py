@@ -15,6 +15,7 @@ from posttrain.rollout.vllm_engine.transport import Deadlines, ServerAnswer, Ser
 from posttrain.rollout.vllm_engine.weight_channel import AUTO, NOT_OFFERED, WeightChannel
 from posttrain.rollout.vllm_engine.weight_senders import Sides, Wire
 from posttrain.serve.payload import Manifest, encode_manifest
+from posttrain.serve.transports import CUDA_IPC
 
 ABORTED = "aborted"
 PROTOCOL = 2
@@ -44,6 +45,12 @@ class ServerInfo:
     in_flight: int = 0
     dtype: str | None = None  # in which it computes
     transports: dict[str, Any] = field(default_factory=dict)  # the ways by which it takes weights, see `weight_senders`
+    world_size: int = 1  # GPUs that hold its model, the first of those that it sees
+
+    @property
+    def gpus(self) -> list[str]:
+        """Ids of the GPUs that it works on; none where it does not say."""
+        return (self.transports.get(CUDA_IPC) or {}).get("gpus", [])[: self.world_size]
 
 
 @dataclass(frozen=True)
@@ -267,6 +274,7 @@ def _info(fields: Any) -> ServerInfo:
         in_flight=int(fields["in_flight"]),
         dtype=str(fields["dtype"]),
         transports=dict(fields["transports"]),
+        world_size=int(fields["world_size"]),
     )
 
 
