@@ -30,9 +30,7 @@ class Conversation:
     tools: list[dict[str, Any]] | None = None
     template_kwargs: dict[str, Any] | None = None
     num_prompt_messages: int | None = None
-    untrained: frozenset[int] = (
-        frozenset()
-    )  # numbers of the assistant's messages that are context only (OpenAI's weight 0)
+    untrained: frozenset[int] = frozenset()  # the assistant's messages that are context only (OpenAI's weight 0)
 
 
 def is_assistant(message: Any) -> bool:
