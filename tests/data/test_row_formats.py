@@ -224,7 +224,7 @@ def test_tools_and_template_arguments_reach_the_template(tmp_path):
     tokenizer.chat_template = (
         "{{ tools | length if tools else 0 }}/{{ mood }}:"
         "{% for m in messages %}{{ m['role'] }}={{ m['content'] }}{% if m.tool_calls %}"
-        "{{ m.tool_calls[0].function.arguments.a }}{% endif %};{% endfor %}"
+        "{{ m.tool_calls[0].function.name }}({{ m.tool_calls[0].function.arguments.a }}){% endif %};{% endfor %}"
     )
     call = {"type": "function", "function": {"name": "f", "arguments": '{"a": 7}'}}
     row = {
@@ -236,7 +236,7 @@ def test_tools_and_template_arguments_reach_the_template(tmp_path):
     options = PrepareOptions(cache_dir=tmp_path, chat_template_kwargs={"mood": "all"})
     prepared = prepare_dataset(datasets.Dataset.from_list([row, plain]), SFT, Renderer(tokenizer), options)
     texts = [tokenizer.decode(unit[0].input_ids) for unit in prepared]
-    assert texts == ["1/own:user=Hi;assistant=7;tool=8;assistant=Yes.;", "0/all:user=Hi;assistant=Yes.;"]
+    assert texts == ["1/own:user=Hi;assistant=f(7);tool=8;assistant=Yes.;", "0/all:user=Hi;assistant=Yes.;"]
 
 
 # ------------------------------------------------------------------------------------------------------------- detection
