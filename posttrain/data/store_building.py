@@ -43,7 +43,6 @@ logger = logging.getLogger(__name__)
 BATCH_ROWS = 1000
 ROWS_PER_WORKER = 5000  # fewer are not worth a process, which needs two seconds to start
 FEWEST_ROWS, MOST_ROWS = 128, 20_000  # of what a worker takes at once
-ROWS_TRIED = 100
 TELL_EVERY_S = 10
 TALLY = "tally.json"
 SHARED_ROWS = "rows.arrow"
@@ -225,8 +224,6 @@ def build_store(
     folder.mkdir(parents=True, exist_ok=True)
     if num_workers > 1:
         source = source.in_a_file(folder / SHARED_ROWS)
-        # What is found out on the way (the compiled template, its skeletons) is then known to every worker.
-        RowExaminer(detection, renderer, options).examine(source.rows(0, ROWS_TRIED))
 
     def build_part(i: int) -> None:
         _build_part(source, *shares[i], RowExaminer(detection, renderer, options), name, folder, f"part-{i}.")
