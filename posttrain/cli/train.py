@@ -11,6 +11,7 @@ from posttrain.cli import launch
 from posttrain.cli.arguments import RunConfig, parse
 from posttrain.cli.help_text import help_of
 from posttrain.cli.output import no_bars
+from posttrain.core.secrets import hidden_text
 
 
 def main(method: str, words: list[str]) -> int:
@@ -66,7 +67,7 @@ def train(config: RunConfig, words: list[str]) -> int:
 
 def _ended(method: str, sentence: str) -> int:
     """For a run that began as it should and came to a bad end."""
-    print(f"posttrain {method}: {sentence}", file=sys.stderr)
+    print(hidden_text(f"posttrain {method}: {sentence}"), file=sys.stderr)
     return 1
 
 
