@@ -25,6 +25,8 @@ SURE = ("token", "secret", "secrets", "password", "passwd", "passphrase", "pwd",
 """Words of a name under which any text is a secret."""
 MAYBE = ("key", "keys", "tokens", "auth", "pat", "pw", "pass", "hook", "sig", "signature", "sid", "pin", "otp")
 """Words under which a text is one unless it is plainly a word (`text_key: text`, `auth: none`)."""
+KEYS_OF = ("api", "access", "private", "auth", "service", "account")
+"""With one of these beside it, a key is one for sure."""
 NUMBERS_TOO = ("secret", "password", "passwd", "passphrase", "pwd", "pin", "otp")
 HARMLESS = frozenset(("pad", "eos", "bos", "unk", "sep", "cls", "mask", "eot", "eom", "image", "audio", "video", "special", "stop",
                       "file", "path", "dir", "sock", "type"))  # fmt: skip
@@ -69,6 +71,8 @@ def named_secret(name: str, value: Any) -> bool:
     if CONTROL_TOKEN.fullmatch(str(value)):
         return False
     if any(word in SURE or word.endswith(("token", "secret", "password", "apikey", "webhook")) for word in words):
+        return True
+    if any(word in ("key", "keys") for word in words) and any(word in KEYS_OF for word in words):
         return True
     maybe = any(word in MAYBE or word.endswith("key") for word in words)
     return maybe and len(value) >= LEAST_LETTERS and not PLAIN.fullmatch(str(value))

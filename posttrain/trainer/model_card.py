@@ -307,8 +307,8 @@ def _plain(value: Any) -> Any:
 
 
 def publishable(value: Any) -> str:
-    """The value of an option whose secrets are hidden, for everyone to read: of local paths only the last parts."""
-    value = _plain(value)
+    """An option's value for everyone to read: no secret, of local paths only the last parts."""
+    value = without_secrets(_plain(value))
     if isinstance(value, dict):
         return "{" + ", ".join(f"{k}: {publishable(v)}" for k, v in value.items() if v != HIDDEN) + "}"
     if isinstance(value, (list, tuple)):

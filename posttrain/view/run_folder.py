@@ -9,8 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from posttrain.core.config_file import parsed
 from posttrain.core.secrets import without_secrets
 from posttrain.view.errors import NoRunError
 from posttrain.view.json_lines import GrowingLines
@@ -156,8 +155,8 @@ def _read_mapping(path: Path) -> dict[str, Any] | None:
         if path.stat().st_size > MOST_BYTES:
             return None
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):  # it is being written, or is nothing we know
+        content = json.loads(text) if path.suffix == ".json" else parsed(text, str(path))
+    except (OSError, ValueError, RecursionError):  # it is being written, or is nothing we know
         return None
     return without_secrets(content) if isinstance(content, dict) else None
 
