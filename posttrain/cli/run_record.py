@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.core.secrets import HIDDEN, hidden_text, known_secrets, private_opener, without_secrets
+from posttrain.core.secrets import HIDDEN, hidden_text, known_secrets, without_secrets, write_whole
 
 if TYPE_CHECKING:
     from posttrain.cli.arguments import RunConfig
@@ -22,10 +22,10 @@ PACKAGES = ("posttrain", "torch", "transformers", "accelerate", "datasets", "pef
 def write_record(folder: Path, config: RunConfig, command: list[str]) -> None:
     """Both files, without secrets and for their owner only; an older run.json keeps its entries: one for each start."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / CONFIG_FILE, config_text(config))
+    write_whole(folder / CONFIG_FILE, config_text(config))
     starts = read_starts(folder)
     starts.append({"command": command_text(config, command), "time": _now(), "versions": versions()})
-    _write(folder / RECORD_FILE, json.dumps({"method": config.method, "starts": starts}, indent=1) + "\n")
+    write_whole(folder / RECORD_FILE, json.dumps({"method": config.method, "starts": starts}, indent=1) + "\n")
 
 
 def config_text(config: RunConfig) -> str:
@@ -94,11 +94,3 @@ def _plain(value: Any) -> Any:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all."""
-    part = path.with_name(f".{path.name}.part")
-    with open(part, "w", encoding="utf-8", opener=private_opener) as file:
-        file.write(text)
-    part.replace(path)

@@ -155,3 +155,14 @@ def private_opener(path: str, flags: int) -> int:
     descriptor = os.open(path, flags, PRIVATE)
     os.fchmod(descriptor, PRIVATE)
     return descriptor
+
+
+def write_whole(path: Path, text: str, private: bool = True) -> None:
+    """Write a small file whole or not at all, `private`ly or for whoever may read its folder."""
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with open(part, "w", encoding="utf-8", opener=private_opener if private else None) as file:
+            file.write(text)
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ import yaml
 from huggingface_hub import try_to_load_from_cache
 
 import posttrain
-from posttrain.core.secrets import HIDDEN, last_parts, without_secrets
+from posttrain.core.secrets import HIDDEN, last_parts, without_secrets, write_whole
 from posttrain.models.adapters import is_peft_model
 from posttrain.models.load import CAUSAL_LM, SEQUENCE_REWARD, innermost_model
 from posttrain.trainer.config import BaseConfig, default_of, is_ours
@@ -115,7 +115,7 @@ def write_model_card(
     ]
     path = Path(trainer.args.output_dir) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(section.strip() for section in sections) + "\n", encoding="utf-8")
+    write_whole(path, "\n\n".join(section.strip() for section in sections) + "\n", private=False)
     return path
 
 
