@@ -12,7 +12,7 @@ from typing import Any
 from posttrain.core.config_file import parsed
 from posttrain.core.secrets import without_secrets
 from posttrain.view.errors import NoRunError
-from posttrain.view.json_lines import GrowingLines
+from posttrain.view.json_lines import GrowingLines, plain
 from posttrain.view.rollout_index import RolloutIndex
 from posttrain.view.rollout_query import Texts
 from posttrain.view.token_text import TOKENIZER_FILE, TokenText
@@ -158,7 +158,7 @@ def _read_mapping(path: Path) -> dict[str, Any] | None:
         content = json.loads(text) if path.suffix == ".json" else parsed(text, str(path))
     except (OSError, ValueError, RecursionError):  # it is being written, or is nothing we know
         return None
-    return without_secrets(content) if isinstance(content, dict) else None
+    return without_secrets(plain(content)) if isinstance(content, dict) else None
 
 
 def _folder_of_model(model: Any) -> Path | None:
