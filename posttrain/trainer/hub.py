@@ -34,6 +34,7 @@ MODEL_FILES = (
     "adapter_config.json", "adapter_model*.safetensors", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece*.model", "chat_template.jinja",
     "preprocessor_config.json", "processor_config.json", "modeling_*.py", "configuration_*.py", "tokenization_*.py",
+    "*processing_*.py",
 )  # fmt: skip
 """What a model is loaded from: its files at the top of a folder, and adapters and templates in folders of their own."""
 CARD_FILE = "README.md"

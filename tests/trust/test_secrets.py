@@ -166,7 +166,17 @@ def test_a_pushed_checkpoint_resumes(planted):
             path.write_bytes(content)
     verify(pushed / "last-checkpoint")
     resumed = ["--resume_from_checkpoint", str(pushed / "last-checkpoint"), "--output_dir", str(planted.home / "again")]
-    words = [*resumed, "--max_steps", "3", "--no_push_to_hub", "--hub_token", "another"]
+    kwargs = options(planted.method, planted.home)["model_init_kwargs"] | {"token": "hf_" + "AnotherOfTheSameUser" * 2}
+    words = [
+        *resumed,
+        "--max_steps",
+        "3",
+        "--no_push_to_hub",
+        "--hub_token",
+        "another",
+        "--model_init_kwargs",
+        json.dumps(kwargs),
+    ]
     with running_stand_in() as hub:
         ran([planted.method, str(planted.file), *words], planted.home, hub)
     lines = (planted.home / "again" / "metrics.jsonl").read_text().splitlines()

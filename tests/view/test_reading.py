@@ -268,6 +268,7 @@ def test_hostile_files_are_shown_as_far_as_they_can_be(hostile):
         "a": None, "b": None, "when": "2020-01-01", "1": {"2": "three"}, "zzKey": "(hidden)", "url": "https://(hidden)@host/x"
     }  # fmt: skip
     assert "nested too deeply" in told["/api/info"]
+    assert _as_json({"reward": float("inf"), "rows": [float("nan"), 1.5]})[0] == b'{"reward":null,"rows":[null,1.5]}'
     assert hostile[0].metrics.entries[-1] == {"step": 7, "loss": 0.5}
 
 
