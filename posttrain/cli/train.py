@@ -13,6 +13,7 @@ from posttrain.cli.errors import UsageError
 from posttrain.cli.help_text import help_of
 from posttrain.cli.output import no_bars
 from posttrain.core.options import resume_wish
+from posttrain.core.secrets import hidden_text
 
 
 def main(method: str, words: list[str]) -> int:
@@ -29,11 +30,14 @@ def main(method: str, words: list[str]) -> int:
 
 
 def train(config: RunConfig, words: list[str]) -> int:
+    from safetensors import SafetensorError
     from transformers import TrainerCallback
 
     from posttrain.cli.assemble import told, trainer_of
     from posttrain.cli.run_record import write_record
     from posttrain.rewards.results import RewardError
+    from posttrain.trainer.background_save import EXIT_CODE
+    from posttrain.trainer.checkpoint import spared
 
     no_bars()
     trainer = trainer_of(config)
@@ -44,7 +48,8 @@ def train(config: RunConfig, words: list[str]) -> int:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if args.should_save:
-                write_record(folder, config, ["posttrain", config.method, *words])
+                with spared(f"The record of the run in {folder}"):
+                    write_record(folder, config, ["posttrain", config.method, *words])
 
     trainer.add_callback(Record())
     try:
@@ -57,7 +62,15 @@ def train(config: RunConfig, words: list[str]) -> int:
             f"{bad[0]} (of {len(bad)} tensors) holds NaN or infinity, so no model is written to {folder}. The last checkpoint "
             "there is from before.",
         )
-    trainer.save_model(trainer.args.output_dir)
+    try:
+        trainer.save_model(trainer.args.output_dir)
+    except (OSError, SafetensorError) as error:
+        _ended(
+            config.method,
+            f"The model could not be written to {folder} ({error}). Checkpoints there are whole: once there is room, the same "
+            f"command again or `posttrain export {folder}` takes the newest.",
+        )
+        return EXIT_CODE
     if trainer.args.push_to_hub:
         trainer.push_to_hub(dataset_name=config.get("dataset_name"))
     if trainer.args.should_save:
@@ -68,7 +81,7 @@ def train(config: RunConfig, words: list[str]) -> int:
 
 def _ended(method: str, sentence: str) -> int:
     """For a run that began as it should and came to a bad end."""
-    print(f"posttrain {method}: {sentence}", file=sys.stderr)
+    print(hidden_text(f"posttrain {method}: {sentence}"), file=sys.stderr)
     return 1
 
 

@@ -17,7 +17,6 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from posttrain.core.sample import Sample
 from posttrain.data.conversation import (
@@ -35,6 +34,7 @@ from posttrain.data.response_parser import ResponseParser
 from posttrain.data.skeletons import Skeletons, shape_of
 from posttrain.data.special_tokens import ControlTokens, whole_texts
 from posttrain.data.template_checks import probe_template
+from posttrain.data.template_limits import TemplateLimit, bounded_template
 
 __all__ = ["TRAIN_MODES", "Conversation", "RenderError", "Renderer"]
 
@@ -187,19 +187,20 @@ class Renderer:
         if not messages:
             raise RenderError("The conversation has no messages.")
         try:
-            texts, _ = render_jinja_template(
-                conversations=[messages],
+            template = bounded_template(self.tokenizer.get_chat_template(self._given_template, tools))
+            return template.render(
+                messages=messages,
                 tools=tools,
-                chat_template=self.tokenizer.get_chat_template(self._given_template, tools),
                 add_generation_prompt=add_generation_prompt,
-                **{**self.tokenizer.special_tokens_map, **(template_kwargs or {})},
+                **{"documents": None, **self.tokenizer.special_tokens_map, **(template_kwargs or {})},
             )
+        except TemplateLimit as error:
+            raise RenderError(f"The chat template is not run to its end: {error}.") from error
         except Exception as error:  # a template is a program of somebody else's and may raise anything
             as_texts = with_text_arguments(messages) if isinstance(error, TypeError) else None
             if as_texts is not None:  # some templates add the arguments of tool calls to a text
                 return self._render(as_texts, tools, template_kwargs, add_generation_prompt)
             raise RenderError(f"The chat template refuses this conversation: {error}") from error
-        return texts[0]
 
     def _rendered(
         self,

@@ -25,6 +25,8 @@ SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 HALF_A_PAIR = "holds half of a surrogate pair (\\ud8.. to \\udf..), which is no character"
 LONGEST_FIELD = 2**31 - 1
 """Of a CSV file, in characters: the most that fits a C long on every system. Python's own limit is 131,072."""
+DEEPEST = 100
+"""How deep values of JSON may lie in each other."""
 Row = dict[str, Any]
 
 
@@ -140,11 +142,14 @@ def _json_rows(name: str) -> Iterator[Row | Fault]:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
-        except ValueError as error:
+            value = _json_value(line)
+        except json.JSONDecodeError as error:
             cut = "Unterminated" in str(error) or "control character" in str(error) or error.pos >= len(line.rstrip())
             what = "ends in the middle of a value" if cut else "is not JSON"
             yield Fault(name, number, f"{what}: {error}")
+            continue
+        except ValueError as error:
+            yield Fault(name, number, str(error))
             continue
         if not isinstance(value, dict):
             yield Fault(name, number, f"is a {type(value).__name__}, a JSON object is needed")
@@ -152,6 +157,47 @@ def _json_rows(name: str) -> Iterator[Row | Fault]:
             yield Fault(name, number, HALF_A_PAIR)
         else:
             yield value
+
+
+def _json_value(text: str | bytes) -> Any:
+    """The value of a JSON text; a ValueError that says why where it is none, or one that nobody can mean."""
+    if (
+        max(text.count(b"[" if isinstance(text, bytes) else "["), text.count(b"{" if isinstance(text, bytes) else "{"))
+        > DEEPEST
+    ):
+        _refuse_depth(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+    except RecursionError as error:
+        raise ValueError(f"is nested more than {DEEPEST} deep") from error
+
+
+def _refuse_depth(text: str) -> None:
+    depth = 0
+    for bracket in re.findall(r'"(?:[^"\\]|\\.)*"|[\[\]{}]', text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(bracket, 0)
+        if depth > DEEPEST:
+            raise ValueError(f"is nested more than {DEEPEST} deep")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> Row:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(
+            f"names the key {twice[:80]!r} {names.count(twice)} times in one object; which of the values is meant?"
+        )
+    return found
+
+
+def _integer(digits: str) -> int:
+    """A larger one would come back from the Arrow file as a text."""
+    if len(digits) > 20 or not -(2**63) <= int(digits) < 2**63:
+        raise ValueError(
+            f"holds the integer {digits[:24]} of {len(digits):,} digits, which 64 bits do not hold; write it as a text"
+        )
+    return int(digits)
 
 
 def _is_encodable(value: Any) -> bool:
@@ -167,7 +213,7 @@ def _rows_of_document(name: str) -> list[Row | Fault] | None:
     with _opened(name) as content:
         text = content.read()
     try:
-        value = json.loads(text)
+        value = _json_value(text)
     except ValueError as error:
         return None if _is_json_lines(name) else _faults_of_document(name, error)
     if isinstance(value, dict):
@@ -196,16 +242,16 @@ def _is_json_lines(name: str) -> bool:
 
 def _is_object(line: str) -> bool:
     try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+        return isinstance(_json_value(line), dict)
+    except ValueError as error:
+        return not isinstance(error, json.JSONDecodeError)  # an object, with something else wrong about it
 
 
 def _faults_of_document(name: str, error: ValueError) -> list[Fault]:
     """One fault, where the parser stopped: every line after it would be "no JSON" by itself."""
     undecodable = [line for _, line in _decoded_lines(name) if isinstance(line, Fault)]
     if undecodable or not isinstance(error, json.JSONDecodeError):
-        return undecodable or [Fault(name, 1, f"is not JSON: {error}")]
+        return undecodable or [Fault(name, 1, str(error))]
     at_end = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated string")
     what = "ends in the middle of a value" if at_end else "is not JSON"
     return [Fault(name, error.lineno, f"{what}: {error.msg} (column {error.colno})")]

@@ -21,7 +21,7 @@ import xxhash
 
 from posttrain.core.sample import Sample, Unit
 
-STORE_VERSION = 1
+STORE_VERSION = 2  # 1 had no seal
 MANIFEST = "manifest.json"
 PROBLEMS = "problems.jsonl"
 DTYPES = {
@@ -137,10 +137,17 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
         if path.suffix in (".bin", ".jsonl")
     }
     manifest = {"version": STORE_VERSION, "files": files, "facts": facts}
+    manifest["seal"] = _seal(manifest)
     with open(folder / MANIFEST, "w", encoding="utf-8") as out:
         json.dump(manifest, out, indent=1)
         out.flush()
         os.fsync(out.fileno())
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    """A checksum of what the manifest says: one that was changed is noticed, too."""
+    said = {name: value for name, value in manifest.items() if name != "seal"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True).encode())
 
 
 def _checksum(path: Path) -> str:
@@ -176,6 +183,8 @@ class TokenStore:
             manifest = json.loads((self.folder / MANIFEST).read_text(encoding="utf-8"))
             if manifest["version"] != STORE_VERSION:
                 raise DamagedStoreError(f"{self.folder} has version {manifest['version']}, not {STORE_VERSION}.")
+            if manifest["seal"] != _seal(manifest):
+                raise DamagedStoreError(f"{self.folder / MANIFEST} is not what was written.")
             return manifest
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DamagedStoreError(f"{self.folder} has no readable {MANIFEST}: {error}") from error

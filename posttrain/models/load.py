@@ -6,6 +6,7 @@ Every quirk of dtype, quantisation, PEFT and attention is handled here, once, so
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import logging
 import os
@@ -168,8 +169,10 @@ def _named(what: str, source: str) -> Iterator[None]:
     """Whatever a library says about a file becomes one sentence that names the model."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError, KeyError, IndexError) as error:
         reason = " ".join(str(error).split())
+        if isinstance(error, LookupError):  # of a loader that trusts what a file should hold
+            reason = f"it lacks {reason}"
         raise CannotLoad(f"The {what} of {source} cannot be loaded: {reason}") from error
 
 
@@ -193,9 +196,18 @@ def locate(model: str | Path, init_kwargs: dict[str, Any] | None = None) -> tupl
     if path.suffix == ".gguf":
         if not path.is_file():
             raise FileNotFoundError(f"There is no GGUF file at {path}.")
+        _check_gguf(path)
         kwargs["gguf_file"] = path.name
         return str(path.parent), kwargs
     return str(model), kwargs
+
+
+def _check_gguf(path: Path) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError("GGUF files are read with the `gguf` package: pip install posttrain[gguf].")
+    from posttrain.models.gguf_check import check_gguf_file
+
+    check_gguf_file(path)
 
 
 def load_tokenizer(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None, trust_remote_code: bool) -> Any:

@@ -1,6 +1,6 @@
 """The child process that runs reward functions: `python -m posttrain.rewards.worker PARENT_PID`.
 
-It reads pickled messages from the trainer on its standard input and answers in JSON on what was its standard output; the
+It reads pickled messages from the trainer and answers in JSON on a socket that was its standard input and output; the
 user's prints go to standard error. It imports nothing heavy and never the user's script: functions arrive by value. Plain
 functions run on the main thread (where signals, and so the time limits of math-verify, work), async ones on a loop beside it.
 
@@ -23,36 +23,41 @@ from typing import Any
 from posttrain.rewards.frames import LARGEST_ANSWER, answer_frame, read_frame, write_all
 from posttrain.rewards.invoke import ERROR, Wants, described, invoke, invoke_async, is_async
 
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
 
 
 def main() -> None:
     parent = int(sys.argv[1])
-    incoming, outgoing = _take_pipes()
-    _die_with(parent)
+    incoming, outgoing = _take_socket()
     _be_the_first_to_go()
+    _die_with(parent)
     Worker(incoming, outgoing).run()
 
 
-def _take_pipes() -> tuple[int, int]:
-    """Move the two pipes out of the way of the user's code: prints go to standard error, reads find nothing."""
+def _take_socket() -> tuple[int, int]:
+    """Move both directions out of the way of the user's code: prints go to standard error, reads find nothing."""
     incoming, outgoing = os.dup(0), os.dup(1)  # not inherited by programs that a reward starts
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
     os.dup2(2, 1)
-    # A forked child would keep the answer pipe open after this process has died, and its death would go unseen.
+    # A forked child would keep the socket open after this process has died, and its death would go unseen.
     os.register_at_fork(after_in_child=lambda: (os.close(incoming), os.close(outgoing)))
     return incoming, outgoing
 
 
 def _die_with(parent: int) -> None:
-    """On Linux the kernel ends this process with its parent, even a parent that was killed; elsewhere the pipe's end does."""
+    """On Linux the kernel ends this process with its parent, even a parent that was killed; elsewhere the socket's end does.
+
+    Nor does it let programs of the same user, such as those that a reward starts, trace this process or take its socket.
+    """
     if not sys.platform.startswith("linux"):
         return
     import ctypes
 
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    control = ctypes.CDLL(None, use_errno=True).prctl
+    control(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    control(PR_SET_DUMPABLE, 0, 0, 0, 0)
     if os.getppid() != parent:  # it died before the line above
         os._exit(0)
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import os
 import pickle
+import secrets
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,10 @@ START_SECONDS = (
 )
 GRACE_SECONDS = 1.0  # what an async call, which the worker itself cancels in time, gets on top
 
-_numbers = itertools.count()
+
+def new_number() -> int:
+    """Of a call. Code that a reward runs may try to answer other calls; it cannot guess what they are called."""
+    return secrets.randbits(62)
 
 
 class WorkerDied(Exception):
@@ -55,6 +59,8 @@ class WorkerProcess:
         self.process: asyncio.subprocess.Process | None = None
         self.started: asyncio.Task[None] | None = None
         self.reader: asyncio.Task[None] | None = None
+        self.incoming: asyncio.StreamReader | None = None
+        self.outgoing: asyncio.StreamWriter | None = None
 
     # ------------------------------------------------------------------------------------------- start and end
 
@@ -63,18 +69,22 @@ class WorkerProcess:
         ours = str(Path(posttrain.__file__).parent.parent)
         theirs = {name: os.environ.get(name) for name in ("PYTHONPATH",)}
         search = os.pathsep.join(filter(None, [ours, theirs["PYTHONPATH"]]))
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",  # the folder we are in may hold a json.py
-            "-m",
-            "posttrain.rewards.worker",
-            str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            # Workers are many and small: one thread of numpy or torch in each, unless the user says otherwise.
-            env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search},
-            start_new_session=True,  # Ctrl-C is the trainer's to handle, and a kill reaches what a reward has started
-        )
+        # A socket and not a pipe: what a reward starts could open a pipe of its parent in /proc/PID/fd, and write answers into it.
+        ours_end, its_end = socket.socketpair()
+        with its_end:
+            self.incoming, self.outgoing = await asyncio.open_connection(sock=ours_end)
+            self.process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-P",  # the folder we are in may hold a json.py
+                "-m",
+                "posttrain.rewards.worker",
+                str(os.getpid()),
+                stdin=its_end,
+                stdout=its_end,
+                # Workers are many and small: one thread of numpy or torch in each, unless the user says otherwise.
+                env={"OMP_NUM_THREADS": "1", **os.environ, "PYTHONPATH": search},
+                start_new_session=True,  # Ctrl-C is the trainer's to handle, and a kill reaches what a reward has started
+            )
         self.reader = asyncio.create_task(self._read())
         await self._send({"do": "hello", "path": sys.path, "environment": theirs})
 
@@ -88,6 +98,8 @@ class WorkerProcess:
             await self.process.wait()
         if self.reader is not None:
             await asyncio.wait([self.reader])
+        if self.outgoing is not None:
+            self.outgoing.close()
 
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError):  # it and all that it started are gone already
@@ -98,13 +110,13 @@ class WorkerProcess:
         reason = ""
         try:
             while True:
-                (length,) = HEADER.unpack(await self.process.stdout.readexactly(HEADER.size))
+                (length,) = HEADER.unpack(await self.incoming.readexactly(HEADER.size))
                 if length > LARGEST_ANSWER:
                     raise ValueError(f"it announced an answer of {length:,} bytes")
-                self._take(read_answer(await self.process.stdout.readexactly(length)))
-        except asyncio.IncompleteReadError:
-            pass  # its end of the pipe was closed
-        except (ValueError, KeyError, ConnectionError) as error:
+                self._take(read_answer(await self.incoming.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass  # its end of the socket was closed
+        except (ValueError, KeyError) as error:
             reason = f" after {type(error).__name__}: {error}"
         self.alive = False
         self._kill_group()
@@ -113,21 +125,23 @@ class WorkerProcess:
             _resolve(waiting, error=died)
 
     def _take(self, answer: dict[str, Any]) -> None:
-        """Answers to calls that nobody waits for any more, since their round was given up, find no future and are dropped."""
+        """A call that is given up takes its worker with it, so an answer to a call that nobody waits for was forged."""
+        if answer.get("began", answer.get("call")) not in self.answers and not answer.keys() & {"loaded", "unloadable"}:
+            raise ValueError("it answered a call that it was not given")
         if "began" in answer:
-            _resolve(self.began.get(answer["began"]))
+            _resolve(self.began[answer["began"]])
         elif "loaded" in answer:
             _resolve(self.loaded[answer["loaded"]])
         elif "unloadable" in answer:
             _resolve(self.loaded[answer["unloadable"]], error=Unloadable(answer["message"]))
         else:
             self.rss = answer.get("rss", self.rss)
-            _resolve(self.answers.get(answer["call"]), answer)
+            _resolve(self.answers[answer["call"]], answer)
 
     async def _send(self, message: dict[str, Any]) -> None:
         try:
-            self.process.stdin.write(frame(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)))
-            await self.process.stdin.drain()
+            self.outgoing.write(frame(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)))
+            await self.outgoing.drain()
         except ConnectionError:
             pass  # it has died; the reader tells everybody who waits
 
@@ -150,7 +164,7 @@ class WorkerProcess:
         """
         if not self.alive:
             raise WorkerDied("its process had ended before.")
-        number, loop = next(_numbers), asyncio.get_running_loop()
+        number, loop = new_number(), asyncio.get_running_loop()
         self.began[number], self.answers[number] = loop.create_future(), loop.create_future()
         announce = announce or key not in self.loaded
         message = {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,11 +25,15 @@ import xxhash
 
 from posttrain.rollout.rollout import OLD_LOGPS, SAMPLING_LOGPS, Rollout
 
+logger = logging.getLogger(__name__)
+
 FOLDER = "rollouts"
 REFERENCE_LOGPS = "reference_logps"
 STEP_FOLDER = re.compile(r"step=(\d+)")
 MOST_WAITING = 4
 """Writes that may wait for the disk; a further one waits with them, or a slow disk would fill the memory."""
+MOST_KEPT = 64
+"""Collections that are kept in memory while the disk takes none, as when it is full; after that it is an error."""
 
 
 def _field(name: str, kind: pa.DataType, description: str) -> pa.Field:
@@ -110,22 +115,41 @@ class RolloutStore:
         self.process_index = process_index
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-store")
         self._waiting: list[Future[None]] = []
+        self._unwritten: list[tuple[int, list[dict[str, Any]]]] = []  # what the disk has not taken; of the thread alone
 
     def write(self, step: int, records: Sequence[dict[str, Any]]) -> None:
         """Keep `records`, dicts with the columns of ROLLOUT_SCHEMA but `step`, and return at once.
 
-        They must not be changed afterwards. A column that is missing is null. Raises what went wrong in an earlier write.
+        They must not be changed afterwards. A column that is missing is null. What a full disk does not take is written with the
+        next ones. Raises what went wrong in an earlier write.
         """
         self._raise_what_failed(wait_for=max(len(self._waiting) - MOST_WAITING + 1, 0))
-        self._waiting.append(self._thread.submit(write_file, self.folder, step, self.process_index, list(records)))
+        self._waiting.append(self._thread.submit(self._write_all, [(step, list(records))], MOST_KEPT))
+
+    def _write_all(self, further: list[tuple[int, list[dict[str, Any]]]], most_kept: int) -> None:
+        """On the thread. An error of the disk leaves up to `most_kept` collections for later."""
+        self._unwritten += further
+        while self._unwritten:
+            try:
+                write_file(self.folder, self._unwritten[0][0], self.process_index, self._unwritten[0][1])
+            except OSError as error:
+                count, first = len(self._unwritten), self._unwritten[0][0]
+                if count > most_kept:
+                    message = f"The rollouts of {count} collections, the first is of step {first}, could not be written"
+                    raise OSError(error.errno, f"{message} ({error.strerror})", str(self.folder)) from error
+                if count == 1:
+                    logger.warning(f"{error.strerror}; they are kept in memory until there is room.")
+                return
+            self._unwritten.pop(0)
 
     def flush(self) -> None:
-        """Wait until everything is on disk. Raises what went wrong."""
+        """Wait until everything is on disk, but for what the disk does not take now. Raises what went wrong."""
         self._raise_what_failed(wait_for=len(self._waiting))
 
     def close(self) -> None:
-        """Flush, and end the thread."""
+        """Flush, and end the thread. Raises an OSError where something could not be written."""
         try:
+            self._waiting.append(self._thread.submit(self._write_all, [], 0))
             self.flush()
         finally:
             self._thread.shutdown()

@@ -11,8 +11,8 @@ from .routes import ROUTES
 from .server import RolloutServer
 
 
-def build_app(server: RolloutServer, token: str | None) -> Gate:
-    """One ASGI application. `token` None: callers of this machine only, which `__main__` sees to."""
+def build_app(server: RolloutServer, token: str) -> Gate:
+    """One ASGI application, for callers with the token."""
     return Gate(Application(server, ROUTES), token, _refuse)
 
 

@@ -1,13 +1,19 @@
-"""The gate before every route: a bearer token, or callers of this machine only.
+"""The gate before every route: a bearer token, always. It stands around the whole application, so a route cannot be added outside.
 
-It stands around the whole application, so a route cannot be added outside of it.
+A server that was given no token draws one and leaves it in a file that only its user can read, under the number of its port:
+trainers of the same user on the same machine find it there, and nobody else does.
 """
 
 from __future__ import annotations
 
 import hmac
 import ipaddress
+import os
+import secrets
+import socket
+import stat
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from .errors import ServeError, Unauthorised
@@ -18,30 +24,65 @@ Answer = Callable[[Any, ServeError], Awaitable[None]]
 TOKEN_VARIABLE = "POSTTRAIN_SERVE_TOKEN"
 """In the environment of the server, and of those who ask it."""
 SHORTEST_TOKEN = 16
-SAME_SITE = (b"none", b"same-origin")
-"""What browsers say of an address that somebody typed, and of a page that this server itself would have sent."""
 
 
-class WrongHost(ServeError):
-    """Without a token, a page in a browser of this machine could reach the server under another name."""
-
-    status = 403
+class TokenFileError(ValueError):
+    """A file with a token that cannot be used, and why."""
 
 
-class FromBrowser(ServeError):
-    """Without a token, any page in a browser of this machine could use the server: browsers send such requests unasked."""
+def token_file_of(port: int) -> Path:
+    """Where the server on this port of this machine leaves a token that it drew; homes may be shared by machines."""
+    return Path.home() / ".cache" / "posttrain" / "serve" / f"{socket.gethostname()}-{port}.token"
 
-    status = 403
+
+def leave_token(port: int) -> str:
+    """Draw a token and write it where trainers of this user look for it. Every start has a new one."""
+    path, token = token_file_of(port), secrets.token_urlsafe(24)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}")
+    part.unlink(missing_ok=True)
+    with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as file:
+        file.write(token + "\n")
+    part.replace(path)
+    return token
+
+
+def read_token_file(path: Path) -> str:
+    """The token in a file of this user's (or root's) that nobody else can read."""
+    try:
+        with open(path, encoding="ascii") as file:
+            found = os.fstat(file.fileno())
+            token = file.read(4096).strip()
+    except (OSError, ValueError) as error:
+        raise TokenFileError(f"The token file {path} cannot be read ({error}).") from error
+    if found.st_uid not in (os.geteuid(), 0):
+        raise TokenFileError(f"The token file {path} belongs to user {found.st_uid}, who is not you.")
+    if found.st_mode & 0o077:
+        raise TokenFileError(
+            f"The token file {path} can be read by other users (mode {stat.S_IMODE(found.st_mode):04o}), who could then control "
+            f"the server. Draw a new token, and `chmod 600 {path}`."
+        )
+    if len(token) < SHORTEST_TOKEN or not token.isprintable() or " " in token:
+        raise TokenFileError(
+            f"The token in {path} is not {SHORTEST_TOKEN} or more printable ASCII characters without blanks."
+        )
+    return token
+
+
+def token_left_at(port: int) -> str | None:
+    """The token of a server of this user's on this machine, if it drew one."""
+    path = token_file_of(port)
+    return read_token_file(path) if path.exists() else None
 
 
 class Gate:
     """An ASGI application around another one."""
 
-    def __init__(self, app: Asgi, token: str | None, answer: Answer) -> None:
-        if token is not None and len(token) < SHORTEST_TOKEN:
+    def __init__(self, app: Asgi, token: str, answer: Answer) -> None:
+        if len(token) < SHORTEST_TOKEN:
             raise ValueError(f"The token has {len(token)} characters; give at least {SHORTEST_TOKEN}.")
         self._app, self._answer = app, answer
-        self._token = None if token is None else token.encode()
+        self._token = token.encode()
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         if scope["type"] == "lifespan":
@@ -58,9 +99,6 @@ class Gate:
         await self._app(scope, receive, send)
 
     def _check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        if self._token is None:
-            _check_without_token(headers)
-            return
         given = [value for name, value in headers if name.lower() == b"authorization"]
         scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
         right = hmac.compare_digest(token.strip(), self._token)
@@ -69,24 +107,6 @@ class Gate:
 
     def __repr__(self) -> str:
         return "Gate(token not shown)"
-
-
-def _check_without_token(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Programs of this machine only: under its own names, and not for a page, of which browsers name the origin."""
-    for name, value in headers:
-        name = name.lower()
-        if name == b"host" and not is_loopback(_host_only(value)):
-            raise WrongHost("Without a token this server answers under the names of the local machine only.")
-        if name == b"origin" or (name == b"sec-fetch-site" and value.strip().lower() not in SAME_SITE):
-            raise FromBrowser(
-                "Without a token this server answers no web pages: the request has the header "
-                f"{'Origin' if name == b'origin' else 'Sec-Fetch-Site'}. Start the server with a token to use it from a browser."
-            )
-
-
-def _host_only(value: bytes) -> str:
-    text = value.decode("latin-1").strip()
-    return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
 
 
 def is_loopback(host: str) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .auth import SHORTEST_TOKEN, TOKEN_VARIABLE, is_loopback
+from .auth import SHORTEST_TOKEN, TOKEN_VARIABLE, TokenFileError, leave_token, read_token_file, token_file_of
 from .connections import KERNEL_QUEUE, TAKEN_AT_ONCE, bounded_protocol, most_connections
 from .engine import Engine
 from .routes import PARTS_AT_ONCE
@@ -41,10 +41,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--model", required=True, help="folder or name of the model; 'echo' for the scripted engine of the tests"
     )
-    p.add_argument("--host", default="127.0.0.1", help="address to listen on; any but this machine's own needs a token")
+    p.add_argument("--host", default="127.0.0.1", help="address to listen on")
     p.add_argument("--port", type=int, default=8000, help="0: any free one, printed in the log")
     p.add_argument(
-        "--token-file", type=Path, help=f"file with the token; otherwise the variable {TOKEN_VARIABLE} is read"
+        "--token-file",
+        type=Path,
+        help=f"file with the token, of mode 0600 (default: the variable {TOKEN_VARIABLE}, or a token that is drawn and left where "
+        "trainers of this user on this machine find it)",
     )
     p.add_argument("--dtype", default="auto")
     p.add_argument("--context-length", type=int, help="default: that of the model")
@@ -79,24 +82,20 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def read_token(token_file: Path | None) -> str | None:
-    """From the file or the environment; never from the arguments, which every user of the machine can read."""
-    token = token_file.read_text().strip() if token_file else os.environ.pop(TOKEN_VARIABLE, "").strip()
-    if not token:
-        if token_file:
-            raise StartError(f"The token file {token_file} is empty.")
-        return None
-    if len(token) < SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
-        raise StartError(f"The token is not {SHORTEST_TOKEN} or more printable ASCII characters without blanks.")
-    return token
-
-
-def check_address(host: str, token: str | None) -> None:
-    if token is None and not is_loopback(host):
-        raise StartError(
-            f"Listening on {host} lets other machines in: set a token ({TOKEN_VARIABLE} or --token-file), or listen on "
-            "127.0.0.1."
-        )
+def read_token(token_file: Path | None, port: int) -> tuple[str, str]:
+    """(token, where it is from): the file, the environment, or one that is drawn. Never the arguments, which every user of the
+    machine can read."""
+    given = os.environ.pop(TOKEN_VARIABLE, "").strip()
+    try:
+        if token_file is not None:
+            return read_token_file(token_file), f"the token of {token_file}"
+        if not given:
+            return leave_token(port), f"a token, which is in {token_file_of(port)}"
+    except (TokenFileError, OSError) as error:
+        raise StartError(str(error)) from error
+    if len(given) < SHORTEST_TOKEN or not given.isascii() or not given.isprintable() or " " in given:
+        raise StartError(f"{TOKEN_VARIABLE} is not {SHORTEST_TOKEN} or more printable ASCII characters without blanks.")
+    return given, f"the token of {TOKEN_VARIABLE}"
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -187,24 +186,23 @@ def _end_with(parent: int) -> None:
 def _run(args: argparse.Namespace) -> None:
     if args.parent is not None:
         _end_with(args.parent)
-    token = read_token(args.token_file)
-    check_address(args.host, token)
     if not isinstance(args.engine_args, dict):
         raise StartError("--engine-args is not a JSON object.")
     if args.adapter_folder is not None and not args.adapter_folder.is_dir():
         raise StartError(f"The adapter folder {args.adapter_folder} does not exist.")
     bound = bind(args.host, args.port)
+    token, origin = read_token(args.token_file, bound.getsockname()[1])
     timer = _give_up_after(args.start_seconds)
     server = RolloutServer(make_engine(args), _options(args))
     timer.cancel()
     server.start()
     try:
-        _serve(server, token, bound, args.log_level)
+        _serve(server, token, origin, bound, args.log_level)
     finally:
         server.close()
 
 
-def _serve(server: RolloutServer, token: str | None, bound: socket.socket, level: str) -> None:
+def _serve(server: RolloutServer, token: str, origin: str, bound: socket.socket, level: str) -> None:
     import uvicorn
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -236,7 +234,9 @@ def _serve(server: RolloutServer, token: str | None, bound: socket.socket, level
     server.stop_process = stop_process
     _stop_at_sigterm(server)
     host, port = bound.getsockname()[:2]
-    log.info("Serving version %s on %s port %s, %s.", server.versions.serving.version, host, port, _who(token))
+    log.info(
+        "Serving version %s on %s port %s, to callers with %s.", server.versions.serving.version, host, port, origin
+    )
     web.run(sockets=[bound])
 
 
@@ -253,10 +253,6 @@ def _stop_at_sigterm(server: RolloutServer) -> None:
 
     if threading.current_thread() is threading.main_thread():  # Python takes handlers from there only
         signal.signal(signal.SIGTERM, stop)
-
-
-def _who(token: str | None) -> str:
-    return "with a token" if token else "without a token, to this machine only"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -34,7 +34,7 @@ ROOM_FOR_THE_REST = 16 * 2**20  # random numbers, step counters
 
 
 class CheckpointNotSaved(SystemExit):
-    """The run is over and its last checkpoint could not be written. Uncaught, it ends the process with status 74.
+    """The run is over and its last checkpoint, or its rollouts, could not be written. Uncaught, it ends the process with status 74.
 
     The trained model is still in memory: catch this around `train()` and call `save_model` with a folder that has room.
     """

@@ -20,7 +20,6 @@ import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.core.faults import fault_point
-from posttrain.trainer.snapshot import json_text, write_json, write_tensors
+from posttrain.trainer.snapshot import json_text, write_content, write_json, write_tensors
 from posttrain.trainer.tensor_file import FileRecord, SaveCancelled
 
 logger = logging.getLogger(__name__)
@@ -39,8 +38,6 @@ PREFIX = "checkpoint-"
 STAGING = ".tmp-"
 DELETED = f"{STAGING}deleted-"
 FORMAT = 2  # 1 had no seal
-LOADED_BY_NAME = ("config.json", "model*.safetensors*", "pytorch_model*", "adapter_config.json", "adapter_model*")
-"""Files that change what is loaded by their mere presence."""
 ROOM_TO_SPARE = 2**20
 """Bytes for what is not counted: headers, the manifest, the blocks of a filesystem, the log."""
 LOCK = ".posttrain.lock"
@@ -68,8 +65,8 @@ def publish(
     fault_point("save.manifest")
     known = known or {}
     files = sorted(path for path in staged.rglob("*") if path.is_file())
-    listed = {str(path.relative_to(staged)): asdict(known.get(path) or _recorded(path)) for path in files}
-    write_json(staged / MANIFEST, {"format": FORMAT, "files": listed, "seal": _seal(listed)})
+    listed = {str(path.relative_to(staged)): known.get(path) or recorded(path) for path in files}
+    write_content(staged / MANIFEST, manifest_text(listed).encode())
     for folder in {path.parent for path in files} | {staged}:
         _flush(folder)
     fault_point("save.rename")
@@ -83,6 +80,11 @@ def publish(
         shutil.rmtree(replaced)
     fault_point("save.published")
     return final
+
+
+def manifest_text(records: Mapping[str, FileRecord]) -> str:
+    listed = {name: asdict(record) for name, record in records.items()}
+    return json_text({"format": FORMAT, "files": listed, "seal": _seal(listed)})
 
 
 def _seal(listed: dict[str, Any]) -> str:
@@ -102,7 +104,7 @@ def _put_aside(checkpoint: Path) -> Path:
     return aside
 
 
-def _recorded(path: Path) -> FileRecord:
+def recorded(path: Path) -> FileRecord:
     _flush(path)
     return FileRecord(path.stat().st_size, sha256(path))
 
@@ -183,14 +185,25 @@ def make_room(output_dir: Path, needed: int, keep: int | None, also: Iterable[st
         raise OSError(errno.ENOSPC, f"{needed:,} bytes are needed and {free:,} are free", str(output_dir))
 
 
+@contextmanager
+def spared(what: str) -> Iterator[None]:
+    """Around the writing of a file that a run can do without: an error of the disk is a warning, and training continues."""
+    try:
+        yield
+    except OSError as error:
+        logger.warning(f"{what} could not be written ({error.strerror or error}); the run continues without it.")
+
+
 def refuse_unwritable(output_dir: str | Path) -> None:
     """Raise before training if checkpoints could never be written."""
     folder = Path(output_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".writable-{os.getpid()}"
-        probe.write_text("yes", encoding="utf-8")
-        probe.unlink()
+        try:
+            probe.write_text("yes", encoding="utf-8")
+        finally:
+            probe.unlink(missing_ok=True)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             return  # a full disk may have room again by the first save; a read-only one stays read-only
@@ -230,11 +243,35 @@ def verify(checkpoint: str | Path) -> None:
             raise DamagedCheckpoint(f"{path} cannot be read ({error.strerror}).") from None
         if found != record["sha256"]:
             raise DamagedCheckpoint(f"{path} does not have the checksum of its manifest.")
-    for path in sorted(checkpoint.iterdir()):
-        if path.name not in listed and any(fnmatch(path.name, pattern) for pattern in LOADED_BY_NAME):
-            raise DamagedCheckpoint(
-                f"{path} is not in the manifest, and a loader would take it for a part of the model."
-            )
+    for path in _added(checkpoint, listed):
+        raise DamagedCheckpoint(
+            f"{path} is not in the manifest: it was added later, and a loader may take it for a part of the model or of its state. "
+            "Move it away."
+        )
+
+
+def _added(checkpoint: Path, listed: Mapping[str, Any]) -> list[Path]:
+    """Files that are not in the manifest. Hidden ones (.nfs..., .cache/huggingface of a download) are read by no loader."""
+    named = [(path.relative_to(checkpoint), path) for path in sorted(checkpoint.rglob("*")) if not path.is_dir()]
+    hidden = [name for name, _ in named if any(part.startswith(".") for part in name.parts)]
+    return [path for name, path in named if name not in hidden and str(name) not in listed and str(name) != MANIFEST]
+
+
+def admit_added(checkpoint: Path) -> None:
+    """Take files into the manifest that callbacks of this run have put beside those of a checkpoint just saved."""
+    try:
+        listed = _manifest(checkpoint)
+    except DamagedCheckpoint as damage:  # by a callback; a resume passes it over
+        logger.warning(str(damage))
+        return
+    if added := _added(checkpoint, listed):
+        known = {name: FileRecord(**record) for name, record in listed.items()}
+        known |= {str(path.relative_to(checkpoint)): recorded(path) for path in added}
+        unfinished = checkpoint / f".{MANIFEST}"
+        unfinished.write_text(manifest_text(known), encoding="utf-8")
+        _flush(unfinished)
+        os.replace(unfinished, checkpoint / MANIFEST)
+        _flush(checkpoint)
 
 
 def _manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
@@ -336,8 +373,6 @@ def locked(output_dir: str | Path) -> Iterator[None]:
                 f"{output_dir} is in use by another run ({file.read().strip() or 'unknown process'}). Choose another `output_dir`, "
                 "or wait for it."
             ) from None
-        file.seek(0)
-        file.truncate()
-        file.write(f"host {socket.gethostname()}, pid {os.getpid()}")
-        file.flush()
+        with spared(f"{path}, which says who uses the folder,"):
+            path.write_text(f"host {socket.gethostname()}, pid {os.getpid()}", encoding="utf-8")
         yield

@@ -13,7 +13,9 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
+from posttrain.core.secrets import write_whole
 from posttrain.trainer.alerts import AlertsCallback
+from posttrain.trainer.checkpoint import spared
 from posttrain.trainer.model_card import may_be_overwritten
 from posttrain.trainer.progress import RichProgressCallback, count, duration, number, say, several
 from posttrain.trainer.step_file import StepFile
@@ -68,7 +70,9 @@ class DataPointer(TrainerCallback):
         places = {name: store_of(rows) for name, rows in datasets.items()}
         known = {name: {"store": str(place)} for name, place in places.items() if place is not None}
         if state.is_world_process_zero and known:
-            (Path(args.output_dir) / DATA_FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+            path = Path(args.output_dir) / DATA_FILE
+            with spared(f"{path}, which leads `posttrain view` to the rows,"):
+                write_whole(path, json.dumps(known, indent=1) + "\n")
 
 
 def store_of(rows: Any) -> Path | None:
@@ -86,7 +90,8 @@ class CardWriter(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero and may_be_overwritten(args.output_dir):
-            self.trainer.create_model_card()
+            with spared(f"The model card in {args.output_dir}"):
+                self.trainer.create_model_card()
 
     on_push_begin = on_train_end
 

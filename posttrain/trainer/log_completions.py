@@ -19,6 +19,7 @@ from torch import nn
 from transformers import GenerationConfig, TrainerCallback
 
 from posttrain.core.sample import Sample
+from posttrain.trainer.checkpoint import spared
 from posttrain.trainer.config import check_range
 from posttrain.trainer.progress import say, wants_live
 
@@ -161,8 +162,11 @@ class LogCompletionsCallback(TrainerCallback):
 
     def write(self, answers: Answers, output_dir: Path) -> Path:
         path = output_dir / FOLDER / f"step_{answers.step}.parquet"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        pyarrow.parquet.write_table(pyarrow.table(answers.columns()), path)
+        with spared(str(path)):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_name(f".{path.name}")
+            pyarrow.parquet.write_table(pyarrow.table(answers.columns()), unfinished)
+            unfinished.replace(path)
         return path
 
 

@@ -112,7 +112,7 @@ class PersistentTrainer(SavingTrainer):
                     callback.load_state_files(resume)
             output = super().train(None if resume is None else str(resume), trial, ignore_keys_for_eval)
         if self._unsaved is not None:
-            logger.error(f"{self._unsaved} It was the last one of this run.")
+            logger.error(f"{self._unsaved} The run has ended without it.")
             raise CheckpointNotSaved(self._unsaved)
         if self.stop_signal == signal.SIGINT:
             raise KeyboardInterrupt("stopped by SIGINT after a checkpoint was saved")
@@ -291,6 +291,16 @@ class RunLifecycle(TrainerCallback):
 
     def on_optimizer_step(self, args: BaseConfig, state: Any, control: Any, **kwargs: Any) -> None:
         fault_point("step.after")
+
+    def on_save(self, args: BaseConfig, state: Any, control: Any, **kwargs: Any) -> None:
+        """Other callbacks put files of their own into checkpoints; those that are called after this one are asked later."""
+        self.trainer.admit_files_of_callbacks()
+
+    def on_step_begin(self, args: BaseConfig, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.admit_files_of_callbacks()
+        self.trainer._just_saved = None
+
+    on_train_end = on_step_begin
 
     def on_step_end(self, args: BaseConfig, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.settle_skipped_steps()

@@ -15,6 +15,7 @@ from posttrain.rewards.statistics import RewardWatch
 from posttrain.rollout.collector import Collected
 from posttrain.rollout.rollout import Rollout
 from posttrain.rollout.rollout_store import RolloutStore, record_of
+from posttrain.trainer.background_save import CheckpointNotSaved
 from posttrain.trainer.progress import number, say, wants_live
 from posttrain.trainer.rollout_metrics import as_tensors
 from posttrain.trainer.rollout_push import RolloutPush
@@ -61,8 +62,11 @@ class RolloutLog(TrainerCallback):
 
     def _close_store(self) -> None:
         if self.store is not None:
-            self.store.close()
-            self.store = None
+            store, self.store = self.store, None
+            try:
+                store.close()
+            except OSError as error:
+                self.trainer.tell_unwritten(f"{error.strerror} ({error.filename}).")
 
     def close(self) -> None:
         self._close_store()
@@ -75,7 +79,10 @@ class RolloutLog(TrainerCallback):
         state = self.trainer.state
         self.latest = collected.rollouts
         if self.store is not None:
-            self.store.write(state.global_step + 1, [record_of(r, state.epoch or 0.0) for r in collected.rollouts])
+            try:
+                self.store.write(state.global_step + 1, [record_of(r, state.epoch or 0.0) for r in collected.rollouts])
+            except OSError as error:
+                raise CheckpointNotSaved(f"{error.strerror} ({error.filename}).") from error
         self._tell_failures(collected)
         if self.trainer.args.alerts and self.trainer.is_world_process_zero():
             table = collected.table

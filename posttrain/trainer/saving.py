@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import shutil
@@ -53,6 +54,7 @@ class SavingTrainer(ShardingTrainer):
     _background = False
     _tokenizer_files: dict[str, bytes] | None = None
     _unsaved: str | None = None  # why the latest save failed
+    _just_saved: Path | None = None  # the checkpoint whose `on_save` callbacks are being called
 
     # ---- in the background -------------------------------------------------------------------------------------------
 
@@ -111,6 +113,10 @@ class SavingTrainer(ShardingTrainer):
         else:
             raise error
 
+    def tell_unwritten(self, what: str) -> None:
+        """Something of the run that the disk did not take to the end: `train` ends with it, or with the checkpoint it lacks."""
+        self._unsaved = self._unsaved or what
+
     def _save_failed(self, request: SaveRequest, error: OSError) -> None:
         self._unsaved = failure_sentence(request.step, request.final, request.snapshot.nbytes, error)
         logger.warning(
@@ -137,6 +143,7 @@ class SavingTrainer(ShardingTrainer):
         if self.args.push_to_hub or self._readers_of_checkpoints():
             self.settle_saves(wait=True)
         final = run_dir / f"{files.PREFIX}{self.state.global_step}"
+        self._just_saved = final if self.args.should_save and final.exists() else None
         if self.args.push_to_hub and final.exists():
             self._push_from_checkpoint(str(final))
 
@@ -213,6 +220,12 @@ class SavingTrainer(ShardingTrainer):
             for callback in self._callbacks_with_files():
                 callback.save_state_files(staged)
 
+    def admit_files_of_callbacks(self) -> None:
+        """What a callback's `on_save` has added to the checkpoint just saved belongs to it; an error of the disk is told."""
+        if self._just_saved is not None and self._readers_of_checkpoints():
+            with files.spared(f"The manifest of {self._just_saved} with what callbacks have added"):
+                files.admit_added(self._just_saved)
+
     def _readers_of_checkpoints(self) -> list[str]:
         """Callbacks whose `on_save` may open the finished folder, which is then waited for. Ours do not."""
         return [
@@ -241,7 +254,7 @@ class SavingTrainer(ShardingTrainer):
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks[type(callback).__name__] = callback.state()
-        self.state.save_to_json(str(path))
+        files.write_json(path, dataclasses.asdict(self.state))
 
     def _capture_run_state(self) -> RunState:
         state = self.run_state

@@ -33,8 +33,21 @@ class StepFile:
         lines = self.lines() if step else []
         kept = [line for line in lines if _step_of(line, but_not) <= step]
         anew = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")  # a crash in here must not cost the history
-        anew.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        os.replace(anew, self.path)
+        text = "".join(f"{line}\n" for line in kept)
+        try:
+            anew.write_text(text, encoding="utf-8")
+            os.replace(anew, self.path)
+        except OSError:
+            anew.unlink(missing_ok=True)
+            self._cut_back(text)
+
+    def _cut_back(self, text: str) -> None:
+        """Without room for a second file: the same bytes or fewer, in the place where they are."""
+        content = text.encode()
+        if self.path.exists():
+            with open(self.path, "r+b", buffering=0) as file:
+                file.write(content)
+                file.truncate(len(content))
 
     def append(self, step: int, entry: dict[str, Any]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)

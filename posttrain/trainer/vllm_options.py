@@ -80,7 +80,9 @@ class VLLMConfig:
     vllm_server_port: int = option(8000, "Port of the server.")
     vllm_server_timeout: float = option(240.0, "Seconds to wait for a server at the start, or for one that went away.")
     vllm_server_token_file: str | None = option(
-        None, "File with the servers' token. None: the variable POSTTRAIN_SERVE_TOKEN, if there is one."
+        None,
+        "File with the servers' token, of mode 0600. None: the variable POSTTRAIN_SERVE_TOKEN, or for a server of yours on this "
+        "machine the token that it has drawn.",
     )
     vllm_completion_timeout: float = option(1800.0, "Seconds that a server may take for one completion.")
     vllm_server_adapter_folder: str | None = option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from posttrain.models.load import innermost_model
 from posttrain.models.weight_export import untied_weights
 from posttrain.rollout.engine import RolloutEngine
 from posttrain.rollout.vllm_engine.params import completion_logps
-from posttrain.serve.auth import TOKEN_VARIABLE
+from posttrain.serve.auth import TOKEN_VARIABLE, is_loopback, read_token_file, token_file_of, token_left_at
 from posttrain.serve.cuda_ipc import gpu_ids
 from posttrain.trainer.config import DEEPSPEED
 from posttrain.trainer.joint_export import JointExport
@@ -151,12 +152,16 @@ def client_of(
     logprobs_mode: str,
     weight_transport: str = AUTO,
 ) -> Any:
-    """A client of whichever kind of server answers there, once one does."""
+    """A client of whichever kind of server answers there, once one does. Without a token, that which a server of this user on
+    this machine has left."""
     from posttrain.rollout.vllm_engine.client import ServerClient
-    from posttrain.rollout.vllm_engine.transport import ServerGone, ServerRefused, ServerSlow
+    from posttrain.rollout.vllm_engine.transport import Address, ServerGone, ServerRefused, ServerSlow
     from posttrain.rollout.vllm_engine.upstream import UpstreamClient
     from posttrain.rollout.vllm_engine.weight_senders import HTTP
 
+    if token is None and is_loopback((at := Address.of(address)).host):
+        token_left_at(at.port)  # a file that others can read is an error before anything is sent
+        token = partial(token_left_at, at.port)
     ours = ServerClient(address, token, deadlines, weight_transport)
     end = time.monotonic() + deadlines.start
     while True:
@@ -171,6 +176,12 @@ def client_of(
                         "`vllm_weight_transport` out, or start the server with `posttrain vllm-serve`."
                     ) from refusal
                 return UpstreamClient(address, token, deadlines, adapter_folder, logprobs_mode)
+            if refusal.status == UNAUTHORISED and not isinstance(token, str):
+                raise ServerRefused(
+                    f"{refusal} No token was given (`vllm_server_token_file`, or the variable {TOKEN_VARIABLE}), and a server "
+                    f"of yours on this machine would have left it in {token_file_of(Address.of(address).port)}.",
+                    refusal.status,
+                ) from refusal
             if refusal.status in (UNAUTHORISED, FORBIDDEN):
                 raise
             late = refusal
@@ -193,10 +204,7 @@ def _wire_dtype(about: list[Any]) -> torch.dtype | None:
 def _token(token_file: str | None) -> str | None:
     if token_file is None:
         return os.environ.get(TOKEN_VARIABLE) or None
-    token = Path(token_file).read_text(encoding="utf-8").strip()
-    if not token:
-        raise ValueError(f"The file `vllm_server_token_file` ({token_file}) is empty.")
-    return token
+    return read_token_file(Path(token_file).expanduser())
 
 
 # ---- what travels ------------------------------------------------------------------------------------------------------

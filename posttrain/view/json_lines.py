@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+DEEPEST, LARGEST = 12, 1e300
+"""How deep a value may lie in others, and the largest number that is shown (NaN is not below it either)."""
 Entry = dict[str, Any]
 Series = dict[str, tuple[list[int], list[float | None]]]
 
@@ -52,10 +54,25 @@ class GrowingLines:
 def _object_in(line: bytes) -> Entry | None:
     """A line that a crash cut off says nothing; the run that goes on removes it."""
     try:
-        entry = json.loads(line)
-    except ValueError:
+        entry = plain(json.loads(line))
+    except (ValueError, RecursionError):
         return None
     return entry if isinstance(entry, dict) else None
+
+
+def plain(value: Any, depth: int = 0) -> Any:
+    """What JSON and a page can hold of a value: names that are texts, numbers that are finite, and an end to the nesting."""
+    if isinstance(value, (dict, list, tuple, set)) and depth >= DEEPEST:
+        return "(nested too deeply to be shown)"
+    if isinstance(value, dict):
+        return {str(name): plain(inner, depth + 1) for name, inner in value.items()}
+    if isinstance(value, (list, tuple, set)):
+        return [plain(inner, depth + 1) for inner in value]
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return value
+    if isinstance(value, (int, float)):
+        return value if abs(value) <= LARGEST else None
+    return str(value)
 
 
 NOT_CURVES = frozenset(

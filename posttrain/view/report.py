@@ -61,7 +61,9 @@ def _write_html(runs: list[RunNumbers], path: Path) -> None:
 
 
 def _head(run: RunNumbers, colour: str) -> str:
-    alerts = "".join(f"<li>step {a.get('step')}: {escape(str(a.get('seen', '')))}</li>" for a in run.alerts)
+    alerts = "".join(
+        f"<li>step {escape(str(a.get('step')))}: {escape(str(a.get('seen', '')))}</li>" for a in run.alerts
+    )
     told = f"step {run.last_step:,}" + (f", {run.rollouts:,} rollouts" if run.rollouts else "")
     return (
         f'<p><i class="dot" style="background:{colour}"></i><b>{escape(run.name)}</b> {told} '

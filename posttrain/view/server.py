@@ -19,6 +19,7 @@ from urllib.parse import parse_qsl, urlsplit
 
 from posttrain.view import api
 from posttrain.view.errors import NotFound, Refused, TooLarge, Unauthorized, ViewError, WrongMethod
+from posttrain.view.json_lines import plain
 from posttrain.view.questions import Question
 
 logger = logging.getLogger(__name__)
@@ -194,6 +195,9 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def _as_json(value: Any) -> tuple[bytes, str]:
-    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode(
-        "utf-8", "replace"
-    ), "application/json"
+    told = {"allow_nan": False, "ensure_ascii": False, "separators": (",", ":")}
+    try:
+        text = json.dumps(value, **told)
+    except (ValueError, RecursionError):  # infinity or a nest somewhere in a file of rollouts
+        text = json.dumps(plain(value), **told)
+    return text.encode("utf-8", "replace"), "application/json"

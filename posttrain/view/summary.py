@@ -43,7 +43,7 @@ def summary(numbers: RunNumbers, width: int) -> Group:
         parts += _rollouts(numbers, width)
     for alert in numbers.alerts[-5:]:
         told = f"alert  step {alert.get('step')}: {alert.get('seen', '')}; try: {alert.get('remedy', '')}"
-        parts.append(Text(told, style="yellow"))
+        parts.append(Text(printable(told), style="yellow"))
     return Group(*parts, Text(""))
 
 

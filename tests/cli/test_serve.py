@@ -37,33 +37,54 @@ def test_an_interpreter_that_cannot_serve_is_named():
 
 
 @needs_uvicorn
-def test_a_public_address_without_a_token_is_refused():
-    done = run("--model", "echo", "--host", "0.0.0.0", "--port", "0", POSTTRAIN_SERVE_TOKEN="")
-    assert done.returncode == 2
-    assert "lets other machines in" in done.stderr
-
-
-@needs_uvicorn
-def test_it_serves_and_a_signal_ends_it():
+def test_it_serves_its_user_alone_and_a_signal_ends_it(tmp_path):
+    """`/shutdown` from another user, who cannot read the token, is refused; a trainer of the same user finds the token itself."""
     port = free_port()
-    server = subprocess.Popen([*COMMAND, "--model", "echo", "--port", str(port)], stderr=subprocess.DEVNULL)
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    environment.pop("POSTTRAIN_SERVE_TOKEN", None)
+    server = subprocess.Popen(
+        [*COMMAND, "--model", "echo", "--port", str(port)], stderr=subprocess.DEVNULL, env=environment
+    )
     try:
-        assert _status(f"http://127.0.0.1:{port}/health") == 200
+        assert status(server, f"http://127.0.0.1:{port}/health") == 401
+        assert status(server, f"http://127.0.0.1:{port}/shutdown", "POST") == 401
+        (left,) = (tmp_path / ".cache/posttrain/serve").iterdir()
+        assert left.stat().st_mode & 0o777 == 0o600
+        question = (
+            "from posttrain.rollout.vllm_engine.transport import Deadlines\nfrom posttrain.trainer.vllm_setup import client_of\n"
+            f"print(type(client_of('http://localhost:{port}', None, Deadlines(start=30.0), None, 'raw')).__name__)"
+        )
+        asked = subprocess.run(
+            [sys.executable, "-c", question], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert asked.stdout.strip() == "ServerClient", asked.stderr
+        left.chmod(0o644)
+        asked = subprocess.run(
+            [sys.executable, "-c", question], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert "can be read by other users (mode 0644)" in asked.stderr
+        left.unlink()
+        asked = subprocess.run(
+            [sys.executable, "-c", question], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert f"would have left it in {left}" in asked.stderr
         server.send_signal(signal.SIGTERM)
         assert server.wait(120) in (0, -signal.SIGTERM)
     finally:
         server.kill()
+        server.wait()
 
 
-def _status(url):
+def status(server, url, method="GET"):
+    """Of the first answer; an error if the server ends first."""
     end = time.monotonic() + 120
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=5) as answer:
+            with urllib.request.urlopen(urllib.request.Request(url, method=method), timeout=30) as answer:
                 return answer.status
         except urllib.error.HTTPError as error:
             return error.code
         except OSError:
-            if time.monotonic() > end:
+            if time.monotonic() > end or server.poll() is not None:
                 raise
             time.sleep(0.2)

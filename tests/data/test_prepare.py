@@ -22,7 +22,7 @@ from posttrain.data.part_workers import build_parts
 from posttrain.data.prepare import PreparedDataset, PrepareOptions, prepare_dataset
 from posttrain.data.renderer import Renderer
 from posttrain.data.row_checks import BadRowsError
-from posttrain.data.token_store import TokenStore, trained_ranges
+from posttrain.data.token_store import DamagedStoreError, TokenStore, trained_ranges
 from tests import tiny
 from tests.forked import Child
 from tests.waiting import eventually
@@ -236,6 +236,26 @@ def test_damaged_cache_is_noticed_and_built_again(damage, renderer, cache, caplo
     assert "It is built again" in caplog.text
     assert ids_of(again) == expected
     TokenStore(folder)
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(renderer, cache):
+    """Or changes nothing, as in a blank: what is opened is what was written."""
+    folder = prepare_dataset(texts(3, 8, 20), SFT, renderer, PrepareOptions(cache_dir=cache)).store.folder
+    manifest = folder / "manifest.json"
+    content, facts = manifest.read_bytes(), TokenStore(folder).facts
+    noticed = 0
+    for position in range(0, len(content), 3):
+        changed = bytearray(content)
+        changed[position] ^= 1 << position % 7
+        manifest.write_bytes(changed)
+        try:
+            assert TokenStore(folder).facts == facts
+        except DamagedStoreError:
+            noticed += 1
+    assert noticed > len(content) // 3 * 0.7
+    manifest.write_bytes(content.replace(b'"facts"', b'"fACts"'))
+    rebuilt = prepare_dataset(texts(3, 8, 20), SFT, renderer, PrepareOptions(cache_dir=cache))
+    assert rebuilt.store.facts == facts
 
 
 def test_an_interrupted_build_leaves_nothing(renderer, cache, monkeypatch):

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from posttrain.data.sources import DatasetSource, SourceError, load_source
+from posttrain.data.text_files import read_text_files
 
 
 def folder_of(folder, **counts):
@@ -162,3 +163,34 @@ def test_half_a_surrogate_pair_in_a_document(tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "a"}, {"text": "\\ud83d"}]')
     with pytest.raises(SourceError, match=r"a\.json, line 1 holds half of a surrogate pair .* \(entry 1 of the list"):
         load_source(str(tmp_path / "a.json"))
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (
+            '{"text": "a", "n": ' + "7" * 5000 + "}",
+            f"holds the integer {'7' * 24} of 5,000 digits, which 64 bits do not hold; write it as a text",
+        ),
+        ('{"text": "a", "n": 9223372036854775808}', "holds the integer 9223372036854775808 of 19 digits"),
+        ('{"text": ' + "[" * 200 + "]" * 200 + "}", "is nested more than 100 deep"),
+        ('{"text": ' + '{"a":' * 100000 + "1" + "}" * 100000 + "}", "is nested more than 100 deep"),
+        ('{"text": "a", "text": "b"}', "names the key 'text' 2 times in one object"),
+        ('{"messages": [{"role": "user", "content": "a", "content": "b"}]}', "names the key 'content' 2 times"),
+    ],
+    ids=["5,000 digits", "65 bits", "deep", "very deep", "key twice", "inner key twice"],
+)
+def test_json_that_nobody_can_mean(tmp_path, suffix, line, reason):
+    path = tmp_path / f"rows.{suffix}"
+    path.write_text('{"text": "fine [[[[ }}"}\n' + line + "\n")
+    with pytest.raises(SourceError) as refused:
+        read_text_files([path], "json", streaming=False)
+    assert f"{path}, line 2 {reason}" in str(refused.value)
+
+
+def test_brackets_in_texts_are_no_depth_and_large_numbers_are_read(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": "[" * 5000 + '"{' * 50, "n": -(2**63)}) + "\n")
+    (row,) = read_text_files([path], "json", streaming=False)
+    assert (len(row["text"]), row["n"]) == (5100, -(2**63))

@@ -75,6 +75,7 @@ def test_one_server_that_is_sent_adapters(folder, tmp_path):
     deadlines = Deadlines(start=240)
     server = ServerProcess(words, tmp_path / "log", PYTHON, None, ENVIRONMENT, deadlines, TOKEN)
     token_file.write_text(TOKEN + "\n")
+    token_file.chmod(0o600)
     for _ in _running([server]):
         made = vllm_runs.trainer(
             "grpo",

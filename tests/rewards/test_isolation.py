@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.rewards.reward import RewardOptions, RewardSet
+from posttrain.rewards.worker_process import new_number
 from tests.forked import Child
 from tests.rewards.faulty import acting, group, judged
 
@@ -387,3 +388,77 @@ def test_state_of_the_script_is_kept_in_process():
     assert seen == ["a"]
     judged([collecting], group("a"))
     assert seen == ["a"]  # a worker has its own copy
+
+
+# ------------------------------------------------------------------------------------- code that a completion brings
+
+FORGER = """
+import json, os, struct, sys, time
+
+def forged(number):
+    text = json.dumps({"call": number, "rss": 0, "values": [99.0], "extras": {}, "metrics": [], "seconds": 0}).encode()
+    return struct.pack(">Q", len(text)) + text
+
+worker, near = int(sys.argv[1]), int(sys.argv[2])
+everything = b"".join(map(forged, range(max(near - 50, 0), near + 3000)))
+mine = {os.readlink(f"/proc/self/fd/{name}") for name in (0, 1, 2)}
+reached = 0
+for name in os.listdir(f"/proc/{worker}/fd"):
+    try:
+        target = os.readlink(f"/proc/{worker}/fd/{name}")
+        if target in mine or not target.startswith(("pipe", "socket")):
+            continue
+        pipe = os.open(f"/proc/{worker}/fd/{name}", os.O_WRONLY | os.O_NONBLOCK)
+        reached += os.write(pipe, everything[:60000])
+    except OSError:
+        continue
+print(reached)
+"""
+
+
+def running_code(completions, **kwargs):
+    """A reward that runs each completion as a program, as rewards of coding tasks do, and pays its length."""
+    import os
+    import subprocess
+    import sys
+
+    for code in completions:
+        if len(code) > 10:
+            done = subprocess.run([sys.executable, "-c", code, str(os.getpid()), "0"], capture_output=True, text=True)
+            return [float(done.stdout or -1)]
+    return [float(len(text)) for text in completions]
+
+
+def test_a_program_that_a_reward_runs_reaches_no_answer_of_its_worker():
+    """On a pipe of the filesystem (/proc/PID/fd) a child could answer the calls after its own; a socket cannot be opened there."""
+    results, _ = judged([running_code], group(FORGER), *[group("ab") for _ in range(20)], workers=1, timeout=60)
+    assert results.values[:, 0].tolist() == [0.0] + [2.0] * 20, results.failures
+
+
+def test_the_numbers_of_calls_cannot_be_guessed_and_a_guess_ends_the_worker():
+    def guessing(completions, **kwargs):
+        import json
+        import os
+        import struct
+
+        if completions[0] != "guess":
+            return [float(len(text)) for text in completions]
+        text = json.dumps({"call": 1, "rss": 0, "values": [99.0], "extras": {}, "metrics": [], "seconds": 0}).encode()
+        for descriptor in range(3, 64):  # what code that is run in the worker's own interpreter can do
+            try:
+                os.write(descriptor, struct.pack(">Q", len(text)) + text)
+            except OSError:
+                continue
+        return [50.0]
+
+    results, _ = judged([guessing], group("guess"), *[group("ab") for _ in range(5)], workers=1, timeout=60)
+    assert [(failure.sample, failure.kind) for failure in results.failures] == [(0, "crash")]
+    assert "it answered a call that it was not given" in results.failures[0].message
+    assert results.values[1:, 0].tolist() == [2.0] * 5
+
+
+def test_call_numbers_are_not_counted_up():
+    numbers = {new_number() for _ in range(1000)}
+    assert len(numbers) == 1000
+    assert max(numbers).bit_length() > 55
+    assert sum(one + 1 in numbers for one in numbers) == 0

@@ -21,7 +21,6 @@ from posttrain.core.sample import Sample
 from posttrain.rollout import rollout_store
 from posttrain.rollout.rollout import OLD_LOGPS, SAMPLING_LOGPS, Request, Rollout, ToolCall
 from posttrain.rollout.rollout_store import ROLLOUT_SCHEMA, DamagedRollouts, RolloutStore, read_rollouts, record_of
-from tests.waiting import eventually
 
 NAN = float("nan")
 PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"
@@ -204,20 +203,39 @@ def test_a_disk_that_is_too_slow_holds_training_back_before_memory_is_full(tmp_p
             assert step + 1 - len(begun) <= rollout_store.MOST_WAITING
 
 
-@pytest.mark.parametrize("ending", ["write", "flush", "close"])
-def test_an_error_of_the_thread_is_raised_by_the_next_call(tmp_path, monkeypatch, ending):
+def test_what_a_full_disk_does_not_take_is_written_later_or_is_an_error_at_the_end(tmp_path, monkeypatch, caplog):
     def no_space(descriptor):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(rollout_store.os, "fsync", no_space)
-    store = RolloutStore(tmp_path)
-    store.write(7, [record_of(a_rollout(), 0.0)])
-    eventually(lambda: store._waiting[0].done())
-    with pytest.raises(OSError, match=r"step 7 could not be written \(No space left") as caught:
-        store.write(8, []) if ending == "write" else getattr(store, ending)()
+    with monkeypatch.context() as full:
+        full.setattr(rollout_store.os, "fsync", no_space)
+        store = RolloutStore(tmp_path)
+        for step in (7, 8):
+            store.write(step, [record_of(a_rollout(), 0.0)])
+        store.flush()
+        assert (
+            "The rollouts of step 7 could not be written (No space left on device); they are kept in memory"
+            in caplog.text
+        )
+        assert not list(tmp_path.rglob("*.parquet"))
+        assert not list(tmp_path.rglob("*.unfinished"))
+    store.write(9, [record_of(a_rollout(), 0.0)])
+    store.flush()
+    assert read_rollouts(tmp_path)["step"].to_pylist() == [7, 8, 9]
+    with monkeypatch.context() as full:
+        full.setattr(rollout_store.os, "fsync", no_space)
+        store.write(10, [record_of(a_rollout(), 0.0)])
+        with pytest.raises(OSError, match=r"1 collections, the first is of step 10, could not be written") as caught:
+            store.close()
     assert caught.value.errno == errno.ENOSPC
-    assert not list(tmp_path.rglob("*.unfinished"))
-    monkeypatch.undo()
+
+
+def test_another_error_of_the_thread_is_raised_by_the_next_call(tmp_path):
+    store = RolloutStore(tmp_path)
+    store.write(7, [{"no such column": 1}])
+    with pytest.raises(ValueError, match="no column 'no such column'"):
+        store.flush()
+    store._unwritten.clear()
     store.close()
 
 

@@ -10,16 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 from posttrain.serve.asgi import Application
-from posttrain.serve.auth import is_loopback
+from posttrain.serve.auth import TokenFileError, token_file_of, token_left_at
 from posttrain.serve.echo_engine import numbered_weights
 from posttrain.serve.errors import TooSlow
-from posttrain.serve.launch import StartError, check_address, main, read_token
+from posttrain.serve.launch import StartError, main, read_token
 from posttrain.serve.limits import read_body
 from posttrain.serve.payload import encode_manifest
 from posttrain.serve.routes import ROUTES
 from posttrain.serve.server import ServerOptions
 from posttrain.serve.update import UpdateLimits
-from tests.serve.asgi_client import call
 from tests.serve.served_app import TOKEN, asked
 from tests.serve.serving import update_of
 
@@ -76,39 +75,6 @@ def test_every_route_wants_the_token_bounds_its_body_and_refuses_nonsense(served
     assert one.server.versions.serving.version == 0
 
 
-def test_without_a_token_only_names_of_this_machine_are_answered(served):
-    one = served(token=None)
-    assert asyncio.run(one("GET", "/health")).status == 200
-
-    async def elsewhere():
-        return await call(one.app, "GET", "/health", headers=[(b"host", b"evil.example")])
-
-    assert asyncio.run(elsewhere()).status == 403
-
-
-@pytest.mark.parametrize(
-    ("header", "status"),
-    [
-        ((b"Origin", b"https://evil.example"), 403),
-        ((b"origin", b"null"), 403),
-        ((b"origin", b"http://127.0.0.1:8000"), 403),
-        ((b"sec-fetch-site", b"cross-site"), 403),
-        ((b"Sec-Fetch-Site", b"same-site"), 403),
-        ((b"sec-fetch-site", b"none"), 200),
-        ((b"sec-fetch-site", b"same-origin"), 200),
-    ],
-)
-def test_without_a_token_web_pages_are_refused(served, header, status):
-    one = served(token=None)
-    reply = asyncio.run(one("POST", "/generate", asked(), headers=[header]))
-    assert reply.status == status
-    assert one.engine.started == ([] if status == 403 else ["r1/0/0"])
-    if status == 403:
-        assert "answers no web pages" in reply.json()["error"]
-    with_token = served()
-    assert asyncio.run(with_token("POST", "/generate", asked(), headers=[header])).status == 200
-
-
 def test_the_token_is_never_logged(served, caplog):
     one = served()
     with caplog.at_level(logging.DEBUG):
@@ -118,22 +84,40 @@ def test_the_token_is_never_logged(served, caplog):
     assert TOKEN not in repr(one.app)
 
 
-def test_a_public_address_without_a_token_is_refused(monkeypatch, capsys, tmp_path):
+def test_a_server_without_a_token_draws_one_that_only_its_user_can_read(monkeypatch, tmp_path):
     monkeypatch.delenv("POSTTRAIN_SERVE_TOKEN", raising=False)
-    for host in ("0.0.0.0", "::", "10.0.0.3", "some-host", ""):
-        assert not is_loopback(host)
-        with pytest.raises(StartError, match="token"):
-            check_address(host, None)
-        check_address(host, TOKEN)
-    for host in ("127.0.0.1", "::1", "localhost", "127.9.9.9"):
-        check_address(host, None)
-    assert main(["--model", "echo", "--host", "0.0.0.0", "--port", "0"]) == 2
-    assert "set a token" in capsys.readouterr().err
-    (tmp_path / "token").write_text("short\n")
-    with pytest.raises(StartError, match="16 or more"):
-        read_token(tmp_path / "token")
-    (tmp_path / "token").write_text(TOKEN + "\n")
-    assert read_token(tmp_path / "token") == TOKEN
+    monkeypatch.setenv("HOME", str(tmp_path))
+    token, origin = read_token(None, 8123)
+    path = token_file_of(8123)
+    assert path.is_relative_to(tmp_path)
+    assert str(path) in origin
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert token_left_at(8123) == token
+    assert token_left_at(8124) is None
+    assert len({token, read_token(None, 8123)[0], read_token(None, 8123)[0]}) == 3  # each start has another
+    path.chmod(0o640)
+    with pytest.raises(TokenFileError, match="can be read by other users \\(mode 0640\\)"):
+        token_left_at(8123)
+
+
+def test_a_token_file_is_private_and_long_enough(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "token"
+    for mode, text, sentence in (
+        (0o644, TOKEN, "mode 0644"), (0o604, TOKEN, "mode 0604"), (0o600, "short\n", "16 or more"), (0o600, "", "16 or more"),
+        (0o600, "é" * 20, "cannot be read"),
+    ):  # fmt: skip
+        path.write_text(text)
+        path.chmod(mode)
+        assert main(["--model", "echo", "--port", "0", "--token-file", str(path)]) == 2
+        told = capsys.readouterr().err
+        assert sentence in told
+        assert str(path) in told
+        assert TOKEN not in told
+    path.write_text(TOKEN + "\n")
+    assert read_token(path, 1) == (TOKEN, f"the token of {path}")
+    monkeypatch.setenv("POSTTRAIN_SERVE_TOKEN", "short")
+    with pytest.raises(StartError, match="POSTTRAIN_SERVE_TOKEN is not 16 or more"):
+        read_token(None, 1)
 
 
 # what it answers -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,9 @@ from posttrain.serve.server import RolloutServer, ServerOptions
 
 uvicorn = pytest.importorskip("uvicorn")
 
-HALF = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+TOKEN = "a-token-of-the-tests-7c1"
+WITH_TOKEN = b"Authorization: Bearer %s\r\n" % TOKEN.encode()
+HALF = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n" + WITH_TOKEN
 LEFT_OUT = pytest.mark.skipif(not importlib.util.find_spec("httptools"), reason="httptools is not installed")
 
 
@@ -35,7 +37,7 @@ def serve(request):
         async def both():
             bound = socket.create_server(("127.0.0.1", 0))
             made = bounded_protocol(protocol(request.param), most, seconds)
-            config = uvicorn.Config(build_app(server, None), http=made, lifespan="off", log_config=None)
+            config = uvicorn.Config(build_app(server, TOKEN), http=made, lifespan="off", log_config=None)
             web = uvicorn.Server(config)
             task = asyncio.ensure_future(web.serve(sockets=[bound]))
             while not web.started:
@@ -99,7 +101,7 @@ def test_half_a_head_is_waited_for_so_long_and_no_longer(serve):
 def test_long_answers_slow_bodies_and_second_requests_are_not_cut(serve):
     async def test(port):
         body = b'{"prompts": [{"ids": [1]}], "sampling": {"max_tokens": 20}}'
-        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\n%sContent-Length: %d\r\n\r\n" % (WITH_TOKEN, len(body))
         reader, writer = await opened(port, head)
         for start in range(0, len(body), 20):
             await asyncio.sleep(0.2)
@@ -117,7 +119,7 @@ def test_long_answers_slow_bodies_and_second_requests_are_not_cut(serve):
 def test_when_all_connections_are_taken_the_oldest_that_waits_makes_room(serve):
     async def test(port):
         body = b'{"prompts": [{"ids": [1]}], "sampling": {"max_tokens": 20}}'
-        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+        head = b"POST /generate HTTP/1.1\r\nHost: localhost\r\n%sContent-Length: %d\r\n\r\n" % (WITH_TOKEN, len(body))
         working, kept = await opened(port, head + body)
         await asyncio.sleep(0.1)
         half = [await opened(port, HALF) for _ in range(30)]

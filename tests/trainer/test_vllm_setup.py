@@ -176,6 +176,7 @@ def test_servers_that_were_found_in_vain_are_not_watched_any_more(tmp_path):
     try:
         server.restart()
         (tmp_path / "token").write_text(server._token)
+        (tmp_path / "token").chmod(0o600)
         made = peft_trainer(
             tiny.causal_lm(),
             [],

@@ -8,13 +8,21 @@ import random
 import re
 import shutil
 from collections import Counter
+from pathlib import Path
 
 import pytest
+from transformers import TrainerCallback
 
 from posttrain.trainer import checkpoint as files
+from tests.trainer import resumable_run
 from tests.trust import runs
 
-EXTRA = ("model-00001-of-00002.safetensors", "pytorch_model.bin", "adapter_config.json", "adapter_model.safetensors")
+EXTRA = (
+    "model-00001-of-00002.safetensors", "pytorch_model.bin", "adapter_config.json", "adapter_model.safetensors", "scaler.pt",
+    "optimizer.pt", "optimizer.bin", "scheduler.pt", "rng_state.pth", "training_args.bin", "generation_config.json", "vocab.json",
+    "special_tokens_map.json", "added_tokens.json", "modeling_evil.py", "rollouts_0.json", "bema_state.safetensors",
+    "moved_reference.json", "rng_state_7.json", "notes.txt",
+)  # fmt: skip
 REASONS = {
     "bit flip": r"does not have the checksum|cannot be read|was changed|has the format",
     "truncation": r"bytes instead of|cannot be read",
@@ -118,3 +126,41 @@ def test_a_run_goes_on_from_the_checkpoint_before_and_ends_the_same(finished, co
         assert "Checkpoint passed over" in (tmp_path / f"{number}.log").read_text()
         files.verify(newest)  # the damaged one was replaced when its step came again
     figure("damaged checkpoint, resumed", count, f"{count} of {count} bit-identical", f"{count} of {count}")
+
+
+@pytest.mark.parametrize("name", EXTRA)
+def test_every_added_file_is_noticed(finished, name, tmp_path):
+    shutil.copytree(files.checkpoints(finished)[0], tmp_path / "checkpoint-8")
+    if (tmp_path / "checkpoint-8" / name).exists():
+        pytest.skip("this checkpoint has such a file of its own")
+    (tmp_path / "checkpoint-8" / name).write_bytes(b"x")
+    with pytest.raises(files.DamagedCheckpoint, match=f"{re.escape(name)} is not in the manifest"):
+        files.verify(tmp_path / "checkpoint-8")
+
+
+def test_a_hidden_file_of_a_filesystem_or_a_download_harms_nobody(finished, tmp_path):
+    shutil.copytree(files.checkpoints(finished)[0], tmp_path / "checkpoint-8")
+    (tmp_path / "checkpoint-8" / ".nfs0001").write_bytes(b"x")
+    (tmp_path / "checkpoint-8" / ".cache" / "huggingface").mkdir(parents=True)
+    (tmp_path / "checkpoint-8" / ".cache" / "huggingface" / "model.safetensors.lock").write_bytes(b"")
+    files.verify(tmp_path / "checkpoint-8")
+
+
+class Notes(TrainerCallback):
+    """Puts a file of its own into every checkpoint, as callbacks of users do."""
+
+    def on_save(self, args, state, control, **kwargs) -> None:
+        (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "notes.txt").write_text("mine")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["given to the trainer", "added later"])
+def test_files_of_callbacks_belong_to_the_checkpoint(tmp_path, late):
+    trainer = resumable_run.make("sft", tmp_path / "run", max_steps=4, callbacks=[] if late else [Notes()])
+    if late:
+        trainer.add_callback(Notes())
+    trainer.train()
+    for path in files.checkpoints(tmp_path / "run"):
+        files.verify(path)
+        (path / "notes.txt").write_text("changed")
+        with pytest.raises(files.DamagedCheckpoint, match=r"notes\.txt"):
+            files.verify(path)

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from posttrain.core.sample import Sample
+from posttrain.core.secrets import without_secrets
 from posttrain.data.token_store import StoreWriter, seal
 from posttrain.trainer import alerts, display, skipped
 from posttrain.trainer.step_file import StepFile
@@ -16,7 +17,10 @@ from posttrain.view.api import Viewed
 from posttrain.view.errors import NoRunError, NotFound, ViewError
 from posttrain.view.json_lines import GrowingLines, series_of
 from posttrain.view.questions import Question
-from posttrain.view.run_folder import open_runs, without_secrets
+from posttrain.view.report import write_report
+from posttrain.view.run_folder import open_runs
+from posttrain.view.server import _as_json
+from posttrain.view.summary import print_summary
 from posttrain.view.token_text import TokenText
 from tests.view.made_up import make_tokenizer
 
@@ -223,3 +227,54 @@ def test_prepared_rows_have_the_mask_of_training(sft_run, tmp_path):
     (store / "manifest.json").unlink()
     with pytest.raises(ViewError, match="not there any more"):
         ask_data(sft_run, 0)
+
+
+# ---- files that somebody else wrote ----------------------------------------------------------------------------------------
+
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9))
+HOSTILE = {
+    "metrics.jsonl": '{"step": 1, "loss": 1e999}\n{"step": 2, "loss": 2.0, "deep": ' + "[" * 900 + "]" * 900 + "}\n"
+    '{"step": 3, "loss": ' + "9" * 4000 + '}\n{"step": 4, "loss": NaN, "nested": {"a": [1, {"b": -Infinity}]}}\n'
+    + "[" * 100000 + '\n{"step": 5, "loss": 1.7e308}\n{"step": 6, "loss": -1.7e308}\n{"step": 7, "loss": 0.5}\n',
+    "alerts.jsonl": '{"step": "<script>alert(1)</script>", "seen": "<b>x</b>\\u001b[31m", "deep": ' + "[" * 500 + "]" * 500 + "}\n"
+    '{"step": {"a": [1e999]}, "seen": [1]}\n',
+    "laughs.yaml": LAUGHS,
+    "itself.yaml": "a: &a [*a]\n",
+    "infinite.yaml": "a: .inf\nb: .nan\nwhen: 2020-01-01\n1: {2: three}\nzzKey: odd.Value.93\nurl: https://me:pw@host/x\n",
+    "deep.json": '{"a": ' + "[" * 300 + "]" * 300 + "}",
+    "huge.json": '{"a": 1e999, "b": [NaN, ' + "9" * 400 + "]}",
+}  # fmt: skip
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    for name, text in HOSTILE.items():
+        (tmp_path / name).write_text(text)
+    return open_runs([str(tmp_path)])
+
+
+def test_hostile_files_are_shown_as_far_as_they_can_be(hostile):
+    viewed = Viewed(hostile)
+    told = {
+        path: _as_json(ask(viewed, Question({"run": "0"})))[0].decode()
+        for path, ask in api.GET.items()
+        if "metric" in path or "info" in path
+    }
+    assert len(told) >= 2
+    info = json.loads(told["/api/info"])
+    assert sorted(info["settings"]) == ["deep.json", "huge.json", "infinite.yaml"]
+    assert info["settings"]["huge.json"] == {"a": None, "b": [None, None]}
+    assert info["settings"]["infinite.yaml"] == {
+        "a": None, "b": None, "when": "2020-01-01", "1": {"2": "three"}, "zzKey": "(hidden)", "url": "https://(hidden)@host/x"
+    }  # fmt: skip
+    assert "nested too deeply" in told["/api/info"]
+    assert _as_json({"reward": float("inf"), "rows": [float("nan"), 1.5]})[0] == b'{"reward":null,"rows":[null,1.5]}'
+    assert hostile[0].metrics.entries[-1] == {"step": 7, "loss": 0.5}
+
+
+def test_a_report_and_a_summary_of_hostile_files(hostile, tmp_path, capsys):
+    page = write_report(hostile, tmp_path / "report.html").read_text()
+    assert "<script>" not in page
+    assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    print_summary(hostile)
+    assert "\x1b[31m" not in capsys.readouterr().out

@@ -11,7 +11,7 @@ from typing import Any
 from posttrain.rollout.engine import LENGTH, STOP, SamplingParams
 from posttrain.rollout.vllm_engine.kept_weights import BUCKET_BYTES, KeptWeights
 from posttrain.rollout.vllm_engine.side_by_side import side_by_side
-from posttrain.rollout.vllm_engine.transport import Deadlines, ServerAnswer, ServerRefused, Transport, checked
+from posttrain.rollout.vllm_engine.transport import Deadlines, ServerAnswer, ServerRefused, Token, Transport, checked
 from posttrain.rollout.vllm_engine.weight_channel import AUTO, NOT_OFFERED, WeightChannel
 from posttrain.rollout.vllm_engine.weight_senders import Sides, Wire
 from posttrain.serve.payload import Manifest, encode_manifest
@@ -83,7 +83,7 @@ class ServerClient:
     def __init__(
         self,
         base_url: str,
-        token: str | None = None,
+        token: Token = None,
         deadlines: Deadlines | None = None,
         weight_transport: str = AUTO,
     ) -> None:

@@ -159,10 +159,14 @@ class Connection:
         self.socket.close()
 
 
+Token = str | Callable[[], str | None] | None
+"""A token, or how to find the present one: a server that draws its own draws another at its next start."""
+
+
 class Transport:
     """Calls of one server. Any number of threads; connections are kept open and used again."""
 
-    def __init__(self, base_url: str, token: str | None, connect_seconds: float = 5.0) -> None:
+    def __init__(self, base_url: str, token: Token, connect_seconds: float = 5.0) -> None:
         self.address, self._connect_seconds = Address.of(base_url), connect_seconds
         self.use_token(token)
         self._lock = threading.Lock()  # of the two that follow
@@ -170,13 +174,16 @@ class Transport:
         self._busy: set[Connection] = set()
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.address}, token {'set' if self._token else 'none'})"
+        return f"{type(self).__name__}({self.address}, token {'set' if self._token() else 'none'})"
 
-    def use_token(self, token: str | None) -> None:
+    def use_token(self, token: Token) -> None:
         """Sent with every call that begins from now on."""
+        if callable(token):
+            self._token = token
+            return
         if token is not None and (not token.isascii() or not token.isprintable() or " " in token or not token):
             raise ValueError(f"The token of {self.address} is not made of printable ASCII characters without blanks.")
-        self._token = token
+        self._token = lambda: token
 
     def ask(self, method: str, path: str, body: Any = None, seconds: float = 60.0, reads: bool = True) -> Any:
         """The JSON of the answer; None without `reads`, where only its status counts.
@@ -225,8 +232,8 @@ class Transport:
     def _head(self, method: str, path: str, length: int) -> bytes:
         lines = [f"{method} {self.address.prefix}{path} HTTP/1.1", f"Host: {self.address.netloc}"]
         lines += [f"Content-Length: {length}", "Accept-Encoding: identity", "Content-Type: application/json"]
-        if self._token is not None:
-            lines.append(f"Authorization: Bearer {self._token}")
+        if (token := self._token()) is not None:
+            lines.append(f"Authorization: Bearer {token}")
         return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
 
     def _slow(self, what: str, seconds: float, connection: Connection | None) -> ServerError:

@@ -23,7 +23,7 @@ from posttrain.rollout.engine import LENGTH, STOP, SamplingParams
 from posttrain.rollout.vllm_engine.client import NOT_OFFERED, GenerateRequest, ServerInfo, Written, check_tokens
 from posttrain.rollout.vllm_engine.kept_weights import KeptWeights
 from posttrain.rollout.vllm_engine.params import RAW
-from posttrain.rollout.vllm_engine.transport import Deadlines, ServerAnswer, ServerRefused, Transport, checked
+from posttrain.rollout.vllm_engine.transport import Deadlines, ServerAnswer, ServerRefused, Token, Transport, checked
 
 NAME = re.compile(r"posttrain-(\d{1,16})-([0-9a-f]{32})")
 LARGEST_BIAS = 100.0
@@ -40,7 +40,7 @@ class UpstreamClient:
     def __init__(
         self,
         base_url: str,
-        token: str | None = None,
+        token: Token = None,
         deadlines: Deadlines | None = None,
         adapter_folder: Path | None = None,
         logprobs_mode: str = RAW,
