@@ -54,8 +54,8 @@ class LossTerm:
             expected, fits = f"({size},)", self.values.shape == (size,)
         if not fits:
             raise ValueError(
-                f"A loss returned values of shape {tuple(self.values.shape)}. Their sum is divided by the number of {self.per}s of "
-                f"the whole optimizer step, so there must be one value for each {entries} of the batch: shape {expected}. "
+                f"A loss returned values of shape {tuple(self.values.shape)}. Their sum is divided per {self.per}, over the whole "
+                f"optimizer step, so there must be one value for each {entries} of the batch: shape {expected}. "
                 "Return the values themselves; do not take their mean or sum, and do not select some of them (multiply by a "
                 "mask instead)."
             )

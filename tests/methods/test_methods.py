@@ -181,7 +181,7 @@ def test_a_loss_of_ones_own(tmp_path):
 
 WRONG_LOSSES = {
     "sft mean": ("sft", lambda logps: -logps.mean(), r"shape \(\)\. .* each token of the batch: shape \(\d+,\)"),
-    "sft sum": ("sft", lambda logps: -logps.sum(), r"number of tokens"),
+    "sft sum": ("sft", lambda logps: -logps.sum(), r"divided per token, over the whole optimizer step"),
     "sft part": ("sft", lambda logps: -logps[:5], r"shape \(5,\)"),
     "sft column": ("sft", lambda logps: -logps[:, None], r", 1\)"),
     "sft float": ("sft", lambda logps: 0.5, "returned a float"),
