@@ -426,12 +426,8 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
 
     def _step_will_log(self) -> bool:
         """Statistics that cost a pass over the vocabulary are taken on the steps whose log will show them."""
-        state, step = self.state, self.state.global_step + 1
-        if self.args.logging_strategy != "steps" or not state.logging_steps:
-            return self.args.logging_strategy == "epoch"
-        return (
-            step % state.logging_steps == 0 or step >= state.max_steps or (step == 1 and self.args.logging_first_step)
-        )
+        is_logged = self.args.logs_at(self.state.global_step + 1, self.state)
+        return is_logged or self.args.logging_strategy == "epoch"
 
     # ---- the optimizer -----------------------------------------------------------------------------------------------
 

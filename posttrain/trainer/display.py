@@ -31,7 +31,7 @@ def display_callbacks(trainer: BaseTrainer) -> None:
     for callback in (ProgressCallback, PrinterCallback, transformers_trainer.DEFAULT_PROGRESS_CALLBACK):
         trainer.remove_callback(callback)
     # Callbacks are called in this order: the plan comes before the live display begins, the summary after it ended.
-    trainer.add_callback(MetricsFile(trainer.args.output_dir))
+    trainer.add_callback(MetricsFile(trainer))
     trainer.add_callback(DataPointer(trainer))
     trainer.add_callback(RunPlan(trainer))
     trainer.add_callback(RichProgressCallback().stand_back_for(trainer.callback_handler.callbacks))
@@ -45,12 +45,18 @@ def display_callbacks(trainer: BaseTrainer) -> None:
 class MetricsFile(TrainerCallback):
     """One JSON line per log in `metrics.jsonl`. A resumed run first drops what was logged after its checkpoint."""
 
-    def __init__(self, output_dir: str) -> None:
-        self.file = StepFile(Path(output_dir) / METRICS_FILE)
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
+        self.file = StepFile(Path(trainer.args.output_dir) / METRICS_FILE)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.file.begin(state.global_step, but_not="train_runtime")
+            self.file.begin(state.global_step, self._comes_again)
+
+    def _comes_again(self, entry: dict[str, Any]) -> bool:
+        """The totals of a run, and what a stopped run logged though its checkpoint still adds it up."""
+        is_partial = "learning_rate" in entry and entry["step"] > self.trainer.run_state.last_logged_step
+        return "train_runtime" in entry or is_partial
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:

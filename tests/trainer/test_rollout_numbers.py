@@ -75,9 +75,8 @@ def test_what_could_not_be_written_has_no_length(tmp_path):
 
 def test_lengths_of_those_that_ended_are_not_those_of_a_generation_without_any(tmp_path):
     turns = iter([written(4, stops=False), written(4)])
-    made = trainer(
-        tmp_path, rollout_func=lambda prompts, trainer: next(turns)(prompts, trainer), max_steps=2, logging_steps=2
-    )
+    options = {"max_steps": 2, "logging_steps": 2, "logging_first_step": False}  # one entry of both generations
+    made = trainer(tmp_path, rollout_func=lambda prompts, trainer: next(turns)(prompts, trainer), **options)
     made.train()
     (entry, *_) = logged(tmp_path)
     lengths = [entry[f"completions/{which}_terminated_length"] for which in ("min", "mean", "max")]
@@ -107,6 +106,7 @@ def test_failures_of_tools_are_counted_by_calls(tmp_path):
         return test_agents.said(f"done {prompt.sample}")
 
     options = {"engine": ScriptedEngine(speak), "tools": [flaky], "max_steps": 2, "logging_steps": 2}
+    options["logging_first_step"] = False  # one entry of both generations
     test_agents.trainer(tmp_path, data=test_agents.chats(), **options).train()
     (entry, *_) = logged(tmp_path)
     assert entry["tools/failure_frequency"] == pytest.approx(1 / 9)
