@@ -190,7 +190,8 @@ def _data(dataset: Any) -> str:
     report: PreparationReport | None = getattr(dataset, "report", None)
     if report is None:
         return f"{len(dataset):,} rows"
-    return f"{report.kept:,} rows, {count(report.tokens)} tokens, {count(report.trained_tokens)} of them trained"
+    trained = f", {count(report.trained_tokens)} of them trained" if report.trained_tokens else ""
+    return f"{report.kept:,} rows, {count(report.tokens)} tokens{trained}"
 
 
 def _evaluation(trainer: BaseTrainer) -> str:
@@ -239,7 +240,7 @@ def summary(trainer: BaseTrainer, steps: int, tokens: float, took: float) -> lis
     ]
     lines += [
         f"  {name:<12}{number(first)} -> {number(last)}"
-        for name in _losses(state.log_history)
+        for name in _followed(state.log_history)
         for first, last in [first_and_last(state.log_history, name)]
     ]
     if trainer.run_state.skipped_total:
@@ -249,9 +250,11 @@ def summary(trainer: BaseTrainer, steps: int, tokens: float, took: float) -> lis
     return lines
 
 
-def _losses(history: list[dict[str, Any]]) -> list[str]:
+def _followed(history: list[dict[str, Any]]) -> list[str]:
+    """What the run is to improve: the reward where there is one (the loss of a policy gradient says nothing), else the loss."""
     names = dict.fromkeys(name for entry in history for name in entry)
-    return [name for name in names if name == "loss" or (name.startswith("eval_") and name.endswith("_loss"))]
+    aim = "reward" if "reward" in names else "loss"
+    return [name for name in names if name == aim or (name.startswith("eval_") and name.endswith(f"_{aim}"))]
 
 
 def first_and_last(history: list[dict[str, Any]], name: str) -> tuple[float, float]:

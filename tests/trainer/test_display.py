@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from posttrain import DPOConfig, DPOTrainer, RewardConfig, SFTConfig, SFTTrainer
+from posttrain import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from posttrain.trainer.display import METRICS_FILE, MetricsFile, batch_arithmetic
 from posttrain.trainer.progress import (
     Pace,
@@ -302,6 +302,15 @@ def test_what_will_happen_to_pairs(tmp_path, capsys):
     assert "3 pairs x 1 accumulation x 1 process = 3 pairs an optimizer step, 1 step\n" in out
     assert "padded batches" in out
     assert f"  run         {tmp_path} (a checkpoint every epoch)" in out
+
+
+def test_what_will_happen_to_a_reward_model(tmp_path, capsys):
+    """It trains on whole sequences: "0 of them trained" would be wrong."""
+    args = RewardConfig(output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=4, save_strategy="no")
+    rows = Dataset.from_list(tiny.pairs(8))
+    trainer = RewardTrainer(tiny.reward_model(), args=args, train_dataset=rows, processing_class=tiny.tokenizer())
+    trainer.train()
+    assert f"  data        8 rows, {count(trainer.train_dataset.report.tokens)} tokens\n" in capsys.readouterr().out
 
 
 def test_batch_arithmetic_of_many_processes():
