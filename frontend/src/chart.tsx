@@ -2,7 +2,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import uPlot from "uplot";
 import "uplot/dist/uPlot.min.css";
-import { number, tick } from "./format";
+import { number, ticks } from "./format";
 import type { Curve } from "./store";
 import { useTheme } from "./theme";
 
@@ -12,11 +12,19 @@ export interface Line {
   curve: Curve;
 }
 
-const FEW = 20; // of so few values, every one counts
+const FEW = 20; // below so many values, every one counts
+export const isSmoothable = (curve: Curve) => curve.values.length >= FEW;
+const WHOLE = [1, 2, 5].flatMap((digit) => Array.from({ length: 12 }, (_, i) => digit * 10 ** i)).sort((one, other) => one - other);
+
+/** What an axis spans. Values that are all 0 are drawn at the bottom of 0 to 1; uPlot's own choice is 0 to 100. */
+function spanOf(_: uPlot, least: number | null, most: number | null): uPlot.Range.MinMax {
+  if (least === null || most === null) return [0, 1];
+  return least === 0 && most === 0 ? [-0.05, 1] : uPlot.rangeNum(least, most, 0.1, true);
+}
 
 /** Exponential moving average, corrected for its start as Adam's are, so that the first values are not pulled to 0. */
 export function smoothed(values: (number | null)[], weight: number): (number | null)[] {
-  if (weight === 0 || values.length < FEW) return values;
+  if (weight === 0) return values;
   let sum = 0;
   let share = 0;
   return values.map((value) => {
@@ -44,11 +52,13 @@ interface Props {
   onOpen?: () => void;
 }
 
+/** One line of every curve, and a smoothed one where there are values enough. */
 function tablesOf(lines: Line[], smoothing: number, log: boolean): uPlot.AlignedData {
   const drawable = (values: (number | null)[]) => (log ? values.map((v) => (v !== null && v > 0 ? v : null)) : values);
   const tables = lines.map(({ curve }) => {
     const raw = drawable(curve.values);
-    return smoothing ? [curve.steps, raw, drawable(smoothed(curve.values, smoothing))] : [curve.steps, raw];
+    const isSmoothed = smoothing > 0 && isSmoothable(curve);
+    return isSmoothed ? [curve.steps, raw, drawable(smoothed(curve.values, smoothing))] : [curve.steps, raw];
   });
   return tables.length === 1 ? (tables[0] as uPlot.AlignedData) : uPlot.join(tables as uPlot.AlignedData[]);
 }
@@ -56,8 +66,8 @@ function tablesOf(lines: Line[], smoothing: number, log: boolean): uPlot.Aligned
 function seriesOf(lines: Line[], smoothing: number): uPlot.Series[] {
   const drawn = lines.flatMap(({ name, place, curve }) => {
     const colour = colourOf(place);
-    const main = { label: name, stroke: colour, width: 1.5, spanGaps: true, points: { show: curve.steps.length < 3, size: 5 } };
-    return smoothing ? [{ ...main, stroke: `${colour}55`, width: 1 }, main] : [main];
+    const main = { label: name, stroke: colour, width: 1.5, spanGaps: true, points: { show: !isSmoothable(curve), size: 5 } };
+    return smoothing && isSmoothable(curve) ? [{ ...main, stroke: `${colour}55`, width: 1 }, main] : [main];
   });
   return [{}, ...drawn];
 }
@@ -74,10 +84,13 @@ function optionsOf(props: Props, width: number, onHover: (place: number | null) 
     legend: { show: false },
     padding: [6, 8, 0, 0],
     cursor: { sync: { key: cursors.key }, points: { size: 5 }, y: false, drag: { x: true, y: false } },
-    scales: { x: { time: false }, y: { distr: props.log ? 3 : 1 } },
+    scales: {
+      x: { time: false, range: (_, least, most) => (least === most ? [least - 1, most + 1] : [least, most]) },
+      y: { distr: props.log ? 3 : 1, range: props.log ? undefined : spanOf },
+    },
     axes: [
-      { ...axis, size: 22, space: 60, grid: { show: false }, values: (_, marks) => marks.map((mark) => tick(mark)) },
-      { ...axis, size: 46, space: 32, values: (_, marks) => marks.map((mark) => (mark === null ? "" : tick(mark))) },
+      { ...axis, size: 22, space: 60, grid: { show: false }, incrs: WHOLE, values: (_, marks) => ticks(marks) },
+      { ...axis, size: 46, space: 32, values: (_, marks) => ticks(marks) },
     ],
     series: seriesOf(props.lines, props.smoothing),
     hooks: { setCursor: [(plot) => onHover(plot.cursor.idx ?? null)] },
@@ -104,7 +117,7 @@ export function Chart(props: Props) {
     log,
     smoothing > 0,
     props.height,
-    ...lines.map((line) => `${line.place}${line.name}${line.curve.steps.length < 3}`),
+    ...lines.map((line) => `${line.place}${line.name}${isSmoothable(line.curve)}`),
   ].join("|");
   useEffect(() => {
     if (!isSeen || !lines.length) return;
@@ -128,11 +141,12 @@ export function Chart(props: Props) {
     if (isZoomed) made.redraw();
   }, [lines, smoothing]);
 
-  const perLine = smoothing ? 2 : 1;
   const steps = plot.current?.data[0];
-  const readings = lines.map((line, i) => {
+  let place = 0; // of the line that is read: the last one of its curve
+  const readings = lines.map((line) => {
     const last = line.curve.values.findLast((value) => value !== null);
-    const at = hover === null ? undefined : plot.current?.data[(i + 1) * perLine]?.[hover];
+    place += smoothing && isSmoothable(line.curve) ? 2 : 1;
+    const at = hover === null ? undefined : plot.current?.data[place]?.[hover];
     return { ...line, value: hover === null ? last : (at ?? null) };
   });
   return (

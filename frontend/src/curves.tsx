@@ -1,6 +1,6 @@
 /** All metrics of all runs, in sections by the first part of their names. */
 import { useMemo, useRef, useState } from "preact/hooks";
-import { Chart, type Line } from "./chart";
+import { Chart, isSmoothable, type Line } from "./chart";
 import { unfocus, useDialogKeys, useKeys } from "./keys";
 import { live, useStore } from "./store";
 
@@ -26,12 +26,20 @@ function inOrder(names: string[]): string[] {
   return [...names].sort((one, other) => place(one) - place(other) || one.localeCompare(other));
 }
 
-function SmoothingSlider({ value, onChange }: { value: number; onChange: (value: number) => void }) {
+function SmoothingSlider({ value, onChange, isOff }: { value: number; onChange: (value: number) => void; isOff: boolean }) {
   return (
-    <label class="field">
+    <label class="field" title={isOff ? "Curves of fewer than 20 points are drawn as they are." : undefined}>
       Smoothing
-      <input type="range" min="0" max="0.98" step="0.02" value={value} onInput={(e) => onChange(Number(e.currentTarget.value))} />
-      <output>{value ? value.toFixed(2) : "off"}</output>
+      <input
+        type="range"
+        min="0"
+        max="0.98"
+        step="0.02"
+        value={value}
+        disabled={isOff}
+        onInput={(e) => onChange(Number(e.currentTarget.value))}
+      />
+      <output>{value && !isOff ? value.toFixed(2) : "off"}</output>
     </label>
   );
 }
@@ -58,6 +66,7 @@ export function Curves() {
     for (const name of found) bySection.set(sectionOf(name), [...(bySection.get(sectionOf(name)) ?? []), name]);
     return [...bySection].sort(([one], [other]) => (one === "" ? -1 : other === "" ? 1 : one.localeCompare(other)));
   }, [curves, words, hidden]);
+  const hasSmoothable = shown.some((run) => Object.values(curves[run.id]?.curves ?? {}).some(isSmoothable));
   const linesOf = (name: string): Line[] =>
     shown
       .filter((run) => curves[run.id]?.curves[name])
@@ -74,7 +83,7 @@ export function Curves() {
           value={words}
           onInput={(e) => setWords(e.currentTarget.value)}
         />
-        <SmoothingSlider value={smoothing} onChange={setSmoothing} />
+        <SmoothingSlider value={smoothing} onChange={setSmoothing} isOff={!hasSmoothable} />
         <label class="field">
           <input type="checkbox" checked={log} onChange={() => setLog(!log)} /> Log scale
         </label>

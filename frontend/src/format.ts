@@ -1,5 +1,7 @@
 /** Numbers and texts as people read them. */
 
+const MOST_DIGITS = 12;
+
 export function number(value: number | null | undefined, digits = 4): string {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (Number.isInteger(value) && Math.abs(value) < 1e6) return value.toLocaleString("en");
@@ -8,17 +10,26 @@ export function number(value: number | null | undefined, digits = 4): string {
   return String(Number(value.toPrecision(digits)));
 }
 
-/** For axes: 500k, 1.5M. */
-export function tick(value: number): string {
-  for (const [size, letter] of [
+/** The marks of an axis: 500k, 1.5M. As few digits as tell them apart. */
+export function ticks(marks: (number | null)[]): string[] {
+  for (let digits = 3; ; digits++) {
+    const words = marks.map((mark) => (mark === null ? "" : tick(mark, digits)));
+    const shown = words.filter(Boolean);
+    if (digits === MOST_DIGITS || new Set(shown).size === shown.length) return words;
+  }
+}
+
+function tick(value: number, digits: number): string {
+  const size = Math.abs(value);
+  if (size !== 0 && size < 1e-3) return value.toExponential(digits - 2);
+  for (const [unit, letter] of [
     [1e9, "G"],
     [1e6, "M"],
     [1e3, "k"],
   ] as const) {
-    if (Math.abs(value) >= 10 * size || (size > 1e3 && Math.abs(value) >= size))
-      return `${Number((value / size).toPrecision(3))}${letter}`;
+    if (size >= 10 * unit || (unit > 1e3 && size >= unit)) return `${Number((value / unit).toPrecision(digits))}${letter}`;
   }
-  return number(value, 3);
+  return number(value, digits);
 }
 
 /** For columns: the same number of places in every row. */

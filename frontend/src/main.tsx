@@ -66,10 +66,12 @@ function RunChoice() {
 }
 
 function Head({ view, onHelp }: { view: string; onHelp: () => void }) {
-  const { runs } = useStore(live);
+  const { runs, hidden } = useStore(live);
+  const { run: chosen } = useStore(look);
   const theme = useTheme();
   const tab = OF_ROLLOUTS.has(view) ? "rollouts" : view;
-  const step = Math.max(...runs.map((run) => run.step ?? 0), 0);
+  const shown = runs.filter((run) => (tab === "curves" ? !hidden.has(run.id) : run.id === chosen));
+  const step = Math.max(...shown.map((run) => run.step ?? 0), 0);
   const alerts = runs.reduce((sum, run) => sum + run.alerts, 0);
   return (
     <header class="head">

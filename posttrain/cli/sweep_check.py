@@ -61,16 +61,8 @@ def _check_metric(metric: str, args: Any) -> None:
     """A sweep whose number is never logged would run to its end for nothing."""
     if metric.startswith("eval_") and args.eval_strategy == "no":
         raise UsageError(f"`metric` is {metric}, and nothing is evaluated: set `eval_strategy` in `options`.")
-    if metric != "loss":
-        return
-    if args.logging_strategy == "no":
+    if metric == "loss" and args.logging_strategy == "no":
         raise UsageError("`metric` is loss, and `logging_strategy` is no: set it to steps in `options`.")
-    is_late = args.logging_strategy == "steps" and 0 < args.max_steps < args.logging_steps
-    if is_late and not args.logging_first_step:
-        raise UsageError(
-            f"`metric` is loss, which is logged every {args.logging_steps:g} steps, and the runs have {args.max_steps}: set "
-            "`logging_steps` in `options`."
-        )
 
 
 def main() -> None:

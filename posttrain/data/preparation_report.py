@@ -14,6 +14,7 @@ class PreparationReport:
 
     dataset: str
     explanation: str  # why the rows were read as they were
+    source: str | None = None  # the name that the rows came under: a file, an id of the Hub
     rows_read: int = 0
     kept: int = 0  # rows
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
@@ -41,6 +42,9 @@ class PreparationReport:
         elif packing.cut_samples:
             words += f"; {packing.cut_samples:,} samples split"
         return replace(self, packing=words)
+
+    def name_and_rows(self) -> str:
+        return f"{self.source}, {self.kept:,} rows" if self.source else f"{self.kept:,} rows"
 
     def _counted(self) -> str:
         if not self.rows_read:

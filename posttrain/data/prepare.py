@@ -6,9 +6,11 @@ Checking and encoding happen before any model is loaded and are kept on disk (se
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
+import shutil
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -158,12 +160,26 @@ def prepare_dataset(
         logger.info("Preparing %s: %s.", name, detection.explanation)
         return build_store(source, detection, renderer, options, name, folder, num_proc)
 
-    store = open_or_build(key, cache_folder(options), build)
-    if not options.packing:
-        return PreparedDataset(store, detection, options, name, options.max_length)
-    cut_to = options.max_length if options.packing in CUTTING_STRATEGIES else None
+    called = getattr(getattr(dataset, "info", None), "dataset_name", None)
+    try:
+        store = open_or_build(key, cache_folder(options), build)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise _out_of_room(error, f"{len(dataset):,} rows of {called or name}", cache_folder(options)) from error
+        raise
+    cut_to = options.max_length if not options.packing or options.packing in CUTTING_STRATEGIES else None
     prepared = PreparedDataset(store, detection, options, name, cut_to)
-    return PackedDataset(prepared, options.max_length, options.packing)
+    prepared.report.source = called
+    return PackedDataset(prepared, options.max_length, options.packing) if options.packing else prepared
+
+
+def _out_of_room(error: OSError, rows: str, folder: Path) -> OSError:
+    free = shutil.disk_usage(folder).free
+    said = (
+        f"the tokens of {rows} could not be written ({error.strerror}; {free:,} bytes are free): make room, or name another "
+        "folder with `dataset_cache_dir`"
+    )
+    return OSError(error.errno, said, str(folder))
 
 
 def detect(

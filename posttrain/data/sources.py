@@ -88,6 +88,7 @@ def load_source(source: DatasetSource | str, *, seed: int = 0, streaming: bool =
     else:
         dataset = with_whole_cache(lambda: _load_from_hub(source, streaming))
     dataset = _kept_columns(rename_columns(dataset, source.columns, source.path), source)
+    dataset.info.dataset_name = source.path  # messages call it what the user calls it
     if streaming:
         if source.fraction < 1:
             raise ValueError(f"fraction={source.fraction} of {source.path}: a stream has no share to take; use `take`.")

@@ -23,6 +23,7 @@ from posttrain.core.batch import PADDED, Passes, StepTotals, TokenBatch, passes_
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.data.collate import Collator
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
+from posttrain.data.preparation_report import PreparationReport
 from posttrain.data.prepare import PrepareOptions, prepare_dataset
 from posttrain.data.row_formats import RowFormat
 from posttrain.models.activation_offloading import offloaded_activations
@@ -426,12 +427,8 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
 
     def _step_will_log(self) -> bool:
         """Statistics that cost a pass over the vocabulary are taken on the steps whose log will show them."""
-        state, step = self.state, self.state.global_step + 1
-        if self.args.logging_strategy != "steps" or not state.logging_steps:
-            return self.args.logging_strategy == "epoch"
-        return (
-            step % state.logging_steps == 0 or step >= state.max_steps or (step == 1 and self.args.logging_first_step)
-        )
+        is_logged = self.args.logs_at(self.state.global_step + 1, self.state)
+        return is_logged or self.args.logging_strategy == "epoch"
 
     # ---- the optimizer -----------------------------------------------------------------------------------------------
 
@@ -516,7 +513,9 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     def identity(self) -> RunIdentity:
         dataset = getattr(self.train_dataset, "fingerprint", "none")
         name, parts = self.loaded.name, self.identity_parts()
-        return RunIdentity.of(self.method, self.args, dataset, self.renderer.fingerprint, name, parts)
+        report: PreparationReport | None = getattr(self.train_dataset, "report", None)
+        data = "" if report is None else report.name_and_rows()
+        return RunIdentity.of(self.method, self.args, dataset, self.renderer.fingerprint, name, parts, data)
 
     def identity_parts(self) -> dict[str, Any]:
         """What makes the run what it is and is no option of it; a resume with another is refused."""

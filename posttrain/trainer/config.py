@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from posttrain.core.batch import PADDED, RAGGED
@@ -23,6 +23,8 @@ from posttrain.models.layer_kernels import COMPILED, LIGER, PLAIN
 
 STEPS_WORTH_COMPILING_FOR = 300
 """Compiling costs about as much time as it saves in a few dozen steps."""
+LEAST_LOGS = 10
+"""A run logs at least so many times, where it has as many steps and nobody has set `logging_steps`."""
 FSDP, DEEPSPEED = "fsdp", "deepspeed"
 """Who holds weights in pieces; accelerate's environment variables name them so, too."""
 TRUNCATION_MODES = ("keep_start", "keep_end", "error", "drop")
@@ -36,7 +38,12 @@ class BaseConfig(TrainingArguments):
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs", "chat_template_kwargs"]
 
     # ---- how the run is shown and computed
-    logging_steps: float = option(10, "Log every so many optimizer steps; below 1, a fraction of all steps.")
+    logging_steps: float = option(
+        10,
+        "Log every so many optimizer steps; below 1, a fraction of all steps. The last step is always logged; left at 10, runs of "
+        "fewer than 100 steps log every tenth of them, those of fewer than 20 every step.",
+    )
+    logging_first_step: bool = option(True, "Log the first step, too, whatever `logging_steps` is.")
     gradient_checkpointing: bool | None = option(
         None,
         "Recompute activations in the backward. None: as far as the measured need of the device's memory makes it necessary.",
@@ -173,6 +180,8 @@ class BaseConfig(TrainingArguments):
     def _defaults_of_posttrain(self) -> None:
         """Options of transformers whose meaning would contradict a promise of this library."""
         self.logging_nan_inf_filter = False  # a NaN is reported, never replaced (trl-gaps: a NaN is hidden)
+        if self.logging_strategy == "no":  # Trainer would log the first step all the same
+            self.logging_first_step = False
         if isinstance(self.lr_scheduler_kwargs, str):
             self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
         if self.gradient_checkpointing_kwargs is None:
@@ -218,6 +227,15 @@ class BaseConfig(TrainingArguments):
             )
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
             raise ValueError(f"`chunk_tokens` is {self.chunk_tokens}; it must be at least 1.")
+
+    def logs_at(self, step: int, state: TrainerState) -> bool:
+        """Whether `logging_strategy="steps"` logs this step; short runs log more often than a default of 10 would have it."""
+        if self.logging_strategy != "steps":
+            return False
+        interval = state.logging_steps
+        if "logging_steps" not in self._set_by_user:
+            interval = min(interval, max(state.max_steps // LEAST_LOGS, 1))
+        return step % interval == 0 or step >= state.max_steps or (step == 1 and self.logging_first_step)
 
     @property
     def layout(self) -> str | None:

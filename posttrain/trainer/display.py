@@ -33,7 +33,7 @@ def display_callbacks(trainer: BaseTrainer) -> None:
     for callback in (ProgressCallback, PrinterCallback, transformers_trainer.DEFAULT_PROGRESS_CALLBACK):
         trainer.remove_callback(callback)
     # Callbacks are called in this order: the plan comes before the live display begins, the summary after it ended.
-    trainer.add_callback(MetricsFile(trainer.args.output_dir))
+    trainer.add_callback(MetricsFile(trainer))
     trainer.add_callback(DataPointer(trainer))
     trainer.add_callback(RunPlan(trainer))
     trainer.add_callback(RichProgressCallback().stand_back_for(trainer.callback_handler.callbacks))
@@ -47,12 +47,18 @@ def display_callbacks(trainer: BaseTrainer) -> None:
 class MetricsFile(TrainerCallback):
     """One JSON line per log in `metrics.jsonl`. A resumed run first drops what was logged after its checkpoint."""
 
-    def __init__(self, output_dir: str) -> None:
-        self.file = StepFile(Path(output_dir) / METRICS_FILE)
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
+        self.file = StepFile(Path(trainer.args.output_dir) / METRICS_FILE)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.file.begin(state.global_step, but_not="train_runtime")
+            self.file.begin(state.global_step, self._comes_again)
+
+    def _comes_again(self, entry: dict[str, Any]) -> bool:
+        """The totals of a run, and what a stopped run logged though its checkpoint still adds it up."""
+        is_partial = "learning_rate" in entry and entry["step"] > self.trainer.run_state.last_logged_step
+        return "train_runtime" in entry or is_partial
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and logs:
@@ -189,7 +195,8 @@ def _data(dataset: Any) -> str:
     report: PreparationReport | None = getattr(dataset, "report", None)
     if report is None:
         return f"{len(dataset):,} rows"
-    return f"{report.kept:,} rows, {count(report.tokens)} tokens, {count(report.trained_tokens)} of them trained"
+    trained = f", {count(report.trained_tokens)} of them trained" if report.trained_tokens else ""
+    return f"{report.kept:,} rows, {count(report.tokens)} tokens{trained}"
 
 
 def _evaluation(trainer: BaseTrainer) -> str:
@@ -238,7 +245,7 @@ def summary(trainer: BaseTrainer, steps: int, tokens: float, took: float) -> lis
     ]
     lines += [
         f"  {name:<12}{number(first)} -> {number(last)}"
-        for name in _losses(state.log_history)
+        for name in _followed(state.log_history)
         for first, last in [first_and_last(state.log_history, name)]
     ]
     if trainer.run_state.skipped_total:
@@ -248,9 +255,11 @@ def summary(trainer: BaseTrainer, steps: int, tokens: float, took: float) -> lis
     return lines
 
 
-def _losses(history: list[dict[str, Any]]) -> list[str]:
+def _followed(history: list[dict[str, Any]]) -> list[str]:
+    """What the run is to improve: the reward where there is one (the loss of a policy gradient says nothing), else the loss."""
     names = dict.fromkeys(name for entry in history for name in entry)
-    return [name for name in names if name == "loss" or (name.startswith("eval_") and name.endswith("_loss"))]
+    aim = "reward" if "reward" in names else "loss"
+    return [name for name in names if name == aim or (name.startswith("eval_") and name.endswith(f"_{aim}"))]
 
 
 def first_and_last(history: list[dict[str, Any]], name: str) -> tuple[float, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -142,13 +143,14 @@ class LogCompletionsCallback(TrainerCallback):
             with torch.random.fork_rng(devices=devices), torch.no_grad():
                 for start in range(0, len(self.prompts), PROMPTS_AT_ONCE):
                     ids = self._generate(model, self.prompts[start : start + PROMPTS_AT_ONCE])
-                    completions += tokenizer.batch_decode(ids, skip_special_tokens=True)
+                    completions += [tokenizer.decode(one) for one in ids]  # with the tokens around a tool call
         finally:
             model.train(was_training)
         return Answers(step, [tokenizer.decode(prompt) for prompt in self.prompts], completions)
 
-    def _generate(self, model: nn.Module, prompts: list[list[int]]) -> torch.Tensor:
-        """The new tokens. Prompts are padded on the left here, so the tokenizer's padding side is never touched."""
+    def _generate(self, model: nn.Module, prompts: list[list[int]]) -> list[list[int]]:
+        """The new tokens, up to the one that ends them. Prompts are padded on the left here, so the tokenizer's padding side is
+        never touched."""
         device, width = self.trainer.args.device, max(map(len, prompts))
         padding = self.trainer.processing_class.pad_token_id
         ids = torch.tensor([[padding] * (width - len(p)) + list(p) for p in prompts], device=device)
@@ -158,7 +160,9 @@ class LogCompletionsCallback(TrainerCallback):
         if config.eos_token_id is None:
             config.eos_token_id = model.generation_config.eos_token_id or self.trainer.processing_class.eos_token_id
         output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
-        return output[:, width:]
+        ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
+        written = output[:, width:].tolist()
+        return [list(itertools.takewhile(lambda token: token not in (*ends, padding), one)) for one in written]
 
     def write(self, answers: Answers, output_dir: Path) -> Path:
         path = output_dir / FOLDER / f"step_{answers.step}.parquet"

@@ -169,6 +169,15 @@ class PersistentTrainer(SavingTrainer):
         else:
             super()._run_epoch(*args, **kwargs)
 
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """A run that is stopped before its last step logs what it has not logged yet, after saving: the checkpoint keeps the sums,
+        so that a resumed run logs what one that was never stopped would."""
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        is_logged = self._globalstep_last_logged == self.state.global_step
+        if self.control.should_training_stop and not is_logged and self.args.logging_strategy == "steps":
+            self.control.should_log, self.control.should_evaluate, self.control.should_save = True, False, False
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
     @contextmanager
     def _stopping_on_signals(self) -> Iterator[None]:
         """SIGTERM and SIGINT: finish the step, save, leave. A second signal leaves at once."""
@@ -305,6 +314,7 @@ class RunLifecycle(TrainerCallback):
     def on_step_end(self, args: BaseConfig, state: Any, control: Any, **kwargs: Any) -> None:
         self.trainer.settle_skipped_steps()
         self.trainer.settle_saves()
+        control.should_log |= args.logs_at(state.global_step, state)
         if self._anybody_was_signalled(args, state):
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"

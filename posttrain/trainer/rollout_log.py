@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -149,8 +150,20 @@ def extras_of(rollout: Rollout, columns: list[str]) -> dict[str, str]:
 def clipped(said: str | list[dict[str, Any]]) -> str:
     """Text, or the messages of a conversation one after the other, of a bounded length."""
     if not isinstance(said, str):
-        said = "\n".join(f"{message.get('role')}: {message.get('content')}" for message in said)
+        said = "\n".join(f"{message.get('role')}: {_spoken(message)}" for message in said)
     return said if len(said) <= SHOWN_CHARACTERS else said[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def _spoken(message: dict[str, Any]) -> str:
+    """What a message says, and the tools that it calls."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    parts = [str(message.get("content") or ""), *(f"{call.get('name')}({_arguments(call)})" for call in calls)]
+    return " ".join(filter(None, parts))
+
+
+def _arguments(call: dict[str, Any]) -> str:
+    given = call.get("arguments")
+    return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False, default=str)
 
 
 def _rich_table(rollouts: list[Rollout], names: list[str], step: int) -> Table:

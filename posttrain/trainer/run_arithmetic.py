@@ -325,7 +325,7 @@ class Events:
     def after(self, moment: str) -> None:
         getattr(DefaultFlowCallback(), moment)(self.args, self.state, self.control)
         step = self.state.global_step
-        if self.control.should_log and step > self.last_logged:
+        if (self.control.should_log or self.args.logs_at(step, self.state)) and step > self.last_logged:
             self.logs, self.last_logged = self.logs + 1, step
         if self.control.should_evaluate:
             self.evaluations += self.has_evaluation

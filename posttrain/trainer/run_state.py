@@ -54,6 +54,7 @@ class RunIdentity:
     dataset: str
     tokenizer: str
     model: str
+    data: str = ""  # the dataset in words: its name and number of rows
 
     @classmethod
     def of(
@@ -64,6 +65,7 @@ class RunIdentity:
         tokenizer: str,
         model: str,
         parts: dict[str, Any] | None = None,
+        data: str = "",
     ) -> RunIdentity:
         """`parts`: what else was given to the trainer, such as its adapter and its rewards."""
         options = {
@@ -73,13 +75,21 @@ class RunIdentity:
         }
         options["world_size"] = args.world_size  # each process has random numbers and sums of its own
         options |= {f"{GIVEN}{name}": _plain(value) for name, value in (parts or {}).items()}
-        return cls(method, without_secrets(options), dataset, tokenizer, model)  # a new token makes no other run
+        # A new token makes no other run.
+        return cls(method, without_secrets(options), dataset, tokenizer, model, data)
 
     def differences(self, other: RunIdentity, allowed: list[str]) -> list[str]:
         """Lines "what: then -> now" for everything that changed and is not allowed to."""
+        said = {
+            "method": f"{other.method} -> {self.method}",
+            "dataset": f"{other.data or 'another one'} -> {self.data}"
+            + (" (other contents, another order, or prepared differently)" if other.data == self.data else ""),
+            "tokenizer": "its vocabulary, special tokens or chat template",
+            "model": f"{other.model} -> {self.model}",
+        }
         lines = [
-            f"{name}: {getattr(other, name)} -> {getattr(self, name)}"
-            for name in ("method", "dataset", "tokenizer", "model")
+            f"{name}: {words}"
+            for name, words in said.items()
             if name not in allowed and not _same(getattr(other, name), getattr(self, name))
         ]
         for name in sorted(self.options.keys() | other.options.keys()):

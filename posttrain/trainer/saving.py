@@ -120,7 +120,7 @@ class SavingTrainer(ShardingTrainer):
     def _save_failed(self, request: SaveRequest, error: OSError) -> None:
         self._unsaved = failure_sentence(request.step, request.final, request.snapshot.nbytes, error)
         logger.warning(
-            f"{self._unsaved} Training goes on; earlier checkpoints are untouched and the next save is tried."
+            f"{self._unsaved} Training continues; earlier checkpoints are untouched, and the next save will be tried."
         )
         if self.state.best_model_checkpoint == str(request.final) and not request.final.exists():
             self.state.best_model_checkpoint = request.best_before

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +25,14 @@ class StepFile:
         self.path = path
         self._unwritten: list[str] = []
 
-    def begin(self, step: int, but_not: str | None = None) -> None:
-        """Start the file anew, or, for a run that goes on at `step`, drop what was written after that step.
+    def begin(self, step: int, comes_again: Callable[[dict[str, Any]], bool] = lambda entry: False) -> None:
+        """Start the file anew, or, for a run that continues at `step`, drop what was written after that step.
 
-        Lines with the field `but_not` are dropped too: what is said at the end of a run, and will be said again.
+        Entries of which `comes_again` is true are dropped too: what is written when a run ends or stops.
         """
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = self.lines() if step else []
-        kept = [line for line in lines if _step_of(line, but_not) <= step]
+        kept = [line for line in lines if _step_of(line, comes_again) <= step]
         anew = self.path.with_name(f"{self.path.name}.tmp-{os.getpid()}")  # a crash in here must not cost the history
         text = "".join(f"{line}\n" for line in kept)
         try:
@@ -85,10 +86,10 @@ def _json_ready(value: Any) -> Any:
     return value
 
 
-def _step_of(line: str, but_not: str | None) -> int:
+def _step_of(line: str, comes_again: Callable[[dict[str, Any]], bool]) -> int:
     """A line that was cut off by a crash belongs to no step."""
     try:
         entry = json.loads(line)
-        return NO_STEP if but_not in entry else int(entry["step"])
+        return NO_STEP if comes_again(entry) else int(entry["step"])
     except (ValueError, KeyError, TypeError):
         return NO_STEP

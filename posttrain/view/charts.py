@@ -11,7 +11,7 @@ from posttrain.view.run_numbers import in_words
 
 COLOURS = ("#2b62b5", "#c2571a", "#1f8a70", "#9a3f97", "#7a6a00", "#c0392f", "#5b5fc7", "#4f6b3a")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420, 170, 52, 10, 10, 22
-MOST_POINTS = 600
+MOST_POINTS, MOST_DIGITS = 600, 13
 
 
 @dataclass
@@ -84,17 +84,24 @@ def _axes(lines: Sequence[Line]) -> Axes:
 
 def _grid(axes: Axes) -> str:
     parts = []
-    for i in range(4):
-        value = axes.y[0] + (axes.y[1] - axes.y[0]) * (i + 0.5) / 4
+    marks = [axes.y[0] + (axes.y[1] - axes.y[0]) * (i + 0.5) / 4 for i in range(4)]
+    for value, label in zip(marks, told_apart(marks)):
         _, y = axes.place(axes.x[0], value)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="rule"/>')
-        parts.append(
-            f'<text x="{LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{in_words(float(f"{value:.3g}"))}</text>'
-        )
+        parts.append(f'<text x="{LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{label}</text>')
     for step, side in ((axes.x[0], "start"), (axes.x[1], "end")):
         x, _ = axes.place(step, axes.y[0])
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 7}" text-anchor="{side}">{step:g}</text>')
     return "".join(parts)
+
+
+def told_apart(marks: Sequence[float]) -> list[str]:
+    """The marks of an axis, with as few digits as tell them apart."""
+    for digits in range(3, MOST_DIGITS):
+        words = [f"{mark:.{digits}g}".replace("e-0", "e-").replace("e+0", "e+") for mark in marks]
+        if len(set(words)) == len(words):
+            break
+    return words
 
 
 def _points(places: Sequence[tuple[float, float]]) -> str:

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from posttrain.view.errors import NotFound, ViewError
 from posttrain.view.run_folder import RunFolder
 from posttrain.view.token_text import TokenText, numbered
 
 PREPARED_FILE = "prepared_data.json"
 """{"train": {"store": "folder of a token store"}, ...}"""
+RECORD_FILE = "run.json"
+"""How the run was started and with which versions, that of the package `datasets` among them; it names no data."""
 PATH_NAMES = ("path", "dataset", "dataset_name", "train_dataset", "eval_dataset", "data", "train_file", "datasets")
 MOST_ROWS, PAGE_ROWS, MOST_TOKENS, MOST_CHARACTERS = 1000, 20, 4096, 20_000
 Json = dict[str, Any]
@@ -48,7 +52,7 @@ def sources_of(run: RunFolder, given: list[str]) -> list[Source]:
         if isinstance(facts, dict) and isinstance(facts.get("store"), str):
             found.append(Source(f"{part}, as trained on", "prepared", Path(facts["store"])))
     for file, settings in run.settings().items():
-        found += _named_in(settings, file)
+        found += [] if file == RECORD_FILE else _named_in(settings, file)
     for path in sorted(run.path.glob("bad_rows_*.jsonl")):
         part = path.stem.removeprefix("bad_rows_")
         found.append(Source(f"{part}, rows left out", "left_out", path))
@@ -130,12 +134,13 @@ def _prepared_rows(source: Source, start: int, tokenizer: TokenText | None) -> J
 
 def _sample(sample: Any, tokenizer: TokenText | None) -> Json:
     ids = sample.input_ids[:MOST_TOKENS].tolist()
+    is_trained = sample.trained & (np.arange(len(sample)) > 0)  # nothing predicts the first token
     return {
         "pieces": tokenizer.pieces(ids) if tokenizer else numbered(ids),
         "ids": ids,
-        "trained": [int(flag) for flag in sample.trained[:MOST_TOKENS]],
-        "tokens": len(sample.input_ids),
-        "trained_tokens": int(sample.trained.sum()),
+        "trained": [int(flag) for flag in is_trained[:MOST_TOKENS]],
+        "tokens": len(sample),
+        "trained_tokens": sample.num_trained,
     }
 
 

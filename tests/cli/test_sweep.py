@@ -135,7 +135,7 @@ def test_a_damaged_result_is_no_result(folder, monkeypatch, capsys):
     ("changes", "wanted"),
     [
         ({"over": {"lora_r": [4, 8]}}, ["lora_r=4", "--use_peft"]),
-        ({"over": {"max_steps": [20, 2]}, "options": {"logging_steps": 10}}, ["max_steps=2", "logging_steps"]),
+        ({"over": {"seed": [1]}, "options": {"logging_strategy": "no"}}, ["logging_strategy", "steps"]),
         ({"metric": "eval_loss"}, ["eval_loss", "eval_strategy"]),
         ({"over": {"model_name_or_path": ["model", "./nowhere"]}}, ["./nowhere", "no folder"]),
         ({"over": {"num_processes": [1, 0]}}, ["num_processes", "1 or more"]),

@@ -247,6 +247,20 @@ def test_completions_are_written_shown_and_equal_a_plain_generate(tmp_path, caps
     assert "completions at step 2 (all 3 in completions/step_2.parquet)" in capsys.readouterr().out
 
 
+def test_completions_have_the_special_tokens_of_a_tool_call(tmp_path):
+    """Where a family writes calls between special tokens, leaving them out would show an answer without its call."""
+    tokenizer = tiny.tokenizer()
+    call, end = tokenizer.convert_tokens_to_ids("<|im_start|>"), tokenizer.eos_token_id
+    assert call in tokenizer.all_special_ids
+    trainer = sft(tmp_path)
+    one_token = GenerationConfig(max_new_tokens=2, suppress_tokens=[i for i in range(len(tokenizer)) if i != call])
+    callback = callbacks.LogCompletionsCallback(trainer, one_token, freq=1, prompts=["Call it."])
+    assert callback.answer(trainer.model, 1).completions == ["<|im_start|><|im_start|>"]
+    only_end = GenerationConfig(max_new_tokens=2, suppress_tokens=[i for i in range(len(tokenizer)) if i != end])
+    callback = callbacks.LogCompletionsCallback(trainer, only_end, freq=1, prompts=["End it."])
+    assert callback.answer(trainer.model, 1).completions == [""]
+
+
 def test_completions_change_nothing_about_the_run(tmp_path):
     """Sampled completions, yet equal losses; the padding side stays as it was."""
     plain = sft(tmp_path / "plain", logging_steps=1)

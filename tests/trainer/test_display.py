@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
-from posttrain import DPOConfig, DPOTrainer, RewardConfig, SFTConfig, SFTTrainer
+from posttrain import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 from posttrain.trainer.display import METRICS_FILE, MetricsFile, batch_arithmetic
 from posttrain.trainer.progress import (
     Pace,
@@ -304,6 +304,15 @@ def test_what_will_happen_to_pairs(tmp_path, capsys):
     assert f"  run         {tmp_path} (a checkpoint every epoch)" in out
 
 
+def test_what_will_happen_to_a_reward_model(tmp_path, capsys):
+    """It trains on whole sequences: "0 of them trained" would be wrong."""
+    args = RewardConfig(output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=4, save_strategy="no")
+    rows = Dataset.from_list(tiny.pairs(8))
+    trainer = RewardTrainer(tiny.reward_model(), args=args, train_dataset=rows, processing_class=tiny.tokenizer())
+    trainer.train()
+    assert f"  data        8 rows, {count(trainer.train_dataset.report.tokens)} tokens\n" in capsys.readouterr().out
+
+
 def test_batch_arithmetic_of_many_processes():
     args = SimpleNamespace(gradient_accumulation_steps=2, world_size=4)
     trainer = SimpleNamespace(args=args, _train_batch_size=8, roles=("text",))
@@ -384,6 +393,57 @@ def test_metrics_file_of_a_resumed_run_has_each_step_once(tmp_path):
     assert [e["step"] for e in read(tmp_path / "run" / METRICS_FILE) if "loss" in e] == [1, 2, 3, 4]
 
 
+def losses_of(folder) -> dict[int, float]:
+    return {entry["step"]: entry["loss"] for entry in read(folder / "run" / METRICS_FILE) if "loss" in entry}
+
+
+def test_a_short_run_logs_every_step_and_a_longer_one_ten_times(tmp_path, capsys):
+    """As the README's first command: 4 steps, and nobody set `logging_steps`."""
+    trainer = sft(tmp_path / "short", logging_steps=10)
+    trainer.train()
+    losses = losses_of(tmp_path / "short")
+    assert list(losses) == [1, 2, 3, 4]
+    shown = capsys.readouterr().out
+    assert all(f"step {step}/4  loss {number(loss)}" in shown for step, loss in losses.items())
+    assert f"  loss        {number(losses[1])} -> {number(losses[4])}" in shown
+    state = SimpleNamespace(max_steps=35, logging_steps=10)
+    assert [step for step in range(1, 36) if trainer.args.logs_at(step, state)] == [1, *range(3, 34, 3), 35]
+    state.max_steps = 100
+    assert [step for step in range(1, 101) if trainer.args.logs_at(step, state)] == [1, *range(10, 101, 10)]
+
+
+def test_the_first_and_the_last_step_are_logged_with_the_means_of_what_was_not_logged_before(tmp_path):
+    each, some = tmp_path / "each", tmp_path / "some"
+    sft(each, max_steps=5).train()
+    trainer = sft(some, max_steps=5, logging_steps=3)
+    trainer.train()
+    one, found = losses_of(each), losses_of(some)
+    assert list(found) == [1, 3, 5]
+    means = [one[1], (one[2] + one[3]) / 2, (one[4] + one[5]) / 2]
+    assert list(found.values()) == pytest.approx(means, rel=1e-6)
+    last = trainer.state.log_history[-2]  # the entry after it has the totals of the run
+    assert (last["step"], last["loss"], "entropy" in last) == (5, found[5], True)
+
+
+def test_nothing_is_logged_where_logs_are_off(tmp_path):
+    sft(tmp_path, logging_strategy="no").train()
+    assert losses_of(tmp_path) == {}
+
+
+def test_a_stopped_run_logs_its_last_steps_and_resumes_as_if_it_had_not_stopped(tmp_path):
+    options = {"max_steps": 8, "logging_steps": 3, "save_strategy": "steps", "save_steps": 5}
+    each, whole, stopped = (tmp_path / name for name in ("each", "whole", "stopped"))
+    sft(each, **options | {"logging_steps": 1}).train()
+    sft(whole, **options).train()
+    sft(stopped, [StopAt(5)], **options).train()
+    one, partial = losses_of(each), losses_of(stopped)
+    assert list(partial) == [1, 3, 5]
+    assert partial[5] == pytest.approx((one[4] + one[5]) / 2, rel=1e-6)
+    sft(stopped, **options).train(resume_from_checkpoint=True)
+    assert list(losses_of(whole)) == [1, 3, 6, 8]
+    assert losses_of(stopped) == losses_of(whole)
+
+
 def test_a_fresh_run_starts_a_fresh_file_and_a_cut_line_is_dropped(tmp_path):
     file = StepFile(tmp_path / "lines.jsonl")
     file.append(1, {"loss": 1.0})
@@ -397,7 +457,7 @@ def test_a_fresh_run_starts_a_fresh_file_and_a_cut_line_is_dropped(tmp_path):
 
 
 def test_metrics_of_other_processes_are_not_written(tmp_path):
-    callback = MetricsFile(str(tmp_path))
+    callback = MetricsFile(SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path))))
     state = SimpleNamespace(is_world_process_zero=False, global_step=0)
     callback.on_train_begin(None, state, None)
     callback.on_log(None, state, None, logs={"loss": 1.0})

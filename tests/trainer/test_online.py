@@ -14,6 +14,7 @@ from datasets import Dataset
 from posttrain import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from posttrain.rollout.rollout import ADVANTAGES
 from posttrain.rollout.rollout_store import read_rollouts
+from posttrain.trainer import progress
 from tests import tiny
 
 
@@ -443,6 +444,19 @@ def test_completions_are_shown_where_asked(tmp_path, capsys):
     assert told.count("  > 'Say") == 2  # two prompts in a generation
     assert "share_of_letters" in told
     assert "advantage" in told
+
+
+def test_a_run_ends_with_its_reward_and_not_with_a_loss_of_zero(tmp_path, capsys):
+    made = trainer(tmp_path, eval_dataset=rows(2), eval_strategy="steps", eval_steps=2)
+    made.train()
+    lines = capsys.readouterr().out.splitlines()
+    end = lines[next(i for i, line in enumerate(lines) if line.startswith("GRPO finished")) + 1 :]
+    rewards, evaluated = ([e[name] for e in made.state.log_history if name in e] for name in ("reward", "eval_reward"))
+    assert end[:2] == [
+        f"  reward      {progress.number(rewards[0])} -> {progress.number(rewards[-1])}",
+        f"  eval_reward {progress.number(evaluated[0])} -> {progress.number(evaluated[-1])}",
+    ]
+    assert not any("loss" in line for line in end)
 
 
 def test_rewards_that_look_wrong_are_told(tmp_path, capsys):

@@ -118,7 +118,7 @@ def test_no_good_checkpoint_is_an_error_that_names_each(trained, tmp_path):
     [
         ({"learning_rate": 5e-4}, "learning_rate: 0.001 -> 0.0005"),
         ({"per_device_train_batch_size": 2}, "per_device_train_batch_size: 4 -> 2"),
-        ({"rows": 30}, "dataset: "),
+        ({"rows": 30}, "dataset: 20 rows -> 30 rows"),
     ],
 )
 def test_resume_under_changed_options_or_data_is_refused_with_the_difference(trained, change, shown):

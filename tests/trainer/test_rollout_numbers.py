@@ -12,6 +12,7 @@ from posttrain import GRPOConfig, RLOOConfig
 from posttrain.rollout import eval_loader
 from posttrain.rollout.rollout_store import read_rollouts
 from posttrain.rollout.scripted_engine import ScriptedEngine
+from posttrain.trainer.rollout_log import clipped
 from tests import tiny
 from tests.trainer import test_agents
 from tests.trainer.test_online import logged, rows, trainer
@@ -75,9 +76,8 @@ def test_what_could_not_be_written_has_no_length(tmp_path):
 
 def test_lengths_of_those_that_ended_are_not_those_of_a_generation_without_any(tmp_path):
     turns = iter([written(4, stops=False), written(4)])
-    made = trainer(
-        tmp_path, rollout_func=lambda prompts, trainer: next(turns)(prompts, trainer), max_steps=2, logging_steps=2
-    )
+    options = {"max_steps": 2, "logging_steps": 2, "logging_first_step": False}  # one entry of both generations
+    made = trainer(tmp_path, rollout_func=lambda prompts, trainer: next(turns)(prompts, trainer), **options)
     made.train()
     (entry, *_) = logged(tmp_path)
     lengths = [entry[f"completions/{which}_terminated_length"] for which in ("min", "mean", "max")]
@@ -107,6 +107,7 @@ def test_failures_of_tools_are_counted_by_calls(tmp_path):
         return test_agents.said(f"done {prompt.sample}")
 
     options = {"engine": ScriptedEngine(speak), "tools": [flaky], "max_steps": 2, "logging_steps": 2}
+    options["logging_first_step"] = False  # one entry of both generations
     test_agents.trainer(tmp_path, data=test_agents.chats(), **options).train()
     (entry, *_) = logged(tmp_path)
     assert entry["tools/failure_frequency"] == pytest.approx(1 / 9)
@@ -138,6 +139,21 @@ def test_columns_of_rewards_are_kept_and_shown(tmp_path, capsys):
     extras = [dict(row) for row in read_rollouts(tmp_path)["extras"].to_pylist()]
     assert extras[:2] == [{"parts": '{"n": 0}'}, {"note": "seen 1", "parts": '{"n": 1}'}]
     assert "note seen 1" in capsys.readouterr().out
+
+
+def test_completions_that_are_shown_have_their_tool_calls():
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+    as_text = {"name": "look", "arguments": '{"at": "this"}'}
+    said = [
+        {"role": "assistant", "content": None, "tool_calls": [call, as_text]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "Three."},
+    ]
+    assert clipped(said).splitlines() == [
+        'assistant: add({"a": 1, "b": 2}) look({"at": "this"})',
+        "tool: 3",
+        "assistant: Three.",
+    ]
 
 
 def test_wandb_is_given_one_row_a_prompt_where_that_is_asked(tmp_path, monkeypatch):

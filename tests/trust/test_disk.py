@@ -16,8 +16,13 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
+from posttrain import SFTTrainer
+from posttrain.data.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.renderer import Renderer
+from posttrain.data.sources import load_source
 from posttrain.trainer import checkpoint as files
 from posttrain.trainer.background_save import EXIT_CODE
+from tests import tiny
 from tests.forked import Child
 from tests.trainer import resumable_run
 from tests.trust import runs
@@ -70,6 +75,17 @@ def test_a_disk_that_fills_up_loses_nothing_that_was_saved(tmp_path, checkpoint_
             steps = [json.loads(line)["step"] for line in (disk / "run" / "row_order.jsonl").read_text().splitlines()]
             assert steps[: len(range(1, 5))] == [1, 2, 3, 4]
     figure("disk full during saves", 4, "training went on, earlier checkpoints intact, status 74", "the same")
+
+
+def test_a_disk_too_small_for_the_tokens_is_an_error_that_names_the_rows(tmp_path):
+    data = tmp_path / "chats.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in tiny.chats(2000)))
+    with small_disk(tmp_path / "small", 2**15) as disk, pytest.raises(OSError) as error:
+        prepare_dataset(
+            load_source(str(data)), SFTTrainer.formats, Renderer(tiny.tokenizer()), PrepareOptions(cache_dir=str(disk))
+        )
+    assert f"the tokens of 2,000 rows of {data} could not be written (No space left on device; " in str(error.value)
+    assert "another folder with `dataset_cache_dir`" in str(error.value)
 
 
 class Ballast(TrainerCallback):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.trainer.step_file import StepFile
 from tests.view.chromium import Chromium, find_chromium
 from tests.view.made_up import make_run, make_tokenizer, write_log, write_step
 
@@ -371,6 +372,49 @@ def test_the_page_follows_a_run_that_goes_on(tmp_path):
         last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])["reward"]
         page.until(f"Math.abs(document.querySelector('.chart .value').textContent - {last}) < 0.001")
         assert all(url.startswith((viewer.base, "about:")) for url in page.requests)
+        assert page.problems == []
+
+
+RECORD_LABELS = """
+window.labels = new Map();
+const { fillText, clearRect } = CanvasRenderingContext2D.prototype;
+CanvasRenderingContext2D.prototype.clearRect = function (...place) {
+  labels.set(this.canvas, []);
+  return clearRect.call(this, ...place);
+};
+CanvasRenderingContext2D.prototype.fillText = function (text, ...place) {
+  labels.get(this.canvas)?.push([text, this.textAlign]);
+  return fillText.call(this, text, ...place);
+};
+"""
+LABELS = """Object.fromEntries([...document.querySelectorAll('.chart')].map((chart) => [
+  chart.querySelector('.chart-title').textContent, labels.get(chart.querySelector('canvas'))]))"""
+
+
+def test_axes_of_a_short_run_and_the_step_of_the_run_that_is_looked_at(tmp_path):
+    """What the axes say is drawn, so it is taken from the calls that draw it: those of y are right-aligned."""
+    short, long = tmp_path / "short", tmp_path / "long"
+    for step in range(1, 5):
+        entry = {"reward": 1 + step / 1e5, "loss": 0.0, "learning_rate": 1e-5 + step * 1e-8, "entropy": 2.0}
+        StepFile(short / "metrics.jsonl").append(step, entry)
+    for step in range(1, 13):
+        StepFile(long / "metrics.jsonl").append(step, {"reward": 1.0 + step / 1e5})
+    with Viewer(short, long) as viewer, Chromium(find_chromium(), tmp_path / "profile") as page:
+        page.call("Page.addScriptToEvaluateOnNewDocument", source=RECORD_LABELS)
+        page.open(viewer.url)
+        page.until("document.querySelectorAll('.chart canvas').length === 4")
+        page.until(f"Object.values({LABELS}).every((drawn) => drawn?.length)")
+        for name, drawn in page.run(LABELS).items():
+            up = [text for text, align in drawn if align == "right"]
+            along = [text for text, align in drawn if align != "right"]
+            assert len(up) == len(set(up)) > 1, (name, up)
+            assert all(text.isdigit() for text in along if text), (name, along)
+        zero = [float(text) for text, align in page.run(LABELS)["loss"] if align == "right"]
+        assert (min(zero), max(zero)) == (0, 1)
+        assert page.run("document.querySelector('input[type=range]').disabled")  # fewer than 20 points are not smoothed
+        assert page.run("document.querySelector('#step').textContent") == "step 12"
+        page.press("3")
+        page.until("document.querySelector('#step').textContent === 'step 4'")
         assert page.problems == []
 
 

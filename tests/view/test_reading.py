@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from posttrain.cli.token_view import kinds_of
 from posttrain.core.sample import Sample
 from posttrain.core.secrets import without_secrets
 from posttrain.data.token_store import StoreWriter, seal
@@ -199,6 +201,14 @@ def test_sources_are_those_that_the_folder_names(sft_run):
     ]  # fmt: skip
 
 
+def test_the_version_of_a_package_is_not_a_source_of_data(sft_run):
+    """run.json, as `posttrain sft` writes it: the version of the package `datasets` once had a tab of its own."""
+    starts = [{"command": "posttrain sft", "time": "now", "versions": {"datasets": "5.2.0", "torch": "2.13.0"}}]
+    (sft_run / "run.json").write_text(json.dumps({"starts": starts}))
+    sources = api.info(Viewed(open_runs([str(sft_run)])), Question({"run": "0"}))["sources"]
+    assert [source["name"] for source in sources] == ["train.jsonl", "some/hub-name", "train, rows left out"]
+
+
 def test_rows_of_a_dataset_and_of_those_left_out(sft_run, tmp_path):
     page = ask_data(sft_run, 0, start=40)
     assert [row["row"] for row in page["rows"]] == list(range(40, 50))
@@ -215,7 +225,7 @@ def test_rows_of_a_dataset_and_of_those_left_out(sft_run, tmp_path):
 def test_prepared_rows_have_the_mask_of_training(sft_run, tmp_path):
     store = tmp_path / "store"
     writer = StoreWriter(store)
-    writer.add([(Sample([1, 2, 3], [False, True, True], row=7),), (Sample([4], [True], row=9),)])
+    writer.add([(Sample([1, 2, 3], [False, True, True], row=7),), (Sample([4, 5], [True, True], row=9),)])
     writer.close()
     seal(store, {})
     (sft_run / "prepared_data.json").write_text(json.dumps({"train": {"store": str(store)}}))
@@ -224,6 +234,9 @@ def test_prepared_rows_have_the_mask_of_training(sft_run, tmp_path):
     assert page["total"] == 2
     assert page["rows"][0]["row"] == 7
     assert page["rows"][0]["samples"][0]["trained"] == [0, 1, 1]
+    ((second,), checked) = page["rows"][1]["samples"], kinds_of(np.array([True, True]), 0, 2)
+    assert second["trained"] == [0, 1]  # nothing predicts the first token
+    assert second["trained_tokens"] == checked.count("trained") == 1  # as `posttrain check` has it
     (store / "manifest.json").unlink()
     with pytest.raises(ViewError, match="not there any more"):
         ask_data(sft_run, 0)

@@ -17,10 +17,17 @@ from rich.console import Console
 
 from posttrain.cli.main import main
 from posttrain.trainer.step_file import StepFile
+from posttrain.view.charts import told_apart
 from posttrain.view.run_folder import open_runs
 from posttrain.view.summary import print_summary, sparkline
 
 PYTHON = [sys.executable, "-m", "posttrain.cli.main", "view"]
+
+
+def test_marks_of_an_axis_are_told_apart():
+    assert told_apart([1.0, 2.0, 3.0]) == ["1", "2", "3"]
+    assert told_apart([1.00001, 1.00002, 1.00003]) == ["1.00001", "1.00002", "1.00003"]
+    assert told_apart([1.001e-5, 1.002e-5]) == ["1.001e-5", "1.002e-5"]
 
 
 def test_it_starts_without_torch_pandas_or_transformers(run_folder):
