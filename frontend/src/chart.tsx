@@ -111,7 +111,7 @@ export function Chart(props: Props) {
     return () => watch.disconnect();
   }, []);
 
-  // A new plot when its shape changes; new numbers in the old one while a run goes on, so that zoom and cursor stay.
+  // A new plot when its shape changes; new numbers in the old one while the run continues, so that zoom and cursor stay.
   const shape = [
     theme,
     log,
