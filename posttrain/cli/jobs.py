@@ -11,12 +11,13 @@ import textwrap
 from collections.abc import Callable
 from pathlib import Path
 
-from posttrain.cli.arguments import RunConfig, parse
+from posttrain.cli.arguments import RunConfig, known_name, parse
 from posttrain.cli.errors import UsageError
 from posttrain.cli.launch import PROFILE_ALIASES, config_file
 from posttrain.cli.option_table import method_names
 from posttrain.cli.output import ready_to_write
 from posttrain.cli.words import Parser
+from posttrain.core.secrets import hidden_text, named_secret, without_secrets
 
 SUBMIT = {"slurm": ["sbatch"], "skypilot": ["sky", "launch", "--yes"], "kubernetes": ["kubectl", "apply", "-f"]}
 SUFFIX = {"slurm": "sbatch", "skypilot": "sky.yaml", "kubernetes": "k8s.yaml"}
@@ -25,7 +26,22 @@ SETUP = {"slurm": "", "skypilot": "pip install posttrain", "kubernetes": "pip in
 """Slurm's machines have an environment already; the others begin bare."""
 MARK = "# Written by `posttrain launch`, which will write over it."
 PORT = 29500
-NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?")
+FIELDS = {
+    "name": (r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", "small letters, digits and dashes"),
+    "time": (r"\d+(-\d+)?(:\d+){0,2}", "minutes, hours:minutes:seconds or days-hours:minutes:seconds"),
+    "partition": (r"[\w.,-]+", "letters, digits, dots, dashes and commas"),
+    "accelerator": (r"[\w.-]+", "the name of a GPU"),
+    "image": (r"[\w.-]+(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", "the name of a container image"),
+}
+"""What is written into a job as it stands: (pattern, in words). Anything else could end its line and begin another."""
+TOKEN_OPTION, TOKEN_VARIABLE = "hub_token", "HF_TOKEN"
+TOKEN_FROM = {
+    "slurm": f"`export {TOKEN_VARIABLE}` before `sbatch`, which hands the environment on.",
+    "skypilot": f"`export {TOKEN_VARIABLE}`, then `sky launch --secret {TOKEN_VARIABLE}`.",
+    "kubernetes": f"`kubectl create secret generic {{name}} --from-literal={TOKEN_VARIABLE}=...` makes it known to the job.",
+}
+ASSIGNMENT = re.compile(r"(\w+)=['\"]?([^\s'\"$;][^\s'\";]*)")
+"""`NAME=value` in a shell, unless the value is that of another variable."""
 
 
 def main(words: list[str]) -> int:
@@ -38,6 +54,7 @@ def main(words: list[str]) -> int:
     check(job, config)
     path = Path(job.write or f"{job.name}.{SUFFIX[job.to]}").expanduser()
     refuse_to_lose(path, config)
+    rest = without_token(rest, job, config)
     text = WRITERS[job.to](job, command_of(job, rest, config))
     path.write_text(text, encoding="utf-8")
     print(text)
@@ -82,8 +99,10 @@ def make_parser() -> Parser:
 def check(job: argparse.Namespace, config: RunConfig) -> None:
     if job.nodes < 1 or job.gpus < 1:
         raise UsageError(f"--nodes is {job.nodes} and --gpus {job.gpus}; both are at least 1.")
-    if not NAME.fullmatch(job.name):
-        raise UsageError(f"--name is {job.name!r}; schedulers take small letters, digits and dashes.")
+    for name, (pattern, words) in FIELDS.items():
+        given = getattr(job, name)
+        if given is not None and not re.fullmatch(pattern, given, re.ASCII):
+            raise UsageError(f"--{name} is {given!r}; it takes {words}.")
     for name in ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"):
         if name in config.values:
             raise UsageError(f"{config.where(name)}: the scheduler decides it; use --nodes and --gpus.")
@@ -98,6 +117,40 @@ def check(job: argparse.Namespace, config: RunConfig) -> None:
         raise UsageError(f"{where} hsdp keeps a whole copy on each machine, and --nodes is 1: use fsdp2.")
     if profile == "single_gpu" and job.nodes * job.gpus > 1:
         raise UsageError(f"{where} single_gpu is for one process; the job has {job.nodes} x {job.gpus} GPUs: use ddp.")
+
+
+def without_token(words: list[str], job: argparse.Namespace, config: RunConfig) -> list[str]:
+    """The words of the run without `--hub_token X`: a job is read by others, so the token comes from the job's environment."""
+    for word in words:
+        if not word.isprintable():
+            raise UsageError(f"{word!r} has a line break or another control character, which a job cannot hold.")
+    told = config.values.items()
+    secret = [
+        name
+        for name, value in told
+        if config.origin[name] != config.file and without_secrets({name: value}) != {name: value}
+    ]
+    if others := [name for name in secret if name != TOKEN_OPTION]:
+        raise UsageError(
+            f"--{others[0]} holds a secret, and a job is a file that others read. Put it into a file of options that only you can "
+            "read, or into the environment of the job."
+        )
+    setup = job.setup or ""
+    if hidden_text(setup) != setup or any(named_secret(*found) for found in ASSIGNMENT.findall(setup)):
+        raise UsageError(
+            "--setup holds a secret, and a job is a file that others read: set it in the environment of the job."
+        )
+    if TOKEN_OPTION not in secret:
+        return words
+    job.setup = f'{setup_of(job)}: "${{{TOKEN_VARIABLE}:?is not set in the environment of the job}}"'
+    print(f"# --{TOKEN_OPTION} is not written into the job: {TOKEN_FROM[job.to].format(name=job.name)}")
+    kept: list[str] = []
+    flag = ""
+    for word in words:
+        flag = known_name(word[2:].partition("=")[0]) if word.startswith("--") else flag
+        if flag != TOKEN_OPTION:
+            kept.append(word)
+    return kept
 
 
 def refuse_to_lose(path: Path, config: RunConfig) -> None:
@@ -195,6 +248,7 @@ spec:
         resources: {{limits: {{nvidia.com/gpu: {job.gpus}}}}}
         volumeMounts: [{{name: shm, mountPath: /dev/shm}}]
         env: [{{name: ADDRESS_OF_MACHINE_0, value: {job.name}-0.{job.name}}}]
+        envFrom: [{{secretRef: {{name: {job.name}, optional: true}}}}]
         command: ["bash", "-c"]
         args:
         - |

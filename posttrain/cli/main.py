@@ -6,6 +6,7 @@ import importlib
 import sys
 
 from posttrain.cli.errors import EXIT_CODE, UsageError, nearest, planned
+from posttrain.core.secrets import hidden_text
 
 TRAIN = "posttrain.cli.train"
 INTERRUPTED = 130
@@ -72,7 +73,7 @@ def main(words: list[str] | None = None) -> int:
         module = importlib.import_module(known[words[0]][0])
         return (module.main(words[0], words[1:]) if known[words[0]][0] == TRAIN else module.main(words[1:])) or 0
     except UsageError as error:
-        print(f"posttrain {words[0]}: {error}", file=sys.stderr)
+        print(hidden_text(f"posttrain {words[0]}: {error}"), file=sys.stderr)
         return EXIT_CODE
     except KeyboardInterrupt as error:
         print(f"\nposttrain {words[0]}: {str(error) or 'stopped by Control-C'}.", file=sys.stderr)

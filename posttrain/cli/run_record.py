@@ -4,42 +4,68 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import os
 import platform
 import shlex
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from posttrain.core.secrets import HIDDEN, hidden_text, known_secrets, private_opener, without_secrets
+
 if TYPE_CHECKING:
     from posttrain.cli.arguments import RunConfig
 
 CONFIG_FILE, RECORD_FILE = "posttrain.yaml", "run.json"
-SECRET = ("token", "secret", "password", "api_key")
 PACKAGES = ("posttrain", "torch", "transformers", "accelerate", "datasets", "peft", "tokenizers", "vllm", "deepspeed")
 
 
 def write_record(folder: Path, config: RunConfig, command: list[str]) -> None:
-    """Both files. Values of secrets are left out; an older run.json keeps its entries: one for each start."""
+    """Both files, without secrets and for their owner only; an older run.json keeps its entries: one for each start."""
     folder.mkdir(parents=True, exist_ok=True)
     _write(folder / CONFIG_FILE, config_text(config))
     starts = read_starts(folder)
-    starts.append({"command": shlex.join(_without_secrets(command)), "time": _now(), "versions": versions()})
+    starts.append({"command": command_text(config, command), "time": _now(), "versions": versions()})
     _write(folder / RECORD_FILE, json.dumps({"method": config.method, "starts": starts}, indent=1) + "\n")
 
 
 def config_text(config: RunConfig) -> str:
     import yaml
 
-    given = {name: _plain(value) for name, value in config.values.items() if not is_secret(name)}
+    given = {name: _plain(value) for name, value in config.values.items()}
     given.pop("fresh", None)  # of one start: the file, given again, continues this run
-    told = {"method": config.method, **given}
-    if config.environment:
-        told["env"] = {name: value for name, value in config.environment.items() if not is_secret(name)}
+    told = {"method": config.method, **given} | ({"env": config.environment} if config.environment else {})
+    kept, left_out = _split(told, without_secrets(told))
     return (
         "# posttrain METHOD THIS_FILE starts the run again. Only what was given; all else is a default.\n"
-        + yaml.safe_dump(told, sort_keys=False, allow_unicode=True)
+        + "".join(
+            f"# {name} was given and is left out, because it holds a secret: give it again.\n" for name in left_out
+        )
+        + yaml.safe_dump(kept, sort_keys=False, allow_unicode=True)
     )
+
+
+def _split(given: dict[str, Any], shown: dict[str, Any], above: str = "") -> tuple[dict[str, Any], list[str]]:
+    """(what is the same in both, names of the rest): a value with a hole in it would be another value."""
+    kept, left_out = {}, []
+    for (name, value), (shown_name, told) in zip(given.items(), shown.items()):
+        if name != shown_name:
+            left_out.append(f"{above}{shown_name}")
+        elif isinstance(value, dict):
+            kept[name], inner = _split(value, told, f"{above}{name}.")
+            left_out += inner
+        elif value == told:
+            kept[name] = value
+        else:
+            left_out.append(f"{above}{name}")
+    return kept, left_out
+
+
+def command_text(config: RunConfig, words: list[str]) -> str:
+    """A command for a shell, with `(hidden)` in the place of the secrets among its words."""
+    known = known_secrets(config.values)
+    short = {str(value) for name, value in config.values.items() if without_secrets({name: value})[name] == HIDDEN}
+    shown = (f"{word.split('=', 1)[0]}={HIDDEN}" if word.partition("=")[2] in short else word for word in words)
+    return shlex.join(HIDDEN if word in short else hidden_text(word, known) for word in shown)
 
 
 def read_starts(folder: Path) -> list[dict[str, Any]]:
@@ -63,22 +89,6 @@ def versions() -> dict[str, str]:
     return found
 
 
-def is_secret(name: str) -> bool:
-    return any(name.lower().endswith(word) for word in SECRET)
-
-
-def _without_secrets(words: list[str]) -> list[str]:
-    kept: list[str] = []
-    hides = False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        if hides and not word.startswith("--"):
-            word = "..."
-        hides = word.startswith("--") and is_secret(name)
-        kept.append(f"{name}=..." if hides and equals else word)
-    return kept
-
-
 def _plain(value: Any) -> Any:
     return value if isinstance(value, str | int | float | bool | list | dict | None) else str(value)
 
@@ -89,6 +99,7 @@ def _now() -> str:
 
 def _write(path: Path, text: str) -> None:
     """Whole or not at all."""
-    part = path.with_name(f".{path.name}.{os.getpid()}")
-    part.write_text(text, encoding="utf-8")
+    part = path.with_name(f".{path.name}.part")
+    with open(part, "w", encoding="utf-8", opener=private_opener) as file:
+        file.write(text)
     part.replace(path)

@@ -17,6 +17,7 @@ from posttrain.cli.child_process import run_child
 from posttrain.cli.errors import UsageError, nearest
 from posttrain.cli.sweep_check import refuse_impossible
 from posttrain.cli.sweep_file import Sweep, read_sweep, values_of
+from posttrain.core.secrets import private_opener, without_secrets
 
 USAGE = """usage: posttrain sweep SWEEP.yaml [--dry-run]
 
@@ -134,10 +135,13 @@ def run_trial(sweep: Sweep, trial: Trial, total: int) -> int | None:
     trial.folder.mkdir(parents=True, exist_ok=True)
     file = trial.folder / "sweep.yaml"
     options = {"method": sweep.method, **options_of(sweep, trial)}
-    file.write_text(yaml.safe_dump(options, sort_keys=False), encoding="utf-8")
     command = [sys.executable, "-m", "posttrain.cli.main", sweep.method, str(file)]
     with open(trial.folder / "log.txt", "a", encoding="utf-8") as log:
-        ended = run_child(command, stdout=log, stderr=log, env={**os.environ, **sweep.environment})
+        _write_private(file, yaml.safe_dump(options, sort_keys=False))
+        try:
+            ended = run_child(command, stdout=log, stderr=log, env={**os.environ, **sweep.environment})
+        finally:  # the trial needed its secrets; who reads the file later does not
+            _write_private(file, yaml.safe_dump(without_secrets(options), sort_keys=False))
     if ended.signal is not None:
         return ended.code
     metric = _metric(sweep, trial) if ended.code == 0 else None
@@ -148,6 +152,11 @@ def run_trial(sweep: Sweep, trial: Trial, total: int) -> int | None:
     if ended.code != 0:
         print(f"  ended with exit code {ended.code}; see {trial.folder / 'log.txt'}", flush=True)
     return None
+
+
+def _write_private(file: Path, text: str) -> None:
+    with open(file, "w", encoding="utf-8", opener=private_opener) as out:
+        out.write(text)
 
 
 def _metric(sweep: Sweep, trial: Trial) -> float | None:

@@ -13,6 +13,7 @@ from posttrain.cli.errors import UsageError
 from posttrain.cli.help_text import help_of
 from posttrain.cli.output import no_bars
 from posttrain.core.options import resume_wish
+from posttrain.core.secrets import hidden_text
 
 
 def main(method: str, words: list[str]) -> int:
@@ -68,7 +69,7 @@ def train(config: RunConfig, words: list[str]) -> int:
 
 def _ended(method: str, sentence: str) -> int:
     """For a run that began as it should and came to a bad end."""
-    print(f"posttrain {method}: {sentence}", file=sys.stderr)
+    print(hidden_text(f"posttrain {method}: {sentence}"), file=sys.stderr)
     return 1
 
 

@@ -29,7 +29,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.core.faults import fault_point
-from posttrain.trainer.snapshot import json_text, write_json, write_tensors
+from posttrain.trainer.snapshot import json_text, write_content, write_json, write_tensors
 from posttrain.trainer.tensor_file import FileRecord, SaveCancelled
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ def publish(
     fault_point("save.manifest")
     known = known or {}
     files = sorted(path for path in staged.rglob("*") if path.is_file())
-    listed = {str(path.relative_to(staged)): asdict(known.get(path) or _recorded(path)) for path in files}
-    write_json(staged / MANIFEST, {"format": FORMAT, "files": listed, "seal": _seal(listed)})
+    listed = {str(path.relative_to(staged)): known.get(path) or recorded(path) for path in files}
+    write_content(staged / MANIFEST, manifest_text(listed).encode())
     for folder in {path.parent for path in files} | {staged}:
         _flush(folder)
     fault_point("save.rename")
@@ -83,6 +83,11 @@ def publish(
         shutil.rmtree(replaced)
     fault_point("save.published")
     return final
+
+
+def manifest_text(records: Mapping[str, FileRecord]) -> str:
+    listed = {name: asdict(record) for name, record in records.items()}
+    return json_text({"format": FORMAT, "files": listed, "seal": _seal(listed)})
 
 
 def _seal(listed: dict[str, Any]) -> str:
@@ -102,7 +107,7 @@ def _put_aside(checkpoint: Path) -> Path:
     return aside
 
 
-def _recorded(path: Path) -> FileRecord:
+def recorded(path: Path) -> FileRecord:
     _flush(path)
     return FileRecord(path.stat().st_size, sha256(path))
 

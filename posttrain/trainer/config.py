@@ -18,6 +18,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from posttrain.core.batch import PADDED, RAGGED
 from posttrain.core.options import default_of, is_ours, option
+from posttrain.core.secrets import without_secrets
 from posttrain.models.layer_kernels import COMPILED, LIGER, PLAIN
 
 STEPS_WORTH_COMPILING_FOR = 300
@@ -239,6 +240,24 @@ class BaseConfig(TrainingArguments):
     @property
     def pad_multiple(self) -> int | None:
         return None if self.pad_to_multiple_of in ("auto", "none", None) else int(self.pad_to_multiple_of)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The options without secrets at any depth: it goes into files and to trackers."""
+        told = super().to_dict()
+        told |= {name: getattr(self, name) for name in told if name.endswith("_token")}  # not all of them are secrets
+        return without_secrets(told)
+
+    def __str__(self) -> str:
+        return (
+            f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in sorted(self.to_dict().items()))})"
+        )
+
+    __repr__ = __str__
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """`@dataclass` writes a `__repr__` with every value, unless the class has one of its own."""
+        super().__init_subclass__(**kwargs)
+        cls.__repr__ = BaseConfig.__str__
 
     def set_by_user(self) -> set[str]:
         """Names of our options whose value differed from the default when the config was made."""

@@ -13,6 +13,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging as transformers_logging
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
+from posttrain.core.secrets import private_opener
 from posttrain.trainer.alerts import AlertsCallback
 from posttrain.trainer.model_card import may_be_overwritten
 from posttrain.trainer.progress import RichProgressCallback, count, duration, number, say, several
@@ -68,7 +69,8 @@ class DataPointer(TrainerCallback):
         places = {name: store_of(rows) for name, rows in datasets.items()}
         known = {name: {"store": str(place)} for name, place in places.items() if place is not None}
         if state.is_world_process_zero and known:
-            (Path(args.output_dir) / DATA_FILE).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+            with open(Path(args.output_dir) / DATA_FILE, "w", encoding="utf-8", opener=private_opener) as file:
+                file.write(json.dumps(known, indent=1) + "\n")
 
 
 def store_of(rows: Any) -> Path | None:

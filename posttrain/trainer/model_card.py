@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import os
 import re
 import sys
 from enum import Enum
@@ -15,6 +14,7 @@ import yaml
 from huggingface_hub import try_to_load_from_cache
 
 import posttrain
+from posttrain.core.secrets import HIDDEN, last_parts, without_secrets
 from posttrain.models.adapters import is_peft_model
 from posttrain.models.load import CAUSAL_LM, SEQUENCE_REWARD, innermost_model
 from posttrain.trainer.config import BaseConfig, default_of, is_ours
@@ -84,7 +84,6 @@ REPORTED_ELSEWHERE = frozenset(
 )
 NOT_SHOWN = (FREE_TO_CHANGE | SETTLED_BY_THE_TRAINER | REPORTED_ELSEWHERE) - {"max_steps", "num_train_epochs"}
 """Options that say nothing about how the model was made: where it lies, how often it was logged, who was told."""
-SECRET = re.compile(r"token|secret|password|api_?key|credential", re.IGNORECASE)
 NOT_METRICS = frozenset(("epoch", "step", "total_flos", "num_tokens"))
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
 
@@ -99,7 +98,9 @@ def write_model_card(
 ) -> Path:
     """Write the card into the output folder."""
     name = model_name or Path(trainer.args.output_dir).name
-    datasets = _as_list(dataset_name)
+    datasets = [
+        name for name in _as_list(dataset_name) if is_hub_id(name)
+    ]  # a file of this machine is nobody else's business
     metadata = front_matter(trainer, name, datasets, _as_list(tags), license, _as_list(language))
     sections = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---\n{MARK}\n",
@@ -287,7 +288,8 @@ def data(trainer: BaseTrainer) -> str:
 
 def options(args: BaseConfig) -> str:
     changed = {f.name: getattr(args, f.name) for f in dataclasses.fields(args) if f.init and _differs(args, f)}
-    shown = {f"`{name}`": publishable(value) for name, value in changed.items() if not SECRET.search(name)}
+    changed = {name: _plain(value) for name, value in changed.items()}
+    shown = {f"`{name}`": publishable(value) for name, value in without_secrets(changed).items() if value != HIDDEN}
     return _table(("option", "value"), shown) if shown else "None."
 
 
@@ -305,16 +307,15 @@ def _plain(value: Any) -> Any:
 
 
 def publishable(value: Any) -> str:
-    """An option's value for everyone to read: no secret, of a local path only its last part."""
-    value = _plain(value)
+    """An option's value for everyone to read: no secret, of local paths only the last parts."""
+    value = without_secrets(_plain(value))
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {publishable(v)}" for k, v in value.items() if not SECRET.search(str(k))) + "}"
+        return "{" + ", ".join(f"{k}: {publishable(v)}" for k, v in value.items() if v != HIDDEN) + "}"
     if isinstance(value, (list, tuple)):
         return ", ".join(publishable(item) for item in value)
     if isinstance(value, float):
         return number(value)
-    text = str(value)
-    return Path(text).name if os.path.isabs(text) or text.startswith("~") else text
+    return last_parts(str(value))
 
 
 def results(history: list[dict[str, Any]]) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.core.secrets import published, without_secrets
 from posttrain.trainer.checkpoint import load_tree, save_tree, write_json
 from posttrain.trainer.config import BaseConfig
 
@@ -72,20 +73,20 @@ class RunIdentity:
         }
         options["world_size"] = args.world_size  # each process has random numbers and sums of its own
         options |= {f"{GIVEN}{name}": _plain(value) for name, value in (parts or {}).items()}
-        return cls(method, options, dataset, tokenizer, model)
+        return cls(method, without_secrets(options), dataset, tokenizer, model)  # a new token makes no other run
 
     def differences(self, other: RunIdentity, allowed: list[str]) -> list[str]:
         """Lines "what: then -> now" for everything that changed and is not allowed to."""
         lines = [
             f"{name}: {getattr(other, name)} -> {getattr(self, name)}"
             for name in ("method", "dataset", "tokenizer", "model")
-            if name not in allowed and getattr(other, name) != getattr(self, name)
+            if name not in allowed and not _same(getattr(other, name), getattr(self, name))
         ]
         for name in sorted(self.options.keys() | other.options.keys()):
             then, now = other.options.get(name), self.options.get(name)
             if name.startswith(GIVEN) and name not in other.options:
                 continue  # a checkpoint from before these were written down
-            if name.removeprefix(GIVEN) not in allowed and then != now:
+            if name.removeprefix(GIVEN) not in allowed and not _same(then, now):
                 lines += _changes(name.removeprefix(GIVEN), then, now)
         return lines
 
@@ -97,8 +98,13 @@ def _changes(name: str, then: Any, now: Any) -> list[str]:
     return [
         f"{name}.{key}: {then.get(key)!r} -> {now.get(key)!r}"
         for key in sorted(then.keys() | now.keys())
-        if then.get(key) != now.get(key)
+        if not _same(then.get(key), now.get(key))
     ]
+
+
+def _same(then: Any, now: Any) -> bool:
+    """Whether they are one option. A checkpoint that came from the Hub has only digests of local paths."""
+    return then == now or published(then) == published(now)
 
 
 def _plain(value: Any) -> Any:
@@ -137,7 +143,9 @@ class RunState:
     @classmethod
     def load(cls, folder: Path) -> RunState:
         raw = json.loads((Path(folder) / FILE).read_text(encoding="utf-8"))
-        return cls(RunIdentity(**raw.pop("identity")), **raw)
+        identity = RunIdentity(**raw.pop("identity"))
+        identity.options = without_secrets(identity.options)  # a checkpoint of an older version may hold some
+        return cls(identity, **raw)
 
     def accept(self, now: RunIdentity, allowed: list[str], checkpoint: Path) -> list[str]:
         """Take over the identity of the run that resumes, or return what is different and not allowed.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import shutil
@@ -241,7 +242,7 @@ class SavingTrainer(ShardingTrainer):
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 self.state.stateful_callbacks[type(callback).__name__] = callback.state()
-        self.state.save_to_json(str(path))
+        files.write_json(path, dataclasses.asdict(self.state))
 
     def _capture_run_state(self) -> RunState:
         state = self.run_state

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.faults import fault_point
+from posttrain.core.secrets import private_opener
 
 PIECE_BYTES = 8 * 2**20
 DTYPES = {
@@ -29,6 +30,8 @@ DTYPES = {
     torch.float8_e4m3fnuz: "F8_E4M3FNUZ", torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }  # fmt: skip
 """torch's types and the names that the safetensors format has for them."""
+PRIVATE_FILES = ("training_args.json", "run_state.json", "trainer_state.json")
+"""What was asked for, and what callbacks remember: only the owner may read them, should a secret have come through."""
 
 
 class SaveCancelled(Exception):
@@ -109,7 +112,8 @@ def _write(path: Path, chunks: Iterable[Any], go_on: Callable[[], bool]) -> File
     digest = hashlib.sha256()
     size = 0
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "wb", buffering=0) as file:
+    opener = private_opener if path.name in PRIVATE_FILES else None
+    with open(path, "wb", buffering=0, opener=opener) as file:
         for chunk in chunks:
             if not go_on():
                 raise SaveCancelled(str(path))

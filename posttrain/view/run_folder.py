@@ -9,8 +9,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from posttrain.core.config_file import parsed
+from posttrain.core.secrets import without_secrets
 from posttrain.view.errors import NoRunError
 from posttrain.view.json_lines import GrowingLines
 from posttrain.view.rollout_index import RolloutIndex
@@ -26,11 +26,6 @@ SIGNS = (METRICS_FILE, ALERTS_FILE, "rollouts", "checkpoint-*", ".posttrain.lock
 OF_MODELS = re.compile(
     r"(.*config|tokenizer.*|vocab|special_tokens_map|.*\.index|trainer_state|all_results|train_results)\.json"
 )
-SECRET = re.compile(
-    r"token|.*(hub|access|auth|api|bearer|wandb|hf)_?tokens?|.*(secret|password|passphrase|api_?key|credentials?)",
-    re.IGNORECASE,
-)
-"""Whole names of options; `pad_token` is none of them."""
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 MOST_BYTES = 1 << 20
 
@@ -61,7 +56,7 @@ class RunFolder:
         for _, folder in reversed(self.checkpoints()):
             content = _read_mapping(folder / OPTIONS_FILE)
             if content is not None:
-                return without_secrets(content)
+                return content
         return None
 
     def settings(self) -> dict[str, dict[str, Any]]:
@@ -70,7 +65,7 @@ class RunFolder:
         for path in sorted([*self.path.glob("*.yaml"), *self.path.glob("*.yml"), *self.path.glob("*.json")]):
             content = None if OF_MODELS.fullmatch(path.name) else _read_mapping(path)
             if content is not None:
-                found[path.name] = without_secrets(content)
+                found[path.name] = content
         return found
 
     def card(self) -> str | None:
@@ -160,21 +155,10 @@ def _read_mapping(path: Path) -> dict[str, Any] | None:
         if path.stat().st_size > MOST_BYTES:
             return None
         text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):  # it is being written, or is nothing we know
+        content = json.loads(text) if path.suffix == ".json" else parsed(text, str(path))
+    except (OSError, ValueError, RecursionError):  # it is being written, or is nothing we know
         return None
-    return content if isinstance(content, dict) else None
-
-
-def without_secrets(value: Any, name: str = "") -> Any:
-    """The same with values hidden whose names say that they are nobody's business; the page may stand on a shared screen."""
-    if isinstance(value, dict):
-        return {str(key): without_secrets(inner, str(key)) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [without_secrets(inner, name) for inner in value]
-    if SECRET.fullmatch(name) and value is not None:
-        return "(hidden)"
-    return value if isinstance(value, (str, int, float, bool)) or value is None else str(value)
+    return without_secrets(content) if isinstance(content, dict) else None
 
 
 def _folder_of_model(model: Any) -> Path | None:

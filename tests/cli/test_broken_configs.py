@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import yaml
 
+from posttrain.core.config_file import VARIABLES
 from posttrain.models import load
 from tests.cli.runs import folder_with_inputs, options_of, posttrain
 
-LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 20))
+LAUGHS, NINE_LINES = (
+    "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, lines))
+    for lines in (20, 9)
+)
 
 CASES = {
     # name: (method, what is changed in the options (None: taken out), words that must stand in the message)
@@ -86,7 +92,12 @@ CASES = {
 TEXTS = {
     "a tag that runs code": ("model: !!python/object/apply:os.system ['true']\n", ["tag", "line 1"]),
     "billion laughs": (LAUGHS, ["aliases"]),
+    "billion laughs in nine lines": (NINE_LINES, ["262,144 values", "aliases"]),
+    "an alias of itself": ("seed: 1\nmodel_init_kwargs: &a {x: *a}\n", ["line 2", "alias"]),
     "LD_PRELOAD": ("env: {LD_PRELOAD: /tmp/evil.so}\n", ["LD_PRELOAD", "/tmp/evil.so", "shell"]),
+    "HF_ENDPOINT": ("env: {HF_ENDPOINT: 'https://evil.example'}\n", ["HF_ENDPOINT", "sent", "shell"]),
+    "CXX": ("env: {CXX: /tmp/evil}\n", ["CXX", "code is run"]),
+    "a newline in a variable": ('env: {WANDB_NAME: "a\\nb"}\n', ["WANDB_NAME", "control characters"]),
     "PYTHONSTARTUP": ("env: {PYTHONSTARTUP: x.py}\n", ["PYTHONSTARTUP"]),
     "a key twice": ("seed: 1\nseed: 2\n", ["seed", "twice", "line 2"]),
     "no mapping": ("- seed\n", ["mapping"]),
@@ -171,3 +182,9 @@ def test_json_on_the_command_line_is_read_as_written(inputs, monkeypatch, no_mod
     monkeypatch.chdir(inputs)
     assert posttrain("sft", "--datasets", json.dumps([{"path": 3}])) == 2
     assert "path" in sentence(capsys)
+
+
+def test_the_page_lists_the_variables_that_a_file_may_set():
+    page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text()
+    listed = page.split("sets environment variables for the run", 1)[1].split("These are:", 1)[1].split("\n\n", 1)[0]
+    assert set(re.findall(r"`(\w+)`", listed)) == VARIABLES

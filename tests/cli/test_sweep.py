@@ -289,6 +289,14 @@ def test_the_setup_may_have_several_lines(folder, capsys, scheduler):
         (["--to", "slurm", "--profile", "hsdp", *RUN], ["hsdp", "fsdp2"]),
         (["--to", "slurm", "--name", "A job", *RUN], ["A job"]),
         (["--to", "slurm", "stf"], ["stf"]),
+        (["--to", "kubernetes", "--image", "a/b\n        env: []", *RUN], ["--image", "container image"]),
+        (["--to", "kubernetes", "--image", "a: {b: c}", *RUN], ["--image", "container image"]),
+        (["--to", "slurm", "--time", "1:00\n#SBATCH --account=x", *RUN], ["--time", "minutes"]),
+        (["--to", "slurm", "--partition", "a\nb", *RUN], ["--partition"]),
+        (["--to", "skypilot", "--accelerator", "H100\nrun: x", *RUN], ["--accelerator", "GPU"]),
+        (["--to", "slurm", *RUN, "--run_name", "a\nb"], ["'a\\nb'", "line break"]),
+        (["--to", "slurm", *RUN, "--model_init_kwargs", '{"token": "abc"}'], ["--model_init_kwargs", "secret"]),
+        (["--to", "slurm", "--setup", f"export WANDB_API_KEY={'a' * 40}", *RUN], ["--setup", "secret"]),
         (["--to", "skypilot", "--submit", *RUN], ["sky"]),
     ],
 )
@@ -296,3 +304,31 @@ def test_what_cannot_be_launched_is_said(folder, capsys, words, wanted):
     assert posttrain("launch", *words) == 2
     shown = capsys.readouterr().err
     assert all(word in shown for word in wanted), shown
+
+
+@pytest.mark.parametrize("scheduler", ["slurm", "skypilot", "kubernetes"])
+def test_a_job_asks_for_the_token_and_does_not_hold_it(folder, capsys, scheduler):
+    token = "hf_" + "Planted" * 5
+    for words in (["--hub_token", token], [f"--hub-token={token}"]):
+        assert posttrain("launch", "--to", scheduler, "--name", "mine", *RUN, *words, "--push_to_hub") == 0
+        shown = capsys.readouterr().out
+        text = next(folder.glob("mine.*")).read_text()
+        assert token not in shown + text
+        assert "hub_token is not written into the job" in shown
+        assert ': "${HF_TOKEN:?is not set in the environment of the job}"' in text
+        assert "--push_to_hub" in text
+        assert "hub_token" not in text
+        assert "hub-token" not in text
+
+
+def test_a_trial_reads_its_secrets_and_leaves_none(folder, monkeypatch, capsys):
+    calls = play(monkeypatch)
+    options = {name: value for name, value in options_of("sft").items() if name != "output_dir"}
+    path = written(folder, options={**options, "hub_token": "planted-token"})
+    assert posttrain("sweep", path) == 0
+    assert {call["hub_token"] for call in calls} == {"planted-token"}
+    files = list((folder / "sweep").glob("*/sweep.yaml"))
+    assert len(files) == 4
+    assert {(file.stat().st_mode & 0o777, yaml.safe_load(file.read_text())["hub_token"]) for file in files} == {
+        (0o600, "(hidden)")
+    }

@@ -82,7 +82,7 @@ output_dir: Qwen2-0.5B-SFT
 push_to_hub: false
 accelerate_config: zero3
 num_processes: 4
-env: {VAR1: value1}
+env: {WANDB_PROJECT: value1}
 """,
     "dpo": """
 model_name_or_path: Qwen/Qwen2-0.5B-Instruct

@@ -248,8 +248,8 @@ def test_the_files_arrived(pushed):
         "model.safetensors",
         "tokenizer.json",
         "chat_template.jinja",
-        "metrics.jsonl",
     } <= whole.keys()
+    assert not {"metrics.jsonl", "prepared_data.json", "training_args.json"} & whole.keys()
     assert whole["model.safetensors"] == (pushed.folder / "whole" / "model.safetensors").read_bytes()
     assert not any("checkpoint-" in name for name in whole)
     assert whole.keys() >= {

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from posttrain.core.sample import Sample
+from posttrain.core.secrets import without_secrets
 from posttrain.data.token_store import StoreWriter, seal
 from posttrain.trainer import alerts, display, skipped
 from posttrain.trainer.step_file import StepFile
@@ -16,7 +17,7 @@ from posttrain.view.api import Viewed
 from posttrain.view.errors import NoRunError, NotFound, ViewError
 from posttrain.view.json_lines import GrowingLines, series_of
 from posttrain.view.questions import Question
-from posttrain.view.run_folder import open_runs, without_secrets
+from posttrain.view.run_folder import open_runs
 from posttrain.view.token_text import TokenText
 from tests.view.made_up import make_tokenizer
 
