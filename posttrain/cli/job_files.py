@@ -87,14 +87,14 @@ def _texts(value: Any) -> Iterator[str]:
 
 def check_shared(job: argparse.Namespace, config: RunConfig) -> None:
     """Slurm: the nodes read the same files under the same names."""
-    named = [("The working directory", Path.cwd()), ("`output_dir`", Path(config.get("output_dir") or "."))]
+    named = [("The working directory", Path(job.workdir)), ("`output_dir`", Path(config.get("output_dir") or "."))]
     named += [("The Python environment", Path(sys.prefix))] if job.setup is None else []
     for where, path in [*named, *local_files(job, config)]:
-        path = path.expanduser().absolute()
+        path = Path(job.workdir, path.expanduser())
         if any(path.is_relative_to(folder) for folder in LOCAL_ONLY):
             raise UsageError(
                 f"{where} is {path}, which is on this machine only: the nodes of the cluster do not see it. Move it to a file "
-                "system that they share, such as your home folder."
+                "system that they share, such as your home folder; --workdir names the folder of the run there."
             )
 
 
@@ -164,9 +164,6 @@ def _text_to_ship(where: str, file: Path) -> str:
 
 def slurm(job: argparse.Namespace, words: list[str], config: RunConfig) -> str:
     check_shared(job, config)
-    folder = str(Path.cwd())
-    if not folder.isprintable() or '"' in folder:
-        raise UsageError(f"The working directory is {folder!r}; Slurm takes no quotes and no line breaks in a path.")
     told = {name: getattr(job, name) for name in ("partition", "account", "qos")}
     told["mem"] = job.memory and f"{job.memory}G"
     extra = "".join(f"#SBATCH --{name}={value}\n" for name, value in told.items() if value)
@@ -174,7 +171,7 @@ def slurm(job: argparse.Namespace, words: list[str], config: RunConfig) -> str:
     return f"""#!/bin/bash
 {MARK}
 #SBATCH --job-name={job.name}
-#SBATCH --chdir="{folder}"
+#SBATCH --chdir="{job.workdir}"
 #SBATCH --nodes={job.nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={job.gpus}
@@ -221,7 +218,7 @@ if [ "$again" = yes ] && [ "$code" -eq 143 ]; then
     echo "The run has saved and ended; the job is requeued and will continue."
     scontrol requeue "$SLURM_JOB_ID"
   else
-    echo "The job is not requeued: it has been {job.restarts} times (--restarts). Submit it again to continue." >&2
+    echo "The job is not requeued: --restarts is {job.restarts}. Submit it again to continue." >&2
   fi
 fi
 exit "$code"

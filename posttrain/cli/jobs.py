@@ -25,6 +25,7 @@ SUFFIX = {"slurm": "sbatch", "skypilot": "sky.yaml", "kubernetes": "k8s.yaml"}
 FIELDS = {
     "name": (r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", "small letters, digits and dashes, beginning with a letter"),
     "time": (r"\d+(-\d+)?(:\d+){0,2}", "minutes, hours:minutes:seconds or days-hours:minutes:seconds"),
+    "workdir": (r"/[^\"\\\x00-\x1f\x7f]*", "an absolute path without quotes and line breaks"),
     "partition": (r"[\w.,-]+", "letters, digits, dots, dashes and commas"),
     "account": (r"[\w.-]+", "letters, digits, dots and dashes"),
     "qos": (r"[\w.-]+", "letters, digits, dots and dashes"),
@@ -33,8 +34,8 @@ FIELDS = {
 }
 """What is written into a job as it stands: (pattern, in words). Anything else could end its line and begin another."""
 ONLY_OF = {
-    "time": ("slurm",), "partition": ("slurm",), "account": ("slurm",), "qos": ("slurm",), "accelerator": ("skypilot",),
-    "image": ("kubernetes",), "ship": ("kubernetes",), "volume": ("kubernetes", "skypilot"),
+    "workdir": ("slurm",), "time": ("slurm",), "partition": ("slurm",), "account": ("slurm",), "qos": ("slurm",),
+    "accelerator": ("skypilot",), "image": ("kubernetes",), "ship": ("kubernetes",), "volume": ("kubernetes", "skypilot"),
 }  # fmt: skip
 NEEDED = {
     "slurm": {},
@@ -101,6 +102,7 @@ def make_parser() -> Parser:
     add("--grace", type=int, default=int(SECONDS_TO_SAVE), help=grace)
     add("--restarts", type=int, default=20, help="how often an interrupted job is started again (default: %(default)s)")
     add("--time", help="Slurm: time limit, after which the job is requeued and continues (default: 24:00:00)")
+    add("--workdir", help="Slurm: folder of the run on the nodes, as an absolute path (default: the working directory)")
     add("--partition", help="Slurm: partition")
     add("--account", help="Slurm: account that is charged")
     add("--qos", help="Slurm: quality of service")
@@ -139,6 +141,8 @@ def check(job: argparse.Namespace, config: RunConfig) -> None:
 
 def check_options(job: argparse.Namespace) -> None:
     """Those of `launch` itself, and defaults that depend on others."""
+    if job.to == "slurm":
+        job.time, job.workdir = job.time or "24:00:00", job.workdir or str(Path.cwd())
     for name, least in (("nodes", 1), ("gpus", 1), ("cpus", 1), ("memory", 1), ("grace", 1), ("restarts", 0)):
         given = getattr(job, name)
         if given is not None and given < least:
@@ -154,7 +158,6 @@ def check_options(job: argparse.Namespace) -> None:
         if getattr(job, name) is None:
             raise UsageError(f"--to {job.to} needs --{name}: {words}.")
     job.cpus = job.cpus or 4 * job.gpus
-    job.time = job.time or "24:00:00"
     if job.to == "slurm" and seconds_of(job.time) <= job.grace:
         raise UsageError(
             f"--time {job.time} is not longer than the {job.grace} seconds of --grace, which are for saving."

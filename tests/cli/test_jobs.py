@@ -154,7 +154,7 @@ def test_a_job_that_has_ended_or_failed_or_was_restarted_enough_is_not_requeued(
     process.send_signal(number)
     got, told, asked = ended(process)
     assert (got, asked) == (wanted, []), told
-    assert ("has been 3 times" in told) == (code == 143)
+    assert ("--restarts is 3" in told) == (code == 143)
 
 
 def test_a_cancelled_job_is_not_requeued_and_its_script_waits_for_the_run(folder):
@@ -213,7 +213,6 @@ def test_slurms_directives_name_the_folder_and_resources(folder):
 
 
 def test_slurm_takes_the_job(folder):
-    """Where one is running; CONTRIBUTING.md says how to start a small one."""
     if not shutil.which("sbatch") or subprocess.run(["timeout", "20", "sinfo"], capture_output=True).returncode:
         pytest.skip("no Slurm is running here")
     launched(folder, "slurm", "--gpus", "1", "--cpus", "1", *RUN)
@@ -240,6 +239,7 @@ def test_what_nodes_cannot_see_is_refused(folder, capsys, monkeypatch):
     os.chdir(local)
     assert posttrain("launch", "--to", "slurm", *RUN) == 2
     assert "The working directory is" in capsys.readouterr().err
+    assert '#SBATCH --chdir="/home/me/a b"' in launched(local, "slurm", "--workdir", "/home/me/a b", *RUN)
 
 
 # ---- Kubernetes -----------------------------------------------------------------------------------------------------------------
@@ -412,6 +412,8 @@ def test_the_setup_may_have_several_lines(folder, capsys, scheduler):
         (["--to", "slurm", "--time", "10", *RUN], ["--time 10", "600 seconds"]),
         (["--to", "slurm", "--time", "10:00", *RUN], ["--time 10:00", "600 seconds"]),
         (["--to", "slurm", "--grace", "0", *RUN], ["--grace is 0"]),
+        (["--to", "slurm", "--workdir", "project", *RUN], ["'project'", "absolute path"]),
+        (["--to", "slurm", "--workdir", '/a"\n#SBATCH --x="', *RUN], ["--workdir", "line breaks"]),
     ],
 )
 def test_what_cannot_be_launched_is_said(folder, capsys, words, wanted):
