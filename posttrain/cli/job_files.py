@@ -67,12 +67,13 @@ def local_files(job: argparse.Namespace, config: RunConfig) -> Iterator[tuple[st
         yield "--profile", Path(job.profile)
     for name, value in config.values.items():
         for text in _texts(value):
-            path = Path(re.sub(r"(\.py):\w+$", r"\1", text)).expanduser()
-            if name in CODE_OPTIONS and path.suffix != ".py":
+            path = Path(os.path.expanduser(re.sub(r"(\.py):\w+$", r"\1", text)))
+            if name in CODE_OPTIONS and path.suffix != ".py" and text.partition(".")[0]:
                 package = Path(text.partition(".")[0])
                 path = package if package.is_dir() else package.with_suffix(".py")
             is_a_path = name.endswith(("_path", "dataset_name")) or name in CODE_OPTIONS or re.search("[./]", text)
-            if name != "output_dir" and is_a_path and text.isprintable() and len(text) < 4096 and path.exists():
+            # os.path: a text that no path can be does not exist, where pathlib raises an OSError
+            if name != "output_dir" and is_a_path and os.path.exists(path):
                 yield config.where(name), path
 
 
@@ -128,10 +129,11 @@ def path_in_folder(job: argparse.Namespace, where: str, path: Path) -> str | Non
 def shipped_files(job: argparse.Namespace, config: RunConfig) -> dict[str, str]:
     """{path relative to the working directory: text} of what a ConfigMap carries."""
     found: dict[str, str] = {}
-    for where, path in [*local_files(job, config), *(("--ship", Path(given)) for given in job.ship or [])]:
+    sent = [os.path.normpath(given) for given in job.ship or []]
+    for where, path in [*local_files(job, config), *(("--ship", Path(given)) for given in sent)]:
         if not path.exists():
             raise UsageError(f"{where} is {path}, which does not exist.")
-        if path_in_folder(job, where, path) is None:
+        if path_in_folder(job, where, path) is None or (where != "--ship" and str(path) in sent):
             continue
         if path.is_dir() and where != "--ship":
             raise UsageError(

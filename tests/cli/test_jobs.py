@@ -266,7 +266,7 @@ def test_a_pod_finds_its_files_where_the_command_looks_for_them(folder):
     (folder / "helpers" / "deep.py").write_text("x = 'a: {b}'\n")
     (folder / "rows.jsonl").write_text('{"prompt": "\\u00e4"}\r\n')
     (folder / "grpo.yaml").write_text(
-        "dataset_name: rows.jsonl\nreward_funcs: [code/rewards.py:length]\nmodel_name_or_path: m\n"
+        "dataset_name: rows.jsonl\nreward_funcs: [code/rewards.py:length, helpers.deep.x]\nmodel_name_or_path: m\n"
     )
     words = ["--ship", "helpers", "grpo", "grpo.yaml", "--output_dir", "/data/out"]
     parts = kubernetes_parts(launched(folder, "kubernetes", *words))
@@ -281,6 +281,11 @@ def test_a_pod_finds_its_files_where_the_command_looks_for_them(folder):
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
     assert mounts == {"shipped": container["workingDir"], "shm": "/dev/shm", "volume-0": "/data"}
     assert "exec posttrain grpo grpo.yaml --output_dir /data/out" in container["args"][0]
+
+
+def test_texts_that_are_not_paths_are_let_be(folder):
+    for text in ("It is long. " * 50, "~nobody/here.", "\u00e4" * 5000 + "/"):
+        assert kubernetes_parts(launched(folder, "kubernetes", *RUN, "--run_name", text))["ConfigMap"]["data"] == {}
 
 
 def test_a_preempted_pod_is_started_again_and_a_wrong_command_is_not(folder):
@@ -404,6 +409,7 @@ def test_the_setup_may_have_several_lines(folder, capsys, scheduler):
         ([*TO["skypilot"], *RUN, "--dataset_name", "/etc/hostname"], ["/etc/hostname", "this machine only"]),
         ([*TO["kubernetes"], "sft", "secret.yaml", *RUN[1:]], ["hub_token", "ConfigMap", "Secret posttrain"]),
         ([*TO["kubernetes"], *RUN, "--dataset_name", "token.jsonl"], ["token.jsonl", "secret"]),
+        ([*TO["kubernetes"], "grpo", *RUN[1:], "--reward_funcs", "folder.code.f"], ["reward_funcs", "--ship folder"]),
         ([*TO["kubernetes"], "--ship", "missing.py", *RUN], ["--ship", "missing.py", "does not exist"]),
         (["--to", "slurm", *RUN, "--fresh"], ["fresh", "started again", "output_dir"]),
         (["--to", "slurm", *RUN, "--resume_from_checkpoint", "none"], ["resume_from_checkpoint", "leave it out"]),
