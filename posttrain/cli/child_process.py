@@ -45,6 +45,7 @@ def run_child(command: list[str], **popen: Any) -> Ended:
         child.start(command, popen)
         try:
             code = child.process.wait()
+            child.wait_for_orphans(code)
         finally:
             child.end_those_left()
     return Ended(code, child.signal)
@@ -56,6 +57,8 @@ class _Child:
     signal: int | None = None
     family: set[psutil.Process] = field(default_factory=set)
     """All that were seen below: an orphan has no parent by which it could be found later."""
+    below: list[psutil.Process] = field(default_factory=list)
+    """Those that the child itself had started when a signal arrived."""
 
     @contextlib.contextmanager
     def hearing_signals(self) -> Iterator[None]:
@@ -99,7 +102,17 @@ class _Child:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
             own = psutil.Process(self.process.pid)
+            self.below = own.children() or self.below
             self.family |= {own, *own.children(recursive=True)}
+
+    def wait_for_orphans(self, code: int) -> None:
+        """A child that died of the signal has not handed it on (accelerate's launcher of one process): those below get it here."""
+        if self.signal is None or code != -self.signal:
+            return
+        for process in self.below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(self.signal)
+        psutil.wait_procs(self.below)
 
     def kill(self) -> None:
         """psutil looks at start times: never a stranger that has got the number of one of them."""

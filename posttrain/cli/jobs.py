@@ -7,37 +7,53 @@ import re
 import shlex
 import shutil
 import subprocess
-import textwrap
-from collections.abc import Callable
 from pathlib import Path
 
 from posttrain.cli.arguments import RunConfig, known_name, parse
 from posttrain.cli.errors import UsageError
-from posttrain.cli.launch import PROFILE_ALIASES, config_file
+from posttrain.cli.job_files import MARK, WRITERS, default_profile, secret_options, setup_of
+from posttrain.cli.launch import PROFILE_ALIASES, SECONDS_TO_SAVE, config_file
 from posttrain.cli.option_table import method_names
 from posttrain.cli.output import ready_to_write
 from posttrain.cli.words import Parser
-from posttrain.core.secrets import hidden_text, named_secret, without_secrets
+from posttrain.core.options import resume_wish
+from posttrain.core.secrets import hidden_text, named_secret
 
-SUBMIT = {"slurm": ["sbatch"], "skypilot": ["sky", "launch", "--yes"], "kubernetes": ["kubectl", "apply", "-f"]}
+SUBMIT = {"slurm": ["sbatch"], "skypilot": ["sky", "jobs", "launch", "--yes"], "kubernetes": ["kubectl", "apply", "-f"]}
 SUFFIX = {"slurm": "sbatch", "skypilot": "sky.yaml", "kubernetes": "k8s.yaml"}
 """Never .yaml alone: `--name sft sft sft.yaml` is a job named sft, of the options in sft.yaml."""
-SETUP = {"slurm": "", "skypilot": "pip install posttrain", "kubernetes": "pip install posttrain"}
-"""Slurm's machines have an environment already; the others begin bare."""
-MARK = "# Written by `posttrain launch`, which will write over it."
-PORT = 29500
 FIELDS = {
-    "name": (r"[a-z0-9]([a-z0-9-]{0,50}[a-z0-9])?", "small letters, digits and dashes"),
+    "name": (r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", "small letters, digits and dashes, beginning with a letter"),
     "time": (r"\d+(-\d+)?(:\d+){0,2}", "minutes, hours:minutes:seconds or days-hours:minutes:seconds"),
+    "workdir": (r"/[^\"\\\x00-\x1f\x7f]*", "an absolute path without quotes and line breaks"),
     "partition": (r"[\w.,-]+", "letters, digits, dots, dashes and commas"),
+    "account": (r"[\w.-]+", "letters, digits, dots and dashes"),
+    "qos": (r"[\w.-]+", "letters, digits, dots and dashes"),
     "accelerator": (r"[\w.-]+", "the name of a GPU"),
     "image": (r"[\w.-]+(:\d+)?(/[\w.-]+)*(:[\w.-]+)?(@sha256:[0-9a-f]{64})?", "the name of a container image"),
 }
 """What is written into a job as it stands: (pattern, in words). Anything else could end its line and begin another."""
+ONLY_OF = {
+    "workdir": ("slurm",), "time": ("slurm",), "partition": ("slurm",), "account": ("slurm",), "qos": ("slurm",),
+    "accelerator": ("skypilot",), "image": ("kubernetes",), "ship": ("kubernetes",), "volume": ("kubernetes", "skypilot"),
+}  # fmt: skip
+NEEDED = {
+    "slurm": {},
+    "skypilot": {
+        "accelerator": "the kind of GPU, such as H100",
+        "setup": "how posttrain gets onto a bare machine, such as 'pip install -e .' where the working directory is its checkout",
+        "volume": "the bucket that outlives the machines, and where it is mounted, such as s3://my-bucket:/data",
+    },
+    "kubernetes": {
+        "image": "a container image with posttrain in it (or --setup that installs it)",
+        "volume": "the PersistentVolumeClaim that outlives the pods, and where it is mounted, such as my-claim:/data",
+    },
+}
+VOLUME = {"skypilot": r"([a-z0-9]+://[\w./-]+):((?:/[\w.-]+)+)", "kubernetes": r"([a-z0-9][a-z0-9.-]*):((?:/[\w.-]+)+)"}
 TOKEN_OPTION, TOKEN_VARIABLE = "hub_token", "HF_TOKEN"
 TOKEN_FROM = {
     "slurm": f"`export {TOKEN_VARIABLE}` before `sbatch`, which hands the environment on.",
-    "skypilot": f"`export {TOKEN_VARIABLE}`, then `sky launch --secret {TOKEN_VARIABLE}`.",
+    "skypilot": f"`export {TOKEN_VARIABLE}`, then `sky jobs launch --secret {TOKEN_VARIABLE}`.",
     "kubernetes": f"`kubectl create secret generic {{name}} --from-literal={TOKEN_VARIABLE}=...` makes it known to the job.",
 }
 ASSIGNMENT = re.compile(r"(\w+)=['\"]?([^\s'\"$;][^\s'\";]*)")
@@ -52,10 +68,11 @@ def main(words: list[str]) -> int:
         raise UsageError(f"there is no method {job.method!r}; there are {', '.join(method_names())}.")
     config = parse(job.method, rest[1:])  # unknown options and values are errors here, not on the cluster
     check(job, config)
+    check_restart(config)
     path = Path(job.write or f"{job.name}.{SUFFIX[job.to]}").expanduser()
     refuse_to_lose(path, config)
     rest = without_token(rest, job, config)
-    text = WRITERS[job.to](job, command_of(job, rest, config))
+    text = WRITERS[job.to](job, rest, config)
     path.write_text(text, encoding="utf-8")
     print(text)
     submit = [*SUBMIT[job.to], str(path)]
@@ -72,37 +89,40 @@ def make_parser() -> Parser:
         prog="posttrain launch", description=__doc__.split("\n")[0], allow_abbrev=False,
         epilog="All other words are those of `posttrain METHOD`: a file of options and --option value.",
     )  # fmt: skip
-    parser.add_argument("--to", required=True, choices=sorted(SUBMIT), help="scheduler")
-    parser.add_argument("--nodes", type=int, default=1, help="machines (default: %(default)s)")
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs of each machine (default: %(default)s)")
-    parser.add_argument(
-        "--profile",
-        default=None,
-        help="ddp, fsdp2, hsdp, zero2, zero3 or a file (default: `accelerate_config` of the options, or ddp)",
+    add = parser.add_argument
+    add("--to", required=True, choices=sorted(SUBMIT), help="scheduler")
+    add("--nodes", type=int, default=1, help="machines (default: %(default)s)")
+    add("--gpus", type=int, default=8, help="GPUs of each machine (default: %(default)s)")
+    add("--cpus", type=int, help="CPU cores of each machine (default: 4 for each GPU)")
+    add("--memory", type=int, help="gigabytes of memory of each machine (default: what the scheduler gives)")
+    profiles = "ddp, fsdp2, hsdp, zero2, zero3 or a file"
+    add("--profile", help=f"{profiles} (default: `accelerate_config` of the options, or ddp; single_gpu for one GPU)")
+    add("--name", default="posttrain", help="name of the job (default: %(default)s)")
+    grace = "seconds that a run has to save between the request to stop and its end (default: %(default)s)"
+    add("--grace", type=int, default=int(SECONDS_TO_SAVE), help=grace)
+    add("--restarts", type=int, default=20, help="how often an interrupted job is started again (default: %(default)s)")
+    add("--time", help="Slurm: time limit, after which the job is requeued and continues (default: 24:00:00)")
+    add("--workdir", help="Slurm: folder of the run on the nodes, as an absolute path (default: the working directory)")
+    add("--partition", help="Slurm: partition")
+    add("--account", help="Slurm: account that is charged")
+    add("--qos", help="Slurm: quality of service")
+    add("--accelerator", help="SkyPilot: kind of GPU, such as H100")
+    add("--image", help="Kubernetes: container image with posttrain in it")
+    volume = "Kubernetes: CLAIM:/path, a PersistentVolumeClaim (ReadWriteMany for several nodes); SkyPilot: s3://BUCKET:/path"
+    add("--volume", action="append", help=f"where data and output lie; may be repeated. {volume}")
+    ship = (
+        "Kubernetes: a file or folder of code that the job needs besides those that its options name; may be repeated"
     )
-    parser.add_argument("--name", default="posttrain", help="name of the job (default: %(default)s)")
-    parser.add_argument("--time", default="24:00:00", help="limit, as Slurm writes it (default: %(default)s)")
-    parser.add_argument("--partition", help="of Slurm")
-    parser.add_argument("--accelerator", default="H100", help="kind of GPU, for SkyPilot (default: %(default)s)")
-    parser.add_argument(
-        "--image", default="pytorch/pytorch:latest", help="container, for Kubernetes (default: %(default)s)"
-    )
-    parser.add_argument("--setup", help="commands before the run (default: pip install posttrain; nothing for Slurm)")
-    parser.add_argument("--write", help="file to write (default: NAME.sbatch, NAME.sky.yaml or NAME.k8s.yaml)")
-    parser.add_argument(
-        "--submit", action="store_true", help="hand it to the scheduler; without it only the file is written"
-    )
-    parser.add_argument("method", help="of the run, such as sft or grpo")
+    add("--ship", action="append", help=ship)
+    add("--setup", help="commands before the run (default for Slurm: this Python environment; for Kubernetes: nothing)")
+    add("--write", help="file to write (default: NAME.sbatch, NAME.sky.yaml or NAME.k8s.yaml)")
+    add("--submit", action="store_true", help="hand it to the scheduler; without it only the file is written")
+    add("method", help="of the run, such as sft or grpo")
     return parser
 
 
 def check(job: argparse.Namespace, config: RunConfig) -> None:
-    if job.nodes < 1 or job.gpus < 1:
-        raise UsageError(f"--nodes is {job.nodes} and --gpus {job.gpus}; both are at least 1.")
-    for name, (pattern, words) in FIELDS.items():
-        given = getattr(job, name)
-        if given is not None and not re.fullmatch(pattern, given, re.ASCII):
-            raise UsageError(f"--{name} is {given!r}; it takes {words}.")
+    check_options(job)
     for name in ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port"):
         if name in config.values:
             raise UsageError(f"{config.where(name)}: the scheduler decides it; use --nodes and --gpus.")
@@ -110,7 +130,7 @@ def check(job: argparse.Namespace, config: RunConfig) -> None:
     if job.profile and given and config.origin["accelerate_config"] != config.file:
         raise UsageError(f"--profile {job.profile} and --accelerate_config {given} say the same thing; leave one out.")
     where = "--profile" if job.profile else config.where("accelerate_config")
-    profile = job.profile or given or "ddp"
+    profile = job.profile or given or default_profile(job)
     config_file(profile, where)  # neither a profile nor a file is an error here
     profile = PROFILE_ALIASES.get(profile, profile)
     if profile == "hsdp" and job.nodes < 2:
@@ -119,17 +139,71 @@ def check(job: argparse.Namespace, config: RunConfig) -> None:
         raise UsageError(f"{where} single_gpu is for one process; the job has {job.nodes} x {job.gpus} GPUs: use ddp.")
 
 
+def check_options(job: argparse.Namespace) -> None:
+    """Those of `launch` itself, and defaults that depend on others."""
+    if job.to == "slurm":
+        job.time, job.workdir = job.time or "24:00:00", job.workdir or str(Path.cwd())
+    for name, least in (("nodes", 1), ("gpus", 1), ("cpus", 1), ("memory", 1), ("grace", 1), ("restarts", 0)):
+        given = getattr(job, name)
+        if given is not None and given < least:
+            raise UsageError(f"--{name} is {given}; it is at least {least}.")
+    for name, (pattern, words) in FIELDS.items():
+        given = getattr(job, name)
+        if given is not None and not re.fullmatch(pattern, given, re.ASCII):
+            raise UsageError(f"--{name} is {given!r}; it takes {words}.")
+    for name, schedulers in ONLY_OF.items():
+        if getattr(job, name) is not None and job.to not in schedulers:
+            raise UsageError(f"--{name} is an option of {' and '.join(schedulers)}; the job is for {job.to}.")
+    for name, words in NEEDED[job.to].items():
+        if getattr(job, name) is None:
+            raise UsageError(f"--to {job.to} needs --{name}: {words}.")
+    job.cpus = job.cpus or 4 * job.gpus
+    if job.to == "slurm" and seconds_of(job.time) <= job.grace:
+        raise UsageError(
+            f"--time {job.time} is not longer than the {job.grace} seconds of --grace, which are for saving."
+        )
+    job.mounts = {}
+    for given in job.volume or []:
+        found = re.fullmatch(VOLUME[job.to], given, re.ASCII)
+        if found is None or found[2] in job.mounts:
+            example = NEEDED[job.to]["volume"].rpartition(" ")[2]
+            raise UsageError(f"--volume is {given!r}; it takes SOURCE:/path, such as {example}, and each path once.")
+        job.mounts[found[2]] = found[1]
+
+
+def seconds_of(time: str) -> int:
+    """Of a limit as Slurm writes it: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    days, dash, clock = time.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    parts = [0, *parts] if not dash and len(parts) < 3 else parts
+    hours, minutes, seconds = (*parts, 0, 0)[:3]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def check_restart(config: RunConfig) -> None:
+    """An interrupted job is started again with the same command, which must continue and not start over."""
+    again = "An interrupted job is started again with the same command"
+    if config.get("fresh"):
+        raise UsageError(
+            f"{config.where('fresh')}: {again}, which would throw its steps away. Name a new `output_dir` instead."
+        )
+    given = config.get("resume_from_checkpoint")
+    if "resume_from_checkpoint" in config.values and resume_wish(given) is not True:
+        where = config.where("resume_from_checkpoint")
+        raise UsageError(
+            f"{where} is {given!r}. {again}, which would not continue from its own newest checkpoint; leave it out."
+        )
+    if config.get("save_strategy") == "no":
+        where = config.where("save_strategy")
+        raise UsageError(f"{where} is 'no'. {again} and could only begin at the start: use steps or epoch.")
+
+
 def without_token(words: list[str], job: argparse.Namespace, config: RunConfig) -> list[str]:
     """The words of the run without `--hub_token X`: a job is read by others, so the token comes from the job's environment."""
     for word in words:
         if not word.isprintable():
             raise UsageError(f"{word!r} has a line break or another control character, which a job cannot hold.")
-    told = config.values.items()
-    secret = [
-        name
-        for name, value in told
-        if config.origin[name] != config.file and without_secrets({name: value}) != {name: value}
-    ]
+    secret = secret_options(config, "The command line")
     if others := [name for name in secret if name != TOKEN_OPTION]:
         raise UsageError(
             f"--{others[0]} holds a secret, and a job is a file that others read. Put it into a file of options that only you can "
@@ -162,108 +236,3 @@ def refuse_to_lose(path: Path, config: RunConfig) -> None:
         raise UsageError(
             f"{path} exists, and `posttrain launch` did not write it; name another file with --write, or move it away."
         )
-
-
-def command_of(job: argparse.Namespace, words: list[str], config: RunConfig) -> str:
-    """The command on each machine; $RANK_OF_MACHINE and $ADDRESS_OF_MACHINE_0 are filled in there."""
-    named = job.profile or (None if config.get("accelerate_config") else "ddp")
-    profile = ["--accelerate_config", named] if named else []
-    counts = ["--num_processes", str(job.nodes * job.gpus), "--num_machines", str(job.nodes)]
-    where = '--machine_rank "$RANK_OF_MACHINE" --main_process_ip "$ADDRESS_OF_MACHINE_0" --main_process_port'
-    return f"{shlex.join(['posttrain', *words, *profile, *counts])} {where} {PORT}"
-
-
-def setup_of(job: argparse.Namespace) -> str:
-    """Lines of shell, each with its end."""
-    given = SETUP[job.to] if job.setup is None else job.setup
-    text = textwrap.dedent(given).strip()
-    return f"{text}\n" if text else ""
-
-
-def _block(text: str, blanks: int) -> str:
-    """Lines as they stand in a block of YAML."""
-    return textwrap.indent(text, " " * blanks)
-
-
-def slurm(job: argparse.Namespace, command: str) -> str:
-    partition = f"#SBATCH --partition={job.partition}\n" if job.partition else ""
-    return f"""#!/bin/bash
-{MARK}
-#SBATCH --job-name={job.name}
-#SBATCH --nodes={job.nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={job.gpus}
-#SBATCH --time={job.time}
-#SBATCH --output={job.name}-%j.log
-#SBATCH --signal=TERM@120
-#SBATCH --requeue
-{partition}
-# Two minutes before the limit the run is told to end: it saves a checkpoint, and the requeued job goes on from there.
-{setup_of(job)}export ADDRESS_OF_MACHINE_0=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-srun --kill-on-bad-exit=1 bash -c 'export RANK_OF_MACHINE=$SLURM_NODEID; exec {_in_quotes(command)}'
-"""
-
-
-def skypilot(job: argparse.Namespace, command: str) -> str:
-    setup = setup_of(job)
-    return f"""{MARK}
-name: {job.name}
-num_nodes: {job.nodes}
-resources:
-  accelerators: {job.accelerator}:{job.gpus}
-  use_spot: false
-workdir: .
-{f"setup: |{chr(10)}{_block(setup, 2)}" if setup else ""}run: |
-  export RANK_OF_MACHINE=$SKYPILOT_NODE_RANK
-  export ADDRESS_OF_MACHINE_0=$(echo "$SKYPILOT_NODE_IPS" | head -n 1)
-{_block(command, 2)}
-"""
-
-
-def kubernetes(job: argparse.Namespace, command: str) -> str:
-    return f"""{MARK}
-apiVersion: v1
-kind: Service
-metadata: {{name: {job.name}}}
-spec: {{clusterIP: None, selector: {{job-name: {job.name}}}}}
----
-apiVersion: batch/v1
-kind: Job
-metadata: {{name: {job.name}}}
-spec:
-  completions: {job.nodes}
-  parallelism: {job.nodes}
-  completionMode: Indexed
-  backoffLimit: 3
-  template:
-    metadata: {{labels: {{job-name: {job.name}}}}}
-    spec:
-      subdomain: {job.name}
-      restartPolicy: Never
-      terminationGracePeriodSeconds: 120
-      volumes: [{{name: shm, emptyDir: {{medium: Memory}}}}]
-      containers:
-      - name: posttrain
-        image: {job.image}
-        resources: {{limits: {{nvidia.com/gpu: {job.gpus}}}}}
-        volumeMounts: [{{name: shm, mountPath: /dev/shm}}]
-        env: [{{name: ADDRESS_OF_MACHINE_0, value: {job.name}-0.{job.name}}}]
-        envFrom: [{{secretRef: {{name: {job.name}, optional: true}}}}]
-        command: ["bash", "-c"]
-        args:
-        - |
-{_block(setup_of(job), 10)}          export RANK_OF_MACHINE=$JOB_COMPLETION_INDEX
-{_block(f"exec {command}", 10)}
-"""
-
-
-def _in_quotes(command: str) -> str:
-    """Inside of single quotes."""
-    return command.replace("'", "'\\''")
-
-
-WRITERS: dict[str, Callable[[argparse.Namespace, str], str]] = {
-    "slurm": slurm,
-    "skypilot": skypilot,
-    "kubernetes": kubernetes,
-}

@@ -36,7 +36,7 @@ def command_of(config: RunConfig, words: list[str]) -> list[str] | None:
     count = config.get("num_processes") or (None if profile else visible_gpus(config.get("gpu_ids")))
     several = (count or 1) > 1 or (config.get("num_machines") or 1) > 1
     chosen = config.get("gpu_ids") not in (None, "all")
-    if profile is None and not several and not chosen:
+    if config.get("accelerate_config") in (None, "single_gpu") and not several and not chosen:
         return None
     run_again = ["-m", "posttrain.cli.main", config.method, *words]
     if profile is None and several and not _has_gpu():

@@ -77,6 +77,26 @@ def test_a_child_may_save_hears_a_signal_once_and_leaves_no_orphan(tmp_path, num
     assert not any(map(is_there, pids))
 
 
+LAUNCHER = """
+import subprocess, sys
+subprocess.Popen([sys.executable, "child.py", "patient"]).wait()  # as accelerate starts one process: no handler of its own
+"""
+
+
+def test_below_a_launcher_that_dies_of_the_signal_the_run_saves(tmp_path):
+    (tmp_path / "child.py").write_text(CHILD)
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    code = "import sys; from posttrain.cli import launch; sys.exit(launch.run([sys.executable, 'launcher.py'], {}))"
+    process = started(tmp_path, sys.executable, "-c", code, stderr=subprocess.PIPE, text=True)
+    until((tmp_path / "started").exists)
+    process.send_signal(signal.SIGTERM)
+    told = process.communicate(timeout=60)[1]
+    assert (tmp_path / "saved").exists(), told
+    assert (tmp_path / "saved").read_text() == "TERM"
+    assert process.returncode == 143
+    assert not any(is_there(int(pid)) for pid in (tmp_path / "started").read_text().split())
+
+
 def test_a_second_control_c_kills_the_whole_tree(tmp_path):
     process, pids = with_a_child(tmp_path, "stubborn")
     os.killpg(process.pid, signal.SIGINT)

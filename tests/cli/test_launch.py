@@ -64,6 +64,7 @@ def test_all_visible_gpus_are_used_and_one_needs_no_launcher(monkeypatch):
     assert launch_command_parser().parse_args(made[made.index("launch") + 1 :]).num_processes == 4
     assert command(gpus=1, monkeypatch=monkeypatch) is None
     assert command(gpus=0, monkeypatch=monkeypatch) is None
+    assert command("--accelerate_config", "single_gpu", gpus=8, monkeypatch=monkeypatch) is None
 
 
 def test_processes_on_a_cpu_are_torchruns(monkeypatch):

@@ -1,10 +1,9 @@
-"""`posttrain sweep` and `posttrain launch`."""
+"""`posttrain sweep`."""
 
 from __future__ import annotations
 
 import csv
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -193,132 +192,6 @@ def test_what_cannot_be_swept_is_said(folder, capsys, changes, wanted):
     assert posttrain("sweep", written(folder, **changes)) == 2
     shown = capsys.readouterr().err
     assert all(word in shown for word in wanted), shown
-
-
-# ---- launch -------------------------------------------------------------------------------------------------------------------
-
-RUN = ["sft", "--model_name_or_path", "my model", "--dataset_name", "rows.jsonl"]
-
-
-@pytest.mark.parametrize("scheduler", ["slurm", "skypilot", "kubernetes"])
-def test_a_job_is_written_and_not_submitted(folder, capsys, scheduler):
-    words = ["--to", scheduler, "--nodes", "4", "--gpus", "8", "--profile", "hsdp", "--name", "mine"]
-    assert posttrain("launch", *words, *RUN) == 0
-    shown = capsys.readouterr().out
-    text = next(folder.glob("mine.*")).read_text()
-    assert text in shown
-    assert "nothing was submitted" in shown
-    for part in (
-        "--num_processes 32",
-        "--num_machines 4",
-        "--accelerate_config hsdp",
-        "$RANK_OF_MACHINE",
-        "rows.jsonl",
-    ):
-        assert part in text
-    if scheduler == "slurm":
-        subprocess.run(["bash", "-n", str(folder / "mine.sbatch")], check=True)
-        assert "--signal=TERM@120" in text
-    else:
-        parts = list(yaml.safe_load_all(text))
-        assert parts[0]
-
-
-def options_file(folder, **options):
-    text = yaml.safe_dump({"model_name_or_path": "m", "dataset_name": "rows.jsonl", **options})
-    (folder / "sft.yaml").write_text(text)
-    return text
-
-
-@pytest.mark.parametrize(
-    ("scheduler", "file"), [("slurm", "sft.sbatch"), ("skypilot", "sft.sky.yaml"), ("kubernetes", "sft.k8s.yaml")]
-)
-def test_a_job_is_written_over_nothing_but_a_job(folder, capsys, scheduler, file):
-    """The example of docs/command-line.md: a job named as its options are."""
-    before = options_file(folder)
-    words = ["launch", "--to", scheduler, "--name", "sft"]
-    for _ in range(2):
-        assert posttrain(*words, "sft", "sft.yaml") == 0
-    assert (folder / "sft.yaml").read_text() == before
-    assert (folder / file).exists()
-    for taken in ("sft.yaml", "./sft.yaml", "notes.txt"):
-        (folder / "notes.txt").write_text("mine")
-        assert posttrain(*words, "--write", taken, "sft", "sft.yaml") == 2
-        assert taken.removeprefix("./") in capsys.readouterr().err
-    assert (folder / "sft.yaml").read_text() == before
-    assert (folder / "notes.txt").read_text() == "mine"
-    assert posttrain(*words, "--write", "jobs/of/mine", "sft", "sft.yaml") == 0
-    assert (folder / "jobs/of/mine").exists()
-
-
-def test_the_profile_is_that_of_the_options_unless_one_is_given(folder, capsys):
-    options_file(folder, accelerate_config="fsdp2")
-    assert posttrain("launch", "--to", "slurm", "sft", "sft.yaml") == 0
-    assert "--accelerate_config" not in capsys.readouterr().out
-    assert posttrain("launch", "--to", "slurm", "--profile", "zero2", "sft", "sft.yaml") == 0
-    assert "--accelerate_config zero2" in capsys.readouterr().out
-    options_file(folder)
-    assert posttrain("launch", "--to", "slurm", "sft", "sft.yaml") == 0
-    assert "--accelerate_config ddp" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("scheduler", ["slurm", "skypilot", "kubernetes"])
-def test_the_setup_may_have_several_lines(folder, capsys, scheduler):
-    setup = "cd /data\n\nif true; then\n  source env/bin/activate\nfi"
-    assert posttrain("launch", "--to", scheduler, "--name", "mine", "--setup", setup, *RUN) == 0
-    text = next(folder.glob("mine.*")).read_text()
-    if scheduler == "slurm":
-        subprocess.run(["bash", "-n", str(folder / "mine.sbatch")], check=True)
-        assert f"{setup}\nexport" in text
-    elif scheduler == "skypilot":
-        assert yaml.safe_load(text)["setup"] == f"{setup}\n"
-    else:
-        container = list(yaml.safe_load_all(text))[1]["spec"]["template"]["spec"]["containers"][0]
-        assert container["args"][0].startswith(f"{setup}\nexport RANK")
-
-
-@pytest.mark.parametrize(
-    ("words", "wanted"),
-    [
-        (["--to", "slurm", "--profile", "fdsp2", *RUN], ["--profile", "fdsp2", "'fsdp2'"]),
-        (["--to", "slurm", *RUN, "--accelerate_config", "hsdp"], ["hsdp", "fsdp2"]),
-        (["--to", "slurm", "--profile", "ddp", *RUN, "--accelerate_config", "fsdp2"], ["--profile", "leave one out"]),
-        (["--to", "slurm", "--profile", "single_gpu", *RUN], ["single_gpu", "ddp"]),
-        (["--to", "slurm", *RUN, "--lerning_rate", "1"], ["lerning_rate"]),
-        (["--to", "slurm", *RUN, "--num_processes", "4"], ["num_processes", "--gpus"]),
-        (["--to", "slurm", "--profile", "hsdp", *RUN], ["hsdp", "fsdp2"]),
-        (["--to", "slurm", "--name", "A job", *RUN], ["A job"]),
-        (["--to", "slurm", "stf"], ["stf"]),
-        (["--to", "kubernetes", "--image", "a/b\n        env: []", *RUN], ["--image", "container image"]),
-        (["--to", "kubernetes", "--image", "a: {b: c}", *RUN], ["--image", "container image"]),
-        (["--to", "slurm", "--time", "1:00\n#SBATCH --account=x", *RUN], ["--time", "minutes"]),
-        (["--to", "slurm", "--partition", "a\nb", *RUN], ["--partition"]),
-        (["--to", "skypilot", "--accelerator", "H100\nrun: x", *RUN], ["--accelerator", "GPU"]),
-        (["--to", "slurm", *RUN, "--run_name", "a\nb"], ["'a\\nb'", "line break"]),
-        (["--to", "slurm", *RUN, "--model_init_kwargs", '{"token": "abc"}'], ["--model_init_kwargs", "secret"]),
-        (["--to", "slurm", "--setup", f"export WANDB_API_KEY={'a' * 40}", *RUN], ["--setup", "secret"]),
-        (["--to", "skypilot", "--submit", *RUN], ["sky"]),
-    ],
-)
-def test_what_cannot_be_launched_is_said(folder, capsys, words, wanted):
-    assert posttrain("launch", *words) == 2
-    shown = capsys.readouterr().err
-    assert all(word in shown for word in wanted), shown
-
-
-@pytest.mark.parametrize("scheduler", ["slurm", "skypilot", "kubernetes"])
-def test_a_job_asks_for_the_token_and_does_not_hold_it(folder, capsys, scheduler):
-    token = "hf_" + "Planted" * 5
-    for words in (["--hub_token", token], [f"--hub-token={token}"]):
-        assert posttrain("launch", "--to", scheduler, "--name", "mine", *RUN, *words, "--push_to_hub") == 0
-        shown = capsys.readouterr().out
-        text = next(folder.glob("mine.*")).read_text()
-        assert token not in shown + text
-        assert "hub_token is not written into the job" in shown
-        assert ': "${HF_TOKEN:?is not set in the environment of the job}"' in text
-        assert "--push_to_hub" in text
-        assert "hub_token" not in text
-        assert "hub-token" not in text
 
 
 def test_a_trial_reads_its_secrets_and_leaves_none(folder, monkeypatch, capsys):

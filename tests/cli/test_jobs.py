@@ -1,0 +1,447 @@
+"""`posttrain launch`: jobs as their schedulers' own validators read them, and Slurm's script run by a real bash."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from posttrain.cli import job_files
+from tests.cli.runs import posttrain
+from tests.cli.test_child_process import until
+
+RUN = ["sft", "--model_name_or_path", "my model", "--dataset_name", "rows.jsonl", "--output_dir", "/data/out"]
+TO = {
+    "slurm": ["--to", "slurm"],
+    "skypilot": [
+        "--to",
+        "skypilot",
+        "--accelerator",
+        "H100",
+        "--volume",
+        "s3://mine:/data",
+        "--setup",
+        "pip install -e .",
+    ],
+    "kubernetes": ["--to", "kubernetes", "--image", "mine/posttrain:1", "--volume", "claim:/data"],
+}
+"""What each scheduler must be told."""
+SCHEDULERS = sorted(TO)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(job_files, "LOCAL_ONLY", ("/local-only",))  # pytest's folders are in /tmp
+    return tmp_path
+
+
+def launched(folder, scheduler, *words, name="mine"):
+    """The text of a job."""
+    assert posttrain("launch", *TO[scheduler], "--name", name, *words) == 0
+    return next(folder.glob(f"{name}.*")).read_text()
+
+
+def kubernetes_parts(text):
+    return {part["kind"]: part for part in yaml.safe_load_all(text)}
+
+
+def container_of(text):
+    return kubernetes_parts(text)["Job"]["spec"]["template"]["spec"]["containers"][0]
+
+
+def check_shell(text, folder):
+    """bash reads it, and shellcheck, where it is installed, finds nothing."""
+    (folder / "script").write_text(text if text.startswith("#!") else f"#!/bin/bash\n{text}")
+    subprocess.run(["bash", "-n", "script"], check=True)
+    if shutil.which("shellcheck"):
+        found = subprocess.run(["shellcheck", "script"], capture_output=True, text=True)
+        assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_job_is_written_and_not_submitted(folder, capsys, scheduler):
+    text = launched(folder, scheduler, "--nodes", "4", "--gpus", "8", "--profile", "hsdp", *RUN)
+    shown = capsys.readouterr().out
+    assert text in shown
+    assert "nothing was submitted" in shown
+    for part in ("--num_processes 32", "--num_machines 4", "--accelerate_config hsdp", "--machine_rank", "rows.jsonl"):
+        assert part in text
+    if scheduler == "slurm":
+        check_shell(text, folder)
+    elif scheduler == "skypilot":
+        check_shell(yaml.safe_load(text)["run"], folder)
+    else:
+        check_shell(container_of(text)["args"][0], folder)
+
+
+# ---- Slurm ----------------------------------------------------------------------------------------------------------------------
+
+POSTTRAIN = """#!{python}
+import os, signal, sys, time
+heard = []
+signal.signal(signal.SIGTERM, lambda *given: heard.append("TERM"))
+open("started.new", "w").write(" ".join(sys.argv[1:]))
+os.rename("started.new", "started")
+end = time.monotonic() + 120  # where the test has failed
+while not heard and time.monotonic() < end and {waits}:
+    time.sleep(0.02)
+open("saved", "w").write(" ".join(heard))
+sys.exit({code})
+"""
+
+
+def slurm_script(folder, *words, code=143, waits=True, **environment):
+    """The job's script at work, with srun, scontrol and posttrain of this test in front of PATH."""
+    programs = folder / "bin"
+    programs.mkdir()
+    texts = {
+        "srun": '#!/bin/bash\nshift\nexport SLURM_NODEID=0\necho "$SRUN_CPUS_PER_TASK" >cpus\n"$@"\n',
+        "scontrol": '#!/bin/bash\n[ "$1" = show ] && printf "%s\\n" node7 node8\necho "$*" >>scontrol.log\n',
+        "posttrain": POSTTRAIN.format(python=sys.executable, code=code, waits=waits),
+    }
+    for name, text in texts.items():
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    path = f"{programs}:{os.environ['PATH']}"
+    launched(folder, "slurm", "--setup", f'export PATH="{programs}:$PATH"', *words, *RUN)
+    given = {**os.environ, "PATH": path, "SLURM_JOB_ID": "40007", "SLURM_JOB_NODELIST": "node[7-8]", **environment}
+    return subprocess.Popen(
+        ["bash", "mine.sbatch"], env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def ended(process):
+    """(exit code, output, what scontrol was asked for besides the names of the nodes)."""
+    told = process.communicate(timeout=90)[0]
+    asked = Path("scontrol.log").read_text().splitlines()
+    return process.returncode, told, [words for words in asked if not words.startswith("show")]
+
+
+def test_usr1_lets_the_run_save_and_requeues_the_job(folder):
+    process = slurm_script(folder, "--gpus", "2", "--cpus", "6")
+    until(lambda: (folder / "started").exists() or process.poll() is not None)
+    process.send_signal(signal.SIGUSR1)
+    code, told, asked = ended(process)
+    assert (folder / "saved").read_text() == "TERM", told  # once, and waited for
+    assert asked == ["requeue 40007"], told
+    assert "requeued and will continue" in told
+    assert code == 143  # what sacct shows where the requeue fails
+    words = (folder / "started").read_text()
+    assert "--main_process_ip node7 --main_process_port 10007 --machine_rank 0" in words
+    assert (folder / "cpus").read_text() == "6\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "restarted", "wanted"),
+    [
+        (signal.SIGUSR1, 0, "0", 0),  # it was done by then
+        (signal.SIGUSR1, 1, "0", 1),  # it failed
+        (signal.SIGUSR1, 143, "3", 143),  # --restarts 3
+    ],
+)
+def test_a_job_that_has_ended_or_failed_or_was_restarted_enough_is_not_requeued(
+    folder, number, code, restarted, wanted
+):
+    process = slurm_script(folder, "--restarts", "3", code=code, SLURM_RESTART_COUNT=restarted)
+    until(lambda: (folder / "started").exists() or process.poll() is not None)
+    process.send_signal(number)
+    got, told, asked = ended(process)
+    assert (got, asked) == (wanted, []), told
+    assert ("--restarts is 3" in told) == (code == 143)
+
+
+def test_a_cancelled_job_is_not_requeued_and_its_script_waits_for_the_run(folder):
+    process = slurm_script(folder)
+    until(lambda: (folder / "started").exists() or process.poll() is not None)
+    pid = int(Path(next(iter(pid_files(process)))).read_text())
+    process.send_signal(signal.SIGTERM)  # Slurm sends it to all
+    assert process.poll() is None
+    os.kill(pid, signal.SIGTERM)
+    code, told, asked = ended(process)
+    assert (code, asked) == (143, []), told
+    assert (folder / "saved").read_text() == "TERM"
+
+
+def pid_files(process):
+    """PID_FILE of the processes below a script."""
+    import psutil
+
+    for below in psutil.Process(process.pid).children(recursive=True):
+        if "PID_FILE" in below.environ():
+            yield below.environ()["PID_FILE"]
+
+
+def test_exit_codes_reach_slurm(folder):
+    assert ended(slurm_script(folder, code=7, waits=False))[0] == 7
+
+
+def test_slurms_directives_name_the_folder_and_resources(folder):
+    spaced = folder / "a folder"
+    spaced.mkdir()
+    os.chdir(spaced)
+    words = [
+        "--gpus",
+        "2",
+        "--memory",
+        "90",
+        "--account",
+        "lab",
+        "--qos",
+        "high",
+        "--partition",
+        "a,b",
+        "--time",
+        "1-0",
+        "--grace",
+        "300",
+    ]
+    text = launched(spaced, "slurm", *words, *RUN)
+    given = {line.removeprefix("#SBATCH --") for line in text.splitlines() if line.startswith("#SBATCH")}
+    assert given == {
+        "job-name=mine", f'chdir="{spaced}"', "nodes=1", "ntasks-per-node=1", "gpus-per-node=2", "cpus-per-task=8", "time=1-0",
+        "output=mine-%j.log", "open-mode=append", "signal=B:USR1@300", "requeue",
+        "partition=a,b", "account=lab", "qos=high", "mem=90G",
+    }  # fmt: skip
+    assert f'export PATH={os.path.dirname(sys.executable)}:"$PATH"' in text
+
+
+def test_slurm_takes_the_job(folder):
+    if not shutil.which("sbatch") or subprocess.run(["timeout", "20", "sinfo"], capture_output=True).returncode:
+        pytest.skip("no Slurm is running here")
+    launched(folder, "slurm", "--gpus", "1", "--cpus", "1", *RUN)
+    told = subprocess.run(["sbatch", "--test-only", "mine.sbatch"], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    assert "to start at" in told.stderr
+
+
+def test_what_nodes_cannot_see_is_refused(folder, capsys, monkeypatch):
+    (folder / "rows.jsonl").write_text("{}")
+    monkeypatch.setattr(job_files, "LOCAL_ONLY", (str(folder / "local"),))
+    local = folder / "local"
+    local.mkdir()
+    (local / "rows.jsonl").write_text("{}")
+    for words in (
+        ["--dataset_name", str(local / "rows.jsonl")],
+        ["--dataset_name", "local/rows.jsonl"],
+        ["--output_dir", "local/out"],
+    ):
+        assert posttrain("launch", "--to", "slurm", *RUN[:3], *words) == 2
+        shown = capsys.readouterr().err
+        assert str(local) in shown
+        assert "on this machine only" in shown
+    os.chdir(local)
+    assert posttrain("launch", "--to", "slurm", *RUN) == 2
+    assert "The working directory is" in capsys.readouterr().err
+    assert '#SBATCH --chdir="/home/me/a b"' in launched(local, "slurm", "--workdir", "/home/me/a b", *RUN)
+
+
+# ---- Kubernetes -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["1.29", "1.37"])
+@pytest.mark.parametrize("nodes", ["1", "3"])
+def test_kubernetes_own_schema_takes_every_document(folder, version, nodes):
+    validate = pytest.importorskip("kubernetes_validate")
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    text = launched(folder, "kubernetes", "--nodes", nodes, "--memory", "64", "--volume", "other:/cache", *RUN)
+    kinds = []
+    for part in yaml.safe_load_all(text):
+        validate.validate(part, version, strict=True)
+        kinds.append(part["kind"])
+    assert kinds == ["ConfigMap", "Service", "Job"]
+
+
+def test_a_pod_finds_its_files_where_the_command_looks_for_them(folder):
+    """The ConfigMap, written as kubelet would, is the working directory."""
+    (folder / "code").mkdir()
+    (folder / "code" / "rewards.py").write_text("def length(completions, **columns):\n    return [1.0]  \n")
+    (folder / "helpers").mkdir()
+    (folder / "helpers" / "deep.py").write_text("x = 'a: {b}'\n")
+    (folder / "rows.jsonl").write_text('{"prompt": "\\u00e4"}\r\n')
+    (folder / "grpo.yaml").write_text(
+        "dataset_name: rows.jsonl\nreward_funcs: [code/rewards.py:length, helpers.deep.x]\nmodel_name_or_path: m\n"
+    )
+    words = ["--ship", "helpers", "grpo", "grpo.yaml", "--output_dir", "/data/out"]
+    parts = kubernetes_parts(launched(folder, "kubernetes", *words))
+    pod = parts["Job"]["spec"]["template"]["spec"]
+    items = next(volume for volume in pod["volumes"] if volume["name"] == "shipped")["configMap"]["items"]
+    shipped = {item["path"]: parts["ConfigMap"]["data"][item["key"]] for item in items}
+    assert shipped == {
+        path: (folder / path).read_text(encoding="utf-8")
+        for path in ("grpo.yaml", "code/rewards.py", "rows.jsonl", "helpers/deep.py")
+    }
+    container = pod["containers"][0]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {"shipped": container["workingDir"], "shm": "/dev/shm", "volume-0": "/data"}
+    assert "exec posttrain grpo grpo.yaml --output_dir /data/out" in container["args"][0]
+
+
+def test_texts_that_are_not_paths_are_let_be(folder):
+    for text in ("It is long. " * 50, "~nobody/here.", "\u00e4" * 5000 + "/"):
+        assert kubernetes_parts(launched(folder, "kubernetes", *RUN, "--run_name", text))["ConfigMap"]["data"] == {}
+
+
+def test_a_preempted_pod_is_started_again_and_a_wrong_command_is_not(folder):
+    spec = kubernetes_parts(launched(folder, "kubernetes", "--nodes", "2", "--restarts", "5", "--grace", "240", *RUN))[
+        "Job"
+    ]["spec"]
+    assert spec["backoffLimit"] == 10
+    assert spec["podFailurePolicy"]["rules"] == [
+        {"action": "FailJob", "onExitCodes": {"containerName": "posttrain", "operator": "In", "values": [2]}},
+        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    ]
+    pod = spec["template"]["spec"]
+    assert (pod["restartPolicy"], pod["terminationGracePeriodSeconds"]) == ("Never", 240)
+    environment = {item["name"]: item["value"] for item in pod["containers"][0]["env"]}
+    assert environment["ADDRESS_OF_MACHINE_0"] == "mine-0.mine"
+    assert environment["HF_HOME"] == "/data/huggingface"
+
+
+def test_a_skypilot_job_keeps_its_output_in_a_bucket(folder):
+    task = yaml.safe_load(launched(folder, "skypilot", "--gpus", "4", *RUN))
+    assert task["file_mounts"] == {"/data": {"source": "s3://mine", "mode": "MOUNT_CACHED"}}
+    assert task["resources"] == {
+        "accelerators": "H100:4",
+        "cpus": "16+",
+        "job_recovery": {"max_restarts_on_errors": 20},
+    }
+    assert (task["workdir"], task["setup"]) == (".", "pip install -e .\n")
+
+
+# ---- all of them ----------------------------------------------------------------------------------------------------------------
+
+
+def options_file(folder, **options):
+    text = yaml.safe_dump(
+        {"model_name_or_path": "m", "dataset_name": "rows.jsonl", "output_dir": "/data/out", **options}
+    )
+    (folder / "sft.yaml").write_text(text)
+    return text
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "file"), [("slurm", "sft.sbatch"), ("skypilot", "sft.sky.yaml"), ("kubernetes", "sft.k8s.yaml")]
+)
+def test_a_job_is_written_over_nothing_but_a_job(folder, capsys, scheduler, file):
+    """The example of docs/command-line.md: a job named as its options are."""
+    before = options_file(folder)
+    words = ["launch", *TO[scheduler], "--name", "sft"]
+    for _ in range(2):
+        assert posttrain(*words, "sft", "sft.yaml") == 0
+    assert (folder / "sft.yaml").read_text() == before
+    assert (folder / file).exists()
+    for taken in ("sft.yaml", "./sft.yaml", "notes.txt"):
+        (folder / "notes.txt").write_text("mine")
+        assert posttrain(*words, "--write", taken, "sft", "sft.yaml") == 2
+        assert taken.removeprefix("./") in capsys.readouterr().err
+    assert (folder / "sft.yaml").read_text() == before
+    assert (folder / "notes.txt").read_text() == "mine"
+    assert posttrain(*words, "--write", "jobs/of/mine", "sft", "sft.yaml") == 0
+    assert (folder / "jobs/of/mine").exists()
+
+
+def test_the_profile_is_that_of_the_options_unless_one_is_given(folder, capsys):
+    options_file(folder, accelerate_config="fsdp2")
+    assert posttrain("launch", "--to", "slurm", "sft", "sft.yaml") == 0
+    assert "--accelerate_config" not in capsys.readouterr().out
+    assert posttrain("launch", "--to", "slurm", "--profile", "zero2", "sft", "sft.yaml") == 0
+    assert "--accelerate_config zero2" in capsys.readouterr().out
+    options_file(folder)
+    assert posttrain("launch", "--to", "slurm", "sft", "sft.yaml") == 0
+    assert "--accelerate_config ddp" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_the_setup_may_have_several_lines(folder, capsys, scheduler):
+    setup = "cd /data\n\nif true; then\n  source env/bin/activate\nfi"
+    text = launched(folder, scheduler, "--setup", setup, *RUN)
+    if scheduler == "slurm":
+        subprocess.run(["bash", "-n", str(folder / "mine.sbatch")], check=True)
+        assert f"set -eo pipefail\n{setup}\nset -u" in text
+    elif scheduler == "skypilot":
+        assert yaml.safe_load(text)["setup"] == f"{setup}\n"
+    else:
+        assert f"set -eo pipefail\n{setup}\ncommand -v posttrain" in container_of(text)["args"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--to", "slurm", "--profile", "fdsp2", *RUN], ["--profile", "fdsp2", "'fsdp2'"]),
+        (["--to", "slurm", *RUN, "--accelerate_config", "hsdp"], ["hsdp", "fsdp2"]),
+        (["--to", "slurm", "--profile", "ddp", *RUN, "--accelerate_config", "fsdp2"], ["--profile", "leave one out"]),
+        (["--to", "slurm", "--profile", "single_gpu", *RUN], ["single_gpu", "ddp"]),
+        (["--to", "slurm", *RUN, "--lerning_rate", "1"], ["lerning_rate"]),
+        (["--to", "slurm", *RUN, "--num_processes", "4"], ["num_processes", "--gpus"]),
+        (["--to", "slurm", "--profile", "hsdp", *RUN], ["hsdp", "fsdp2"]),
+        (["--to", "slurm", "--name", "A job", *RUN], ["A job"]),
+        (["--to", "slurm", "stf"], ["stf"]),
+        ([*TO["kubernetes"], "--image", "a/b\n        env: []", *RUN], ["--image", "container image"]),
+        ([*TO["kubernetes"], "--image", "a: {b: c}", *RUN], ["--image", "container image"]),
+        (["--to", "slurm", "--time", "1:00\n#SBATCH --account=x", *RUN], ["--time", "minutes"]),
+        (["--to", "slurm", "--partition", "a\nb", *RUN], ["--partition"]),
+        ([*TO["skypilot"], "--accelerator", "H100\nrun: x", *RUN], ["--accelerator", "GPU"]),
+        (["--to", "slurm", *RUN, "--run_name", "a\nb"], ["'a\\nb'", "line break"]),
+        (["--to", "slurm", *RUN, "--model_init_kwargs", '{"token": "abc"}'], ["--model_init_kwargs", "secret"]),
+        (["--to", "slurm", "--setup", f"export WANDB_API_KEY={'a' * 40}", *RUN], ["--setup", "secret"]),
+        ([*TO["skypilot"], "--submit", *RUN], ["sky"]),
+        (["--to", "slurm", "--image", "a", *RUN], ["--image", "kubernetes", "slurm"]),
+        (["--to", "kubernetes", "--time", "5", *RUN], ["--time", "slurm"]),
+        (["--to", "kubernetes", "--image", "a", *RUN], ["--volume", "PersistentVolumeClaim", "my-claim:/data"]),
+        (["--to", "kubernetes", *RUN], ["--image", "container image"]),
+        (["--to", "skypilot", *RUN], ["--accelerator"]),
+        ([*TO["kubernetes"], "--volume", "claim", *RUN], ["'claim'", "my-claim:/data"]),
+        ([*TO["kubernetes"], "--volume", "other:/data", *RUN], ["'other:/data'", "once"]),
+        ([*TO["skypilot"], "--volume", "claim:/x", *RUN], ["'claim:/x'", "s3://my-bucket:/data"]),
+        ([*TO["kubernetes"], *RUN, "--output_dir", "out"], ["'out'", "--output_dir /data/posttrain"]),
+        ([*TO["skypilot"], *RUN[:5]], ["`output_dir`", "--output_dir /data/posttrain"]),
+        ([*TO["kubernetes"], *RUN, "--model_name_or_path", "folder"], ["model_name_or_path", "/data/folder"]),
+        ([*TO["kubernetes"], *RUN, "--dataset_name", "big.jsonl"], ["big.jsonl", "200,000"]),
+        ([*TO["kubernetes"], *RUN, "--dataset_name", "bytes.jsonl"], ["bytes.jsonl", "not a text"]),
+        ([*TO["kubernetes"], *RUN, "--dataset_name", "/etc/hostname"], ["/etc/hostname", "this machine only"]),
+        ([*TO["skypilot"], *RUN, "--dataset_name", "/etc/hostname"], ["/etc/hostname", "this machine only"]),
+        ([*TO["kubernetes"], "sft", "secret.yaml", *RUN[1:]], ["hub_token", "ConfigMap", "Secret posttrain"]),
+        ([*TO["kubernetes"], *RUN, "--dataset_name", "token.jsonl"], ["token.jsonl", "secret"]),
+        ([*TO["kubernetes"], "grpo", *RUN[1:], "--reward_funcs", "folder.code.f"], ["reward_funcs", "--ship folder"]),
+        ([*TO["kubernetes"], "--ship", "missing.py", *RUN], ["--ship", "missing.py", "does not exist"]),
+        (["--to", "slurm", *RUN, "--fresh"], ["fresh", "started again", "output_dir"]),
+        (["--to", "slurm", *RUN, "--resume_from_checkpoint", "none"], ["resume_from_checkpoint", "leave it out"]),
+        (["--to", "slurm", *RUN, "--resume_from_checkpoint", "x/checkpoint-5"], ["x/checkpoint-5", "leave it out"]),
+        (["--to", "slurm", *RUN, "--save_strategy", "no"], ["save_strategy", "steps"]),
+        (["--to", "slurm", "--time", "10", *RUN], ["--time 10", "600 seconds"]),
+        (["--to", "slurm", "--time", "10:00", *RUN], ["--time 10:00", "600 seconds"]),
+        (["--to", "slurm", "--grace", "0", *RUN], ["--grace is 0"]),
+        (["--to", "slurm", "--workdir", "project", *RUN], ["'project'", "absolute path"]),
+        (["--to", "slurm", "--workdir", '/a"\n#SBATCH --x="', *RUN], ["--workdir", "line breaks"]),
+    ],
+)
+def test_what_cannot_be_launched_is_said(folder, capsys, words, wanted):
+    (folder / "folder").mkdir()
+    (folder / "big.jsonl").write_text("x" * 200_001)
+    (folder / "bytes.jsonl").write_bytes(b"\xff\xfe\x00")
+    (folder / "token.jsonl").write_text("hf_" + "Planted" * 5)
+    (folder / "secret.yaml").write_text("hub_token: planted-token\n")
+    assert posttrain("launch", *words) == 2
+    shown = capsys.readouterr().err
+    assert all(word in shown for word in wanted), shown
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+def test_a_job_asks_for_the_token_and_does_not_hold_it(folder, capsys, scheduler):
+    token = "hf_" + "Planted" * 5
+    for words in (["--hub_token", token], [f"--hub-token={token}"]):
+        text = launched(folder, scheduler, *RUN, *words, "--push_to_hub")
+        shown = capsys.readouterr().out
+        assert token not in shown + text
+        assert "hub_token is not written into the job" in shown
+        assert ': "${HF_TOKEN:?is not set in the environment of the job}"' in text
+        assert "--push_to_hub" in text
+        assert "hub_token" not in text
+        assert "hub-token" not in text
