@@ -12,6 +12,7 @@ os.environ.setdefault("HF_DATASETS_CACHE", _CACHE)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -20,6 +21,10 @@ import torch
 from tests.forked import end_all
 
 torch.set_num_threads(1)
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # as under nohup; children would inherit it, and tests send it to them
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

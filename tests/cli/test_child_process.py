@@ -39,12 +39,27 @@ sys.exit(7)
 """
 
 
+_started: list[subprocess.Popen] = []
+
+
 def started(folder, *command, **popen):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **popen)
+    _started.append(subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True, **popen))
+    return _started[-1]
 
 
-def until(condition, seconds=60.0):
+@pytest.fixture(autouse=True)
+def _nobody_outlives_a_failed_test():
+    yield
+    while _started:
+        process = _started.pop()
+        if process.poll() is None:
+            for one in [*psutil.Process(process.pid).children(recursive=True), process]:
+                one.kill()
+            process.wait()
+
+
+def until(condition, seconds=120.0):
     end = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < end, "it did not happen"
@@ -90,7 +105,7 @@ def test_below_a_launcher_that_dies_of_the_signal_the_run_saves(tmp_path):
     process = started(tmp_path, sys.executable, "-c", code, stderr=subprocess.PIPE, text=True)
     until((tmp_path / "started").exists)
     process.send_signal(signal.SIGTERM)
-    told = process.communicate(timeout=60)[1]
+    told = process.communicate(timeout=120)[1]
     assert (tmp_path / "saved").exists(), told
     assert (tmp_path / "saved").read_text() == "TERM"
     assert process.returncode == 143
@@ -130,7 +145,7 @@ def test_control_c_in_one_process_saves_and_prints_no_traceback(folder):
     process = started(folder, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     until(lambda: len(logged_steps(folder / "out-sft")) > 2)
     os.killpg(process.pid, signal.SIGINT)
-    told = process.communicate(timeout=60)[0]
+    told = process.communicate(timeout=120)[0]
     assert process.returncode == 130, told
     assert "Traceback" not in told
     assert list((folder / "out-sft").glob("checkpoint-*"))
@@ -148,7 +163,7 @@ def test_two_processes_without_a_gpu_are_one_run_and_control_c_saves_it(folder):
     below = psutil.Process(process.pid).children(recursive=True)
     assert len(below) >= 3  # torchrun and two workers
     os.killpg(process.pid, signal.SIGINT)
-    told = process.communicate(timeout=60)[0]
+    told = process.communicate(timeout=120)[0]
     assert process.returncode == 130, told[-3000:]
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in below)
     (checkpoint,) = (folder / "out-sft").glob("checkpoint-*")
@@ -165,7 +180,7 @@ def test_control_c_in_a_sweep_lets_the_trial_save_and_the_same_command_goes_on(f
     until(lambda: any(len(logged_steps(trial)) > 2 for trial in (folder / "sweep").glob("*")), 120)
     below = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
-    told = process.communicate(timeout=60)[0]
+    told = process.communicate(timeout=120)[0]
     assert process.returncode == 130, told
     assert "Traceback" not in told
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in below)
