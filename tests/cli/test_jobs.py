@@ -97,7 +97,7 @@ sys.exit({code})
 """
 
 
-def slurm_script(folder, *words, code=143, waits=True, **environment):
+def slurm_script(folder, *words, code=143, waits=True, second=None, environment=None, **programs_given):
     """The job's script at work, with srun, scontrol and posttrain of this test in front of PATH."""
     programs = folder / "bin"
     programs.mkdir()
@@ -106,12 +106,20 @@ def slurm_script(folder, *words, code=143, waits=True, **environment):
         "scontrol": '#!/bin/bash\n[ "$1" = show ] && printf "%s\\n" node7 node8\necho "$*" >>scontrol.log\n',
         "posttrain": POSTTRAIN.format(python=sys.executable, code=code, waits=waits),
     }
-    for name, text in texts.items():
+    if second:
+        texts |= {"posttrain-first": texts["posttrain"], "posttrain": second}
+    for name, text in {**texts, **programs_given}.items():
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
     launched(folder, "slurm", "--setup", f'export PATH="{programs}:$PATH"', *words, *RUN)
-    given = {**os.environ, "PATH": path, "SLURM_JOB_ID": "40007", "SLURM_JOB_NODELIST": "node[7-8]", **environment}
+    given = {
+        **os.environ,
+        "PATH": path,
+        "SLURM_JOB_ID": "40007",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        **(environment or {}),
+    }
     return subprocess.Popen(
         ["bash", "mine.sbatch"], env=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -138,6 +146,30 @@ def test_usr1_lets_the_run_save_and_requeues_the_job(folder):
     assert (folder / "cpus").read_text() == "6\n"
 
 
+SECOND = """#!/bin/bash
+# the second machine ends by agreement, with an exit code of its own; the first one gets the signal
+if [[ "$*" == *"--machine_rank 0" ]]; then exec posttrain-first "$@"; fi
+for _ in {1..2400}; do [ -e saved ] && break; read -rt 0.05 <> <(:); done
+echo "$@" >second
+exit 1
+"""
+
+
+def test_of_two_machines_the_first_is_signalled_and_the_second_does_not_cut_it_short(folder):
+    process = slurm_script(
+        folder, "--nodes", "2", "--gpus", "1",
+        srun='#!/bin/bash\nshift\nSLURM_NODEID=1 "$@" &\nSLURM_NODEID=0 "$@"\ncode=$?\nwait\nexit "$code"\n',
+        sleep='#!/bin/bash\necho "$*" >slept\n', second=SECOND,
+    )  # fmt: skip
+    until(lambda: (folder / "started").exists() or process.poll() is not None)
+    process.send_signal(signal.SIGUSR1)
+    code, told, asked = ended(process)
+    assert (code, asked) == (143, ["requeue 40007"]), told
+    assert "--machine_rank 0" in (folder / "started").read_text()
+    assert "--main_process_ip node7 --main_process_port 10007 --machine_rank 1" in (folder / "second").read_text()
+    assert (folder / "slept").read_text() == "60\n"  # before srun sees its exit code and kills the others
+
+
 @pytest.mark.parametrize(
     ("number", "code", "restarted", "wanted"),
     [
@@ -149,7 +181,7 @@ def test_usr1_lets_the_run_save_and_requeues_the_job(folder):
 def test_a_job_that_has_ended_or_failed_or_was_restarted_enough_is_not_requeued(
     folder, number, code, restarted, wanted
 ):
-    process = slurm_script(folder, "--restarts", "3", code=code, SLURM_RESTART_COUNT=restarted)
+    process = slurm_script(folder, "--restarts", "3", code=code, environment={"SLURM_RESTART_COUNT": restarted})
     until(lambda: (folder / "started").exists() or process.poll() is not None)
     process.send_signal(number)
     got, told, asked = ended(process)
