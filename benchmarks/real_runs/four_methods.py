@@ -51,9 +51,10 @@ def pairs() -> Dataset:
     return Dataset.from_list(rows)
 
 
-def is_right(completions: list[Any], solution: list[int], **_: Any) -> list[float]:
-    answers = [re.findall(r"\d+", completion[0]["content"]) for completion in completions]
-    return [float(found[:1] == [str(right)]) for found, right in zip(answers, solution)]
+def closeness(completions: list[Any], solution: list[int], **_: Any) -> list[float]:
+    """1 for the right number, less for others, 0 for none: a reward that nearly every group disagrees on."""
+    answers = [re.findall(r"\d{1,6}", completion[0]["content"]) for completion in completions]
+    return [1 / (1 + abs(int(found[0]) - right) / 10) if found else 0.0 for found, right in zip(answers, solution)]
 
 
 def trainers(model: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -66,7 +67,7 @@ def trainers(model: str, options: dict[str, Any]) -> dict[str, Any]:
         "dpo": lambda: DPOTrainer(model, args=DPOConfig(**options), train_dataset=pairs()),
         "reward": lambda: RewardTrainer(model, args=RewardConfig(**options), train_dataset=pairs()),
         "grpo": lambda: GRPOTrainer(
-            model, reward_funcs=is_right, args=GRPOConfig(**options | online), train_dataset=Dataset.from_list(prompts)
+            model, reward_funcs=closeness, args=GRPOConfig(**options | online), train_dataset=Dataset.from_list(prompts)
         ),
     }
 
