@@ -33,7 +33,7 @@ def inputs(tmp_path_factory):
     folder = folder_with_inputs(tmp_path_factory.mktemp("scripts"))
     (folder / "recipe.yaml").write_text(
         "output_dir: out\nmax_steps: 2\nlearning_rate: 1e-3\nreport_to: none\nuse_cpu: true\nsave_strategy: 'no'\n"
-        "env: {RECIPE_SEEN: 'yes'}\n"
+        "env: {WANDB_PROJECT: 'recipe'}\n"
     )
     return folder
 

@@ -10,7 +10,7 @@ def main(script_args, training_args, model_args):
     model = AutoModelForCausalLM.from_pretrained(model_args.model_name_or_path)
     tokenizer = AutoTokenizer.from_pretrained(model_args.model_name_or_path)
     assert get_quantization_config(model_args) is None
-    assert os.environ["RECIPE_SEEN"] == "yes"
+    assert os.environ["WANDB_PROJECT"] == "recipe"
     assert training_args.learning_rate == 1e-3
     dataset = load_dataset("json", data_files=script_args.dataset_name)
     trainer = SFTTrainer(
