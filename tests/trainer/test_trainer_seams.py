@@ -34,6 +34,7 @@ SEAMS = {
     "prediction_step": "model inputs prediction_loss_only ignore_keys",
     "evaluation_loop": "dataloader description prediction_loss_only ignore_keys metric_key_prefix",
     "log": "logs start_time",
+    "_maybe_log_save_evaluate": None,  # all of it is handed on
     "floating_point_ops": "inputs",
     "_track_num_input_tokens": "inputs",
     # weights in pieces
