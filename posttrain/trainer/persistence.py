@@ -159,7 +159,9 @@ class PersistentTrainer(SavingTrainer):
         """From here on the output folder is this run's: what earlier runs saved there is moved aside."""
         if self.args.should_save:
             output_dir, run_id = self.args.output_dir, self.run_state.run_id
-            files.write_json(Path(output_dir) / RUN_FILE, {"run_id": run_id})
+            marker = Path(output_dir) / RUN_FILE
+            with files.spared(f"{marker}, which says whose checkpoints these are,"):
+                files.write_json(marker, {"run_id": run_id})
             set_aside_other_runs(output_dir, run_id, is_new)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
