@@ -240,4 +240,4 @@ def test_exports_are_json_lines(server):
     assert made["name"] == "grpo-tiny-dpo.jsonl"
     pairs = [json.loads(line) for line in made["json_lines"].splitlines()]
     assert len(pairs) == made["rows"] > 40
-    assert set(pairs[0]) == {"prompt", "chosen", "rejected"}
+    assert set(pairs[0]) == {"prompt", "chosen", "rejected", "trained_roles"}  # its answers hold results of tools
