@@ -65,7 +65,7 @@ speed: $(STAMP)  ## against TRL 1.16.0 for speed and memory; SPEED="sft-0.5b --d
 SOAK_MINUTES ?= 60
 trust: $(STAMP)  ## the long fault suite, with an hour under fire (SOAK_MINUTES=60); the table is in runs/trust/report.md
 	OMP_NUM_THREADS=1 SOAK_MINUTES=$(SOAK_MINUTES) TRUST_REPORT=runs/trust/report.md \
-	$(BIN)/python -m pytest tests/trust -k "not short" --durations=0 --durations-min=60
+	$(BIN)/python -m pytest tests/trust -k "not short" --timeout 0 --durations=0 --durations-min=60
 
 clean:
 	rm -rf $(VENV) .venv-trl runs build dist *.egg-info
