@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+from posttrain.core import __version__
+from posttrain.methods.table import METHODS
 
 _HOMES = {
     "posttrain.core.batch": ("StepTotals", "TokenBatch"),
@@ -39,12 +40,6 @@ _HOMES = {
     ),
     "posttrain.data.renderer": ("Conversation", "RenderError", "Renderer"),
     "posttrain.evaluation.spec": ("EvalSpec",),
-    "posttrain.methods.dpo": ("DPOConfig", "DPOTrainer"),
-    "posttrain.methods.grpo": ("GRPOConfig", "GRPOTrainer"),
-    "posttrain.methods.reward_model": ("RewardConfig", "RewardTrainer"),
-    "posttrain.methods.rloo": ("RLOOConfig", "RLOOTrainer"),
-    "posttrain.methods.sft": ("SFTConfig", "SFTTrainer"),
-    "posttrain.methods.table": ("METHODS",),
     "posttrain.migration.script_arguments": (
         "DatasetMixtureConfig",
         "ModelConfig",
@@ -76,8 +71,9 @@ _HOMES = {
     "posttrain.trainer.task_evals": ("TaskEvals",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_HOME_OF |= {name: method.module for method in METHODS.values() for name in (method.config, method.trainer)}
 
-__all__ = ["__version__", *sorted(_HOME_OF)]
+__all__ = ["METHODS", "__version__", *sorted(_HOME_OF)]
 
 
 def __getattr__(name: str) -> Any:

@@ -11,7 +11,6 @@ import re
 from pathlib import Path
 
 from posttrain.data.row_formats import RowFormat
-from posttrain.losses.formulas import FORMULAS
 from posttrain.methods.table import METHODS, Method
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -48,10 +47,9 @@ def facts(name: str) -> str:
 
 
 def loss_lines(name: str) -> list[str]:
-    """The loss with the default options, where losses/formulas.py has it (for a method of this library a test asks for it)."""
-    if name not in FORMULAS:
-        return []
-    formula = FORMULAS[name](METHODS[name].config_class(output_dir=f"runs/{name}"), NUMBERS)
+    """The loss with the default options."""
+    method = METHODS[name]
+    formula = method.trainer_class.formula(method.config_class(output_dir=f"runs/{name}"), NUMBERS)
     about = "The loss with the default options; `posttrain explain CONFIG.yaml` prints it with the numbers of a run:"
     return ["", about, "", "```text", *formula.lines(), "```"]
 

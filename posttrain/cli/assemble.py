@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 PACKAGE = str(Path(__file__).resolve().parents[1])
 CONFIG_GROUPS = ("method", "shared", "training", "refused")
-TASKS = {"reward": "SEQ_CLS"}
-"""PEFT's name of a method's task, where it is not CAUSAL_LM."""
+TASKS = {"sequence_reward": "SEQ_CLS"}
+"""Task of a method -> PEFT's name of it, where it is not CAUSAL_LM."""
 
 
 def trainer_of(config: RunConfig, **more: Any) -> Any:
@@ -106,11 +106,12 @@ def _model_arguments(config: RunConfig, given: Any) -> dict[str, Any] | str | No
 
 def parts_of(config: RunConfig) -> dict[str, Any]:
     """`peft_config` and `quantization_config` of the trainer, where the options ask for them."""
+    from posttrain.methods.table import METHODS
     from posttrain.models.model_options import ADAPTER_OPTIONS, ModelOptions, get_peft_config, get_quantization_config
 
     given = config.group("model")
     options = ModelOptions(**{name: config.get(name) for name in ModelOptions.__dataclass_fields__})
-    options.lora_task_type = options.lora_task_type or TASKS.get(config.method)
+    options.lora_task_type = options.lora_task_type or TASKS.get(METHODS[config.method].trainer_class.task)
     if not options.use_peft:
         if lone := [name for name in given if name.startswith(ADAPTER_OPTIONS)]:
             raise UsageError(f"{config.where(lone[0])} is set, and no adapter is trained: add --use_peft.")

@@ -26,10 +26,13 @@ LISTS = ("reward", "reward_weights")
 
 def evals_of(config: RunConfig, args: Any) -> list[EvalSpec]:
     """The tasks of a run. `args`: its config, for the tokenizer with which the prompts are tried."""
+    from posttrain.methods.table import METHODS
+    from posttrain.models.heads import SEQUENCE_REWARD
+
     entries = config.get("evals")
     if not entries:
         return []
-    if config.method == "reward":
+    if METHODS[config.method].trainer_class.task == SEQUENCE_REWARD:
         raise UsageError(
             f"{config.where('evals')}: a reward model writes nothing, so it has no task scores. Leave it out."
         )

@@ -83,12 +83,11 @@ class Explained:
 
     def _explain_model(self, told: Any) -> None:
         """The formula, and what follows from the model's shape."""
-        from posttrain.losses.formulas import FORMULAS
         from posttrain.trainer.run_memory import Demands, explain_memory, meta_model, reward_model_bytes, shape_of
         from posttrain.trainer.run_work import COPY, PRECOMPUTED, explain_work, reference_of
 
         side, counts = self.side, self.counts
-        self.formula = FORMULAS[self.config.method](self.args, totals_in_words(counts))
+        self.formula = side.formula(self.args, totals_in_words(counts))
         dtype = self._dtype()
         quantised = next((name for name in ("load_in_4bit", "load_in_8bit") if self.config.get(name)), None)
         self.shape = told(

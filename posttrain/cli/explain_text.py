@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from posttrain.trainer.run_work import Work
 
 LEVELS = {"none": "activations kept", "selective": "selective checkpointing", "full": "full checkpointing"}
-ROW_NAMES = {"sft": "rows", "dpo": "pairs", "reward": "pairs"}
+ROW_NAMES = {1: "rows", 2: "pairs", 3: "triples"}
+"""Samples of a row -> what rows are called."""
 
 
 def show(found: Explained) -> None:
@@ -40,9 +41,7 @@ def show(found: Explained) -> None:
 def counts_lines(found: Explained) -> list[str]:
     counts = found.counts
     packed = getattr(found.args, "packing", False)
-    rows = (
-        "blocks" if packed else "prompts" if counts.rollouts is not None else ROW_NAMES.get(found.config.method, "rows")
-    )
+    rows = "blocks" if packed else "prompts" if counts.rollouts is not None else ROW_NAMES[len(found.side.roles)]
     known = "a stream" if counts.rows_of_dataset is None else f"{counts.rows_of_dataset:,} {rows}"
     lines = [
         f"data             {known}",

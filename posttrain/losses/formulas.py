@@ -6,12 +6,10 @@ gradient, choose(c, a, b) is a where c and b elsewhere, and `EXPRESSION where x 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from posttrain.losses.policy import CISPO_CAP, POLICY_LOSSES, chosen_level, clip_range
-from posttrain.losses.preference import PREFERENCE_LOSSES
 
 # ---- the table -------------------------------------------------------------------------------------------------------------
 
@@ -129,81 +127,8 @@ Totals = dict[str, str]
 """What the step divides by, in words: tokens, sequences, units, batches."""
 
 
-def of_sft(args: Any, totals: Totals) -> Formula:
-    name = "label_smoothed_nll" if args.label_smoothing_factor else args.loss_type
-    divided = (f"sum over tokens / {totals['tokens']} trained tokens of the step",)
-    return Formula((filled(SUPERVISED_FORMULAS[name], args),), divided, (("p", "probability of a trained token"),))
-
-
-def of_dpo(args: Any, totals: Totals) -> Formula:
-    weights = args.loss_weights or [1.0] * len(args.loss_type)
-    terms, divided = [], []
-    for name, weight in zip(args.loss_type, weights):
-        line = filled(PREFERENCE_FORMULAS[name], args)
-        terms.append(line if weight == 1 else f"{number(weight)} * [{line}]")
-        per = {"unit": f"{totals['units']} pairs", "token:chosen": "the chosen tokens"}[PREFERENCE_LOSSES[name].per]
-        divided.append(f"{name}: sum over pairs / {per} of the step")
-    names = [("l", "log(policy / reference) of a whole answer"), ("d", "s_c - s_r")]
-    names.append(("s", filled(SCORE_FORMULAS[args.f_divergence_type], args)))
-    if args.ld_alpha is not None:
-        names.append(("log-probs", f"tokens past the shorter answer count {number(args.ld_alpha)}"))
-    if args.use_weighting:
-        names.append(("weight of a pair", "exp(mean_t(log(p) - log(sum_v(p_v**2)))), chosen times rejected"))
-    used = " ".join(terms)
-    kept = [pair for pair in names if len(pair[0]) > 1 or _uses(used, pair[0])]
-    return Formula(tuple(terms), tuple(divided), tuple(kept))
-
-
-def _uses(text: str, name: str) -> bool:
-    found = {"l": ("l_c", "l_r", "d", "s_"), "d": ("d)", "d /"), "s": ("s_c", "d)", "d /")}[name]
-    return any(part in text for part in found)
-
-
-def of_reward(args: Any, totals: Totals) -> Formula:
-    terms = [REWARD_FORMULAS["bradley_terry"]]
-    if args.center_rewards_coefficient:
-        terms.append(f"{number(args.center_rewards_coefficient)} * {REWARD_FORMULAS['centring']}")
-    names = (("r", "reward of an answer"), ("margin", "the row's, 0 where it has none"))
-    return Formula(tuple(terms), (f"sum over pairs / {totals['units']} pairs of the step",), names)
-
-
-def of_grpo(args: Any, totals: Totals) -> Formula:
-    credit = args.scale_rewards if args.multi_objective_aggregation == "sum_then_normalize" else "normalize_then_sum"
-    made = _of_policy(args.loss_type, args, totals, ADVANTAGE_FORMULAS[credit])
-    terms, names, divided = list(made.terms), list(made.names), list(made.divided_by)
-    if args.beta:
-        factor = "rho * " if args.use_bias_correction_kl else ""
-        terms.append(f"{number(args.beta)} * {factor}(p_ref / p - log(p_ref / p) - 1)")
-        names.append(("p_ref", "probability under the reference"))
-    if args.entropy_coef or args.use_adaptive_entropy:
-        moving = ", which adapts" if args.use_adaptive_entropy else ""
-        terms.append(f"-{number(args.entropy_coef)} * entropy")
-        divided.append(f"the entropy: mean over the tokens of the step{moving}")
-    if args.top_entropy_quantile < 1:
-        names.append(("tokens", f"the policy term has the {args.top_entropy_quantile:.0%} of highest entropy only"))
-    if args.off_policy_mask_threshold is not None:
-        names.append(
-            ("mask", f"completions with A < 0 that drifted by more than {args.off_policy_mask_threshold} are out")
-        )
-    return Formula(tuple(terms), tuple(divided), tuple(names))
-
-
-def of_rloo(args: Any, totals: Totals) -> Formula:
-    advantage = filled(ADVANTAGE_FORMULAS["rloo"], {"others": args.num_generations - 1})
-    made = _of_policy("rloo", args, totals, advantage)
-    clipped = (
-        "reward"
-        if args.reward_clip_range is None
-        else f"clip(reward, {args.reward_clip_range[0]}, {args.reward_clip_range[1]})"
-    )
-    penalty = f" - {number(args.beta)} * sum_t(log(p_old / p_ref))" if args.beta else ""
-    names = [*made.names, ("r", clipped + penalty)]
-    if args.normalize_advantages:
-        names.append(("A, then", "shifted and scaled to mean 0 and deviation 1 over a generation"))
-    return Formula(made.terms, made.divided_by, tuple(names))
-
-
-def _of_policy(name: str, args: Any, totals: Totals, advantage: str) -> Formula:
+def policy_formula(name: str, args: Any, totals: Totals, advantage: str) -> Formula:
+    """Surrogate, ratio, advantage and divisor of a policy loss; a method adds its own terms."""
     loss = POLICY_LOSSES[name]
     level = chosen_level(name, loss, importance_sampling_level=getattr(args, "importance_sampling_level", None))
     divided = filled(
@@ -226,13 +151,3 @@ def surrogate_line(name: str, args: Any) -> str:
         values["low"], values["high"] = clip_range(*given, 0.4)
     values["cap"] = CISPO_CAP if given[1] is None else given[1]
     return filled(SURROGATE_FORMULAS[kind], values)
-
-
-FORMULAS: dict[str, Callable[[Any, Totals], Formula]] = {
-    "sft": of_sft,
-    "dpo": of_dpo,
-    "reward": of_reward,
-    "grpo": of_grpo,
-    "rloo": of_rloo,
-}
-"""Method -> its loss with the numbers of a config."""

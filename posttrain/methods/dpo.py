@@ -14,12 +14,14 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
 from posttrain.data.row_formats import PREFERENCE, TOKENISED_PREFERENCE
 from posttrain.losses.coupled import Coupling, coupled_coefficients
+from posttrain.losses.formulas import PREFERENCE_FORMULAS, SCORE_FORMULAS, Formula, Totals, filled, number
 from posttrain.losses.named_options import call, function_name, unused_options
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES, check_preference_losses, preference_loss
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.config import BaseConfig, SharedPromptsConfig, check_range, option
 from posttrain.trainer.gathering import gathered_rows
+from posttrain.trainer.model_card import Paper
 from posttrain.trainer.reference_setup import ReferenceConfig, make_reference
 
 LOSS_OPTIONS = ("label_smoothing", "discopop_tau")
@@ -58,7 +60,15 @@ class DPOConfig(ReferenceConfig, SharedPromptsConfig, BaseConfig):
 class DPOTrainer(BaseTrainer):
     """Direct preference optimisation (arXiv:2305.18290) and its relatives."""
 
-    method = "dpo"
+    method, title = "dpo", "direct preference optimisation"
+    paper = Paper(
+        "rafailov2023direct",
+        "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
+        "Rafailov, Rafael and Sharma, Archit and Mitchell, Eric and Manning, Christopher D. and Ermon, Stefano and Finn, Chelsea",
+        2023,
+        "2305.18290",
+        "Advances in Neural Information Processing Systems 36",
+    )
     config_class = DPOConfig
     formats = (PREFERENCE, TOKENISED_PREFERENCE)
     roles = ("chosen", "rejected")
@@ -147,6 +157,25 @@ class DPOTrainer(BaseTrainer):
         self.model_wrapped.train()
         return self._pair(batch, self.score(self.model_wrapped, batch, ()), self.reference.scores(batch))
 
+    @classmethod
+    def formula(cls, args: Any, totals: Totals) -> Formula:
+        weights = args.loss_weights or [1.0] * len(args.loss_type)
+        terms, divided = [], []
+        for name, weight in zip(args.loss_type, weights):
+            line = filled(PREFERENCE_FORMULAS[name], args)
+            terms.append(line if weight == 1 else f"{number(weight)} * [{line}]")
+            per = {"unit": f"{totals['units']} pairs", "token:chosen": "the chosen tokens"}[PREFERENCE_LOSSES[name].per]
+            divided.append(f"{name}: sum over pairs / {per} of the step")
+        names = [("l", "log(policy / reference) of a whole answer"), ("d", "s_c - s_r")]
+        names.append(("s", filled(SCORE_FORMULAS[args.f_divergence_type], args)))
+        if args.ld_alpha is not None:
+            names.append(("log-probs", f"tokens past the shorter answer count {number(args.ld_alpha)}"))
+        if args.use_weighting:
+            names.append(("weight of a pair", "exp(mean_t(log(p) - log(sum_v(p_v**2)))), chosen times rejected"))
+        used = " ".join(terms)
+        kept = [pair for pair in names if len(pair[0]) > 1 or _uses(used, pair[0])]
+        return Formula(tuple(terms), tuple(divided), tuple(kept))
+
     def predictions(self, batch: TokenBatch, policy: TokenScores, output: LossOutput) -> tuple[Tensor, Tensor]:
         rewards = torch.stack([output.metrics[f"rewards/{name}"] for name in self.roles], dim=1)
         return rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)  # column 0 should win
@@ -166,3 +195,8 @@ def _couplings(batch: TokenBatch) -> dict[str, Coupling]:
         )
         for name in names
     }
+
+
+def _uses(text: str, name: str) -> bool:
+    found = {"l": ("l_c", "l_r", "d", "s_"), "d": ("d)", "d /"), "s": ("s_c", "d)", "d /")}[name]
+    return any(part in text for part in found)

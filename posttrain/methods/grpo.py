@@ -12,6 +12,7 @@ from posttrain.core.batch import Passes, TokenBatch, passes_of
 from posttrain.core.results import LossOutput, Metrics, TokenScores
 from posttrain.losses.advantages import REWARD_SCALES, group_normalised, normalised_then_summed
 from posttrain.losses.entropy import EntropyController, entropy_bonus, entropy_threshold, top_entropy_mask
+from posttrain.losses.formulas import ADVANTAGE_FORMULAS, Formula, Totals, number, policy_formula
 from posttrain.losses.importance import check_correction, off_policy_mask, sampler_correction, sampling_metrics
 from posttrain.losses.policy import POLICY_LOSSES, PolicyTokens, check_policy_loss, policy_loss
 from posttrain.models.token_scores import score_tokens
@@ -20,6 +21,7 @@ from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
 from posttrain.trainer.agents import make_agents, refuse_agent_options
 from posttrain.trainer.config import check_choice, check_range, option
 from posttrain.trainer.gathering import gathered_values
+from posttrain.trainer.model_card import Paper
 from posttrain.trainer.online import OnlineTrainer
 from posttrain.trainer.online_config import OnlineConfig
 
@@ -143,7 +145,14 @@ class GRPOConfig(OnlineConfig):
 class GRPOTrainer(OnlineTrainer):
     """Group relative policy optimisation (arXiv:2402.03300) and the losses that differ from it in one choice."""
 
-    method = "grpo"
+    method, title = "grpo", "group relative policy optimisation"
+    paper = Paper(
+        "shao2024deepseekmath",
+        "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+        "Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and others",
+        2024,
+        "2402.03300",
+    )
     config_class = GRPOConfig
 
     entropy: EntropyController | None = None
@@ -303,3 +312,26 @@ class GRPOTrainer(OnlineTrainer):
             self.entropy.load(state["entropy"])
             # Also where it is empty: all processes ask each other, or none does.
             self._step_entropy = [state["step_entropy"].to(self.args.device)]
+
+    @classmethod
+    def formula(cls, args: Any, totals: Totals) -> Formula:
+        credit = (
+            args.scale_rewards if args.multi_objective_aggregation == "sum_then_normalize" else "normalize_then_sum"
+        )
+        made = policy_formula(args.loss_type, args, totals, ADVANTAGE_FORMULAS[credit])
+        terms, names, divided = list(made.terms), list(made.names), list(made.divided_by)
+        if args.beta:
+            factor = "rho * " if args.use_bias_correction_kl else ""
+            terms.append(f"{number(args.beta)} * {factor}(p_ref / p - log(p_ref / p) - 1)")
+            names.append(("p_ref", "probability under the reference"))
+        if args.entropy_coef or args.use_adaptive_entropy:
+            moving = ", which adapts" if args.use_adaptive_entropy else ""
+            terms.append(f"-{number(args.entropy_coef)} * entropy")
+            divided.append(f"the entropy: mean over the tokens of the step{moving}")
+        if args.top_entropy_quantile < 1:
+            names.append(("tokens", f"the policy term has the {args.top_entropy_quantile:.0%} of highest entropy only"))
+        if args.off_policy_mask_threshold is not None:
+            names.append(
+                ("mask", f"completions with A < 0 that drifted by more than {args.off_policy_mask_threshold} are out")
+            )
+        return Formula(tuple(terms), tuple(divided), tuple(names))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -11,11 +11,13 @@ from torch import Tensor, nn
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.data.row_formats import SCORED_PREFERENCE, TOKENISED_SCORED_PREFERENCE
+from posttrain.losses.formulas import REWARD_FORMULAS, Formula, Totals, number
 from posttrain.losses.reward import bradley_terry, centring, reward_metrics
 from posttrain.models.heads import score_sequences
 from posttrain.models.load import SEQUENCE_REWARD
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.config import BaseConfig, SharedPromptsConfig, check_range, option
+from posttrain.trainer.model_card import Paper
 
 
 @dataclass
@@ -40,7 +42,15 @@ class RewardConfig(SharedPromptsConfig, BaseConfig):
 class RewardTrainer(BaseTrainer):
     """Bradley-Terry reward model (arXiv:2203.02155), with optional margins and centring."""
 
-    method = "reward"
+    method, title = "reward", "reward modelling"
+    paper = Paper(
+        "ouyang2022training",
+        "Training language models to follow instructions with human feedback",
+        "Ouyang, Long and Wu, Jeff and Jiang, Xu and others",
+        2022,
+        "2203.02155",
+        "Advances in Neural Information Processing Systems 35",
+    )
     config_class = RewardConfig
     formats = (SCORED_PREFERENCE, TOKENISED_SCORED_PREFERENCE)
     roles = ("chosen", "rejected")
@@ -59,6 +69,14 @@ class RewardTrainer(BaseTrainer):
         if self.args.center_rewards_coefficient:
             terms.append(LossTerm(centring(chosen, rejected), "unit", self.args.center_rewards_coefficient))
         return LossOutput(terms, metrics=reward_metrics(chosen, rejected))
+
+    @classmethod
+    def formula(cls, args: Any, totals: Totals) -> Formula:
+        terms = [REWARD_FORMULAS["bradley_terry"]]
+        if args.center_rewards_coefficient:
+            terms.append(f"{number(args.center_rewards_coefficient)} * {REWARD_FORMULAS['centring']}")
+        names = (("r", "reward of an answer"), ("margin", "the row's, 0 where it has none"))
+        return Formula(tuple(terms), (f"sum over pairs / {totals['units']} pairs of the step",), names)
 
     def predictions(self, batch: TokenBatch, policy: TokenScores, output: LossOutput) -> tuple[Tensor, Tensor]:
         rewards = torch.stack([batch.role(policy.rewards, name) for name in self.roles], dim=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,12 +12,14 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
 from posttrain.core.sample import Sample
 from posttrain.losses.advantages import batch_normalised, incomparable, leave_one_out
+from posttrain.losses.formulas import ADVANTAGE_FORMULAS, Formula, Totals, filled, number, policy_formula
 from posttrain.losses.kl import k1
 from posttrain.losses.policy import PolicyTokens, check_policy_loss, policy_loss
 from posttrain.models.reference import PRECOMPUTED
 from posttrain.rollout.collector import GroupTable
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
 from posttrain.trainer.config import check_range, option
+from posttrain.trainer.model_card import Paper
 from posttrain.trainer.online import OnlineTrainer
 from posttrain.trainer.online_config import OnlineConfig
 
@@ -52,7 +55,15 @@ class RLOOConfig(OnlineConfig):
 class RLOOTrainer(OnlineTrainer):
     """REINFORCE leave-one-out (arXiv:2402.14740), with the divergence from the reference in the reward."""
 
-    method = "rloo"
+    method, title = "rloo", "REINFORCE with a leave-one-out baseline"
+    paper = Paper(
+        "ahmadian2024back",
+        "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",
+        "Ahmadian, Arash and Cremer, Chris and Gall{\\'e}, Matthias and others",
+        2024,
+        "2402.14740",
+        "Annual Meeting of the Association for Computational Linguistics",
+    )
     config_class = RLOOConfig
 
     @property
@@ -84,3 +95,18 @@ class RLOOTrainer(OnlineTrainer):
         if reference is not None:  # of a token, as GRPO logs it; the reward has the sum over a completion
             output.metrics["kl"] = k1(old_logps, reference.logps)
         return output
+
+    @classmethod
+    def formula(cls, args: Any, totals: Totals) -> Formula:
+        advantage = filled(ADVANTAGE_FORMULAS["rloo"], {"others": args.num_generations - 1})
+        made = policy_formula("rloo", args, totals, advantage)
+        clipped = (
+            "reward"
+            if args.reward_clip_range is None
+            else f"clip(reward, {args.reward_clip_range[0]}, {args.reward_clip_range[1]})"
+        )
+        penalty = f" - {number(args.beta)} * sum_t(log(p_old / p_ref))" if args.beta else ""
+        names = [*made.names, ("r", clipped + penalty)]
+        if args.normalize_advantages:
+            names.append(("A, then", "shifted and scaled to mean 0 and deviation 1 over a generation"))
+        return Formula(made.terms, made.divided_by, tuple(names))

@@ -13,6 +13,7 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.results import SUMMED, LossOutput, LossTerm, TokenScores
 from posttrain.data.packing import PACKING_STRATEGIES
 from posttrain.data.row_formats import LANGUAGE_MODELLING, PROMPT_COMPLETION, TOKENISED
+from posttrain.losses.formulas import SUPERVISED_FORMULAS, Formula, Totals, filled
 from posttrain.losses.supervised import dft, label_smoothed_nll, nll
 from posttrain.models.token_scores import score_tokens
 from posttrain.trainer.base import BaseTrainer
@@ -77,7 +78,7 @@ class SFTConfig(BaseConfig):
 class SFTTrainer(BaseTrainer):
     """Supervised fine-tuning on whole texts, conversations, completions or the assistant's turns."""
 
-    method = "sft"
+    method, title = "sft", "supervised fine-tuning"
     config_class = SFTConfig
     formats = (LANGUAGE_MODELLING, PROMPT_COMPLETION, TOKENISED)
     roles = ("text",)
@@ -144,6 +145,12 @@ class SFTTrainer(BaseTrainer):
                 policy.logps, policy.stats["mean_logps"], label_smoothing=args.label_smoothing_factor
             )
         return nll(policy.logps)
+
+    @classmethod
+    def formula(cls, args: Any, totals: Totals) -> Formula:
+        name = "label_smoothed_nll" if args.label_smoothing_factor else args.loss_type
+        divided = (f"sum over tokens / {totals['tokens']} trained tokens of the step",)
+        return Formula((filled(SUPERVISED_FORMULAS[name], args),), divided, (("p", "probability of a trained token"),))
 
     def predictions(
         self, batch: TokenBatch, policy: TokenScores, output: LossOutput

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import posttrain
+from posttrain import core
 from posttrain.rewards.frames import HEADER, LARGEST_ANSWER, frame, read_answer
 from posttrain.rewards.invoke import timeout_message
 
@@ -66,7 +66,7 @@ class WorkerProcess:
 
     async def start(self) -> None:
         """Start the child. It must find this package before it knows our path, and then see the user's environment."""
-        ours = str(Path(posttrain.__file__).parent.parent)
+        ours = str(Path(core.__file__).parents[2])
         theirs = {name: os.environ.get(name) for name in ("PYTHONPATH",)}
         search = os.pathsep.join(filter(None, [ours, theirs["PYTHONPATH"]]))
         # A socket and not a pipe: what a reward starts could open a pipe of its parent in /proc/PID/fd, and write answers into it.

@@ -26,6 +26,7 @@ from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first
 from posttrain.data.preparation_report import PreparationReport
 from posttrain.data.prepare import PrepareOptions, prepare_dataset
 from posttrain.data.row_formats import RowFormat
+from posttrain.losses.formulas import Formula, Totals
 from posttrain.models.activation_offloading import offloaded_activations
 from posttrain.models.adapters import adapter_settings
 from posttrain.models.checkpointing import allow_selective_checkpointing
@@ -41,7 +42,7 @@ from posttrain.trainer.evaluation import EvaluatingTrainer
 from posttrain.trainer.hub import HubTrainer
 from posttrain.trainer.memory_fit import fit_memory
 from posttrain.trainer.metrics import MetricStore
-from posttrain.trainer.model_card import write_model_card
+from posttrain.trainer.model_card import Paper, write_model_card
 from posttrain.trainer.optimizer import FiniteSteps, MasterWeights, has_low_precision
 from posttrain.trainer.persistence import PersistentTrainer, RunLifecycle
 from posttrain.trainer.run_state import RunIdentity
@@ -56,12 +57,13 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     """transformers.Trainer on Samples. See the module's docstring for what a method provides."""
 
     method: ClassVar[str]
+    title: ClassVar[str] = ""
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
     formats: ClassVar[tuple[RowFormat, ...]]
     roles: ClassVar[tuple[str, ...]]
     task: ClassVar[str] = CAUSAL_LM
     token_stats: ClassVar[tuple[str, ...]] = ("entropy", "is_most_likely")
-    paper: ClassVar[dict[str, str]] = {}
+    paper: ClassVar[Paper | None] = None
     loads_more: ClassVar[bool] = False
     """Whether the constructor of a derived class puts more on the device after this one's, and calls `fit_memory` itself."""
 
@@ -140,6 +142,11 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     @classmethod
     def check_options(cls, args: Any, loss: Callable | None = None) -> None:
         """Refuse options that would have no effect, where it takes the user's own `loss` to know that."""
+
+    @classmethod
+    def formula(cls, args: Any, totals: Totals) -> Formula:
+        """The loss with the numbers of a config, for `posttrain explain` and the method's page."""
+        return Formula((f"{cls.__name__}.loss",), ("as its terms say: token, sequence or unit of the step",))
 
     def prepare_options(self, is_training: bool) -> dict[str, Any]:
         """Arguments of PrepareOptions that are peculiar to the method."""

@@ -22,7 +22,7 @@ from huggingface_hub import CommitOperationAdd, HfApi
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
-import posttrain
+from posttrain.core import __version__
 from posttrain.core.secrets import hidden_text, last_parts, published
 from posttrain.trainer import checkpoint as files
 from posttrain.trainer.tensor_file import FileRecord
@@ -122,7 +122,7 @@ class HubTrainer(transformers.Trainer):
 @cache
 def _api() -> HfApi:
     """One client for all pushes: uploads in the background then come one after the other, in order."""
-    return HfApi(library_name="posttrain", library_version=posttrain.__version__)
+    return HfApi(library_name="posttrain", library_version=__version__)
 
 
 def copy_model_files(checkpoint: Path, folder: Path) -> None:

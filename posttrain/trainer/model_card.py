@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 from huggingface_hub import try_to_load_from_cache
 
-import posttrain
+from posttrain.core import __version__
 from posttrain.core.secrets import HIDDEN, last_parts, without_secrets, write_whole
 from posttrain.models.adapters import is_peft_model
 from posttrain.models.load import CAUSAL_LM, SEQUENCE_REWARD, innermost_model
@@ -28,53 +28,25 @@ if TYPE_CHECKING:
 FILE = "README.md"
 MARK = "<!-- Written by posttrain; a card without this line is never overwritten on its own account. -->"
 
-METHOD_NAMES = {
-    "sft": "supervised fine-tuning",
-    "dpo": "direct preference optimisation",
-    "reward": "reward modelling",
-    "grpo": "group relative policy optimisation",
-    "rloo": "REINFORCE with a leave-one-out baseline",
-}
-PAPERS: dict[str, dict[str, str]] = {
-    "dpo": {
-        "title": "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",
-        "id": "2305.18290",
-        "citation": "@inproceedings{rafailov2023direct,\n"
-        "  title     = {Direct Preference Optimization: Your Language Model is Secretly a Reward Model},\n"
-        "  author    = {Rafailov, Rafael and Sharma, Archit and Mitchell, Eric and Manning, Christopher D. and Ermon, Stefano and "
-        "Finn, Chelsea},\n"
-        "  booktitle = {Advances in Neural Information Processing Systems 36},\n"
-        "  year      = {2023}\n}",
-    },
-    "reward": {
-        "title": "Training language models to follow instructions with human feedback",
-        "id": "2203.02155",
-        "citation": "@inproceedings{ouyang2022training,\n"
-        "  title     = {Training language models to follow instructions with human feedback},\n"
-        "  author    = {Ouyang, Long and Wu, Jeff and Jiang, Xu and others},\n"
-        "  booktitle = {Advances in Neural Information Processing Systems 35},\n"
-        "  year      = {2022}\n}",
-    },
-    "grpo": {
-        "title": "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
-        "id": "2402.03300",
-        "citation": "@article{shao2024deepseekmath,\n"
-        "  title   = {DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models},\n"
-        "  author  = {Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and others},\n"
-        "  journal = {arXiv:2402.03300},\n"
-        "  year    = {2024}\n}",
-    },
-    "rloo": {
-        "title": "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",
-        "id": "2402.14740",
-        "citation": "@inproceedings{ahmadian2024back,\n"
-        "  title     = {Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs},\n"
-        "  author    = {Ahmadian, Arash and Cremer, Chris and Gall{\\'e}, Matthias and others},\n"
-        "  booktitle = {Annual Meeting of the Association for Computational Linguistics},\n"
-        "  year      = {2024}\n}",
-    },
-}
-"""What to cite for a method; a trainer's own `paper` (title, id, citation) comes first. SFT has no paper of its own."""
+
+@dataclasses.dataclass(frozen=True)
+class Paper:
+    """What to cite for a method."""
+
+    key: str
+    title: str
+    authors: str
+    year: int
+    arxiv: str
+    venue: str = ""
+
+    def bibtex(self) -> str:
+        kind, place = ("inproceedings", "booktitle") if self.venue else ("article", "journal")
+        where = self.venue or f"arXiv:{self.arxiv}"
+        entries = {"title": self.title, "author": self.authors, place: where, "year": str(self.year)}
+        lines = [f"  {name:<{len(place)}} = {{{text}}}" for name, text in entries.items()]
+        return f"@{kind}{{{self.key},\n" + ",\n".join(lines) + "\n}"
+
 
 SETTLED_BY_THE_TRAINER = frozenset(
     ("output_dir", "gradient_checkpointing_kwargs", "logging_nan_inf_filter", "accelerator_config", "debug")
@@ -111,7 +83,7 @@ def write_model_card(
         f"### Options that differ from the defaults\n\n{options(trainer.args)}",
         f"### Results\n\n{results(trainer.state.log_history)}",
         f"### Versions\n\n{versions()}",
-        *([f"## Citation\n\n```bibtex\n{paper['citation']}\n```"] if (paper := paper_of(trainer)) else []),
+        *([f"## Citation\n\n```bibtex\n{trainer.paper.bibtex()}\n```"] if trainer.paper else []),
     ]
     path = Path(trainer.args.output_dir) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -206,15 +178,11 @@ def introduction(trainer: BaseTrainer, datasets: list[str]) -> str:
     on = (
         " on " + ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in datasets) if datasets else ""
     )
-    return f"{kind} {source}, trained by {_method(trainer)}{on} with posttrain."
+    return f"{kind} {source}, trained by {trainer.title or trainer.method.upper()}{on} with posttrain."
 
 
 def _is_reward(trainer: BaseTrainer) -> bool:
     return trainer.task == SEQUENCE_REWARD
-
-
-def _method(trainer: BaseTrainer) -> str:
-    return METHOD_NAMES.get(trainer.method, trainer.method.upper())
 
 
 def usage(trainer: BaseTrainer, name: str) -> str:
@@ -251,10 +219,9 @@ _REWARD_QUESTION = 'print(model("a question and its answer, as the training data
 
 
 def procedure(trainer: BaseTrainer) -> str:
-    paper = paper_of(trainer)
-    what = f"Trained by {_method(trainer)}"
-    if paper:
-        what += f", [{paper['title']}](https://arxiv.org/abs/{paper['id']})"
+    what = f"Trained by {trainer.title or trainer.method.upper()}"
+    if trainer.paper:
+        what += f", [{trainer.paper.title}](https://arxiv.org/abs/{trainer.paper.arxiv})"
     args, state = trainer.args, trainer.state
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     dtype = str(args.compute_dtype).removeprefix("torch.")
@@ -263,10 +230,6 @@ def procedure(trainer: BaseTrainer) -> str:
     if run is not None:
         lines.append(f"[The run on Weights & Biases]({run.url}).")
     return "\n".join(lines)
-
-
-def paper_of(trainer: BaseTrainer) -> dict[str, str]:
-    return trainer.paper or PAPERS.get(trainer.method, {})
 
 
 def data(trainer: BaseTrainer) -> str:
@@ -331,7 +294,7 @@ def results(history: list[dict[str, Any]]) -> str:
 
 
 def versions() -> str:
-    found = {"posttrain": posttrain.__version__} | {name: importlib.metadata.version(name) for name in PACKAGES}
+    found = {"posttrain": __version__} | {name: importlib.metadata.version(name) for name in PACKAGES}
     return _table(("package", "version"), found)
 
 

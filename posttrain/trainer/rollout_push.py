@@ -7,7 +7,7 @@ from typing import Any
 
 from huggingface_hub import CommitScheduler, HfApi
 
-import posttrain
+from posttrain.core import __version__
 from posttrain.trainer.progress import say
 
 MINUTES = 2
@@ -20,7 +20,7 @@ class RolloutPush:
     def __init__(self, folder: Path, args: Any) -> None:
         """Makes the dataset, so that a token without the right is found before anything is trained."""
         self.repo, self.folder = args.log_completions_hub_repo, folder
-        api = HfApi(token=args.hub_token, library_name="posttrain", library_version=posttrain.__version__)
+        api = HfApi(token=args.hub_token, library_name="posttrain", library_version=__version__)
         self.scheduler = CommitScheduler(
             repo_id=self.repo,
             repo_type="dataset",

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-import posttrain
+from posttrain.core import __version__
 from posttrain.view.data_preview import preview, sources_of
 from posttrain.view.errors import NotFound, ViewError
 from posttrain.view.export import FORMATS, export
@@ -42,7 +42,7 @@ class Viewed:
 
 def runs(viewed: Viewed, question: Question) -> Json:
     """Every run with how far it is; what the page asks again and again."""
-    return {"version": posttrain.__version__, "runs": [_state(i, run) for i, run in enumerate(viewed.runs)]}
+    return {"version": __version__, "runs": [_state(i, run) for i, run in enumerate(viewed.runs)]}
 
 
 def _state(number: int, run: RunFolder) -> Json:

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-import posttrain
+from posttrain.core import __version__
 from posttrain.view.charts import COLOURS, Line, svg_chart, thinned
 from posttrain.view.errors import NoRunError
 from posttrain.view.run_folder import RunFolder
@@ -49,7 +49,7 @@ def _write_html(runs: list[RunNumbers], path: Path) -> None:
     names = ", ".join(run.name for run in runs)
     now = datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     parts = [
-        f"<h1>{escape(names)}</h1><p>{now}, posttrain {posttrain.__version__}</p>",
+        f"<h1>{escape(names)}</h1><p>{now}, posttrain {__version__}</p>",
         "".join(_head(run, COLOURS[i % len(COLOURS)]) for i, run in enumerate(runs)),
         f'<h2>Curves</h2><div class="charts">{"".join(svg_chart(name, lines) for name, lines in curves(runs).items())}</div>',
         *(_extremes(run) for run in runs if run.rollouts),

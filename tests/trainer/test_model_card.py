@@ -16,7 +16,7 @@ from peft import LoraConfig
 
 import posttrain
 from posttrain import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
-from posttrain.trainer.model_card import is_hub_id, license_of, publishable
+from posttrain.trainer.model_card import Paper, is_hub_id, license_of, publishable
 from posttrain.trainer.progress import number
 from tests import tiny
 
@@ -180,7 +180,7 @@ def test_card_of_a_reward_adapter_runs(tmp_path, base_folders, capsys):
 
 def test_a_trainers_own_paper_comes_first(tmp_path):
     class Mine(SFTTrainer):
-        paper = {"title": "On Rows", "id": "9999.00001", "citation": "@misc{rows}"}
+        paper = Paper("rows", "On Rows", "Row, Rosa", 2099, "9999.00001")
 
     KINDS["mine"] = (Mine, SFTConfig, tiny.chats)
     try:
@@ -188,7 +188,8 @@ def test_a_trainers_own_paper_comes_first(tmp_path):
     finally:
         del KINDS["mine"]
     assert "[On Rows](https://arxiv.org/abs/9999.00001)" in body
-    assert "```bibtex\n@misc{rows}\n```" in body
+    entries = ("title   = {On Rows}", "author  = {Row, Rosa}", "journal = {arXiv:9999.00001}", "year    = {2099}")
+    assert "@article{rows,\n  " + ",\n  ".join(entries) + "\n}" in body
 
 
 def test_a_card_that_a_person_wrote_stays_until_it_is_asked_for(tmp_path):
