@@ -300,16 +300,22 @@ class GRPOTrainer(OnlineTrainer):
             if len(entropies):
                 self.entropy.observe(entropies.mean().item())
 
+    def method_state(self) -> dict[str, Any]:
+        return {} if self.entropy is None else {"entropy": self.entropy.state()}
+
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        if self.entropy is not None:
+            self.entropy.load(state["entropy"])
+
     def rollout_state(self) -> dict[str, Any]:
         if self.entropy is None:
             return super().rollout_state()
         entropies = torch.cat(self._step_entropy) if self._step_entropy else torch.zeros(0)
-        return super().rollout_state() | {"entropy": self.entropy.state(), "step_entropy": entropies.cpu()}
+        return super().rollout_state() | {"step_entropy": entropies.cpu()}
 
     def load_rollout_state(self, state: dict[str, Any]) -> None:
         super().load_rollout_state(state)
         if self.entropy is not None:
-            self.entropy.load(state["entropy"])
             # Also where it is empty: all processes ask each other, or none does.
             self._step_entropy = [state["step_entropy"].to(self.args.device)]
 

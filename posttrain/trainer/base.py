@@ -45,7 +45,7 @@ from posttrain.trainer.metrics import MetricStore
 from posttrain.trainer.model_card import Paper, write_model_card
 from posttrain.trainer.optimizer import FiniteSteps, MasterWeights, has_low_precision
 from posttrain.trainer.persistence import PersistentTrainer, RunLifecycle
-from posttrain.trainer.run_state import RunIdentity
+from posttrain.trainer.run_state import RunIdentity, load_method_state, save_method_state
 from posttrain.trainer.skipped import SkippedSteps
 from posttrain.trainer.tokenizer import adopt_vocabulary, prepare_tokenizer, renderer_of
 
@@ -201,6 +201,14 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     def plan_lines(self, max_steps: int) -> dict[str, str]:
         """Lines of the block that opens a run which are peculiar to this kind of trainer; those of the same name give way."""
         return {}
+
+    def method_state(self) -> dict[str, Any]:
+        """What the method has learnt that is no weight (a running mean, a controller): numbers and tensors, equal on all processes.
+        It is saved with every checkpoint."""
+        return {}
+
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        """Take over what `method_state` returned when the checkpoint was written."""
 
     def before_step(self, batches: list[TokenBatch]) -> None:
         """Sees all micro-batches of an optimizer step (on the host) before the first of them is used."""
@@ -516,6 +524,15 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     def _track_num_input_tokens(self, inputs: TokenBatch | Passes) -> None:
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += int(self._over_processes(inputs.num_tokens))
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        save_method_state(Path(output_dir), self.method_state(), self.args.process_index, self.args.world_size)
+
+    def restore_run_state(self) -> None:
+        super().restore_run_state()
+        if self.resumed_from is not None:
+            self.load_method_state(load_method_state(self.resumed_from, self.method_state()))
 
     def identity(self) -> RunIdentity:
         dataset = getattr(self.train_dataset, "fingerprint", "none")

@@ -326,6 +326,17 @@ def load_tree(path: Path, device: torch.device | str = "cpu") -> Any:
     return _put_tensors(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")), tensors)
 
 
+def tree_digest(tree: Any) -> str:
+    """The same for the same nesting, numbers and tensors."""
+    tensors: dict[str, Tensor] = {}
+    found = hashlib.sha256(json.dumps(_take_tensors(tree, "", tensors)).encode())
+    for tensor in tensors.values():
+        found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+        if tensor.numel():
+            found.update(tensor.cpu().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
 def _take_tensors(tree: Any, place: str, tensors: dict[str, Tensor]) -> Any:
     """Dicts become lists of [key, value] so that integer keys survive; tensors move to `tensors`."""
     if isinstance(tree, Tensor):

@@ -40,7 +40,7 @@ MODEL_FILES = (
 CARD_FILE = "README.md"
 STATE_FILES = (
     "optimizer*.safetensors", "optimizer*.json", "scheduler.safetensors", "scheduler.json", "rng_state_*", "sums_*.json",
-    "rollouts_*", "bema_state.*", "moved_reference.*", "run_state.json", "trainer_state.json",
+    "rollouts_*", "method_state.*", "bema_state.*", "moved_reference.*", "run_state.json", "trainer_state.json",
 )  # fmt: skip
 """What a checkpoint has beside its model, and a resume asks for."""
 NOT_NEEDED = (files.MANIFEST, "training_args.json", CARD_FILE)

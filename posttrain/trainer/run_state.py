@@ -17,12 +17,13 @@ import numpy as np
 import torch
 
 from posttrain.core.secrets import published, without_secrets
-from posttrain.trainer.checkpoint import load_tree, save_tree, write_json
+from posttrain.trainer.checkpoint import load_tree, save_tree, tree_digest, write_json
 from posttrain.trainer.config import BaseConfig
 
 FILE = "run_state.json"
 RNG_FILE = "rng_state_{rank}"
 SUMS_FILE = "sums_{rank}.json"
+METHOD_FILE = "method_state"
 GIVEN = "given:"  # in front of the names of what was given to the trainer beside its options
 
 # fmt: off
@@ -187,6 +188,35 @@ def save_sums(folder: Path, rank: int, metrics: dict[str, Any], loss: float) -> 
 def load_sums(folder: Path, rank: int) -> tuple[dict[str, Any], float]:
     raw = json.loads((Path(folder) / SUMS_FILE.format(rank=rank)).read_text(encoding="utf-8"))
     return raw["metrics"], raw["loss"]
+
+
+def save_method_state(folder: Path, state: dict[str, Any], rank: int, world_size: int) -> None:
+    """`BaseTrainer.method_state`: equal on all processes, so the first one writes it. Collective, where there is a state."""
+    if not state:
+        return
+    digests = [tree_digest(state)]
+    if world_size > 1:
+        digests *= world_size
+        torch.distributed.all_gather_object(digests, digests[0])
+    if others := [place for place, digest in enumerate(digests) if digest != digests[0]]:
+        raise RuntimeError(
+            f"The state of the method ({', '.join(state)}) of process {others[0]} is not that of process 0. It must follow from "
+            "numbers that all processes have, such as sums that were all-reduced."
+        )
+    if rank == 0:
+        save_tree(folder / METHOD_FILE, state)
+
+
+def load_method_state(folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
+    """What was saved; `expected` is the state of a method that begins, which is empty for most."""
+    if not expected:
+        return {}
+    if not (folder / METHOD_FILE).with_suffix(".json").exists():
+        raise ValueError(
+            f"{folder} has no state of its method ({', '.join(expected)}): a version of posttrain without it wrote this "
+            "checkpoint. Start a new run from its model."
+        )
+    return load_tree(folder / METHOD_FILE)
 
 
 def save_rng(folder: Path, rank: int) -> None:

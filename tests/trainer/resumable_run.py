@@ -42,7 +42,7 @@ def prompts(rows: int) -> list[dict[str, Any]]:
     return [{"prompt": f"Say {number}"} for number in range(rows)]
 
 
-DATA = {"sft": tiny.chats, "grpo": prompts, "rloo": prompts}  # the others read pairs
+DATA = {"sft": tiny.chats, "baseline": tiny.chats, "grpo": prompts, "rloo": prompts}  # the others read pairs
 
 
 def as_stream(rows: list[dict[str, Any]]) -> IterableDataset:
