@@ -75,13 +75,14 @@ class Identity(nn.Module):
 
 def posttrain(stats: tuple[str, ...] = ()) -> Loss:
     def loss(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
-        from posttrain.models.token_scores import ScoreRequest, install_token_scores
+        from posttrain.models.token_scores import TOKEN_STATS, Measure, ScoreRequest, TokenQuestion, install_scores
 
         model = Identity(hidden, head)
-        install_token_scores(model)
+        install_scores(model)
         positions = torch.arange(len(hidden), device=hidden.device)
-        request = ScoreRequest(positions, targets, len(hidden), stats, summed=True)
-        return model(score=request)["nll_sum"]
+        measures = {name: Measure(TOKEN_STATS[name]) for name in stats}
+        question = TokenQuestion(positions, targets, measures, summed=True)
+        return model(score=ScoreRequest((question,), len(hidden)))["nll_sum"]
 
     return loss
 

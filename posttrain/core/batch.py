@@ -71,7 +71,8 @@ class TokenBatch:
     longest: int = 0  # tokens of the longest segment
     prefixes: SharedPrefixes | None = None  # SHARED layout, where anything is shared
     attention_mask: Tensor | None = None  # (rows, width), padded layout only
-    per_token: dict[str, Tensor] = field(default_factory=dict)  # name -> (N,)
+    places: Tensor | None = None  # (N,) flat index of each trained token itself; `positions` is the one before it
+    per_token: dict[str, Tensor] = field(default_factory=dict)  # name -> (N,) or (N, k)
     scalars: dict[str, Tensor] = field(default_factory=dict)  # name -> (S,)
     media: dict[str, Any] = field(default_factory=dict)
     num_tokens: int = 0  # real tokens, padding excluded

@@ -12,13 +12,18 @@ from posttrain.core.batch import StepTotals, TokenBatch
 
 @dataclass
 class TokenScores:
-    """What a model says about the trained tokens of a batch."""
+    """What a model says about the trained tokens of a batch, from one forward pass."""
 
     logps: Tensor | None = None  # (N,) log-prob of each trained token; detached when only `nll_sum` was asked for
     nll_sum: Tensor | None = None  # () differentiable sum of -logps, when the loss is a plain sum
-    stats: dict[str, Tensor] = field(default_factory=dict)  # name -> (N,), detached
+    stats: dict[str, Tensor] = field(
+        default_factory=dict
+    )  # name -> (N,) or (N, K); detached, unless asked for otherwise
     aux_loss: Tensor | None = None  # () load-balancing loss of a mixture of experts
     rewards: Tensor | None = None  # (S,) from a sequence head
+    values: Tensor | None = None  # (N,) from a head at the positions that predict the trained tokens
+    labels: Tensor | None = None  # (N, L) from a head at the trained tokens themselves
+    rows: Tensor | None = None  # (N, H) hidden states
 
 
 SUMMED = "sum"

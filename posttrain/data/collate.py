@@ -107,6 +107,7 @@ def collate(
         longest=int(max(plan.segments)),
         prefixes=plan.prefixes,
         attention_mask=torch.from_numpy((np.arange(width) < lengths[:, None]).astype(np.int64)) if is_padded else None,
+        places=torch.from_numpy(places[predicted]),
         per_token=_per_token(samples, predicted),
         scalars=_scalars(samples),
         media=_media(samples),

@@ -25,7 +25,7 @@ from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.models.adapters import add_adapter, is_peft_model, is_prompt_learning, is_quantized
 from posttrain.models.attention import install_ragged_attention
 from posttrain.models.fused_lora import fuse_lora, lora_layers
-from posttrain.models.heads import CAUSAL_LM, SEQUENCE_REWARD, install_sequence_scores
+from posttrain.models.heads import CAUSAL_LM, SEQUENCE_REWARD, sequence_head
 from posttrain.models.layer_kernels import (
     APPLY,
     COMPILED,
@@ -36,7 +36,7 @@ from posttrain.models.layer_kernels import (
     fastest_kernels,
 )
 from posttrain.models.probe import why_not_ragged, why_not_shared
-from posttrain.models.token_scores import install_token_scores
+from posttrain.models.token_scores import install_scores
 
 logger = logging.getLogger(__name__)
 
@@ -254,7 +254,9 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def _install(innermost: nn.Module, task: str) -> None:
-    {CAUSAL_LM: install_token_scores, SEQUENCE_REWARD: install_sequence_scores}[task](innermost)
+    if task == SEQUENCE_REWARD:
+        sequence_head(innermost)  # an error where it has none
+    install_scores(innermost)
 
 
 def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions, notes: list[str]) -> str:

@@ -1,8 +1,10 @@
-"""Ask a model about the trained tokens of a batch, without ever keeping the logits.
+"""Ask a model about positions of a batch, without ever keeping the logits.
 
-`install_token_scores` gives a causal language model a forward that also accepts `score=ScoreRequest(...)` and then returns a
-plain dict of per-token numbers. Calls go through `model(...)`, so the hooks of DDP, FSDP, DeepSpeed and PEFT all fire; without
-`score` the original forward runs, so `generate` is untouched.
+`install_scores` gives a model a forward that also accepts `score=ScoreRequest(questions)`: the body runs once, each question gets
+the hidden states of its own positions and answers with named numbers. `TokenQuestion` (here) asks the language head for
+log-probs, statistics and any other measure of the logits; `HeadQuestion` (`heads.py`) asks a head of our own; `RowsQuestion` asks
+for the hidden states themselves, as a teacher is asked. Calls go through `model(...)`, so the hooks of DDP, FSDP, DeepSpeed and
+PEFT all fire; without `score` the original forward runs, so `generate` is untouched.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -30,21 +33,107 @@ CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 """Size of one chunk of logits: large enough to fill a GPU, small enough for a CPU's cache to help."""
 
 
+class Question(Protocol):
+    """What is asked at which positions."""
+
+    @property
+    def positions(self) -> Tensor:
+        """(N,) flat index into rows * width."""
+
+    def answer(self, model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
+        """Named numbers about the hidden states (N, H) of these positions."""
+
+
 @dataclass(frozen=True)
 class ScoreRequest:
-    """What is asked about which positions. Travels as one keyword argument through every wrapper of the model."""
+    """Questions for one forward pass. Travels as one keyword argument through every wrapper of the model."""
 
-    positions: Tensor  # (N,) flat index into rows * width
-    targets: Tensor  # (N,)
+    questions: tuple[Question, ...]
     width: int  # tokens per row, before any virtual tokens that prompt tuning puts in front
-    stats: tuple[str, ...] = ()  # names in TOKEN_STATS, returned detached
-    differentiable_stats: tuple[str, ...] = ()
+    router_loss: bool = False
+
+
+@dataclass(frozen=True)
+class Measure:
+    """`function(logits (n, V), log Z (n,), targets (n,), *aligned) -> (n,) or (n, K)`, computed chunk by chunk.
+
+    `aligned` are tensors with a row for each asked position: candidate ids, or the hidden states of a teacher.
+    """
+
+    function: Callable[..., Tensor]
+    aligned: tuple[Tensor, ...] = ()
+    differentiable: bool = False
+
+
+@dataclass(frozen=True)
+class TokenQuestion:
+    """What the language head says about N tokens: their log-probs, and further measures of its logits."""
+
+    positions: Tensor
+    targets: Tensor  # (N,)
+    measures: dict[str, Measure] = field(default_factory=dict)
     temperature: float = 1.0
     chunk_tokens: int | None = None
     summed: bool = False  # the loss is the plain sum of nll: its gradient may be computed in the forward
     label_smoothing: float = 0.0  # only with `summed`
-    router_loss: bool = False
     keep_logits: bool = False  # for the backward, where they are not needed in the forward: memory for time
+
+    def answer(self, model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
+        head = model.get_output_embeddings()
+        if is_sharded_module(head):
+            return call_inside(head, rows, lambda gathered, call: self._scores(model, gathered, call))
+        return self._scores(model, rows, head)
+
+    def _scores(self, model: nn.Module, hidden: Tensor, call: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        """`call` computes logits, as often as is needed."""
+        head = LanguageHead.of(model, self.temperature, call)
+        hidden = head_input(hidden, head.module)
+        fused = can_fuse(head) and not any(m.aligned for m in self.measures.values())
+        item = hidden.element_size() if fused else 4
+        chunk = self.chunk_tokens or default_chunk_tokens(hidden.device, head.vocabulary, item)
+        if fused:
+            stats = {name: m.function for name, m in self.measures.items() if not m.differentiable}
+            if self.summed and torch.is_grad_enabled():
+                return summed_nll(hidden, head, self.targets, chunk, stats, self.label_smoothing)
+            if len(stats) == len(self.measures):
+                keeps = self.keep_logits and torch.is_grad_enabled()
+                result = token_logps(hidden, head, self.targets, chunk, stats, keeps)
+                return result | ({"nll_sum": -result["logps"].sum()} if self.summed else {})
+        result = map_over_logits(
+            hidden,
+            head,
+            self._measured,
+            self.targets,
+            *(tensor for measure in self.measures.values() for tensor in measure.aligned),
+            chunk_tokens=chunk,
+            min_chunks=chunks_on_every_process(head.module, len(hidden), chunk),
+            keep_logits=self.keep_logits,
+        )
+        if self.summed and not self.label_smoothing:
+            result["nll_sum"] = -result["logps"].sum()
+        return result
+
+    def _measured(self, logits: Tensor, targets: Tensor, *aligned: Tensor) -> dict[str, Tensor]:
+        # One fused kernel forward and one backward, where logsumexp and gather would write several copies of the logits.
+        logps = -cross_entropy(logits, targets, reduction="none")
+        result, others = {"logps": logps}, iter(aligned)
+        if self.measures:
+            log_z = logits.gather(-1, targets[:, None]).squeeze(-1) - logps
+        for name, measure in self.measures.items():
+            mine = [next(others) for _ in measure.aligned]
+            with nullcontext() if measure.differentiable else torch.no_grad():
+                result[name] = measure.function(logits, log_z, targets, *mine)
+        return result
+
+
+@dataclass(frozen=True)
+class RowsQuestion:
+    """The hidden states themselves, before the head: what a divergence from a teacher needs of the teacher."""
+
+    positions: Tensor
+
+    def answer(self, model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
+        return {"rows": rows}
 
 
 # ---- statistics: (logits, log-normaliser, targets) -> (n,) ------------------------------------------------------------
@@ -97,30 +186,28 @@ def score_tokens(
     batch: TokenBatch,
     stats: tuple[str, ...] = (),
     *,
-    temperature: float = 1.0,
-    chunk_tokens: int | None = None,
-    summed: bool = False,
-    label_smoothing: float = 0.0,
     differentiable_stats: tuple[str, ...] = (),
+    measures: dict[str, Measure] | None = None,
+    also: tuple[Question, ...] = (),
     router_loss: bool = False,
-    keep_logits: bool = False,
+    **how: Any,
 ) -> TokenScores:
-    """What does the model say about each trained token? `model` may be wrapped in anything."""
-    request = ScoreRequest(
-        batch.positions,
-        batch.targets,
-        batch.input_ids.shape[1],
-        stats,
-        differentiable_stats,
-        temperature,
-        chunk_tokens,
-        summed,
-        label_smoothing,
-        router_loss,
-        keep_logits,
-    )
+    """What does the model say about each trained token? `model` may be wrapped in anything.
+
+    `stats` and `differentiable_stats` are names in TOKEN_STATS, `measures` any others, `also` further questions to the same
+    forward; `how` are the options of TokenQuestion.
+    """
+    named = {name: Measure(TOKEN_STATS[name], differentiable=True) for name in differentiable_stats}
+    named |= {name: Measure(TOKEN_STATS[name]) for name in stats}
+    question = TokenQuestion(batch.positions, batch.targets, named | (measures or {}), **how)
+    return ask(model, batch, question, *also, router_loss=router_loss)
+
+
+def ask(model: nn.Module, batch: TokenBatch, *questions: Question, router_loss: bool = False) -> TokenScores:
+    """The answers to all questions, from one forward pass."""
+    request = ScoreRequest(questions, batch.input_ids.shape[1], router_loss)
     answer = model(**forward_kwargs(batch), use_cache=False, score=request)
-    known = {name: answer.pop(name, None) for name in ("logps", "nll_sum", "aux_loss")}
+    known = {f.name: answer.pop(f.name) for f in fields(TokenScores) if f.name in answer}
     return TokenScores(**known, stats=answer)
 
 
@@ -132,12 +219,12 @@ def forward_kwargs(batch: TokenBatch) -> dict[str, Any]:
     return kwargs | segment_kwargs(batch)
 
 
-def install_token_scores(causal_lm: nn.Module) -> None:
-    """Let the innermost causal LM answer `score=ScoreRequest(...)`. Safe to call twice."""
-    if hasattr(causal_lm, "_forward_without_scores"):
+def install_scores(model: nn.Module) -> None:
+    """Let the innermost model answer `score=ScoreRequest(...)`. Safe to call twice."""
+    if hasattr(model, "_forward_without_scores"):
         return
-    original = causal_lm.forward
-    unbound = type(causal_lm).forward
+    original = model.forward
+    unbound = type(model).forward
 
     @functools.wraps(unbound)  # `generate` and Trainer read the signature
     def forward(self: nn.Module, *args: Any, score: ScoreRequest | None = None, **kwargs: Any) -> Any:
@@ -146,74 +233,25 @@ def install_token_scores(causal_lm: nn.Module) -> None:
         return answer(self, score, **kwargs)
 
     # Bound methods, not closures over the model: a deep copy of the model then answers for itself.
-    causal_lm._forward_without_scores = original
-    causal_lm.forward = types.MethodType(forward, causal_lm)
+    model._forward_without_scores = original
+    model.forward = types.MethodType(forward, model)
 
 
-def answer(causal_lm: nn.Module, request: ScoreRequest, **kwargs: Any) -> dict[str, Tensor]:
-    """Run the body, then the head on the asked positions only."""
+def answer(model: nn.Module, request: ScoreRequest, **kwargs: Any) -> dict[str, Tensor]:
+    """Run the body once, then each question on the hidden states of its positions."""
     if request.router_loss:
         kwargs["output_router_logits"] = True
-    output = getattr(causal_lm, causal_lm.base_model_prefix)(**kwargs)
+    output = getattr(model, model.base_model_prefix)(**kwargs)
     hidden = output.last_hidden_state
-    selected = hidden.flatten(0, 1)[_shifted(request, hidden.shape[1])]
-    head = causal_lm.get_output_embeddings()
-    if is_sharded_module(head):
-        result = call_inside(head, selected, lambda rows, call: _scores_of_hidden(causal_lm, rows, request, call))
-    else:
-        result = _scores_of_hidden(causal_lm, selected, request, head)
+    rows, virtual = hidden.flatten(0, 1), hidden.shape[1] - request.width
+    result: dict[str, Tensor] = {}
+    for question in request.questions:
+        places = question.positions
+        if virtual:  # tokens that prompt tuning has put at the start of each row
+            places = places + (places // request.width + 1) * virtual
+        result |= question.answer(model, rows[places])
     if request.router_loss:
-        result["aux_loss"] = router_loss(causal_lm, output.router_logits, kwargs.get("attention_mask"))
-    return result
-
-
-def _shifted(request: ScoreRequest, width: int) -> Tensor:
-    """Positions in rows that prompt tuning made longer by virtual tokens at their start."""
-    extra = width - request.width
-    if extra == 0:
-        return request.positions
-    return request.positions + (request.positions // request.width + 1) * extra
-
-
-def _scores_of_hidden(
-    causal_lm: nn.Module, hidden: Tensor, request: ScoreRequest, call: Callable[[Tensor], Tensor]
-) -> dict[str, Tensor]:
-    """`call` computes logits, as often as is needed."""
-    head = LanguageHead.of(causal_lm, request.temperature, call)
-    hidden = head_input(hidden, head.module)
-    fused = can_fuse(head)
-    chunk = request.chunk_tokens or default_chunk_tokens(
-        hidden.device, head.vocabulary, hidden.element_size() if fused else 4
-    )
-    if fused:
-        stats = {name: TOKEN_STATS[name] for name in request.stats}
-        if request.summed and torch.is_grad_enabled():
-            return summed_nll(hidden, head, request.targets, chunk, stats, request.label_smoothing)
-        if not request.differentiable_stats:
-            result = token_logps(
-                hidden, head, request.targets, chunk, stats, request.keep_logits and torch.is_grad_enabled()
-            )
-            return result | ({"nll_sum": -result["logps"].sum()} if request.summed else {})
-
-    def per_token(logits: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        # One fused kernel forward and one backward, where logsumexp and gather would write several copies of the logits.
-        logps = -cross_entropy(logits, targets, reduction="none")
-        result = {"logps": logps}
-        if request.stats or request.differentiable_stats:
-            log_z = logits.gather(-1, targets[:, None]).squeeze(-1) - logps
-        for name in request.differentiable_stats:
-            result[name] = TOKEN_STATS[name](logits, log_z, targets)
-        with torch.no_grad():
-            for name in request.stats:
-                result[name] = TOKEN_STATS[name](logits.detach(), log_z.detach(), targets)
-        return result
-
-    chunks = chunks_on_every_process(head.module, len(hidden), chunk)
-    result = map_over_logits(
-        hidden, head, per_token, request.targets, chunk_tokens=chunk, min_chunks=chunks, keep_logits=request.keep_logits
-    )
-    if request.summed and not request.label_smoothing:
-        result["nll_sum"] = -result["logps"].sum()
+        result["aux_loss"] = router_loss(model, output.router_logits, kwargs.get("attention_mask"))
     return result
 
 

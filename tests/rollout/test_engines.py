@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig, Recurr
 from posttrain import Sample
 from posttrain.data.collate import collate
 from posttrain.models.fused_lora import fuse_lora
-from posttrain.models.token_scores import install_token_scores, score_tokens
+from posttrain.models.token_scores import install_scores, score_tokens
 from posttrain.rollout.engine import ENGINES, Prompt, SamplingParams, generate
 from posttrain.rollout.native_engine.engine import NativeEngine
 from posttrain.rollout.transformers_engine import TransformersEngine
@@ -77,7 +77,7 @@ def test_seeded_completions_are_the_plain_engines_and_log_probs_are_the_scorers(
     found = generate(NativeEngine(model, max_slots=13), asked, params)
     wanted = generate(TransformersEngine(model), asked, params)
     assert texts(found) == texts(wanted)
-    install_token_scores(model)
+    install_scores(model)
     units = [
         (Sample(np.concatenate([p.ids, c.ids]), np.arange(len(p.ids) + len(c.ids)) >= len(p.ids)),)
         for p, c in zip(asked, found)
