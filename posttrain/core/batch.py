@@ -77,6 +77,7 @@ class TokenBatch:
     media: dict[str, Any] = field(default_factory=dict)
     num_tokens: int = 0  # real tokens, padding excluded
     num_trained: int = 0
+    twin: TokenBatch | None = None  # the samples' twins, laid out likewise
     share: float = 1.0  # of the trained tokens of its micro-batch, where that is run in several passes
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
@@ -93,6 +94,8 @@ class TokenBatch:
                 return function(value)
             if isinstance(value, dict):
                 return {name: of(item) for name, item in value.items()}
+            if isinstance(value, TokenBatch):
+                return value._mapped(function)
             return value.mapped(of) if isinstance(value, SharedPrefixes) else value
 
         return replace(self, **{f.name: of(getattr(self, f.name)) for f in fields(self)})

@@ -20,12 +20,15 @@ class Sample:
 
     input_ids: np.ndarray  # (tokens,) integers
     trained: np.ndarray  # (tokens,) bool
-    per_token: dict[str, np.ndarray] = field(default_factory=dict)  # name -> (tokens,)
+    per_token: dict[str, np.ndarray] = field(default_factory=dict)  # name -> (tokens,) or (tokens, k)
     scalars: dict[str, float] = field(default_factory=dict)  # numbers about the whole sequence
     media: dict[str, Any] = field(default_factory=dict)  # opaque tensors for the model's forward
     row: int = -1  # number of the dataset row it came from
     group: int = -1  # samples of one prompt share a group
     policy_version: int = -1  # version of the weights that wrote it, for rollouts
+    twin: Sample | None = (
+        None  # another sequence about the same thing, which is scored beside this one and never trained
+    )
 
     def __post_init__(self) -> None:
         self.input_ids = np.asarray(self.input_ids, dtype=np.int32)
@@ -57,8 +60,11 @@ class Sample:
         tokens = np.asarray(tokens, dtype=np.int32)
         columns = {}
         for name in self.per_token.keys() | per_token.keys():
-            old = self.per_token.get(name, np.zeros(len(self), dtype=np.float32))
-            new = np.asarray(per_token.get(name, np.zeros(len(tokens), dtype=old.dtype)))
+            old, new = (
+                None if part.get(name) is None else np.asarray(part[name]) for part in (self.per_token, per_token)
+            )
+            old = np.zeros((len(self), *new.shape[1:]), np.float32) if old is None else old
+            new = np.zeros((len(tokens), *old.shape[1:]), old.dtype) if new is None else new
             columns[name] = np.concatenate([old, new])
         return self._with(
             np.concatenate([self.input_ids, tokens]),
@@ -91,6 +97,7 @@ class Sample:
             self.row,
             self.group,
             self.policy_version,
+            self.twin,
         )
 
 

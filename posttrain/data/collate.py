@@ -113,7 +113,19 @@ def collate(
         media=_media(samples),
         num_tokens=int(lengths.sum()) if units else 0,
         num_trained=len(predicted),
+        twin=_twins(units, roles, layout, pad_token_id, pad_to_multiple_of),
     )
+
+
+def _twins(units: Sequence[Unit], *how: Any) -> TokenBatch | None:
+    """The twins of all samples as a batch of their own; None where they have none."""
+    samples = [sample for unit in units for sample in unit]
+    alone = [sample for sample in samples if sample.twin is None]
+    if len(alone) == len(samples):
+        return None
+    if alone:
+        raise ValueError(f"The sample of row {alone[0].row} has no twin, and others of its batch have one.")
+    return collate([tuple(sample.twin for sample in unit) for unit in units], *how)
 
 
 def _untrained_token(pad_token_id: int) -> Sample:

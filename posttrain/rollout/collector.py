@@ -20,7 +20,7 @@ from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Sample
 from posttrain.rewards.results import joined_results
 from posttrain.rewards.reward import Judged, RewardResults, RewardSet
-from posttrain.rollout.rollout import ADVANTAGES, Request, Rollout
+from posttrain.rollout.rollout import Request, Rollout
 
 Write = Callable[[Sequence[Request], Callable[[int, Rollout], None]], None]
 """Makes a rollout of each request and hands it over, with the number of its request, as soon as it is over."""
@@ -72,11 +72,13 @@ class RolloutCollector:
         rewards: RewardSet,
         credit: Callable[[GroupTable], tuple[Tensor, Tensor]],
         annotate: Callable[[list[Sample]], None],
+        spread: Callable[[list[Rollout]], None],
         world_size: int = 1,
     ) -> None:
-        """`credit` gives (weighted rewards, advantages) of all samples; `annotate` writes old and reference log-probs."""
+        """`credit` gives (weighted rewards, advantages) of all samples; `spread` writes the advantage of each token; `annotate`
+        writes old and reference log-probs."""
         self.write, self.rewards, self.credit, self.annotate = write, rewards, credit, annotate
-        self.world_size = world_size
+        self.spread, self.world_size = spread, world_size
 
     def collect(self, requests: Sequence[Request], trainer_state: Any = None) -> Collected:
         began = time.perf_counter()
@@ -100,8 +102,7 @@ class RolloutCollector:
         totals, advantages = self.credit(table)
         for rollout, total, advantage in zip(rollouts, totals[table.mine].tolist(), advantages[table.mine].tolist()):
             rollout.reward, rollout.advantage = total, advantage
-            filled = np.full(len(rollout.sample), advantage, dtype=np.float32)
-            rollout.sample.per_token[ADVANTAGES] = filled
+        self.spread(rollouts)
         return totals, advantages
 
     def credit_again(self, collected: Collected, kept: Tensor) -> None:

@@ -168,21 +168,28 @@ def pack_samples(samples: list[Sample | None]) -> dict[str, Any]:
     scalars = sorted(real[0].scalars) if real else []
 
     def flat(arrays: list[np.ndarray], dtype: Any) -> torch.Tensor:
-        return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype))
+        return torch.from_numpy(np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype))
+
+    def column(name: str) -> torch.Tensor:
+        """(tokens,) or (tokens, k): ids stay integers, everything else is float32."""
+        arrays = [sample.per_token[name] for sample in real]
+        return flat(arrays, np.int64 if np.issubdtype(arrays[0].dtype, np.integer) else np.float32)
 
     return {
         "lengths": torch.tensor([-1 if sample is None else len(sample) for sample in samples], dtype=torch.int64),
         "input_ids": flat([sample.input_ids for sample in real], np.int32),
         "trained": flat([sample.trained for sample in real], np.uint8),
-        "per_token": {name: flat([sample.per_token[name] for sample in real], np.float32) for name in names},
+        "per_token": {name: column(name) for name in names},
         "scalars": {name: torch.tensor([s.scalars[name] for s in real], dtype=torch.float64) for name in scalars},
         "numbers": torch.tensor([[s.row, s.group, s.policy_version] for s in real], dtype=torch.int64).view(-1, 3),
+        "twins": pack_samples([s.twin for s in real]) if any(s.twin for s in real) else None,
     }
 
 
 def unpack_samples(packed: dict[str, Any]) -> list[Sample | None]:
     samples: list[Sample | None] = []
     start = which = 0
+    twins = unpack_samples(packed["twins"]) if packed.get("twins") else [None] * len(packed["numbers"])
     for length in packed["lengths"].tolist():
         if length < 0:
             samples.append(None)
@@ -198,6 +205,7 @@ def unpack_samples(packed: dict[str, Any]) -> list[Sample | None]:
                 row=row,
                 group=group,
                 policy_version=version,
+                twin=twins[which],
             )
         )
         start, which = start + length, which + 1

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from datasets import IterableDataset
 from torch import Tensor, nn
@@ -38,7 +39,7 @@ from posttrain.rollout.eval_loader import EvalRolloutLoader
 from posttrain.rollout.loader import PromptStream, RolloutLoader
 from posttrain.rollout.prompt_rows import PromptRows
 from posttrain.rollout.replay_buffer import ReplayBuffer
-from posttrain.rollout.rollout import OLD_LOGPS, Request, Rollout
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Request, Rollout
 from posttrain.rollout.rollout_function import written_by_function
 from posttrain.rollout.streamed_prompts import StreamedPrompts, StreamOrder
 from posttrain.trainer import checkpoint as files
@@ -130,7 +131,7 @@ class OnlineTrainer(CollectingTrainer):
         self.log_of_rollouts = RolloutLog(self)
         self.add_callback(self.log_of_rollouts)
         self.collector = RolloutCollector(
-            self._write, self.rewards, self._credited, self._annotate, self.args.world_size
+            self._write, self.rewards, self._credited, self._annotate, self.spread, self.args.world_size
         )
 
     def reserved_bytes(self) -> float:
@@ -141,6 +142,11 @@ class OnlineTrainer(CollectingTrainer):
     def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
         """(N,) advantages of the samples of all processes; `totals` are their weighted rewards, NaN where there is none."""
         raise NotImplementedError
+
+    def spread(self, rollouts: list[Rollout]) -> None:
+        """Write the advantage of each token, and whatever else is the method's, on rollouts that have their `advantage`."""
+        for rollout in rollouts:
+            rollout.sample.per_token[ADVANTAGES] = np.full(len(rollout.sample), rollout.advantage, dtype=np.float32)
 
     @property
     def needs_reference(self) -> bool:
