@@ -1,4 +1,4 @@
-"""What the server asks of an engine. `vllm_engine` is the real one, `echo_engine` a scripted one for tests.
+"""What the server asks of an engine: vLLM's (`vllm_engine`), or another that can do the same.
 
 An engine is plain and synchronous and used by one thread only (`engine_thread`), which keeps the versions straight.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -156,13 +156,5 @@ class Engine(Protocol):
         """Free memory; None, or the sentence that says why nothing was freed."""
 
     def wake(self, tags: Sequence[str] | None) -> None: ...
-
-    def chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        """The token ids of a conversation in the model's chat template."""
-
-    def text_ids(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str | None:
-        """The text, or None where the engine has no tokenizer."""
 
     def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""/generate, /chat and /score: a body becomes jobs, their outcomes become the answer."""
+"""/generate and /score: a body becomes jobs, their outcomes become the answer."""
 
 from __future__ import annotations
 
@@ -6,197 +6,103 @@ import asyncio
 import dataclasses
 import hashlib
 import json
-import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from . import fields as f
-from .asgi import Answer, Request
-from .engine import ABORTED, ERROR, Accepted, GenerateJob, Job, Outcome, Sampling, ScoreJob
-from .errors import (
-    Busy,
-    Conflict,
-    DeadlinePassed,
-    EngineFailed,
-    FieldError,
-    NotReady,
-    ServeError,
-)
-from .fields import Field, read_fields
-from .payload import MAX_VERSION
+from starlette.responses import Response
+
+from .bodies import Asked, Generate, Prompt, Score
+from .engine import ABORTED, ERROR, GenerateJob, Job, Outcome, ScoreJob
+from .errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady
 from .server import RolloutServer
 
-MOST_PROMPTS, MOST_SAMPLES, MOST_TOP = 4096, 1024, 1024
-SEED = f.integer(0, (1 << 63) - 1)
 REFUSALS = {error.status: error for error in (FieldError, Conflict, Busy, NotReady)}
-
-VERSIONS = {
-    "min": Field(f.integer(0, MAX_VERSION), 0),
-    "max": Field(f.integer(0, MAX_VERSION), MAX_VERSION),
-}
-SAMPLING = {
-    "max_tokens": Field(f.integer(1, 1 << 24)),
-    "temperature": Field(f.number(0.0, 1e6), 1.0),
-    "top_p": Field(f.number(0.0, 1.0, above=True), 1.0),
-    "top_k": Field(f.integer(0, 1 << 24), 0),
-    "min_p": Field(f.number(0.0, 1.0), 0.0),
-    "repetition_penalty": Field(f.number(0.0, 1e6, above=True), 1.0),
-    "stop_ids": Field(f.list_of(f.integer(0, 1 << 31), 1024), ()),
-    "stop": Field(f.list_of(f.text(1024, 1), 64), ()),
-    "logit_bias": Field(f.list_of(f.list_of(f.number(-1e9, 1e9), 2, 2), 4096), ()),
-    "regex": Field(f.optional(f.text(1 << 16, 1)), None),
-}
+USUAL_SECONDS = 600.0
 
 
-def _common(server: RolloutServer) -> dict[str, Field]:
-    """Fields of all three bodies."""
-    most = server.options.most_seconds
-    return {
-        "request_id": Field(f.identifier, None),
-        "accept": Field(f.object_of(VERSIONS), {"min": 0, "max": MAX_VERSION}),
-        "deadline_s": Field(f.number(0.0, most, above=True), min(600.0, most)),
-        "base_weights": Field(f.boolean, False),
-    }
+async def generate(server: RolloutServer, asked: Generate) -> Response:
+    """Completions of token ids."""
+    for i, prompt in enumerate(asked.prompts):
+        check_ids(server, prompt.ids, f"`ids` of entry {i} of `prompts` of the body")
+
+    async def work(seconds: float) -> dict[str, Any]:
+        server.thread.refuse_without_room(sum(prompt.n for prompt in asked.prompts))
+        jobs = [job for i, prompt in enumerate(asked.prompts) for job in _jobs(server, i, prompt, asked)]
+        rest = iter(await _run(server, jobs, seconds))
+        groups = [[_completion(next(rest), asked) for _ in range(prompt.n)] for prompt in asked.prompts]
+        return {"completions": groups, "logprobs_mode": server.engine.info.logprobs_mode}
+
+    return await _once(server, asked, work)
 
 
-def _drawing() -> dict[str, Field]:
-    """Fields of a body that asks for completions."""
-    return {
-        "sampling": Field(f.object_of(SAMPLING)),
-        "top_logprobs": Field(f.integer(0, MOST_TOP), 0),
-        "text": Field(f.boolean, False),
-    }
-
-
-def _prompt_fields(server: RolloutServer, **what: Field) -> dict[str, Field]:
-    return {
-        **what,
-        "n": Field(f.integer(1, MOST_SAMPLES), 1),
-        "seeds": Field(f.optional(f.list_of(SEED, MOST_SAMPLES)), None),
-        "max_tokens": Field(f.optional(f.integer(1, 1 << 24)), None),
-    }
-
-
-async def generate(server: RolloutServer, request: Request) -> Answer:
-    """Completions of token ids or texts."""
-    about = server.engine.info
-    ids = Field(f.optional(f.token_ids(about.context_length, about.vocabulary)), None)
-    what = _prompt_fields(server, ids=ids, text=Field(f.optional(f.text(1 << 24, 1)), None))
-    table = _common(server) | _drawing() | {"prompts": Field(f.list_of(f.object_of(what), MOST_PROMPTS, 1))}
-    asked = read_fields(await request.json(), table)
-    for i, prompt in enumerate(asked["prompts"]):
-        if (prompt["ids"] is None) == (prompt["text"] is None):
-            raise FieldError(f"Entry {i} of `prompts` needs `ids` or `text`, and not both.")
-        if prompt["ids"] is None:
-            prompt["ids"] = tuple(await asyncio.to_thread(server.engine.text_ids, prompt["text"]))
-    return await _completions(server, request, asked)
-
-
-async def chat(server: RolloutServer, request: Request) -> Answer:
-    """Completions of conversations, in the model's chat template."""
-    message = f.list_of(f.any_object, 1 << 16, 1)
-    what = _prompt_fields(server, messages=Field(message))
-    more = {
-        "conversations": Field(f.list_of(f.object_of(what), MOST_PROMPTS, 1)),
-        "template_options": Field(f.any_object, {}),
-        "tools": Field(f.optional(f.list_of(f.any_object, 1024)), None),
-    }
-    asked = read_fields(await request.json(), _common(server) | _drawing() | more)
-    options = asked.pop("template_options") | ({"tools": list(asked["tools"])} if asked["tools"] else {})
-    asked["prompts"] = asked.pop("conversations")
-    for i, conversation in enumerate(asked["prompts"]):
-        messages = list(conversation["messages"])
-        for message in messages:
-            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str | list | None):
-                raise FieldError(f"A message of conversation {i} has no `role`, or a `content` that is no text.")
-        try:
-            ids = await asyncio.to_thread(server.engine.chat_ids, messages, options)
-        except ServeError:
-            raise
-        except Exception as error:  # templates are programs and raise anything
-            raise FieldError(
-                f"The chat template refused conversation {i} ({type(error).__name__}: {error})."
-            ) from error
-        conversation["ids"] = tuple(ids)
-    return await _completions(server, request, asked)
-
-
-async def score(server: RolloutServer, request: Request) -> Answer:
+async def score(server: RolloutServer, asked: Score) -> Response:
     """Log-probs of given tokens under the model at temperature 1, and of the most likely ones, for teachers."""
-    about = server.engine.info
-    if not about.capabilities.get("score"):
+    if not server.engine.info.capabilities.get("score"):
         raise FieldError("This server cannot score: vLLM has no log-probs of prompts with adapters on `lm_head`.")
-    what = {
-        "ids": Field(f.token_ids(about.context_length, about.vocabulary)),
-        "start": Field(f.integer(1, about.context_length), 1),
-    }
-    more = {
-        "sequences": Field(f.list_of(f.object_of(what), MOST_PROMPTS, 1)),
-        "top_k": Field(f.integer(0, MOST_TOP), 0),
-    }
-    asked = read_fields(await request.json(), _common(server) | more)
-    for i, sequence in enumerate(asked["sequences"]):
-        if not sequence["start"] < len(sequence["ids"]):
-            raise FieldError(
-                f"Sequence {i} has {len(sequence['ids'])} tokens and is to be scored from {sequence['start']}."
-            )
-    request_id = asked["request_id"] or uuid.uuid4().hex
-    accepted = Accepted(asked["accept"]["min"], asked["accept"]["max"])
+    for i, sequence in enumerate(asked.sequences):
+        check_ids(server, sequence.ids, f"`ids` of entry {i} of `sequences` of the body")
+        if not sequence.start < len(sequence.ids):
+            raise FieldError(f"Sequence {i} has {len(sequence.ids)} tokens and is to be scored from {sequence.start}.")
 
-    async def work() -> bytes:
-        server.thread.refuse_without_room(len(asked["sequences"]))
+    async def work(seconds: float) -> dict[str, Any]:
+        server.thread.refuse_without_room(len(asked.sequences))
         jobs = [
-            ScoreJob(f"{request_id}/{i}", s["ids"], s["start"], asked["top_k"], accepted, asked["base_weights"])
-            for i, s in enumerate(asked["sequences"])
+            ScoreJob(f"{asked.request_id}/{i}", tuple(s.ids), s.start, asked.top_k, asked.accepted, asked.base_weights)
+            for i, s in enumerate(asked.sequences)
         ]
-        outcomes = await _run(server, jobs, asked["deadline_s"])
+        outcomes = await _run(server, jobs, seconds)
         if ended := [outcome for outcome in outcomes if outcome.finish_reason == ABORTED]:
             raise Conflict(f"The scoring was ended: {ended[0].error}")
-        scores = [{"logps": o.logps, "top": _top(o), "version": o.version} for o in outcomes]
-        return json.dumps({"request_id": request_id, "scores": scores}).encode()
+        return {"scores": [{"logps": o.logps, "top": _top(o), "version": o.version} for o in outcomes]}
 
-    return Answer(await server.book.run(request_id, _digest("score", request), work))
-
-
-async def _completions(server: RolloutServer, request: Request, asked: dict[str, Any]) -> Answer:
-    request_id = asked["request_id"] or uuid.uuid4().hex
-
-    async def work() -> bytes:
-        server.thread.refuse_without_room(sum(prompt["n"] for prompt in asked["prompts"]))
-        jobs = [job for i, prompt in enumerate(asked["prompts"]) for job in _jobs(server, request_id, i, prompt, asked)]
-        outcomes = await _run(server, jobs, asked["deadline_s"])
-        rest = iter(outcomes)
-        groups = [[_completion(server, next(rest), asked) for _ in range(p["n"])] for p in asked["prompts"]]
-        answer = {"request_id": request_id, "completions": groups, "logprobs_mode": server.engine.info.logprobs_mode}
-        if any(prompt.get("messages") or prompt.get("text") for prompt in asked["prompts"]):
-            answer["prompt_ids"] = [list(prompt["ids"]) for prompt in asked["prompts"]]
-        return json.dumps(answer).encode()
-
-    return Answer(await server.book.run(request_id, _digest("generate", request), work))
+    return await _once(server, asked, work)
 
 
-def _jobs(server: RolloutServer, request_id: str, i: int, prompt: dict[str, Any], asked: dict[str, Any]) -> list[Job]:
-    seeds = prompt["seeds"] or (None,) * prompt["n"]
-    if len(seeds) != prompt["n"]:
-        raise FieldError(f"Prompt {i} has n = {prompt['n']} and {len(seeds)} seeds.")
-    room = server.engine.info.context_length - len(prompt["ids"])
-    if room < 1 or not prompt["ids"]:
+def check_ids(server: RolloutServer, ids: list[int], where: str) -> None:
+    """Whether the model knows these tokens, and its context holds them."""
+    about = server.engine.info
+    if len(ids) > about.context_length:
+        raise FieldError(f"{where} is not a list of 1 to {about.context_length} token ids.")
+    if min(ids) < 0 or max(ids) >= about.vocabulary:
+        place = next(i for i, token in enumerate(ids) if not 0 <= token < about.vocabulary)
+        raise FieldError(f"Entry {place} of {where} is not a token id from 0 to {about.vocabulary - 1}.")
+
+
+async def _once(server: RolloutServer, asked: Asked, work: Callable[[float], Awaitable[dict[str, Any]]]) -> Response:
+    """The answer to a request that is run once, however often it is sent."""
+    most = server.options.most_seconds
+    seconds = min(USUAL_SECONDS, most) if asked.deadline_s is None else asked.deadline_s
+    if seconds > most:
+        raise FieldError(f"`deadline_s` of the body is not a number above 0 up to {most:g}.")
+
+    async def answer() -> bytes:
+        return json.dumps({"request_id": asked.request_id} | await work(seconds)).encode()
+
+    kind = type(asked).__name__.encode()
+    digest = hashlib.blake2b(asked.model_dump_json().encode(), digest_size=16, person=kind).hexdigest()
+    return Response(await server.book.run(asked.request_id, digest, answer), media_type="application/json")
+
+
+def _jobs(server: RolloutServer, i: int, prompt: Prompt, asked: Generate) -> list[Job]:
+    seeds = prompt.seeds or (None,) * prompt.n
+    if len(seeds) != prompt.n:
+        raise FieldError(f"Prompt {i} has n = {prompt.n} and {len(seeds)} seeds.")
+    context = server.engine.info.context_length
+    room = context - len(prompt.ids)
+    if room < 1:
         raise FieldError(
-            f"Prompt {i} has {len(prompt['ids'])} tokens; the context is {server.engine.info.context_length} and one token "
-            "at least must fit behind it."
+            f"Prompt {i} has {len(prompt.ids)} tokens; the context is {context} and one token at least must fit behind it."
         )
-    bias = tuple((int(token), value) for token, value in asked["sampling"]["logit_bias"])
-    common = Sampling(**(asked["sampling"] | {"logit_bias": bias}))
-    most = min(prompt["max_tokens"] or common.max_tokens, room)
-    accepted = Accepted(asked["accept"]["min"], asked["accept"]["max"])
+    common, ids = asked.sampling.sampling(), tuple(prompt.ids)
+    most = min(prompt.max_tokens or common.max_tokens, room)
     return [
         GenerateJob(
-            f"{request_id}/{i}/{j}",
-            prompt["ids"],
+            f"{asked.request_id}/{i}/{j}",
+            ids,
             dataclasses.replace(common, max_tokens=most, seed=seed),
-            accepted,
-            asked["top_logprobs"],
-            asked["base_weights"],
+            asked.accepted,
+            asked.top_logprobs,
+            asked.base_weights,
         )
         for j, seed in enumerate(seeds)
     ]
@@ -242,7 +148,7 @@ def _raise_refusal(outcome: Outcome) -> None:
         raise REFUSALS.get(outcome.stop_reason, EngineFailed)(outcome.error)
 
 
-def _completion(server: RolloutServer, outcome: Outcome, asked: dict[str, Any]) -> dict[str, Any]:
+def _completion(outcome: Outcome, asked: Generate) -> dict[str, Any]:
     answer = {
         "ids": outcome.ids,
         "logps": outcome.logps,
@@ -252,16 +158,8 @@ def _completion(server: RolloutServer, outcome: Outcome, asked: dict[str, Any]) 
         "version": outcome.version,
         "error": outcome.error,
     }
-    if asked["top_logprobs"]:
-        answer["top"] = _top(outcome)
-    if asked["text"]:
-        answer["text"] = server.engine.decode(outcome.ids)
-    return answer
+    return answer | {"top": _top(outcome)} if asked.top_logprobs else answer
 
 
 def _top(outcome: Outcome) -> list[dict[str, list[Any]]]:
     return [{"ids": [i for i, _ in place], "logps": [value for _, value in place]} for place in outcome.top]
-
-
-def _digest(kind: str, request: Request) -> str:
-    return hashlib.blake2b(request.body, digest_size=16, person=kind.encode()).hexdigest()

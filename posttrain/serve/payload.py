@@ -41,6 +41,10 @@ MAX_NAME = 512
 MAX_VERSION = (1 << 53) - 1  # what JSON readers of every language keep exactly
 HASH_BLOCK = 4 << 20
 
+SHARED_MEMORY, CUDA_IPC, COLLECTIVE = "shared_memory", "cuda_ipc", "collective"
+"""The ways, besides the body of a request, by which the data of a part may come."""
+MOST_FETCH_SECONDS = 600.0
+
 ITEM_BYTES = {
     "float32": 4,
     "float16": 2,

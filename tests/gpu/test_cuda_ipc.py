@@ -47,8 +47,8 @@ DEADLINES = Deadlines(connect=5, health=10, control=60, part=60, commit=60)
 def serve(size: int, folder: str) -> None:
     """Print the port, then answer until the process is killed."""
     from posttrain.serve.app import build_app
-    from posttrain.serve.echo_engine import EchoEngine, numbered_weights
     from posttrain.serve.server import RolloutServer, ServerOptions
+    from tests.serve.echo_engine import EchoEngine, numbered_weights
 
     server = RolloutServer(
         EchoEngine(numbered_weights(0, NAMES, size), device="cuda"), ServerOptions(shared_folder=Path(folder))

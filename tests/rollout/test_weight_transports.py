@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from posttrain.serve.routes import ROUTES
 
 from posttrain import GRPOConfig
 from posttrain.rollout.engine import Prompt, SamplingParams, generate
@@ -26,7 +27,6 @@ from posttrain.rollout.vllm_engine.upstream import UpstreamClient
 from posttrain.rollout.vllm_engine.weight_channel import TRANSPORTS, WeightChannel
 from posttrain.rollout.vllm_engine.weight_senders import AT_ONCE, SENDERS, Sides, Wire
 from posttrain.serve.collective import Pair
-from posttrain.serve.routes import ROUTES
 from posttrain.serve.shared_blocks import SharedFolder, host_id
 from posttrain.serve.transports import RECEIVERS
 from posttrain.trainer.vllm_setup import client_of as plain_client

@@ -7,12 +7,12 @@ import threading
 import torch
 
 from posttrain.serve.buckets import plan_parts
-from posttrain.serve.echo_engine import EchoEngine, numbered_weights
 from posttrain.serve.engine import Accepted, GenerateJob, Sampling
 from posttrain.serve.engine_thread import EngineThread
 from posttrain.serve.payload import MAX_VERSION, Manifest, Part, TensorSpec, checksum, parse_head, split_part
 from posttrain.serve.update import UpdateLimits, Updater
 from posttrain.serve.versions import Serving, Versions
+from tests.serve.echo_engine import EchoEngine, numbered_weights
 
 ANY = Accepted(0, MAX_VERSION)
 

@@ -11,11 +11,11 @@ import torch
 
 from posttrain.serve import pushed_adapters
 from posttrain.serve.adapters import Adapters
-from posttrain.serve.echo_engine import EchoEngine, numbered_weights
 from posttrain.serve.errors import FieldError
 from posttrain.serve.model_folder import tensor_names
 from posttrain.serve.pushed_adapters import LOCK, WEIGHTS, PushedAdapters
 from posttrain.serve.versions import Serving, Versions
+from tests.serve.echo_engine import EchoEngine, numbered_weights
 
 NAME = "m.q_proj.lora_A.weight"
 

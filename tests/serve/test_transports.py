@@ -14,22 +14,24 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
+from pydantic import Field
 
 from posttrain.serve import shared_blocks
 from posttrain.serve.app import build_app
+from posttrain.serve.bodies import Body, Bytes, read
 from posttrain.serve.collective import GLOO, Meeting, join
-from posttrain.serve.echo_engine import EchoEngine, numbered_weights
 from posttrain.serve.errors import FieldError, PayloadError, TransportFailed
-from posttrain.serve.fields import base64_bytes
 from posttrain.serve.launch import bind
 from posttrain.serve.payload import encode_manifest, parse_head
 from posttrain.serve.server import RolloutServer, ServerOptions
 from posttrain.serve.shared_blocks import SharedFolder
 from posttrain.serve.transports import RECEIVERS
 from tests.serve.asgi_client import call
+from tests.serve.echo_engine import EchoEngine, numbered_weights
 from tests.serve.serving import update_of
 
 TOKEN = "a-token-of-the-tests-7c1"
@@ -345,11 +347,13 @@ def test_parts_larger_than_allowed_and_empty_ones_are_not_fetched(tmp_path, fold
 
 
 def test_base64_is_strict():
-    read = base64_bytes(6)
-    assert read("AAEC", "x") == b"\0\1\2"
+    class Short(Body):
+        x: Annotated[Bytes, Field(max_length=6)]
+
+    assert read({"x": "AAEC"}, Short).x == b"\0\1\2"
     for wrong in (None, 3, "A", "AA", "A A=", "AAAA\n", "é", "A" * 400, b"AAAA"):
-        with pytest.raises(FieldError, match="x is not base64 of at most 6 bytes"):
-            read(wrong, "x")
+        with pytest.raises(FieldError, match="`x` of the body is not base64 of at most 6 bytes"):
+            read({"x": wrong}, Short)
     with pytest.raises(PayloadError):
         parse_head(b"")
 

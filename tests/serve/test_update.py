@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from posttrain.serve import host_memory
-from posttrain.serve.echo_engine import numbered_weights
 from posttrain.serve.engine import Accepted
 from posttrain.serve.errors import Conflict, DeadlinePassed, EngineFailed, NotFound, NotReady, PayloadError, TooLarge
 from posttrain.serve.update import UpdateLimits
 from posttrain.serve.versions import MOVES, Phase, Serving, Versions
+from tests.serve.echo_engine import numbered_weights
 from tests.serve.serving import update_of
 from tests.waiting import eventually
 

@@ -22,8 +22,8 @@ from posttrain.serve import cuda_ipc
 from posttrain.serve.collective import GLOO, NCCL, Meeting, Pair, available_backends
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.host_memory import HostMemory, copy_bytes
+from posttrain.serve.payload import COLLECTIVE, CUDA_IPC, MOST_FETCH_SECONDS, SHARED_MEMORY
 from posttrain.serve.shared_blocks import Block, SharedFolder, host_id
-from posttrain.serve.transports import COLLECTIVE, CUDA_IPC, MOST_FETCH_SECONDS, SHARED_MEMORY
 
 T = TypeVar("T")
 
