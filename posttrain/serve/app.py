@@ -129,54 +129,40 @@ class Endpoint:
     path: str
     handler: Callable[[RolloutServer, Any], Awaitable[Any]]  # a response, or what becomes JSON
     body: type[Body] | None = None  # None: the handler gets the bytes
-    limit: Callable[[ServerOptions], int] = lambda options: NO_BODY
-    seconds: Callable[[ServerOptions], float] = lambda options: 60.0  # for the answer, once the body is here
+    limit: int | str = NO_BODY  # bytes of the body, or the option of the server that says how many
+    seconds: float | None = 60.0  # for the answer, once the body is here; None: as long as a deadline in a body may be
     at_once: int = 4096  # requests of this route, bodies that still arrive included
 
-
-def _json(options: ServerOptions) -> int:
-    return options.most_json_bytes
-
-
-def _small(options: ServerOptions) -> int:
-    return 1 << 16
+    def bounds(self, options: ServerOptions) -> tuple[int, float]:
+        """(bytes, seconds)."""
+        limit = getattr(options, self.limit) if isinstance(self.limit, str) else self.limit
+        return limit, options.most_seconds + LATER if self.seconds is None else self.seconds
 
 
-def _part(options: ServerOptions) -> int:
-    return options.most_part_bytes
-
-
-def _quick(options: ServerOptions) -> float:
-    return 10.0
-
-
-def _long(options: ServerOptions) -> float:
-    return options.most_seconds + 30.0  # the handlers end earlier, by the deadline in the body
-
-
-def _fetch(options: ServerOptions) -> float:
-    return MOST_FETCH_SECONDS + 30.0  # likewise
-
+LATER = 30.0
+"""The handlers end earlier, by the deadline in the body."""
+JSON, PART, SMALL = "most_json_bytes", "most_part_bytes", 1 << 16
+QUICK, LONG, FETCH = 10.0, None, MOST_FETCH_SECONDS + LATER
 
 ENDPOINTS = (
-    Endpoint("GET", "/health", control.health, seconds=_quick),
-    Endpoint("GET", "/ready", control.ready, seconds=_quick),
-    Endpoint("GET", "/info", control.info, seconds=_quick),
-    Endpoint("GET", "/metrics", control.metrics, seconds=_quick),
-    Endpoint("POST", "/generate", generation.generate, bodies.Generate, _json, _long),
-    Endpoint("POST", "/score", generation.score, bodies.Score, _json, _long),
-    Endpoint("POST", "/weights/begin", control.weights_begin, bodies.Begin, _json, at_once=4),
-    Endpoint("POST", "/weights/part", control.weights_part, None, _part, lambda options: 600.0, PARTS_AT_ONCE),
-    Endpoint("POST", "/weights/fetch", control.weights_fetch, bodies.Fetch, _json, _fetch, at_once=4),
-    Endpoint("POST", "/weights/collective", control.weights_collective, bodies.Meeting, _small, _fetch, at_once=2),
-    Endpoint("POST", "/weights/commit", control.weights_commit, bodies.Commit, _json, _long, at_once=4),
-    Endpoint("POST", "/weights/abort", control.weights_abort, bodies.Abort, _small),
-    Endpoint("POST", "/adapters/load", control.adapters_load, bodies.LoadAdapter, _small),
-    Endpoint("POST", "/adapters/unload", control.adapters_unload, bodies.Nothing, _small),
-    Endpoint("POST", "/reset_prefix_cache", control.reset_prefix_cache, bodies.ResetCache, _small),
-    Endpoint("POST", "/sleep", control.sleep, bodies.Sleep, _small),
-    Endpoint("POST", "/wake", control.wake, bodies.Wake, _small),
-    Endpoint("POST", "/shutdown", control.shutdown, bodies.Shutdown, _small),
+    Endpoint("GET", "/health", control.health, seconds=QUICK),
+    Endpoint("GET", "/ready", control.ready, seconds=QUICK),
+    Endpoint("GET", "/info", control.info, seconds=QUICK),
+    Endpoint("GET", "/metrics", control.metrics, seconds=QUICK),
+    Endpoint("POST", "/generate", generation.generate, bodies.Generate, JSON, LONG),
+    Endpoint("POST", "/score", generation.score, bodies.Score, JSON, LONG),
+    Endpoint("POST", "/weights/begin", control.weights_begin, bodies.Begin, JSON, at_once=4),
+    Endpoint("POST", "/weights/part", control.weights_part, None, PART, 600.0, PARTS_AT_ONCE),
+    Endpoint("POST", "/weights/fetch", control.weights_fetch, bodies.Fetch, JSON, FETCH, at_once=4),
+    Endpoint("POST", "/weights/collective", control.weights_collective, bodies.Meeting, SMALL, FETCH, at_once=2),
+    Endpoint("POST", "/weights/commit", control.weights_commit, bodies.Commit, JSON, LONG, at_once=4),
+    Endpoint("POST", "/weights/abort", control.weights_abort, bodies.Abort, SMALL),
+    Endpoint("POST", "/adapters/load", control.adapters_load, bodies.LoadAdapter, SMALL),
+    Endpoint("POST", "/adapters/unload", control.adapters_unload, bodies.Nothing, SMALL),
+    Endpoint("POST", "/reset_prefix_cache", control.reset_prefix_cache, bodies.ResetCache, SMALL),
+    Endpoint("POST", "/sleep", control.sleep, bodies.Sleep, SMALL),
+    Endpoint("POST", "/wake", control.wake, bodies.Wake, SMALL),
+    Endpoint("POST", "/shutdown", control.shutdown, bodies.Shutdown, SMALL),
 )
 """Every route there is. The application is built from this table and from nothing else."""
 
@@ -213,11 +199,12 @@ class _Served:
             self._under_way -= 1
 
     async def _read_and_handle(self, request: Request) -> Response:
-        endpoint, options = self._endpoint, self._server.options
+        endpoint = self._endpoint
+        limit, seconds = endpoint.bounds(self._server.options)
         try:
             with self._memory.share() as hold:
-                body: Any = await read_body(request, endpoint.limit(options), hold)
-                async with asyncio.timeout(endpoint.seconds(options)):
+                body: Any = await read_body(request, limit, hold)
+                async with asyncio.timeout(seconds):
                     if endpoint.body is not None:
                         large = len(body) >= LARGE_BODY
                         body = (
@@ -227,7 +214,7 @@ class _Served:
                         )
                     answer = await endpoint.handler(self._server, body)
         except TimeoutError as error:
-            raise DeadlinePassed(f"{endpoint.path} took more than {endpoint.seconds(options):g} s.") from error
+            raise DeadlinePassed(f"{endpoint.path} took more than {seconds:g} s.") from error
         return answer if isinstance(answer, Response) else JSONResponse(answer)
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from prometheus_client.registry import Collector
 from .adapters import Adapters
 from .engine import Engine
 from .engine_thread import EngineThread
-from .errors import NotReady
+from .errors import Conflict, NotReady
 from .payload import CHECKSUMS
-from .request_book import RequestBook
 from .transports import TransportOptions, Transports
 from .update import UpdateLimits, Updater
 from .versions import Serving, Versions
@@ -188,3 +187,49 @@ class Metrics(Collector):
             ("uptime_seconds", time.monotonic() - server.started, "Since the start."),
         ):
             yield GaugeMetricFamily(f"posttrain_{name}", told, float(value))
+
+
+@dataclass
+class _Entry:
+    digest: str
+    task: asyncio.Task[bytes]
+
+
+class RequestBook:
+    """Answers of the latest requests. Used in the event loop only.
+
+    Only successes are kept: where a request failed all of its work was ended, and sending it again is a new try.
+    """
+
+    def __init__(self, most_entries: int = 20_000, most_bytes: int = 512 << 20) -> None:
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._most_entries, self._most_bytes = most_entries, most_bytes
+        self._bytes = 0
+        self.joined = 0
+
+    async def run(self, request_id: str, digest: str, work: Callable[[], Awaitable[bytes]]) -> bytes:
+        """The answer of `work()`, done once for this id. The work goes on if this caller goes away."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            entry = _Entry(digest, asyncio.ensure_future(work()))
+            self._entries[request_id] = entry
+            entry.task.add_done_callback(lambda task: self._finished(request_id, task))
+        elif entry.digest != digest:
+            raise Conflict(f"The request id {request_id} was used before with another body.")
+        else:
+            self.joined += 1
+        return await asyncio.shield(entry.task)
+
+    def _finished(self, request_id: str, task: asyncio.Task[bytes]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            del self._entries[request_id]
+            return
+        self._bytes += len(task.result())
+        finished = [key for key, entry in self._entries.items() if entry.task.done()] if self._is_full() else []
+        for key in finished:
+            if not self._is_full():
+                return
+            self._bytes -= len(self._entries.pop(key).task.result())
+
+    def _is_full(self) -> bool:
+        return len(self._entries) > self._most_entries or self._bytes > self._most_bytes

@@ -59,6 +59,17 @@ def test_scores_that_never_come_are_a_sentence(fakes):
     assert len(clients[0].fail["score"]) >= 980  # at most 20 questions
 
 
+def test_a_watcher_outlives_errors_that_nobody_foresaw(fakes):
+    """Without it a server that is down would never be brought back, and the run would wait for all of `back`."""
+    engine, clients = fakes(deadlines=Deadlines(back=60))
+    clients[0].fail["health"] = [RuntimeError("can't start new thread")]
+    eventually(lambda: not clients[0].fail["health"])
+    clients[0].fail["generate"] = [ServerGone("it died")]
+    (completion,) = generate(engine, [Prompt([1])], SamplingParams(4))
+    assert completion.ids.tolist() == [0, 0]
+    eventually(lambda: engine.fleet.up())
+
+
 def test_scores_that_come_late_are_taken(fakes):
     engine, clients = fakes(deadlines=Deadlines())
     clients[0].fail["score"] = [ServerGone("cut off")] * 3

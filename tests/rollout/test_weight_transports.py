@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from posttrain.serve.routes import ROUTES
 
 from posttrain import GRPOConfig
 from posttrain.rollout.engine import Prompt, SamplingParams, generate
@@ -26,6 +25,7 @@ from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, Serv
 from posttrain.rollout.vllm_engine.upstream import UpstreamClient
 from posttrain.rollout.vllm_engine.weight_channel import TRANSPORTS, WeightChannel
 from posttrain.rollout.vllm_engine.weight_senders import AT_ONCE, SENDERS, Sides, Wire
+from posttrain.serve.app import ENDPOINTS
 from posttrain.serve.collective import Pair
 from posttrain.serve.shared_blocks import SharedFolder, host_id
 from posttrain.serve.transports import RECEIVERS
@@ -79,7 +79,7 @@ def test_the_two_tables_and_the_option_name_the_same_ways():
     assert list(SENDERS) == ["cuda_ipc", "shared_memory", "collective", "http"]
     assert set(SENDERS) == {"http", *RECEIVERS}
     assert ("auto", *SENDERS) == TRANSPORTS
-    allowed = {route.path: route.at_once for route in ROUTES}
+    allowed = {route.path: route.at_once for route in ENDPOINTS}
     assert min(allowed["/weights/fetch"], allowed["/weights/part"]) >= AT_ONCE
     with pytest.raises(ValueError, match="`pigeon` is no way for weights"):
         ServerClient("http://127.0.0.1:1", None, QUICK, "pigeon")

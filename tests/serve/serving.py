@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from posttrain.serve.buckets import plan_parts
+from posttrain.rollout.vllm_engine.kept_weights import plan_parts
 from posttrain.serve.engine import Accepted, GenerateJob, Sampling
 from posttrain.serve.engine_thread import EngineThread
 from posttrain.serve.payload import MAX_VERSION, Manifest, Part, TensorSpec, checksum, parse_head, split_part

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.serve import buckets, payload
-from posttrain.serve.buckets import plan_parts
+from posttrain.rollout.vllm_engine import kept_weights
+from posttrain.rollout.vllm_engine.kept_weights import plan_parts
+from posttrain.serve import payload
 from posttrain.serve.errors import PayloadError
 from posttrain.serve.host_memory import HostMemory
 from posttrain.serve.payload import ITEM_BYTES, MAGIC, PREFIX_BYTES, Manifest, TensorSpec
@@ -219,7 +220,7 @@ def test_the_manifest_reads_back_and_refuses_a_name_twice():
 def small_blocks(monkeypatch):
     """Blocks of 8 bytes; a list of how many bytes were hashed at each call for a block."""
     monkeypatch.setattr(payload, "HASH_BLOCK", 8)
-    monkeypatch.setattr(buckets, "HASH_BLOCK", 8)
+    monkeypatch.setattr(kept_weights, "HASH_BLOCK", 8)
     hashed, real = [], payload.CHECKSUMS["blake2b"]
     counted = {"blake2b": lambda data: (hashed.append(len(data)), real(data))[1]}
     monkeypatch.setattr(payload, "CHECKSUMS", counted)

@@ -33,6 +33,7 @@ from posttrain.serve.transports import RECEIVERS
 from tests.serve.asgi_client import call
 from tests.serve.echo_engine import EchoEngine, numbered_weights
 from tests.serve.serving import update_of
+from tests.waiting import eventually
 
 TOKEN = "a-token-of-the-tests-7c1"
 ROOT = Path(__file__).parents[2]
@@ -415,3 +416,18 @@ def test_a_meeting_without_the_other_is_over_at_its_deadline():
     with pytest.raises(TransportFailed):  # somebody who does not know the key meets nobody
         join(GLOO, meeting.address, meeting.port, secrets.token_hex(16), 0.5)
     assert time.monotonic() - began < 60
+    waiting = lambda: [one for one in threading.enumerate() if one.name == "collective: Making the group"]  # noqa: E731
+    eventually(lambda: not waiting(), 60)  # the threads in which the two waited are gone: torch has the deadline, too
+
+
+def test_a_broadcast_may_take_longer_than_the_group_took_to_connect():
+    mine, theirs = pair_up(1.0)
+    sent, received = torch.arange(7, dtype=torch.uint8), theirs.buffer(7)
+    other = threading.Thread(target=theirs.broadcast, args=(received, 60))
+    other.start()
+    time.sleep(1.5)  # the trainer is late by more than the second that the group had
+    mine.broadcast(sent, 60)
+    other.join(60)
+    assert received.tolist() == list(range(7))
+    mine.close()
+    theirs.close()

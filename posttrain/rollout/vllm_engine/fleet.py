@@ -209,15 +209,16 @@ class Fleet:
 
     def _watch(self, member: Member) -> None:
         while not self._closing.is_set():
-            if member.is_up:
-                member.stir.wait(self._watch_seconds)
-                member.stir.clear()
-                self._look(member)
-            elif self.target.version is None:
-                member.stir.wait(self._watch_seconds)  # there is nothing yet that it could be given
-                member.stir.clear()
-            else:
+            if not member.is_up and self.target.version is not None:
                 self._try_to_bring_back(member)
+                continue
+            member.stir.wait(self._watch_seconds)  # without a target there is nothing yet that it could be given
+            member.stir.clear()
+            try:
+                self._look(member)
+            except Exception as error:  # the watcher must live: without it a server that is down would never come back
+                log.exception("Looking after %s failed.", member.name)
+                self.report(member, f"it cannot be asked ({type(error).__name__}: {error}).")
 
     def _look(self, member: Member) -> None:
         for missed in range(MISSES):
@@ -243,7 +244,7 @@ class Fleet:
             return
         except ServerError as error:
             self._note(member, error)
-        except Exception as error:  # the watcher must live: without it nobody would ever look again
+        except Exception as error:  # as above
             log.exception("Bringing back %s failed.", member.name)
             self._note(member, ServerError(f"{member.name} cannot be brought back ({type(error).__name__}: {error})."))
         self._closing.wait(RETRY_SECONDS * 2 ** min(member.failed_starts, 6))
