@@ -32,7 +32,7 @@ from .errors import (
     TooSlow,
     Unauthorised,
 )
-from .payload import MOST_FETCH_SECONDS, read_json
+from .payload import MOST_FETCH_SECONDS
 from .server import PARTS_AT_ONCE, RolloutServer, ServerOptions
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ def _announced(lengths: list[str]) -> int | None:
 
 def _parsed(body: bytearray, model: type[Body]) -> Body:
     try:
-        value = read_json(body) if body else {}
+        value = bodies.read_json(body) if body else {}
     except PayloadError as error:
         raise FieldError(f"The body is not JSON. {error}") from error
     return bodies.read(value, model)

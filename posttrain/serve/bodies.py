@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import uuid
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -11,15 +12,25 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from .engine import Accepted, Sampling
 from .engine_thread import ABORT, CONTINUE, DRAIN
-from .errors import FieldError
+from .errors import FieldError, PayloadError, ServeError
 from .payload import (
+    CHECKSUMS,
     COLLECTIVE,
     CUDA_IPC,
+    ITEM_BYTES,
+    MAX_DIMENSIONS,
     MAX_HEADER_BYTES,
+    MAX_NAME,
+    MAX_PARTS,
+    MAX_TENSOR_BYTES,
+    MAX_TENSORS,
     MAX_VERSION,
     MOST_FETCH_SECONDS,
     PREFIX_BYTES,
     SHARED_MEMORY,
+    Buffer,
+    Manifest,
+    TensorSpec,
 )
 
 MOST_PROMPTS, MOST_SAMPLES, MOST_TOP, MOST_TOKENS = 4096, 1024, 1024, 1 << 24
@@ -35,7 +46,11 @@ def _from_base64(value: Any) -> bytes:
 
 
 Bytes = Annotated[bytes, BeforeValidator(_from_base64)]
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\-]{1,200}$")]
+NAME = "a name of 1 to 200 letters, digits, '_', '.', ':' and '-'"
+TENSOR_NAME = f"a name of 1 to {MAX_NAME} letters, digits, '.', '_' and '-'"
+CHECKSUM = f"'KIND:32 hexadecimal digits' with KIND of {sorted(CHECKSUMS)}"
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\-]{1,200}$", description=NAME)]
+Checksum = Annotated[str, Field(pattern=f"^({'|'.join(CHECKSUMS)}):[0-9a-f]{{32}}$", description=CHECKSUM)]
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 MaxTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
@@ -126,8 +141,56 @@ class Score(Asked):
 # weights ----------------------------------------------------------------------------------------------------------------
 
 
+class TensorEntry(Body):
+    """A tensor of a manifest."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$", max_length=MAX_NAME, description=TENSOR_NAME)]
+    dtype: Literal[tuple(ITEM_BYTES)]
+    shape: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TENSOR_BYTES)]], Field(max_length=MAX_DIMENSIONS)]
+    checksum: Checksum | None
+
+    def spec(self) -> TensorSpec:
+        spec = TensorSpec(self.name, self.dtype, tuple(self.shape), self.checksum)
+        if spec.nbytes > MAX_TENSOR_BYTES:
+            raise PayloadError(f"{self.name}: its shape means more than {MAX_TENSOR_BYTES} bytes.")
+        return spec
+
+
+class PieceEntry(TensorEntry):
+    """A tensor, or a piece of one, in the header of a part."""
+
+    offset: Annotated[int, Field(ge=0, le=MAX_TENSOR_BYTES)]
+    begin: Annotated[int, Field(ge=0, le=MAX_TENSOR_BYTES)]
+    end: Annotated[int, Field(ge=0, le=MAX_TENSOR_BYTES)]
+
+
+class Header(Body):
+    version: Version
+    part: Annotated[int, Field(ge=0, le=MAX_PARTS)]
+    parts: Annotated[int, Field(ge=1, le=MAX_PARTS)]
+    tensors: Annotated[list[PieceEntry], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
+
+
+class ManifestBody(Body):
+    version: Version
+    parts: Annotated[int, Field(ge=1, le=MAX_PARTS)]
+    tensors: Annotated[list[TensorEntry], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
+
+    def manifest(self) -> Manifest:
+        refuse_twice([entry.name for entry in self.tensors])
+        return Manifest(self.version, self.parts, tuple(entry.spec() for entry in self.tensors))
+
+
+def refuse_twice(names: list[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise PayloadError(f"{name} is listed twice.")
+        seen.add(name)
+
+
 class Begin(Body):
-    manifest: dict[str, Any]
+    manifest: ManifestBody
     replace: bool = False
     rollback: bool = False
     adapter_config: dict[str, Any] | None = None
@@ -169,7 +232,7 @@ class Meeting(Body):
 
 class Commit(Body):
     version: Version
-    checksums: dict[str, Any] = {}
+    checksums: dict[str, Checksum] = {}  # by tensor; those that the manifest left out
     in_flight: Literal[DRAIN, CONTINUE, ABORT] = DRAIN
     deadline_s: WaitSeconds = 60.0
 
@@ -208,13 +271,32 @@ class Shutdown(Body):
 B = TypeVar("B", bound=Body)
 
 
-def read(value: Any, model: type[B], where: str = "the body") -> B:
-    """The body, or a FieldError that names the first field that is wrong, where it stands, and what it must be."""
+def read_json(text: Buffer) -> Any:
+    """Strict JSON: UTF-8, no NaN, no field twice, no nesting deep enough to exhaust the stack."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(fields := dict(pairs)) != len(pairs):
+            raise PayloadError("The JSON has a field twice in one object.")
+        return fields
+
+    def refuse(constant: str) -> None:
+        raise PayloadError(f"The JSON has the constant {constant}, which JSON does not know.")
+
+    try:
+        return json.loads(bytes(text).decode(), object_pairs_hook=once, parse_constant=refuse)
+    except PayloadError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise PayloadError(f"The JSON cannot be read ({type(error).__name__}).") from error
+
+
+def read(value: Any, model: type[B], where: str = "the body", refusal: type[ServeError] = FieldError) -> B:
+    """The body, or a refusal that names the first field that is wrong, where it stands, and what it must be."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise FieldError(_sentence(model, first["type"], first["loc"], where)) from None
+        raise refusal(_sentence(model, first["type"], first["loc"], where)) from None
 
 
 def _sentence(model: type[Body], wrong: str, path: tuple[int | str, ...], where: str) -> str:
@@ -229,30 +311,34 @@ def _sentence(model: type[Body], wrong: str, path: tuple[int | str, ...], where:
 
 
 def _place(path: tuple[int | str, ...], where: str) -> str:
-    return " of ".join([f"`{step}`" if isinstance(step, str) else f"entry {step}" for step in reversed(path)] + [where])
+    return " of ".join(
+        [f"`{step[:80]}`" if isinstance(step, str) else f"entry {step}" for step in reversed(path)] + [where]
+    )
 
 
 def _type_at(model: Any, path: tuple[int | str, ...]) -> tuple[Any, dict[str, Any]]:
     """(type, limits) of the field at this place of a body."""
-    kind, metadata = model, []
+    kind, limits = model, []
     for step in path:
-        if isinstance(step, str):
-            kind, metadata = model.model_fields[step].annotation, list(model.model_fields[step].metadata)
+        if isinstance(step, int) or get_origin(kind) is dict:
+            kind, limits = get_args(kind)[-1], []
         else:
-            kind, metadata = get_args(kind)[0], []
+            field = kind.model_fields[step]
+            kind, limits = field.annotation, [field, *field.metadata]
         while get_origin(kind) in (Annotated, Union, UnionType):
             if get_origin(kind) is Annotated:
                 kind, *more = get_args(kind)
-                metadata += [limit for one in more for limit in getattr(one, "metadata", [one])]
+                limits += [limit for one in more for limit in (one, *getattr(one, "metadata", ()))]
             else:
                 (kind,) = [one for one in get_args(kind) if one is not NoneType]
-        model = kind
-    names = ("ge", "gt", "le", "min_length", "max_length", "pattern")
-    return kind, {name: getattr(one, name) for one in metadata for name in names if hasattr(one, name)}
+    names = ("ge", "gt", "le", "min_length", "max_length", "description")
+    return kind, {name: getattr(one, name) for one in limits for name in names if getattr(one, name, None) is not None}
 
 
 def _what_it_is_not(kind: Any, limits: dict[str, Any]) -> str:
     """What a value that was refused is not."""
+    if limits.get("description"):
+        return f"not {limits['description']}"
     low, high = limits.get("ge", limits.get("gt")), limits.get("le")
     shortest, longest = limits.get("min_length", 0), limits.get("max_length")
     if kind is bool:
@@ -264,8 +350,6 @@ def _what_it_is_not(kind: Any, limits: dict[str, Any]) -> str:
         return f"not a number {bound}" + ("" if high is None else f" up to {high:g}")
     if kind is bytes:
         return f"not base64 of at most {longest} bytes"
-    if "pattern" in limits:
-        return "not a name of 1 to 200 letters, digits, '_', '.', ':' and '-'"
     if kind is str:
         return f"not a text of {shortest} to {longest} characters"
     if get_origin(kind) is Literal:

@@ -12,7 +12,7 @@ from . import bodies
 from .adapters import confined
 from .engine_thread import KEEP
 from .errors import Conflict, FieldError, NotReady
-from .payload import Buffer, parse_checksums, parse_manifest
+from .payload import Buffer
 from .server import RolloutServer
 
 CALL_SECONDS = 50.0
@@ -46,7 +46,7 @@ async def metrics(server: RolloutServer, _: bytearray) -> Response:
 async def weights_begin(server: RolloutServer, asked: bodies.Begin) -> Fields:
     server.refuse_if_stopping()
     _refuse_without(server, "weights" if asked.adapter_config is None else "adapters")
-    manifest = await asyncio.to_thread(parse_manifest, asked.manifest)
+    manifest = await asyncio.to_thread(asked.manifest.manifest)
     return server.updater.begin(manifest, asked.replace, asked.rollback, asked.adapter_config)
 
 
@@ -70,10 +70,11 @@ async def weights_collective(server: RolloutServer, asked: bodies.Meeting) -> Fi
 
 
 async def weights_commit(server: RolloutServer, asked: bodies.Commit) -> Fields:
-    checksums = parse_checksums(asked.checksums)
     if server.thread.sleeping and "weights" in server.thread.sleeping_parts:
         raise NotReady("The weights are asleep; wake them (tags: weights) before the commit.")
-    return await asyncio.to_thread(server.updater.commit, asked.version, checksums, asked.in_flight, asked.deadline_s)
+    return await asyncio.to_thread(
+        server.updater.commit, asked.version, asked.checksums, asked.in_flight, asked.deadline_s
+    )
 
 
 async def weights_abort(server: RolloutServer, asked: bodies.Abort) -> Fields:

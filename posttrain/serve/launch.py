@@ -19,7 +19,6 @@ from .auth import SHORTEST_TOKEN, TOKEN_VARIABLE, TokenFileError, leave_token, r
 from .connections import KERNEL_QUEUE, TAKEN_AT_ONCE, bounded_protocol, most_connections
 from .engine import Engine
 from .shared_blocks import default_folder
-from .update import UpdateLimits
 
 if TYPE_CHECKING:  # the arguments can be shown where the packages of the server are not installed
     from .server import RolloutServer, ServerOptions
@@ -136,6 +135,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
 
 def _options(args: argparse.Namespace) -> ServerOptions:
     from .server import PARTS_AT_ONCE, ServerOptions
+    from .update import UpdateLimits
 
     return ServerOptions(
         initial_version=None if args.random_weights else args.initial_version,

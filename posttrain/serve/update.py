@@ -19,7 +19,8 @@ from .engine import Engine
 from .engine_thread import KEEP
 from .errors import Conflict, DeadlinePassed, EngineFailed, NotFound, PayloadError, ServeError, TooLarge
 from .host_memory import HostMemory
-from .payload import ITEM_BYTES, Buffer, Manifest, PartHead, TensorSpec, parse_head
+from .parts import PartHead, parse_head
+from .payload import ITEM_BYTES, Buffer, Manifest, TensorSpec
 from .staging import Staging
 from .versions import Phase, Serving, Versions, fingerprint
 

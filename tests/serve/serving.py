@@ -9,7 +9,8 @@ import torch
 from posttrain.rollout.vllm_engine.kept_weights import plan_parts
 from posttrain.serve.engine import Accepted, GenerateJob, Sampling
 from posttrain.serve.engine_thread import EngineThread
-from posttrain.serve.payload import MAX_VERSION, Manifest, Part, TensorSpec, checksum, parse_head, split_part
+from posttrain.serve.parts import Part, parse_head
+from posttrain.serve.payload import MAX_VERSION, Manifest, TensorSpec, checksum, split_part
 from posttrain.serve.update import UpdateLimits, Updater
 from posttrain.serve.versions import Serving, Versions
 from tests.serve.echo_engine import EchoEngine, numbered_weights

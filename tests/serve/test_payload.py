@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from posttrain.rollout.vllm_engine import kept_weights
 from posttrain.rollout.vllm_engine.kept_weights import plan_parts
 from posttrain.serve import payload
+from posttrain.serve.bodies import ManifestBody, read
 from posttrain.serve.errors import PayloadError
 from posttrain.serve.host_memory import HostMemory
 from posttrain.serve.payload import ITEM_BYTES, MAGIC, PREFIX_BYTES, Manifest, TensorSpec
@@ -46,7 +47,7 @@ def with_header(body: bytes, header: bytes) -> bytes:
     """The payload with another header and the right digest, as an attacker would send it."""
     length = int.from_bytes(body[len(MAGIC) : len(MAGIC) + 4], "little")
     data = body[PREFIX_BYTES + length :]
-    return MAGIC + len(header).to_bytes(4, "little") + payload._digest(header) + header + data
+    return MAGIC + len(header).to_bytes(4, "little") + payload.header_digest(header) + header + data
 
 
 def header_of(body: bytes) -> dict:
@@ -207,10 +208,10 @@ def test_the_manifest_reads_back_and_refuses_a_name_twice():
     specs = (TensorSpec("a", "float32", (2, 3), payload.checksum(b"x")), TensorSpec("b", "bfloat16", (), None))
     manifest = Manifest(3, 2, specs)
     fields = json.loads(json.dumps(payload.encode_manifest(manifest)))
-    assert payload.parse_manifest(fields) == manifest
+    assert read(fields, ManifestBody).manifest() == manifest
     fields["tensors"].append(fields["tensors"][0])
     with pytest.raises(PayloadError, match="a is listed twice"):
-        payload.parse_manifest(fields)
+        read(fields, ManifestBody).manifest()
 
 
 # blocks of a checksum ---------------------------------------------------------------------------------------------------

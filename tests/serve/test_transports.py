@@ -26,7 +26,8 @@ from posttrain.serve.bodies import Body, Bytes, read
 from posttrain.serve.collective import GLOO, Meeting, join
 from posttrain.serve.errors import FieldError, PayloadError, TransportFailed
 from posttrain.serve.launch import bind
-from posttrain.serve.payload import encode_manifest, parse_head
+from posttrain.serve.parts import parse_head
+from posttrain.serve.payload import encode_manifest
 from posttrain.serve.server import RolloutServer, ServerOptions
 from posttrain.serve.shared_blocks import SharedFolder
 from posttrain.serve.transports import RECEIVERS
