@@ -62,7 +62,7 @@ class Deadlines:
     part: float = 120.0  # one bucket of weights
     commit: float = 600.0  # until running requests ended and the weights are loaded
     start: float = 1800.0  # a server process, until it answers
-    back: float = 1800.0  # how long a run goes on hoping while no server is up
+    back: float = 1800.0  # how long a run waits while no server is up
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -107,7 +107,10 @@ class Link:
         self.http = httpcore.HTTPConnection(origin, tls, IDLE_SECONDS, network_backend=self)
 
     def left(self) -> float:
-        return max(self.deadline - time.monotonic(), 1e-6)
+        left = self.deadline - time.monotonic()
+        if left <= 0:  # also where bytes keep coming
+            raise httpcore.ReadTimeout
+        return left
 
     def begin(self, deadline: float) -> Link:
         self.used, self.deadline, self.received = self._stream is not None, deadline, 0
