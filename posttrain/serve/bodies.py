@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from .engine import Accepted, Sampling
-from .engine_thread import ABORT, CONTINUE, DRAIN
+from .engine.engine_thread import ABORT, CONTINUE, DRAIN
+from .engine.protocol import Accepted, Sampling
 from .errors import FieldError, PayloadError, ServeError
-from .payload import (
+from .wire.payload import (
     CHECKSUMS,
     COLLECTIVE,
     CUDA_IPC,

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .auth import SHORTEST_TOKEN, TOKEN_VARIABLE, TokenFileError, leave_token, read_token_file, token_file_of
-from .connections import KERNEL_QUEUE, TAKEN_AT_ONCE, bounded_protocol, most_connections
-from .engine import Engine
-from .shared_blocks import default_folder
+from .engine.protocol import Engine
+from .http.connections import KERNEL_QUEUE, TAKEN_AT_ONCE, bounded_protocol, most_connections
+from .wire.shared_blocks import default_folder
 
 if TYPE_CHECKING:  # the arguments can be shown where the packages of the server are not installed
     from .server import RolloutServer, ServerOptions
@@ -110,7 +110,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def make_engine(args: argparse.Namespace) -> Engine:
-    from .vllm_engine import ADAPTER_MODULES, VLLMEngine, VLLMOptions
+    from .engine.vllm_engine import ADAPTER_MODULES, VLLMEngine, VLLMOptions
 
     return VLLMEngine(
         VLLMOptions(
@@ -135,7 +135,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
 
 def _options(args: argparse.Namespace) -> ServerOptions:
     from .server import PARTS_AT_ONCE, ServerOptions
-    from .update import UpdateLimits
+    from .weights.update import UpdateLimits
 
     return ServerOptions(
         initial_version=None if args.random_weights else args.initial_version,
@@ -184,7 +184,7 @@ def _run(args: argparse.Namespace) -> None:
     try:
         import uvicorn  # noqa: F401 - that it is there is known before the model is loaded
 
-        from .app import build_app
+        from .http.app import build_app
         from .server import RolloutServer
     except ImportError as error:
         raise StartError(

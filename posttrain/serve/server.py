@@ -14,14 +14,14 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from .adapters import Adapters
-from .engine import Engine
-from .engine_thread import EngineThread
+from .engine.engine_thread import EngineThread
+from .engine.protocol import Engine
+from .engine.versions import Serving, Versions
 from .errors import Conflict, NotReady
-from .payload import CHECKSUMS
-from .transports import TransportOptions, Transports
-from .update import UpdateLimits, Updater
-from .versions import Serving, Versions
+from .weights.adapters import Adapters
+from .weights.transports import TransportOptions, Transports
+from .weights.update import UpdateLimits, Updater
+from .wire.payload import CHECKSUMS
 
 PROTOCOL = 2
 PARTS_AT_ONCE = 8

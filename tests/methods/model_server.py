@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.models.weight_export import exported_specs
 from posttrain.serve import launch
-from posttrain.serve.engine import LENGTH, STOP, AdapterRef, Job, Progress, ScoreJob
+from posttrain.serve.engine.protocol import LENGTH, STOP, AdapterRef, Job, Progress, ScoreJob
 from tests.serve.echo_engine import EchoEngine
 
 

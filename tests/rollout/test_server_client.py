@@ -29,10 +29,10 @@ from posttrain.rollout.vllm_engine.transport import (
 )
 from posttrain.rollout.vllm_engine.upstream import UpstreamClient
 from posttrain.rollout.vllm_engine.workers import Workers, at_once, side_by_side
-from posttrain.serve import payload
-from posttrain.serve.host_memory import HostMemory
-from posttrain.serve.payload import Manifest
-from posttrain.serve.staging import Staging
+from posttrain.serve.weights.staging import Staging
+from posttrain.serve.wire import payload
+from posttrain.serve.wire.host_memory import HostMemory
+from posttrain.serve.wire.payload import Manifest
 from tests.rollout.served import SOON, FakeClient, SocketServer, http, numbered, prompts, read_request
 from tests.serve.serving import joined, parsed
 from tests.waiting import eventually

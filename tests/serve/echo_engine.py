@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from posttrain.serve.engine import LENGTH, STOP, AdapterRef, EngineInfo, Job, Progress, ScoreJob
-from posttrain.serve.payload import TensorSpec
+from posttrain.serve.engine.protocol import LENGTH, STOP, AdapterRef, EngineInfo, Job, Progress, ScoreJob
+from posttrain.serve.wire.payload import TensorSpec
 
 VOCABULARY = 100_000
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from posttrain.serve.payload import encode_manifest
+from posttrain.serve.wire.payload import encode_manifest
 from tests.serve.serving import update_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "posttrain" / "serve"

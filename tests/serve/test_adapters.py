@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
-from posttrain.serve import adapters
-from posttrain.serve.adapters import LOCK, WEIGHTS, Adapters, PushedAdapters
+from posttrain.serve.engine.model_folder import tensor_names
+from posttrain.serve.engine.versions import Serving, Versions
 from posttrain.serve.errors import FieldError
-from posttrain.serve.model_folder import tensor_names
-from posttrain.serve.versions import Serving, Versions
+from posttrain.serve.weights import adapters
+from posttrain.serve.weights.adapters import LOCK, WEIGHTS, Adapters, PushedAdapters
 from tests.serve.echo_engine import EchoEngine, numbered_weights
 
 NAME = "m.q_proj.lora_A.weight"
@@ -63,7 +63,7 @@ def test_what_a_killed_server_left_is_removed_at_the_next_start(tmp_path):
     kept = lives.push(1)
     (tmp_path / "pushed-by-a-user").mkdir()
     code = (
-        "import sys, time, torch; from pathlib import Path; from posttrain.serve.adapters import PushedAdapters\n"
+        "import sys, time, torch; from pathlib import Path; from posttrain.serve.weights.adapters import PushedAdapters\n"
         f"PushedAdapters(Path(sys.argv[1])).write(3, {{'r': 1}}, {{{NAME!r}: torch.ones(4)}})\n"
         "print('written', flush=True); time.sleep(60)"
     )

@@ -10,13 +10,13 @@ import torch
 from safetensors.torch import save_file
 from starlette.requests import Request
 
-from posttrain.serve.app import ENDPOINTS, read_body
 from posttrain.serve.auth import TokenFileError, token_file_of, token_left_at
 from posttrain.serve.errors import TooSlow
+from posttrain.serve.http.app import ENDPOINTS, read_body
 from posttrain.serve.launch import StartError, main, read_token
-from posttrain.serve.payload import encode_manifest
 from posttrain.serve.server import ServerOptions
-from posttrain.serve.update import UpdateLimits
+from posttrain.serve.weights.update import UpdateLimits
+from posttrain.serve.wire.payload import encode_manifest
 from tests.serve.echo_engine import numbered_weights
 from tests.serve.served_app import TOKEN, asked
 from tests.serve.serving import update_of
@@ -393,7 +393,7 @@ def test_only_so_many_parts_at_once_are_taken(served):
 
 def test_a_body_that_never_arrives_is_given_up(served, monkeypatch):
     one = served()
-    monkeypatch.setattr("posttrain.serve.app.SLOWEST_BYTES_PER_SECOND", 1 << 40)
+    monkeypatch.setattr("posttrain.serve.http.app.SLOWEST_BYTES_PER_SECOND", 1 << 40)
 
     async def go():
         async def never():

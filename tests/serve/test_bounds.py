@@ -6,8 +6,8 @@ import time
 import pytest
 from starlette.requests import Request
 
-from posttrain.serve.app import BodyMemory, read_body
 from posttrain.serve.errors import Busy
+from posttrain.serve.http.app import BodyMemory, read_body
 from posttrain.serve.server import ServerOptions
 from tests.serve.served_app import TOKEN, asked
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from posttrain.rollout.vllm_engine import kept_weights
 from posttrain.rollout.vllm_engine.kept_weights import plan_parts
-from posttrain.serve import payload
 from posttrain.serve.bodies import ManifestBody, read
 from posttrain.serve.errors import PayloadError
-from posttrain.serve.host_memory import HostMemory
-from posttrain.serve.payload import ITEM_BYTES, MAGIC, PREFIX_BYTES, Manifest, TensorSpec
-from posttrain.serve.staging import Staging
+from posttrain.serve.weights.staging import Staging
+from posttrain.serve.wire import payload
+from posttrain.serve.wire.host_memory import HostMemory
+from posttrain.serve.wire.payload import ITEM_BYTES, MAGIC, PREFIX_BYTES, Manifest, TensorSpec
 from tests.serve.serving import encoded, parsed
 
 SPECS = st.builds(

@@ -20,17 +20,17 @@ import pytest
 import torch
 from pydantic import Field
 
-from posttrain.serve import shared_blocks
-from posttrain.serve.app import build_app
 from posttrain.serve.bodies import Body, Bytes, read
-from posttrain.serve.collective import GLOO, Meeting, join
 from posttrain.serve.errors import FieldError, PayloadError, TransportFailed
+from posttrain.serve.http.app import build_app
 from posttrain.serve.launch import bind
-from posttrain.serve.parts import parse_head
-from posttrain.serve.payload import encode_manifest
 from posttrain.serve.server import RolloutServer, ServerOptions
-from posttrain.serve.shared_blocks import SharedFolder
-from posttrain.serve.transports import RECEIVERS
+from posttrain.serve.weights.parts import parse_head
+from posttrain.serve.weights.transports import RECEIVERS
+from posttrain.serve.wire import shared_blocks
+from posttrain.serve.wire.collective import GLOO, Meeting, join
+from posttrain.serve.wire.payload import encode_manifest
+from posttrain.serve.wire.shared_blocks import SharedFolder
 from tests.serve.asgi_client import call
 from tests.serve.echo_engine import EchoEngine, numbered_weights
 from tests.serve.serving import update_of
@@ -147,7 +147,7 @@ def test_a_folder_that_others_may_write_to_or_that_is_a_link_is_not_used(tmp_pat
 def test_blocks_of_a_killed_process_are_swept_and_those_of_a_living_one_stay(folder, monkeypatch):
     program = (
         "import sys, time, pathlib\n"
-        "from posttrain.serve.shared_blocks import SharedFolder\n"
+        "from posttrain.serve.wire.shared_blocks import SharedFolder\n"
         f"block = SharedFolder(pathlib.Path({str(folder.path)!r})).write([b'abc'])\n"
         "print(block.name, flush=True)\n"
         "time.sleep(60)\n"

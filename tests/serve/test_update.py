@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.serve import host_memory
-from posttrain.serve.engine import Accepted
+from posttrain.serve.engine.protocol import Accepted
+from posttrain.serve.engine.versions import MOVES, Phase, Serving, Versions
 from posttrain.serve.errors import Conflict, DeadlinePassed, EngineFailed, NotFound, NotReady, PayloadError, TooLarge
-from posttrain.serve.update import UpdateLimits
-from posttrain.serve.versions import MOVES, Phase, Serving, Versions
+from posttrain.serve.weights.update import UpdateLimits
+from posttrain.serve.wire import host_memory
 from tests.serve.echo_engine import numbered_weights
 from tests.serve.serving import update_of
 from tests.waiting import eventually

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from posttrain.serve.payload import encode_manifest
-from posttrain.serve.shared_blocks import default_folder
+from posttrain.serve.wire.payload import encode_manifest
+from posttrain.serve.wire.shared_blocks import default_folder
 from tests import tiny
 from tests.serve.live_server import LiveServer
 from tests.serve.serving import update_of

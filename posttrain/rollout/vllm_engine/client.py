@@ -14,7 +14,7 @@ from posttrain.rollout.vllm_engine.transport import Deadlines, ServerAnswer, Ser
 from posttrain.rollout.vllm_engine.weight_channel import AUTO, NOT_OFFERED, WeightChannel
 from posttrain.rollout.vllm_engine.weight_senders import Sides, Wire
 from posttrain.rollout.vllm_engine.workers import side_by_side
-from posttrain.serve.payload import CUDA_IPC, Manifest, encode_manifest
+from posttrain.serve.wire.payload import CUDA_IPC, Manifest, encode_manifest
 
 ABORTED = "aborted"
 PROTOCOL = 2

@@ -44,8 +44,8 @@ from posttrain.rollout.vllm_engine.process_state import (
     torch_random_kept,
     trainer_undisturbed,
 )
-from posttrain.serve.engine import Accepted, AdapterRef, GenerateJob, Progress, ScoreJob
-from posttrain.serve.vllm_engine import VLLMEngine, VLLMOptions
+from posttrain.serve.engine.protocol import Accepted, AdapterRef, GenerateJob, Progress, ScoreJob
+from posttrain.serve.engine.vllm_engine import VLLMEngine, VLLMOptions
 
 log = logging.getLogger(__name__)
 

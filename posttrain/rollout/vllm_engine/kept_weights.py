@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.serve.host_memory import HostMemory
-from posttrain.serve.payload import (
+from posttrain.serve.wire.host_memory import HostMemory
+from posttrain.serve.wire.payload import (
     CHECKSUMS,
     HASH_BLOCK,
     ITEM_BYTES,
@@ -24,9 +24,9 @@ from posttrain.serve.payload import (
     blocks_of,
     checksum,
     combined,
+    fingerprint,
     split_part,
 )
-from posttrain.serve.versions import fingerprint
 
 
 @dataclass(frozen=True)

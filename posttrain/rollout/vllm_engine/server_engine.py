@@ -36,7 +36,7 @@ from posttrain.rollout.vllm_engine.params import completion_logps, refuse_unknow
 from posttrain.rollout.vllm_engine.sync_probe import BOUNDS
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, ServerRefused, ServerSlow
 from posttrain.rollout.vllm_engine.workers import Workers
-from posttrain.serve.host_memory import HostMemory
+from posttrain.serve.wire.host_memory import HostMemory
 
 log = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from . import bodies, control, generation
-from .auth import SHORTEST_TOKEN
-from .bodies import Body
-from .errors import (
+from .. import bodies
+from ..auth import SHORTEST_TOKEN
+from ..bodies import Body
+from ..errors import (
     Busy,
     DeadlinePassed,
     FieldError,
@@ -32,8 +32,9 @@ from .errors import (
     TooSlow,
     Unauthorised,
 )
-from .payload import MOST_FETCH_SECONDS
-from .server import PARTS_AT_ONCE, RolloutServer, ServerOptions
+from ..server import PARTS_AT_ONCE, RolloutServer, ServerOptions
+from ..wire.payload import MOST_FETCH_SECONDS
+from . import control, generation
 
 log = logging.getLogger(__name__)
 

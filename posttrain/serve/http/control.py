@@ -8,12 +8,12 @@ from typing import Any
 
 from starlette.responses import JSONResponse, Response
 
-from . import bodies
-from .adapters import confined
-from .engine_thread import KEEP
-from .errors import Conflict, FieldError, NotReady
-from .payload import Buffer
-from .server import RolloutServer
+from .. import bodies
+from ..engine.engine_thread import KEEP
+from ..errors import Conflict, FieldError, NotReady
+from ..server import RolloutServer
+from ..weights.adapters import confined
+from ..wire.payload import Buffer
 
 CALL_SECONDS = 50.0
 

@@ -18,12 +18,12 @@ from typing import Any, Protocol
 
 import torch
 
-from . import collective, cuda_ipc
-from .bodies import GpuPlace, GroupPlace, Meeting, SharedPlace, read
-from .errors import Busy, FieldError, TooLarge, TransportFailed
-from .host_memory import HostMemory
-from .payload import COLLECTIVE, CUDA_IPC, SHARED_MEMORY, Buffer
-from .shared_blocks import SharedFolder, host_id
+from ..bodies import GpuPlace, GroupPlace, Meeting, SharedPlace, read
+from ..errors import Busy, FieldError, TooLarge, TransportFailed
+from ..wire import collective, cuda_ipc
+from ..wire.host_memory import HostMemory
+from ..wire.payload import COLLECTIVE, CUDA_IPC, SHARED_MEMORY, Buffer
+from ..wire.shared_blocks import SharedFolder, host_id
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .engine import ABORTED, ERROR, AdapterRef, Engine, GenerateJob, Job, Outcome, Progress
-from .errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady, ServeError, TooLarge
+from ..errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady, ServeError, TooLarge
+from .protocol import ABORTED, ERROR, AdapterRef, Engine, GenerateJob, Job, Outcome, Progress
 from .versions import Versions
 
 log = logging.getLogger(__name__)

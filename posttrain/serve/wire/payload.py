@@ -150,6 +150,12 @@ def header_digest(header: Buffer) -> bytes:
     return hashlib.blake2b(header, digest_size=DIGEST_BYTES).digest()
 
 
+def fingerprint(tensors: Iterable[TensorSpec]) -> str:
+    """One digest for a whole version, whatever the order and the buckets."""
+    lines = sorted(f"{t.name} {t.dtype} {list(t.shape)} {t.checksum}" for t in tensors)
+    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
+
+
 def encode_manifest(manifest: Manifest) -> dict[str, Any]:
     """The manifest as JSON fields, for the body of /weights/begin."""
     return {"version": manifest.version, "parts": manifest.parts, "tensors": [asdict(t) for t in manifest.tensors]}

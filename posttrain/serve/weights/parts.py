@@ -5,9 +5,9 @@ from __future__ import annotations
 import hmac
 from dataclasses import dataclass
 
-from .bodies import Header, PieceEntry, read, read_json, refuse_twice
-from .errors import PayloadError
-from .payload import (
+from ..bodies import Header, PieceEntry, read, read_json, refuse_twice
+from ..errors import PayloadError
+from ..wire.payload import (
     MAGIC,
     MAX_HEADER_BYTES,
     PREFIX_BYTES,

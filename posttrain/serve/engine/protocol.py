@@ -9,10 +9,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from .payload import TensorSpec
+from ..wire.payload import ITEM_BYTES, TensorSpec
 
+DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+"""The dtypes of the wire format as torch knows them."""
 STOP, LENGTH, ABORTED, ERROR = "stop", "length", "aborted", "error"
 """Finish reasons. ABORTED: weights changed that the request does not accept, or the deadline passed."""
 

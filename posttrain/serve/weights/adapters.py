@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .engine import AdapterRef, Engine
-from .errors import Conflict, EngineFailed, FieldError, NotFound
-from .model_folder import tensor_names
-from .versions import Serving, Versions
+from ..engine.model_folder import tensor_names
+from ..engine.protocol import AdapterRef, Engine
+from ..engine.versions import Serving, Versions
+from ..errors import Conflict, EngineFailed, FieldError, NotFound
 
 log = logging.getLogger(__name__)
 

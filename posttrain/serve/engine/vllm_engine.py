@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ..errors import EngineFailed
+from ..wire.payload import TensorSpec
 from .cpu_linear import keep_cpu_weights_loadable
-from .engine import LENGTH, STOP, AdapterRef, EngineInfo, GenerateJob, Job, Progress, ScoreJob
-from .errors import EngineFailed
 from .model_folder import ModelFiles
-from .payload import TensorSpec
+from .protocol import LENGTH, STOP, AdapterRef, EngineInfo, GenerateJob, Job, Progress, ScoreJob
 from .worker_weights import EXTENSION, WorkerWeights
 
 log = logging.getLogger(__name__)

@@ -11,10 +11,10 @@ from typing import Any
 
 from starlette.responses import Response
 
-from .bodies import Asked, Generate, Prompt, Score
-from .engine import ABORTED, ERROR, GenerateJob, Job, Outcome, ScoreJob
-from .errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady
-from .server import RolloutServer
+from ..bodies import Asked, Generate, Prompt, Score
+from ..engine.protocol import ABORTED, ERROR, GenerateJob, Job, Outcome, ScoreJob
+from ..errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady
+from ..server import RolloutServer
 
 REFUSALS = {error.status: error for error in (FieldError, Conflict, Busy, NotReady)}
 USUAL_SECONDS = 600.0

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import FieldError, TransportFailed
+from ..errors import FieldError, TransportFailed
 
 _COUNTER = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 """The file in which torch counts who still uses the memory. The receiver writes to it, so no other name is taken."""

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import TransportFailed
+from ..errors import TransportFailed
 
 T = TypeVar("T")
 

@@ -15,14 +15,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .engine import Engine
-from .engine_thread import KEEP
-from .errors import Conflict, DeadlinePassed, EngineFailed, NotFound, PayloadError, ServeError, TooLarge
-from .host_memory import HostMemory
+from ..engine.engine_thread import KEEP
+from ..engine.protocol import Engine
+from ..engine.versions import Phase, Serving, Versions
+from ..errors import Conflict, DeadlinePassed, EngineFailed, NotFound, PayloadError, ServeError, TooLarge
+from ..wire.host_memory import HostMemory
+from ..wire.payload import ITEM_BYTES, Buffer, Manifest, TensorSpec, fingerprint
 from .parts import PartHead, parse_head
-from .payload import ITEM_BYTES, Buffer, Manifest, TensorSpec
 from .staging import Staging
-from .versions import Phase, Serving, Versions, fingerprint
 
 log = logging.getLogger(__name__)
 
