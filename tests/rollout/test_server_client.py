@@ -9,6 +9,7 @@ import random
 import threading
 import time
 
+import httpcore
 import pytest
 import torch
 
@@ -219,6 +220,28 @@ def test_breaking_off_ends_every_call_at_once(serve):
     found = at_once([lambda: transport.ask("POST", "/generate", {}, 30)] * 8)
     assert time.monotonic() - began < 20
     assert all(isinstance(error, ServerGone) and "broken off: it was stopped." in str(error) for error in found)
+
+
+def test_breaking_off_ends_a_call_that_is_still_connecting(serve, monkeypatch):
+    """Otherwise it would go to a server that is down for sure, and be waited for until its deadline."""
+    transport = Transport(serve(lambda connection, number: time.sleep(30)).url, None)
+    connect = httpcore.SyncBackend.connect_tcp
+
+    def broken_off_meanwhile(*words, **more):
+        transport.break_off("it was stopped.")
+        return connect(*words, **more)
+
+    monkeypatch.setattr(httpcore.SyncBackend, "connect_tcp", broken_off_meanwhile)
+    with pytest.raises(ServerGone, match=r"broken off: it was stopped\."):
+        transport.ask("POST", "/generate", {}, 600)
+
+
+def test_a_token_that_cannot_be_read_is_a_sentence(serve):
+    def unreadable():
+        raise ValueError("The token file x can be read by other users.")
+
+    with pytest.raises(ServerAnswer, match=r"there is no token for it \(The token file x can be read by other users"):
+        Transport(serve(answers(http(b"{}"))).url, unreadable).ask("GET", "/health", None, 5)
 
 
 def test_a_connection_that_was_closed_while_idle_is_replaced_without_a_word(serve):

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import random
+import sys
 
 import pytest
 import torch
@@ -118,6 +119,12 @@ def test_a_token_file_is_private_and_long_enough(monkeypatch, tmp_path, capsys):
         read_token(None, 1)
 
 
+def test_a_package_that_is_missing_is_named_before_a_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "posttrain.serve.http.app", None)
+    assert main(["--model", "echo", "--port", "0"]) == 2
+    assert "lacks a package of the server" in capsys.readouterr().err
+
+
 # what it answers -------------------------------------------------------------------------------------------------------
 
 
@@ -209,6 +216,25 @@ def test_an_update_over_http_flips_and_versions_are_accepted_or_not(served):
     text = asyncio.run(one("GET", "/metrics")).body.decode()
     assert "posttrain_serving_version 7" in text
     assert 'posttrain_requests_total{route="/generate",status="409"} 1' in text
+
+
+def test_metrics_have_their_names(served):
+    """As dashboards know them."""
+    one = served()
+    asyncio.run(one("POST", "/generate", asked(tokens=3)))
+    asyncio.run(one("GET", "/nowhere"))
+    reply = asyncio.run(one("GET", "/metrics"))
+    assert reply.headers["content-type"].startswith("text/plain; version=")
+    lines = [line.split() for line in reply.body.decode().splitlines() if not line.startswith("#")]
+    values = {name.removeprefix("posttrain_"): float(value) for name, value in lines}
+    assert {name.partition("{")[0] for name in values} == {
+        *("requests_total", "request_seconds_total", "generated_tokens_total", "joined_requests_total"),
+        *("updates_committed_total", "updates_failed_total", "in_flight", "serving_version", "ready"),
+        *("engine_silent_seconds", "uptime_seconds"),
+    }
+    assert values["generated_tokens_total"] == 3
+    assert values['requests_total{route="/generate",status="200"}'] == 1
+    assert values['requests_total{route="none",status="404"}'] == 1
 
 
 def test_an_update_can_be_aborted_and_one_that_was_not_begun_is_404(served):
