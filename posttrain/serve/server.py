@@ -208,7 +208,7 @@ class RequestBook:
         self.joined = 0
 
     async def run(self, request_id: str, digest: str, work: Callable[[], Awaitable[bytes]]) -> bytes:
-        """The answer of `work()`, done once for this id. The work goes on if this caller goes away."""
+        """The answer of `work()`, done once for this id. The work continues if this caller disconnects."""
         entry = self._entries.get(request_id)
         if entry is None:
             entry = _Entry(digest, asyncio.ensure_future(work()))

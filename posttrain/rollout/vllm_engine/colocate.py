@@ -418,7 +418,7 @@ class GroupSession(ColocatedSession):
 
     Each rank has prompts of its own, and vLLM must be given those of all of them, in the same order, on each: ranks tell each
     other what is new, then step until something of anyone has finished, which they all see alike. A rank that has left its
-    session goes on stepping for the others until they have left theirs too.
+    session keeps stepping for the others until they have left theirs too.
     """
 
     def __init__(self, owner: ColocatedVLLM, params: SamplingParams, number: int, group: Any) -> None:

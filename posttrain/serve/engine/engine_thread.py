@@ -25,9 +25,9 @@ T = TypeVar("T")
 Done = Callable[[Outcome], None]
 
 DRAIN, CONTINUE, ABORT = "drain", "continue", "abort"
-"""What a flip does with running requests: let them end first; go on with the new weights; end them now."""
+"""What a flip does with running requests: let them finish first; continue with the new weights; abort them now."""
 KEEP = "keep"
-"""They go on with the weights that they began with: so it is when an adapter is exchanged for another."""
+"""They continue with the weights that they began with, as when one adapter replaces another."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ class EngineThread:
 
     @property
     def silent_seconds(self) -> float:
-        """Since the thread last finished a step; large while it loads weights, and for ever if it hangs."""
+        """Since the thread last finished a step; large while it loads weights, and growing without end if it hangs."""
         return time.monotonic() - self.last_tick
 
     # from other threads ---------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class Progress:
 
     job_id: str
     ids: Sequence[int]
-    finish_reason: str | None = None  # None: goes on
+    finish_reason: str | None = None  # None: still running
     logps: Sequence[float] = ()  # of each id; filled when finished
     top: Sequence[Sequence[tuple[int, float]]] = ()  # the most likely tokens at each place, if asked for
     stop_reason: int | str | None = None

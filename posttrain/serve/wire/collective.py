@@ -207,7 +207,7 @@ def join(backend: str, address: str, port: int, key: str, seconds: float) -> Pai
 def _pair(
     backend: str, store: Any, key: str, rank: int, own_address: str, seconds: float, device: torch.device
 ) -> Pair:
-    named = dist.PrefixStore(key, store)  # the key is told over HTTP: a stranger at the store does not know it
+    named = dist.PrefixStore(key, store)  # the key travels over HTTP: a stranger at the store does not know it
     group = within(seconds, "Making the group", lambda: _GROUP[backend](named, rank, own_address, seconds))
     pair = Pair(backend, group, store, device)
     try:
