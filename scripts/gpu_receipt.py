@@ -30,7 +30,8 @@ SECTIONS = ("cuda", "vllm")
 PACKAGES = (
     "datasets", "dill", "multiprocess", "xxhash", "math-verify", "latex2sympy2-extended", "antlr4-python3-runtime==4.13.2",
     "cloudpickle", "pytest", "iniconfig", "pluggy", "hypothesis", "sortedcontainers", "uvicorn", "gguf", "rich", "markdown-it-py",
-    "mdurl", "pygments", "liger-kernel",
+    "mdurl", "pygments", "liger-kernel", "starlette", "anyio", "idna", "pydantic==2.14.3", "pydantic-core==2.50.4",
+    "annotated-types", "typing-inspection", "typing-extensions", "prometheus_client", "httpcore", "h11", "certifi",
 )  # fmt: skip
 """What tests/gpu imports and a machine with torch, transformers, accelerate and peft may lack."""
 MOST_NAMED = 8

@@ -14,7 +14,10 @@ from posttrain.cli.named_objects import reward_named
 from posttrain.methods.table import METHODS
 from posttrain.rewards import BUILT_IN_REWARDS
 
-HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft", "numpy", "huggingface_hub", "rich", "safetensors")
+HEAVY = (
+    *("torch", "transformers", "datasets", "accelerate", "peft", "numpy", "huggingface_hub", "rich", "safetensors"),
+    *("starlette", "uvicorn", "pydantic", "prometheus_client", "httpcore"),
+)
 
 
 @pytest.mark.parametrize("name", posttrain.__all__)

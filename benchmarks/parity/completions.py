@@ -54,7 +54,7 @@ def rollout_func(prompts: list[str], trainer: Any) -> dict[str, list[Any]]:
 
 def scripted_engine(tokenizer: Any) -> Any:
     """For our `engine`: it sees the prompt's tokens and the number of the sample."""
-    from posttrain.rollout.scripted_engine import ScriptedEngine
+    from tests.rollout.scripted_engine import ScriptedEngine
 
     return ScriptedEngine(lambda prompt: completion_ids(tokenizer.decode(prompt.ids), prompt.sample, tokenizer))
 

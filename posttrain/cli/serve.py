@@ -26,7 +26,7 @@ def main(words: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    if _model_of(words) != "echo" and not _has_vllm(found):
+    if not _has_vllm(found):
         print(
             f"posttrain vllm-serve: {found} has no vLLM. Make an environment with it (python -m venv vllm-env; "
             f"vllm-env/bin/pip install vllm uvicorn) and name its interpreter with --python or {PYTHON_VARIABLE}.",
@@ -55,15 +55,6 @@ def _python_of(words: list[str]) -> tuple[str, list[str]]:
         else:
             rest.append(word)
     return python, rest
-
-
-def _model_of(words: list[str]) -> str | None:
-    for word, after in zip(words, [*words[1:], ""]):
-        if word == "--model":
-            return after
-        if word.startswith("--model="):
-            return word.partition("=")[2]
-    return None
 
 
 def _has_vllm(python: str) -> bool:

@@ -22,7 +22,7 @@ from posttrain.models.adapters import is_peft_model, is_prompt_learning
 from posttrain.models.load import innermost_model
 from posttrain.models.merged_layers import TRANSPARENT, Source, sources_of
 from posttrain.models.sharding import reshard, whole
-from posttrain.serve.payload import TensorSpec
+from posttrain.serve.wire.payload import TensorSpec
 
 Read = Callable[[Source], Tensor]
 

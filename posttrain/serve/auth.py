@@ -1,4 +1,4 @@
-"""The gate before every route: a bearer token, always. It stands around the whole application, so a route cannot be added outside.
+"""The token that every route asks for (`app.Gate`): where it is from, and who may read it.
 
 A server that was given no token draws one and leaves it in a file that only its user can read, under the number of its port:
 trainers of the same user on the same machine find it there, and nobody else does.
@@ -6,20 +6,12 @@ trainers of the same user on the same machine find it there, and nobody else doe
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import os
 import secrets
 import socket
 import stat
-from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
-from typing import Any
-
-from .errors import ServeError, Unauthorised
-
-Asgi = Callable[[dict[str, Any], Any, Any], Awaitable[None]]
-Answer = Callable[[Any, ServeError], Awaitable[None]]
 
 TOKEN_VARIABLE = "POSTTRAIN_SERVE_TOKEN"
 """In the environment of the server, and of those who ask it."""
@@ -73,40 +65,6 @@ def token_left_at(port: int) -> str | None:
     """The token of a server of this user's on this machine, if it drew one."""
     path = token_file_of(port)
     return read_token_file(path) if path.exists() else None
-
-
-class Gate:
-    """An ASGI application around another one."""
-
-    def __init__(self, app: Asgi, token: str, answer: Answer) -> None:
-        if len(token) < SHORTEST_TOKEN:
-            raise ValueError(f"The token has {len(token)} characters; give at least {SHORTEST_TOKEN}.")
-        self._app, self._answer = app, answer
-        self._token = token.encode()
-
-    async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        if scope["type"] == "lifespan":
-            await self._app(scope, receive, send)
-            return
-        if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        try:
-            self._check(scope["headers"])
-        except ServeError as refusal:
-            await self._answer(send, refusal)
-            return
-        await self._app(scope, receive, send)
-
-    def _check(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        given = [value for name, value in headers if name.lower() == b"authorization"]
-        scheme, _, token = (given[0] if len(given) == 1 else b"").partition(b" ")
-        right = hmac.compare_digest(token.strip(), self._token)
-        if scheme.lower() != b"bearer" or not right:
-            raise Unauthorised("This server wants its token: the header `Authorization: Bearer TOKEN`.")
-
-    def __repr__(self) -> str:
-        return "Gate(token not shown)"
 
 
 def is_loopback(host: str) -> bool:

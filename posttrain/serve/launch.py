@@ -13,15 +13,15 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .auth import SHORTEST_TOKEN, TOKEN_VARIABLE, TokenFileError, leave_token, read_token_file, token_file_of
-from .connections import KERNEL_QUEUE, TAKEN_AT_ONCE, bounded_protocol, most_connections
-from .engine import Engine
-from .routes import PARTS_AT_ONCE
-from .server import RolloutServer, ServerOptions
-from .shared_blocks import default_folder
-from .update import UpdateLimits
+from .engine.protocol import Engine
+from .http.connections import KERNEL_QUEUE, TAKEN_AT_ONCE, bounded_protocol, most_connections
+from .wire.shared_blocks import default_folder
+
+if TYPE_CHECKING:  # the arguments can be shown where the packages of the server are not installed
+    from .server import RolloutServer, ServerOptions
 
 log = logging.getLogger("posttrain_serve")
 
@@ -38,9 +38,7 @@ class StartError(Exception):
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="posttrain vllm-serve", description="Serve a model to trainers.")
-    p.add_argument(
-        "--model", required=True, help="folder or name of the model; 'echo' for the scripted engine of the tests"
-    )
+    p.add_argument("--model", required=True, help="folder or name of the model")
     p.add_argument("--host", default="127.0.0.1", help="address to listen on")
     p.add_argument("--port", type=int, default=8000, help="0: any free one, printed in the log")
     p.add_argument(
@@ -112,11 +110,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def make_engine(args: argparse.Namespace) -> Engine:
-    if args.model == "echo":
-        from .echo_engine import EchoEngine, numbered_weights
-
-        return EchoEngine(numbered_weights(args.initial_version), **args.engine_args)
-    from .vllm_engine import ADAPTER_MODULES, VLLMEngine, VLLMOptions
+    from .engine.vllm_engine import ADAPTER_MODULES, VLLMEngine, VLLMOptions
 
     return VLLMEngine(
         VLLMOptions(
@@ -140,6 +134,9 @@ def make_engine(args: argparse.Namespace) -> Engine:
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:
+    from .server import PARTS_AT_ONCE, ServerOptions
+    from .weights.update import UpdateLimits
+
     return ServerOptions(
         initial_version=None if args.random_weights else args.initial_version,
         adapter_folder=args.adapter_folder,
@@ -184,6 +181,16 @@ def _end_with(parent: int) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
+    try:
+        import uvicorn  # noqa: F401 - that it is there is known before the model is loaded
+
+        from .http.app import build_app
+        from .server import RolloutServer
+    except ImportError as error:
+        raise StartError(
+            f"{sys.executable} lacks a package of the server ({error}): install starlette, uvicorn, pydantic and "
+            "prometheus_client, or posttrain with its extra `serve`."
+        ) from error
     if args.parent is not None:
         _end_with(args.parent)
     if not isinstance(args.engine_args, dict):
@@ -197,16 +204,14 @@ def _run(args: argparse.Namespace) -> None:
     timer.cancel()
     server.start()
     try:
-        _serve(server, token, origin, bound, args.log_level)
+        _serve(server, build_app(server, token), origin, bound, args.log_level)
     finally:
         server.close()
 
 
-def _serve(server: RolloutServer, token: str, origin: str, bound: socket.socket, level: str) -> None:
+def _serve(server: RolloutServer, app: Any, origin: str, bound: socket.socket, level: str) -> None:
     import uvicorn
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
-
-    from .app import build_app
 
     config: dict[str, Any] = {
         "access_log": False,
@@ -224,9 +229,7 @@ def _serve(server: RolloutServer, token: str, origin: str, bound: socket.socket,
             await super().startup(sockets)
             bound.listen(KERNEL_QUEUE)  # asyncio goes by one number for this and for what it takes at once
 
-    web = Server(
-        uvicorn.Config(build_app(server, token), timeout_graceful_shutdown=stop, server_header=False, **config)
-    )
+    web = Server(uvicorn.Config(app, timeout_graceful_shutdown=stop, server_header=False, **config))
 
     def stop_process() -> None:
         web.should_exit = True

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .adapters import Adapters
-from .engine import Engine
-from .engine_thread import EngineThread
-from .errors import NotReady
-from .metrics import Metrics
-from .payload import CHECKSUMS
-from .request_book import RequestBook
-from .transports import TransportOptions, Transports
-from .update import UpdateLimits, Updater
-from .versions import Serving, Versions
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from .engine.engine_thread import EngineThread
+from .engine.protocol import Engine
+from .engine.versions import Serving, Versions
+from .errors import Conflict, NotReady
+from .weights.adapters import Adapters
+from .weights.transports import TransportOptions, Transports
+from .weights.update import UpdateLimits, Updater
+from .wire.payload import CHECKSUMS
 
 PROTOCOL = 2
+PARTS_AT_ONCE = 8
+"""Parts of weights whose bodies are held side by side."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class RolloutServer:
         self.updater = Updater(engine, self.versions, self.thread, self.adapters.install, options.update)
         self.transports = Transports(TransportOptions(options.shared_folder, options.most_part_bytes))
         self.book = RequestBook()
-        self.metrics = Metrics()
+        self.metrics = Metrics(self)
         self.started = time.monotonic()
         self.stopping = False
         self.stopper: asyncio.Task[None] | None = None
@@ -122,22 +127,6 @@ class RolloutServer:
             "in_flight": self.thread.in_flight,
         }
 
-    def refresh_metrics(self) -> str:
-        serving = self.versions.serving.version
-        for name, value in {
-            "generated_tokens_total": self.thread.tokens,
-            "joined_requests_total": self.book.joined,
-            "updates_committed_total": self.updater.committed,
-            "updates_failed_total": self.updater.failed,
-            "in_flight": self.thread.in_flight,
-            "serving_version": -1 if serving is None else serving,
-            "ready": self.why_not_ready() is None,
-            "engine_silent_seconds": self.thread.silent_seconds,
-            "uptime_seconds": time.monotonic() - self.started,
-        }.items():
-            self.metrics.set(name, float(value))
-        return self.metrics.text()
-
     async def stop_gracefully(self, seconds: float) -> None:
         """Take nothing new, let running requests end for at most `seconds`, then end the process."""
         self.stopping = True
@@ -145,3 +134,102 @@ class RolloutServer:
         while self.thread.in_flight and time.monotonic() < end:
             await asyncio.sleep(0.05)
         self.stop_process()
+
+
+class Metrics(Collector):
+    """What /metrics says: requests as they were counted, the rest as it is when asked for."""
+
+    def __init__(self, server: RolloutServer) -> None:
+        self._server = server
+        self._requests: Counter[tuple[str, str]] = Counter()  # by route and status
+        self._seconds: Counter[str] = Counter()
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def count(self, route: str, status: int, seconds: float) -> None:
+        """In the event loop only."""
+        self._requests[route, str(status)] += 1
+        self._seconds[route] += seconds
+
+    def text(self) -> tuple[bytes, str]:
+        """(the metrics, their content type)."""
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def describe(self) -> list[Any]:
+        return []  # asked at registration, when the server is not whole yet
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        server = self._server
+        requests = CounterMetricFamily(
+            "posttrain_requests", "Requests by route and status.", labels=["route", "status"]
+        )
+        for labels, count in self._requests.items():
+            requests.add_metric(labels, count)
+        seconds = CounterMetricFamily(
+            "posttrain_request_seconds", "Seconds spent on requests, by route.", labels=["route"]
+        )
+        for route, value in self._seconds.items():
+            seconds.add_metric([route], value)
+        yield from (requests, seconds)
+        version, thread, updater = server.versions.serving.version, server.thread, server.updater
+        for name, value, told in (
+            ("generated_tokens", thread.tokens, "Tokens that were sampled."),
+            ("joined_requests", server.book.joined, "Requests sent again whose work was not done twice."),
+            ("updates_committed", updater.committed, "Weight updates that were flipped to."),
+            ("updates_failed", updater.failed, "Weight updates that were refused at the commit."),
+        ):
+            yield CounterMetricFamily(f"posttrain_{name}", told, value)
+        for name, value, told in (
+            ("in_flight", thread.in_flight, "Completions that wait or run."),
+            ("serving_version", -1 if version is None else version, "Version of the weights that serve; -1 for none."),
+            ("ready", server.why_not_ready() is None, "1 where requests are answered."),
+            ("engine_silent_seconds", thread.silent_seconds, "Since the engine's thread last moved."),
+            ("uptime_seconds", time.monotonic() - server.started, "Since the start."),
+        ):
+            yield GaugeMetricFamily(f"posttrain_{name}", told, float(value))
+
+
+@dataclass
+class _Entry:
+    digest: str
+    task: asyncio.Task[bytes]
+
+
+class RequestBook:
+    """Answers of the latest requests. Used in the event loop only.
+
+    Only successes are kept: where a request failed all of its work was ended, and sending it again is a new try.
+    """
+
+    def __init__(self, most_entries: int = 20_000, most_bytes: int = 512 << 20) -> None:
+        self._entries: OrderedDict[str, _Entry] = OrderedDict()
+        self._most_entries, self._most_bytes = most_entries, most_bytes
+        self._bytes = 0
+        self.joined = 0
+
+    async def run(self, request_id: str, digest: str, work: Callable[[], Awaitable[bytes]]) -> bytes:
+        """The answer of `work()`, done once for this id. The work continues if this caller disconnects."""
+        entry = self._entries.get(request_id)
+        if entry is None:
+            entry = _Entry(digest, asyncio.ensure_future(work()))
+            self._entries[request_id] = entry
+            entry.task.add_done_callback(lambda task: self._finished(request_id, task))
+        elif entry.digest != digest:
+            raise Conflict(f"The request id {request_id} was used before with another body.")
+        else:
+            self.joined += 1
+        return await asyncio.shield(entry.task)
+
+    def _finished(self, request_id: str, task: asyncio.Task[bytes]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            del self._entries[request_id]
+            return
+        self._bytes += len(task.result())
+        finished = [key for key, entry in self._entries.items() if entry.task.done()] if self._is_full() else []
+        for key in finished:
+            if not self._is_full():
+                return
+            self._bytes -= len(self._entries.pop(key).task.result())
+
+    def _is_full(self) -> bool:
+        return len(self._entries) > self._most_entries or self._bytes > self._most_bytes

@@ -18,7 +18,7 @@ from posttrain.models.weight_export import untied_weights
 from posttrain.rollout.engine import RolloutEngine
 from posttrain.rollout.vllm_engine.params import completion_logps
 from posttrain.serve.auth import TOKEN_VARIABLE, is_loopback, read_token_file, token_file_of, token_left_at
-from posttrain.serve.cuda_ipc import gpu_ids
+from posttrain.serve.wire.cuda_ipc import gpu_ids
 from posttrain.trainer.config import DEEPSPEED
 from posttrain.trainer.joint_export import JointExport
 from posttrain.trainer.vllm_options import ADAPTER, AUTO, COLOCATE, SERVER, WEIGHTS

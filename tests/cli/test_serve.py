@@ -11,8 +11,9 @@ import urllib.error
 import urllib.request
 
 from posttrain.rollout.vllm_engine.launcher import free_port
-from tests.rollout.served import needs_uvicorn
+from tests.rollout.served import EchoProcess, needs_uvicorn
 
+ECHO_SERVER = EchoProcess.PROGRAM
 COMMAND = [sys.executable, "-m", "posttrain.cli.main", "vllm-serve"]
 
 
@@ -42,8 +43,15 @@ def test_it_serves_its_user_alone_and_a_signal_ends_it(tmp_path):
     port = free_port()
     environment = {**os.environ, "HOME": str(tmp_path)}
     environment.pop("POSTTRAIN_SERVE_TOKEN", None)
+    python = (
+        tmp_path / "python"
+    )  # an interpreter that says that it has vLLM, and runs the server around the tests' engine
+    python.write_text(f'#!/bin/sh\n[ "$1" = -c ] && exit 0\nshift\nexec {sys.executable} {ECHO_SERVER} "$@"\n')
+    python.chmod(0o700)
     server = subprocess.Popen(
-        [*COMMAND, "--model", "echo", "--port", str(port)], stderr=subprocess.DEVNULL, env=environment
+        [*COMMAND, "--python", str(python), "--model", "echo", "--port", str(port)],
+        stderr=subprocess.DEVNULL,
+        env=environment,
     )
     try:
         assert status(server, f"http://127.0.0.1:{port}/health") == 401

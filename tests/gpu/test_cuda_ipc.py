@@ -28,11 +28,11 @@ from posttrain.rollout.vllm_engine.client import ServerClient
 from posttrain.rollout.vllm_engine.kept_weights import KeptWeights, common_checksum
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, ServerRefused
 from posttrain.rollout.vllm_engine.weight_senders import _both
-from posttrain.serve.collective import NCCL, Meeting, available_backends
-from posttrain.serve.cuda_ipc import share
 from posttrain.serve.errors import TransportFailed
-from posttrain.serve.host_memory import HostMemory
-from posttrain.serve.payload import Manifest, encode_manifest
+from posttrain.serve.wire.collective import NCCL, Meeting, available_backends
+from posttrain.serve.wire.cuda_ipc import share
+from posttrain.serve.wire.host_memory import HostMemory
+from posttrain.serve.wire.payload import Manifest, encode_manifest
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ROOT = Path(__file__).parents[2]
@@ -46,9 +46,9 @@ DEADLINES = Deadlines(connect=5, health=10, control=60, part=60, commit=60)
 
 def serve(size: int, folder: str) -> None:
     """Print the port, then answer until the process is killed."""
-    from posttrain.serve.app import build_app
-    from posttrain.serve.echo_engine import EchoEngine, numbered_weights
+    from posttrain.serve.http.app import build_app
     from posttrain.serve.server import RolloutServer, ServerOptions
+    from tests.serve.echo_engine import EchoEngine, numbered_weights
 
     server = RolloutServer(
         EchoEngine(numbered_weights(0, NAMES, size), device="cuda"), ServerOptions(shared_folder=Path(folder))

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from posttrain.models.weight_export import exported_specs
 from posttrain.serve import launch
-from posttrain.serve.echo_engine import EchoEngine
-from posttrain.serve.engine import LENGTH, STOP, AdapterRef, Job, Progress, ScoreJob
+from posttrain.serve.engine.protocol import LENGTH, STOP, AdapterRef, Job, Progress, ScoreJob
+from tests.serve.echo_engine import EchoEngine
 
 
 class ModelEngine(EchoEngine):

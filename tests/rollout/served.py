@@ -34,12 +34,16 @@ QUICK = Deadlines(connect=2, health=3, control=10, completion=60, part=10, commi
 SOON = Deadlines(connect=1, health=1, control=1, completion=0.5, part=1, commit=1, start=2, back=2)
 
 
+class EchoProcess(ServerProcess):
+    PROGRAM = Path(__file__).parents[1] / "serve" / "echo_server.py"
+
+
 def echo_process(
     folder: Path, *arguments: str, name: str = "echo", deadlines: Deadlines = QUICK, token: str | None = None
 ) -> ServerProcess:
     """A server whose token number i is the first number of tensor i, taken in turn."""
     log = folder / f"{name}.log"
-    return ServerProcess(["--model", "echo", *arguments], log, PYTHON, deadlines=deadlines, token=token)
+    return EchoProcess(["--model", "echo", *arguments], log, PYTHON, deadlines=deadlines, token=token)
 
 
 def numbered(number: int, size: int = 4) -> list[tuple[str, torch.Tensor]]:

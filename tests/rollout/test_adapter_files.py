@@ -11,7 +11,7 @@ import torch
 from posttrain.models import weight_export
 from posttrain.models.weight_export import active_adapters, exported_adapter, exported_adapter_specs
 from posttrain.rollout.vllm_engine.adapter_files import AdapterFiles, why_not_by_adapter
-from posttrain.serve.adapters import check_modules
+from posttrain.serve.weights.adapters import check_modules
 from tests import tiny
 
 ATTENTION = ["q_proj", "v_proj"]

@@ -59,6 +59,28 @@ def test_scores_that_never_come_are_a_sentence(fakes):
     assert len(clients[0].fail["score"]) >= 980  # at most 20 questions
 
 
+def test_a_watcher_outlives_errors_that_nobody_foresaw(fakes):
+    """Without it a server that is down would never be brought back, and the run would wait for all of `back`."""
+    engine, clients = fakes(deadlines=Deadlines(back=60))
+    clients[0].fail["health"] = [RuntimeError("can't start new thread")]
+    eventually(lambda: not clients[0].fail["health"])
+    clients[0].fail["generate"] = [ServerGone("it died")]
+    (completion,) = generate(engine, [Prompt([1])], SamplingParams(4))
+    assert completion.ids.tolist() == [0, 0]
+    eventually(lambda: engine.fleet.up())
+
+
+def test_whoever_waits_for_servers_that_are_closed_is_told_at_once(fakes):
+    """Nobody brings them back any more; the deadline of a run without servers is half an hour."""
+    engine, clients = fakes(deadlines=Deadlines())
+    clients[0].fail = {"generate": [ServerGone("it died")] * 5, "health": [ServerGone("it died")] * 10_000}
+    closing = threading.Thread(target=lambda: (eventually(lambda: not engine.fleet.up()), engine.close()))
+    closing.start()
+    error = within(60, lambda: generate(engine, [Prompt([1])], SamplingParams(4)))
+    closing.join(60)
+    assert str(error) == "The servers were closed by this trainer while it still waited for them."
+
+
 def test_scores_that_come_late_are_taken(fakes):
     engine, clients = fakes(deadlines=Deadlines())
     clients[0].fail["score"] = [ServerGone("cut off")] * 3

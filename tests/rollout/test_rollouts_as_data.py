@@ -16,13 +16,13 @@ from posttrain.rollout.episodes import run_episodes
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import Request
 from posttrain.rollout.rollout_store import RolloutStore, record_of
-from posttrain.rollout.scripted_engine import ScriptedEngine
 from posttrain.rollout.tool_episode import EpisodeRules, ToolEpisode
 from posttrain.rollout.tools import Toolbox
 from posttrain.view import api
 from posttrain.view.api import Viewed
 from posttrain.view.run_folder import open_runs
 from tests.rollout.fuzzed_turns import STOP, TOKENIZER, call, weather
+from tests.rollout.scripted_engine import ScriptedEngine
 
 RENDERER = Renderer(TOKENIZER)
 QUESTION = [{"role": "user", "content": "How warm is it?"}]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from posttrain.rollout.engine import Completion, Prompt, SamplingParams, generate
-from posttrain.rollout.scripted_engine import ScriptedEngine
+from tests.rollout.scripted_engine import ScriptedEngine
 
 
 def count_up(prompt):

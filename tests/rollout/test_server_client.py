@@ -9,6 +9,7 @@ import random
 import threading
 import time
 
+import httpcore
 import pytest
 import torch
 
@@ -17,7 +18,6 @@ from posttrain.rollout.vllm_engine.client import GenerateRequest, ServerClient, 
 from posttrain.rollout.vllm_engine.fleet import Target
 from posttrain.rollout.vllm_engine.kept_weights import KeptWeights, common_checksum
 from posttrain.rollout.vllm_engine.server_engine import ServedOptions, ServedVLLM
-from posttrain.rollout.vllm_engine.side_by_side import side_by_side
 from posttrain.rollout.vllm_engine.transport import (
     Address,
     Deadlines,
@@ -29,11 +29,11 @@ from posttrain.rollout.vllm_engine.transport import (
     Transport,
 )
 from posttrain.rollout.vllm_engine.upstream import UpstreamClient
-from posttrain.rollout.vllm_engine.workers import Workers, at_once
-from posttrain.serve import payload
-from posttrain.serve.host_memory import HostMemory
-from posttrain.serve.payload import Manifest
-from posttrain.serve.staging import Staging
+from posttrain.rollout.vllm_engine.workers import Workers, at_once, side_by_side
+from posttrain.serve.weights.staging import Staging
+from posttrain.serve.wire import payload
+from posttrain.serve.wire.host_memory import HostMemory
+from posttrain.serve.wire.payload import Manifest
 from tests.rollout.served import SOON, FakeClient, SocketServer, http, numbered, prompts, read_request
 from tests.serve.serving import joined, parsed
 from tests.waiting import eventually
@@ -105,7 +105,7 @@ def test_a_right_answer_is_taken_as_it_is(serve):
     [
         (b"\x00\xff\x13garbage\r\n\r\n" * 9, "no HTTP answer"),
         (b"HTTP/1.1 abc OK\r\n\r\n", "no HTTP answer"),
-        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200 + b"\r\n", "no HTTP answer"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200_000 + b"\r\n", "no HTTP answer"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n{}", "before the answer did|within"),
         (http(b"<html>"), "not JSON"),
         (http(b""), "not JSON"),
@@ -220,6 +220,28 @@ def test_breaking_off_ends_every_call_at_once(serve):
     found = at_once([lambda: transport.ask("POST", "/generate", {}, 30)] * 8)
     assert time.monotonic() - began < 20
     assert all(isinstance(error, ServerGone) and "broken off: it was stopped." in str(error) for error in found)
+
+
+def test_breaking_off_ends_a_call_that_is_still_connecting(serve, monkeypatch):
+    """Otherwise it would go to a server that is down for sure, and be waited for until its deadline."""
+    transport = Transport(serve(lambda connection, number: time.sleep(30)).url, None)
+    connect = httpcore.SyncBackend.connect_tcp
+
+    def broken_off_meanwhile(*words, **more):
+        transport.break_off("it was stopped.")
+        return connect(*words, **more)
+
+    monkeypatch.setattr(httpcore.SyncBackend, "connect_tcp", broken_off_meanwhile)
+    with pytest.raises(ServerGone, match=r"broken off: it was stopped\."):
+        transport.ask("POST", "/generate", {}, 600)
+
+
+def test_a_token_that_cannot_be_read_is_a_sentence(serve):
+    def unreadable():
+        raise ValueError("The token file x can be read by other users.")
+
+    with pytest.raises(ServerAnswer, match=r"there is no token for it \(The token file x can be read by other users"):
+        Transport(serve(answers(http(b"{}"))).url, unreadable).ask("GET", "/health", None, 5)
 
 
 def test_a_connection_that_was_closed_while_idle_is_replaced_without_a_word(serve):

@@ -18,11 +18,11 @@ from posttrain.rollout.environment import Environments
 from posttrain.rollout.episodes import run_episodes
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request
-from posttrain.rollout.scripted_engine import ScriptedEngine
 from posttrain.rollout.tool_episode import EpisodeRules, ToolEpisode
 from posttrain.rollout.tools import Toolbox
 from tests import tiny
 from tests.rollout.fuzzed_turns import HANGING, STOP, TOKENIZER, TOOLS, call, turn
+from tests.rollout.scripted_engine import ScriptedEngine
 
 RENDERER = Renderer(TOKENIZER)
 START = TOKENIZER.convert_tokens_to_ids("<|im_start|>")

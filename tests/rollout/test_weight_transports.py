@@ -25,10 +25,10 @@ from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, Serv
 from posttrain.rollout.vllm_engine.upstream import UpstreamClient
 from posttrain.rollout.vllm_engine.weight_channel import TRANSPORTS, WeightChannel
 from posttrain.rollout.vllm_engine.weight_senders import AT_ONCE, SENDERS, Sides, Wire
-from posttrain.serve.collective import Pair
-from posttrain.serve.routes import ROUTES
-from posttrain.serve.shared_blocks import SharedFolder, host_id
-from posttrain.serve.transports import RECEIVERS
+from posttrain.serve.http.app import ENDPOINTS
+from posttrain.serve.weights.transports import RECEIVERS
+from posttrain.serve.wire.collective import Pair
+from posttrain.serve.wire.shared_blocks import SharedFolder, host_id
 from posttrain.trainer.vllm_setup import client_of as plain_client
 from tests.rollout.served import (
     QUICK,
@@ -79,7 +79,7 @@ def test_the_two_tables_and_the_option_name_the_same_ways():
     assert list(SENDERS) == ["cuda_ipc", "shared_memory", "collective", "http"]
     assert set(SENDERS) == {"http", *RECEIVERS}
     assert ("auto", *SENDERS) == TRANSPORTS
-    allowed = {route.path: route.at_once for route in ROUTES}
+    allowed = {route.path: route.at_once for route in ENDPOINTS}
     assert min(allowed["/weights/fetch"], allowed["/weights/part"]) >= AT_ONCE
     with pytest.raises(ValueError, match="`pigeon` is no way for weights"):
         ServerClient("http://127.0.0.1:1", None, QUICK, "pigeon")
@@ -332,8 +332,8 @@ def test_a_trainer_killed_in_an_update_leaves_the_old_version_and_no_blocks(proc
         "import os, signal, torch\n"
         "from posttrain.rollout.vllm_engine.client import ServerClient\n"
         "from posttrain.rollout.vllm_engine.kept_weights import KeptWeights\n"
-        "from posttrain.serve.shared_blocks import Block\n"
-        "from posttrain.serve.collective import Pair\n"
+        "from posttrain.serve.wire.shared_blocks import Block\n"
+        "from posttrain.serve.wire.collective import Pair\n"
         "from tests.rollout.served import QUICK, numbered\n"
         "count = [0]\n"
         "def die(*_):\n"
@@ -352,7 +352,7 @@ def test_a_trainer_killed_in_an_update_leaves_the_old_version_and_no_blocks(proc
     assert says(process)["ids"] == [8] * 12
     left = list(process.blocks.iterdir())
     assert (0 < len(left) <= AT_ONCE) == (way == "shared_memory")
-    monkeypatch.setattr("posttrain.serve.shared_blocks.STALE_SECONDS", -1.0)
+    monkeypatch.setattr("posttrain.serve.wire.shared_blocks.STALE_SECONDS", -1.0)
     client = client_of(process, way)  # the next trainer finds it when it begins
     client.push(KeptWeights.of(numbered(10), "blake2b"), serving + 2, 8)
     if way == "shared_memory":

@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from posttrain.serve.payload import encode_manifest
+from posttrain.serve.wire.payload import encode_manifest
 from tests.serve.serving import update_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "posttrain" / "serve"
+ECHO = Path(__file__).with_name("echo_server.py")
 TOKEN = "a-token-of-the-tests-7c1"
 
 
@@ -28,7 +29,10 @@ class LiveServer:
         }
         with log.open("wb") as file:
             self.process = subprocess.Popen(
-                [python, str(FOLDER), "--port", "0", *arguments], stdout=file, stderr=subprocess.STDOUT, env=env
+                [python, str(ECHO if "echo" in arguments else FOLDER), "--port", "0", *arguments],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env=env,
             )
         self.port = 0
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from posttrain.serve.app import build_app
-from posttrain.serve.echo_engine import EchoEngine, numbered_weights
-from posttrain.serve.payload import encode_manifest
+from posttrain.serve.http.app import build_app
 from posttrain.serve.server import RolloutServer, ServerOptions
+from posttrain.serve.wire.payload import encode_manifest
 from tests.serve.asgi_client import call
+from tests.serve.echo_engine import EchoEngine, numbered_weights
 from tests.serve.serving import update_of
 
 TOKEN = "a-token-of-the-tests-7c1"

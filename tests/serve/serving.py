@@ -6,13 +6,14 @@ import threading
 
 import torch
 
-from posttrain.serve.buckets import plan_parts
-from posttrain.serve.echo_engine import EchoEngine, numbered_weights
-from posttrain.serve.engine import Accepted, GenerateJob, Sampling
-from posttrain.serve.engine_thread import EngineThread
-from posttrain.serve.payload import MAX_VERSION, Manifest, Part, TensorSpec, checksum, parse_head, split_part
-from posttrain.serve.update import UpdateLimits, Updater
-from posttrain.serve.versions import Serving, Versions
+from posttrain.rollout.vllm_engine.kept_weights import plan_parts
+from posttrain.serve.engine.engine_thread import EngineThread
+from posttrain.serve.engine.protocol import Accepted, GenerateJob, Sampling
+from posttrain.serve.engine.versions import Serving, Versions
+from posttrain.serve.weights.parts import Part, parse_head
+from posttrain.serve.weights.update import UpdateLimits, Updater
+from posttrain.serve.wire.payload import MAX_VERSION, Manifest, TensorSpec, checksum, split_part
+from tests.serve.echo_engine import EchoEngine, numbered_weights
 
 ANY = Accepted(0, MAX_VERSION)
 

@@ -9,13 +9,12 @@ import time
 import pytest
 import torch
 
-from posttrain.serve import pushed_adapters
-from posttrain.serve.adapters import Adapters
-from posttrain.serve.echo_engine import EchoEngine, numbered_weights
+from posttrain.serve.engine.model_folder import tensor_names
+from posttrain.serve.engine.versions import Serving, Versions
 from posttrain.serve.errors import FieldError
-from posttrain.serve.model_folder import tensor_names
-from posttrain.serve.pushed_adapters import LOCK, WEIGHTS, PushedAdapters
-from posttrain.serve.versions import Serving, Versions
+from posttrain.serve.weights import adapters
+from posttrain.serve.weights.adapters import LOCK, WEIGHTS, Adapters, PushedAdapters
+from tests.serve.echo_engine import EchoEngine, numbered_weights
 
 NAME = "m.q_proj.lora_A.weight"
 
@@ -64,7 +63,7 @@ def test_what_a_killed_server_left_is_removed_at_the_next_start(tmp_path):
     kept = lives.push(1)
     (tmp_path / "pushed-by-a-user").mkdir()
     code = (
-        "import sys, time, torch; from pathlib import Path; from posttrain.serve.pushed_adapters import PushedAdapters\n"
+        "import sys, time, torch; from pathlib import Path; from posttrain.serve.weights.adapters import PushedAdapters\n"
         f"PushedAdapters(Path(sys.argv[1])).write(3, {{'r': 1}}, {{{NAME!r}: torch.ones(4)}})\n"
         "print('written', flush=True); time.sleep(60)"
     )
@@ -83,7 +82,7 @@ def test_a_folder_that_is_being_written_is_swept_only_when_it_is_old(tmp_path):
     PushedAdapters(tmp_path)
     assert begun.exists()
     (begun / LOCK).touch()
-    old = time.time() - pushed_adapters.UNLOCKED_SECONDS - 1
+    old = time.time() - adapters.UNLOCKED_SECONDS - 1
     os.utime(begun, (old, old))
     PushedAdapters(tmp_path)
     assert folders(tmp_path) == []
@@ -91,7 +90,7 @@ def test_a_folder_that_is_being_written_is_swept_only_when_it_is_old(tmp_path):
 
 def test_an_adapter_that_cannot_be_written_or_loaded_leaves_nothing(tmp_path, monkeypatch):
     one = OneServer(tmp_path)
-    monkeypatch.setattr(pushed_adapters.json, "dumps", lambda config: 1 / 0)
+    monkeypatch.setattr(adapters.json, "dumps", lambda config: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         one.push(1)
     monkeypatch.undo()

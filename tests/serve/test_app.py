@@ -4,35 +4,34 @@ import asyncio
 import json
 import logging
 import random
+import sys
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from starlette.requests import Request
 
-from posttrain.serve.asgi import Application
 from posttrain.serve.auth import TokenFileError, token_file_of, token_left_at
-from posttrain.serve.echo_engine import numbered_weights
 from posttrain.serve.errors import TooSlow
+from posttrain.serve.http.app import ENDPOINTS, read_body
 from posttrain.serve.launch import StartError, main, read_token
-from posttrain.serve.limits import read_body
-from posttrain.serve.payload import encode_manifest
-from posttrain.serve.routes import ROUTES
 from posttrain.serve.server import ServerOptions
-from posttrain.serve.update import UpdateLimits
+from posttrain.serve.weights.update import UpdateLimits
+from posttrain.serve.wire.payload import encode_manifest
+from tests.serve.echo_engine import numbered_weights
 from tests.serve.served_app import TOKEN, asked
 from tests.serve.serving import update_of
 
-ALL = [(route.method, route.path) for route in ROUTES]
+ALL = [(endpoint.method, endpoint.path) for endpoint in ENDPOINTS]
 
 
 # who may call ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_application_has_the_routes_of_the_table_and_no_others(served):
-    inner = served().app._app
-    assert isinstance(inner, Application)
-    assert sorted(inner.routes) == sorted(ALL)
-    assert len(ALL) == len(set(ALL)) == 19
+    routes = served().app.app.routes
+    assert sorted((method, route.path) for route in routes for method in route.methods - {"HEAD"}) == sorted(ALL)
+    assert len(ALL) == len(set(ALL)) == 18
 
 
 @pytest.mark.parametrize(("method", "path"), [*ALL, ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/nowhere")])
@@ -120,20 +119,24 @@ def test_a_token_file_is_private_and_long_enough(monkeypatch, tmp_path, capsys):
         read_token(None, 1)
 
 
+def test_a_package_that_is_missing_is_named_before_a_model_is_loaded(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "posttrain.serve.http.app", None)
+    assert main(["--model", "echo", "--port", "0"]) == 2
+    assert "lacks a package of the server" in capsys.readouterr().err
+
+
 # what it answers -------------------------------------------------------------------------------------------------------
 
 
 def test_generate_answers_ids_logps_and_the_version_of_every_token(served):
     one = served()
-    body = asked(prompts=[{"ids": [5], "n": 2, "seeds": [1, 2]}, {"text": "ab", "max_tokens": 2}], text=True)
+    body = asked(prompts=[{"ids": [5], "n": 2, "seeds": [1, 2]}, {"ids": [97, 98], "max_tokens": 2}])
     answer = asyncio.run(one("POST", "/generate", body)).json()
     first, second = answer["completions"]
     assert [len(first), len(second)] == [2, 1]
     wanted = {"ids": [0] * 4, "logps": [-0.5] * 4, "finish_reason": "length", "spans": [[0, 4, 0]], "version": 0}
     assert {key: first[0][key] for key in wanted} == wanted
     assert second[0]["ids"] == [0, 0]
-    assert answer["prompt_ids"] == [[5], [97, 98]]
-    assert first[0]["text"] == "0 0 0 0"
 
 
 def test_the_same_id_runs_once_and_another_body_under_it_is_refused(served):
@@ -174,7 +177,7 @@ def test_a_deadline_ends_the_work_and_the_same_id_may_try_again(served):
         ({"sampling": {"max_tokens": True}}, "max_tokens"),
         ({"prompts": [{"ids": [100_000]}]}, "Entry 0 of `ids`"),
         ({"prompts": [{"ids": [-1]}]}, "token id"),
-        ({"prompts": [{}]}, "needs `ids` or `text`"),
+        ({"prompts": [{}]}, "`ids` is missing from entry 0 of `prompts`"),
         ({"prompts": []}, "list of 1"),
         ({"prompts": [{"ids": [1] * 4096}]}, "one token at least must fit"),
         ({"prompts": [{"ids": [1], "n": 2, "seeds": [1]}]}, "n = 2 and 1 seeds"),
@@ -190,11 +193,8 @@ def test_wrong_fields_are_named(served, change, sentence):
     assert sentence in reply.json()["error"]
 
 
-def test_chat_and_score(served):
+def test_score(served):
     one = served()
-    talk = {"conversations": [{"messages": [{"role": "user", "content": "ab"}]}], "sampling": {"max_tokens": 3}}
-    answer = asyncio.run(one("POST", "/chat", talk)).json()
-    assert (answer["prompt_ids"], answer["completions"][0][0]["ids"]) == ([[97, 98]], [0, 0, 0])
     asyncio.run(one.push(2))
     body = {"sequences": [{"ids": [1, 2, 3, 4], "start": 2}], "top_k": 3}
     score = asyncio.run(one("POST", "/score", body)).json()["scores"][0]
@@ -216,6 +216,25 @@ def test_an_update_over_http_flips_and_versions_are_accepted_or_not(served):
     text = asyncio.run(one("GET", "/metrics")).body.decode()
     assert "posttrain_serving_version 7" in text
     assert 'posttrain_requests_total{route="/generate",status="409"} 1' in text
+
+
+def test_metrics_have_their_names(served):
+    """As dashboards know them."""
+    one = served()
+    asyncio.run(one("POST", "/generate", asked(tokens=3)))
+    asyncio.run(one("GET", "/nowhere"))
+    reply = asyncio.run(one("GET", "/metrics"))
+    assert reply.headers["content-type"].startswith("text/plain; version=")
+    lines = [line.split() for line in reply.body.decode().splitlines() if not line.startswith("#")]
+    values = {name.removeprefix("posttrain_"): float(value) for name, value in lines}
+    assert {name.partition("{")[0] for name in values} == {
+        *("requests_total", "request_seconds_total", "generated_tokens_total", "joined_requests_total"),
+        *("updates_committed_total", "updates_failed_total", "in_flight", "serving_version", "ready"),
+        *("engine_silent_seconds", "uptime_seconds"),
+    }
+    assert values["generated_tokens_total"] == 3
+    assert values['requests_total{route="/generate",status="200"}'] == 1
+    assert values['requests_total{route="none",status="404"}'] == 1
 
 
 def test_an_update_can_be_aborted_and_one_that_was_not_begun_is_404(served):
@@ -374,7 +393,7 @@ def test_errors_of_ours_are_answered_without_their_text(served, monkeypatch, cap
 
 def test_only_so_many_parts_at_once_are_taken(served):
     one = served()
-    most = next(route.at_once for route in ROUTES if route.path == "/weights/part")
+    most = next(one.at_once for one in ENDPOINTS if one.path == "/weights/part")
 
     async def go():
         held = asyncio.Event()
@@ -400,14 +419,14 @@ def test_only_so_many_parts_at_once_are_taken(served):
 
 def test_a_body_that_never_arrives_is_given_up(served, monkeypatch):
     one = served()
-    monkeypatch.setattr("posttrain.serve.limits.SLOWEST_BYTES_PER_SECOND", 1 << 40)
+    monkeypatch.setattr("posttrain.serve.http.app.SLOWEST_BYTES_PER_SECOND", 1 << 40)
 
     async def go():
         async def never():
             await asyncio.sleep(60)
 
         with pytest.raises(TooSlow, match="did not arrive"):
-            await read_body([], never, 100, seconds=0.05)
+            await read_body(Request({"type": "http", "headers": []}, never), 100, lambda nbytes: None, seconds=0.05)
 
     asyncio.run(go())
     assert one.server.trouble() is None

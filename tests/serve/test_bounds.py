@@ -4,9 +4,10 @@ import asyncio
 import time
 
 import pytest
+from starlette.requests import Request
 
 from posttrain.serve.errors import Busy
-from posttrain.serve.limits import BodyMemory, read_body
+from posttrain.serve.http.app import BodyMemory, read_body
 from posttrain.serve.server import ServerOptions
 from tests.serve.served_app import TOKEN, asked
 
@@ -92,7 +93,7 @@ def test_room_is_free_again_however_a_job_ends(served):
 
 def test_bodies_that_are_under_way_have_a_bound_together(served):
     one = served(options=ServerOptions(most_bodies_bytes=100_000))
-    memory = one.app._app._bodies
+    memory = one.app.app.state.bodies
 
     async def go():
         held = asyncio.Event()
@@ -134,7 +135,7 @@ def test_a_body_without_a_length_is_counted_as_it_comes():
 
     async def go():
         with memory.share() as hold:
-            await read_body([], receive, 1000, hold=hold)
+            await read_body(Request({"type": "http", "headers": []}, receive), 1000, hold)
 
     with pytest.raises(Busy, match="have 90 bytes, and this one 120"):
         asyncio.run(go())

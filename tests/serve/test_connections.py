@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from posttrain.serve.app import build_app
-from posttrain.serve.connections import HEAD_SECONDS, MOST_CONNECTIONS, bounded_protocol, connections_for
-from posttrain.serve.echo_engine import EchoEngine, numbered_weights
+from posttrain.serve.http.app import build_app
+from posttrain.serve.http.connections import HEAD_SECONDS, MOST_CONNECTIONS, bounded_protocol, connections_for
 from posttrain.serve.server import RolloutServer, ServerOptions
+from tests.serve.echo_engine import EchoEngine, numbered_weights
 
 uvicorn = pytest.importorskip("uvicorn")
 

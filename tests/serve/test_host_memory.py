@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.serve import host_memory
-from posttrain.serve.host_memory import SMALL_BYTES, HostMemory, copy_bytes
+from posttrain.serve.wire import host_memory
+from posttrain.serve.wire.host_memory import SMALL_BYTES, HostMemory, copy_bytes
 
 SIZE = SMALL_BYTES
 

@@ -3,12 +3,14 @@
 import importlib.util
 import signal
 import socket
+import subprocess
 import sys
 import threading
 
 import pytest
 import torch
 
+from tests.serve.echo_server import ROOT
 from tests.serve.live_server import LiveServer
 from tests.waiting import eventually
 
@@ -63,3 +65,24 @@ def test_half_sent_requests_do_not_use_up_the_descriptors(start, tmp_path):
         for one in half:
             one.close()
     assert "Too many open files" not in server.log.read_text()
+
+
+def test_worker_processes_find_the_folder_under_the_name_that_the_server_made_up(tmp_path):
+    """vLLM's workers (`--tensor-parallel` above 1) are new processes and import the extension by its name."""
+    tmp_path.chmod(0o700)
+    server = (
+        "from pathlib import Path\nimport importlib, sys\nfrom tests.serve.echo_server import launch_of_the_folder\n"
+        "launch_of_the_folder()\nweights = importlib.import_module('posttrain_serve.engine.worker_weights')\n"
+        "weights.WorkerWeights(Path(sys.argv[1]))\nprint(sys.path[-1], weights.EXTENSION)"
+    )
+    place, extension = output_of(server, str(tmp_path)).split()
+    assert extension == "posttrain_serve.engine.worker_extension.WeightLoading"
+    worker = (
+        "import sys\nsys.path.append(sys.argv[1])\nimport posttrain_serve.engine.protocol as one\nprint(one.__file__)"
+    )
+    assert output_of(worker, place).strip().endswith("posttrain_serve/engine/protocol.py")
+
+
+def output_of(code, *words):
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT).stdout

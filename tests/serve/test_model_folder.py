@@ -7,13 +7,13 @@ import torch
 from huggingface_hub import constants
 from safetensors.torch import save_file
 
-from posttrain.serve.echo_engine import EchoEngine, numbered_weights
-from posttrain.serve.engine_thread import EngineThread
+from posttrain.serve.engine.engine_thread import EngineThread
+from posttrain.serve.engine.model_folder import ModelFiles
+from posttrain.serve.engine.versions import Serving, Versions
+from posttrain.serve.engine.vllm_engine import VLLMEngine, VLLMOptions
 from posttrain.serve.errors import EngineFailed, PayloadError
-from posttrain.serve.model_folder import ModelFiles
-from posttrain.serve.update import Updater
-from posttrain.serve.versions import Serving, Versions
-from posttrain.serve.vllm_engine import VLLMEngine, VLLMOptions
+from posttrain.serve.weights.update import Updater
+from tests.serve.echo_engine import EchoEngine, numbered_weights
 from tests.serve.serving import update_of
 
 NAME, COMMIT = "some-body/some-model", "4" * 40

@@ -7,12 +7,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.serve import buckets, payload
-from posttrain.serve.buckets import plan_parts
+from posttrain.rollout.vllm_engine import kept_weights
+from posttrain.rollout.vllm_engine.kept_weights import plan_parts
+from posttrain.serve.bodies import ManifestBody, read
 from posttrain.serve.errors import PayloadError
-from posttrain.serve.host_memory import HostMemory
-from posttrain.serve.payload import ITEM_BYTES, MAGIC, PREFIX_BYTES, Manifest, TensorSpec
-from posttrain.serve.staging import Staging
+from posttrain.serve.weights.staging import Staging
+from posttrain.serve.wire import payload
+from posttrain.serve.wire.host_memory import HostMemory
+from posttrain.serve.wire.payload import ITEM_BYTES, MAGIC, PREFIX_BYTES, Manifest, TensorSpec
 from tests.serve.serving import encoded, parsed
 
 SPECS = st.builds(
@@ -45,7 +47,7 @@ def with_header(body: bytes, header: bytes) -> bytes:
     """The payload with another header and the right digest, as an attacker would send it."""
     length = int.from_bytes(body[len(MAGIC) : len(MAGIC) + 4], "little")
     data = body[PREFIX_BYTES + length :]
-    return MAGIC + len(header).to_bytes(4, "little") + payload._digest(header) + header + data
+    return MAGIC + len(header).to_bytes(4, "little") + payload.header_digest(header) + header + data
 
 
 def header_of(body: bytes) -> dict:
@@ -206,10 +208,10 @@ def test_the_manifest_reads_back_and_refuses_a_name_twice():
     specs = (TensorSpec("a", "float32", (2, 3), payload.checksum(b"x")), TensorSpec("b", "bfloat16", (), None))
     manifest = Manifest(3, 2, specs)
     fields = json.loads(json.dumps(payload.encode_manifest(manifest)))
-    assert payload.parse_manifest(fields) == manifest
+    assert read(fields, ManifestBody).manifest() == manifest
     fields["tensors"].append(fields["tensors"][0])
     with pytest.raises(PayloadError, match="a is listed twice"):
-        payload.parse_manifest(fields)
+        read(fields, ManifestBody).manifest()
 
 
 # blocks of a checksum ---------------------------------------------------------------------------------------------------
@@ -219,7 +221,7 @@ def test_the_manifest_reads_back_and_refuses_a_name_twice():
 def small_blocks(monkeypatch):
     """Blocks of 8 bytes; a list of how many bytes were hashed at each call for a block."""
     monkeypatch.setattr(payload, "HASH_BLOCK", 8)
-    monkeypatch.setattr(buckets, "HASH_BLOCK", 8)
+    monkeypatch.setattr(kept_weights, "HASH_BLOCK", 8)
     hashed, real = [], payload.CHECKSUMS["blake2b"]
     counted = {"blake2b": lambda data: (hashed.append(len(data)), real(data))[1]}
     monkeypatch.setattr(payload, "CHECKSUMS", counted)

@@ -14,23 +14,27 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import torch
+from pydantic import Field
 
-from posttrain.serve import shared_blocks
-from posttrain.serve.app import build_app
-from posttrain.serve.collective import GLOO, Meeting, join
-from posttrain.serve.echo_engine import EchoEngine, numbered_weights
+from posttrain.serve.bodies import Body, Bytes, read
 from posttrain.serve.errors import FieldError, PayloadError, TransportFailed
-from posttrain.serve.fields import base64_bytes
+from posttrain.serve.http.app import build_app
 from posttrain.serve.launch import bind
-from posttrain.serve.payload import encode_manifest, parse_head
 from posttrain.serve.server import RolloutServer, ServerOptions
-from posttrain.serve.shared_blocks import SharedFolder
-from posttrain.serve.transports import RECEIVERS
+from posttrain.serve.weights.parts import parse_head
+from posttrain.serve.weights.transports import RECEIVERS
+from posttrain.serve.wire import shared_blocks
+from posttrain.serve.wire.collective import GLOO, Meeting, join
+from posttrain.serve.wire.payload import encode_manifest
+from posttrain.serve.wire.shared_blocks import SharedFolder
 from tests.serve.asgi_client import call
+from tests.serve.echo_engine import EchoEngine, numbered_weights
 from tests.serve.serving import update_of
+from tests.waiting import eventually
 
 TOKEN = "a-token-of-the-tests-7c1"
 ROOT = Path(__file__).parents[2]
@@ -143,7 +147,7 @@ def test_a_folder_that_others_may_write_to_or_that_is_a_link_is_not_used(tmp_pat
 def test_blocks_of_a_killed_process_are_swept_and_those_of_a_living_one_stay(folder, monkeypatch):
     program = (
         "import sys, time, pathlib\n"
-        "from posttrain.serve.shared_blocks import SharedFolder\n"
+        "from posttrain.serve.wire.shared_blocks import SharedFolder\n"
         f"block = SharedFolder(pathlib.Path({str(folder.path)!r})).write([b'abc'])\n"
         "print(block.name, flush=True)\n"
         "time.sleep(60)\n"
@@ -345,11 +349,13 @@ def test_parts_larger_than_allowed_and_empty_ones_are_not_fetched(tmp_path, fold
 
 
 def test_base64_is_strict():
-    read = base64_bytes(6)
-    assert read("AAEC", "x") == b"\0\1\2"
+    class Short(Body):
+        x: Annotated[Bytes, Field(max_length=6)]
+
+    assert read({"x": "AAEC"}, Short).x == b"\0\1\2"
     for wrong in (None, 3, "A", "AA", "A A=", "AAAA\n", "é", "A" * 400, b"AAAA"):
-        with pytest.raises(FieldError, match="x is not base64 of at most 6 bytes"):
-            read(wrong, "x")
+        with pytest.raises(FieldError, match="`x` of the body is not base64 of at most 6 bytes"):
+            read({"x": wrong}, Short)
     with pytest.raises(PayloadError):
         parse_head(b"")
 
@@ -411,3 +417,18 @@ def test_a_meeting_without_the_other_is_over_at_its_deadline():
     with pytest.raises(TransportFailed):  # somebody who does not know the key meets nobody
         join(GLOO, meeting.address, meeting.port, secrets.token_hex(16), 0.5)
     assert time.monotonic() - began < 60
+    waiting = lambda: [one for one in threading.enumerate() if one.name == "collective: Making the group"]  # noqa: E731
+    eventually(lambda: not waiting(), 60)  # the threads in which the two waited are gone: torch has the deadline, too
+
+
+def test_a_broadcast_may_take_longer_than_the_group_took_to_connect():
+    mine, theirs = pair_up(1.0)
+    sent, received = torch.arange(7, dtype=torch.uint8), theirs.buffer(7)
+    other = threading.Thread(target=theirs.broadcast, args=(received, 60))
+    other.start()
+    time.sleep(1.5)  # the trainer is late by more than the second that the group had
+    mine.broadcast(sent, 60)
+    other.join(60)
+    assert received.tolist() == list(range(7))
+    mine.close()
+    theirs.close()

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.serve import host_memory
-from posttrain.serve.echo_engine import numbered_weights
-from posttrain.serve.engine import Accepted
+from posttrain.serve.engine.protocol import Accepted
+from posttrain.serve.engine.versions import MOVES, Phase, Serving, Versions
 from posttrain.serve.errors import Conflict, DeadlinePassed, EngineFailed, NotFound, NotReady, PayloadError, TooLarge
-from posttrain.serve.update import UpdateLimits
-from posttrain.serve.versions import MOVES, Phase, Serving, Versions
+from posttrain.serve.weights.update import UpdateLimits
+from posttrain.serve.wire import host_memory
+from tests.serve.echo_engine import numbered_weights
 from tests.serve.serving import update_of
 from tests.waiting import eventually
 
@@ -312,6 +312,20 @@ def test_a_stopped_thread_answers_what_comes_late(rig):
     with pytest.raises(NotReady):
         one.push(1)
     assert one.versions.phase is Phase.IDLE
+
+
+def test_what_is_sent_while_the_thread_ends_is_refused_and_not_forgotten(rig, monkeypatch):
+    """A request passes the check, and comes when the thread has looked at its commands for the last time."""
+    one = rig()
+    one.thread.stop()
+    monkeypatch.setattr(one.thread, "_refuse_if_down", lambda: None)
+    late = one.completion("late")
+    assert (late.finish_reason, late.stop_reason, late.error) == ("error", 503, "The server is stopping.")
+    assert one.thread.in_flight == 0
+    with pytest.raises(NotReady, match="stopping"):
+        one.thread.call(lambda engine: engine.reset_prefix_cache(False), 60)
+    with pytest.raises(NotReady, match="stopping"):
+        one.thread.flip(lambda engine: None, 1, "drain", 60)
 
 
 def test_a_request_that_the_engine_refuses_does_not_end_the_others(rig):

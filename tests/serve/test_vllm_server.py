@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from posttrain.serve.payload import encode_manifest
-from posttrain.serve.shared_blocks import default_folder
+from posttrain.serve.wire.payload import encode_manifest
+from posttrain.serve.wire.shared_blocks import default_folder
 from tests import tiny
 from tests.serve.live_server import LiveServer
 from tests.serve.serving import update_of
@@ -164,16 +164,13 @@ def test_stop_ids_seeds_and_processed_log_probs(server):
     assert one["logps"] == pytest.approx(rows.gather(1, torch.tensor(one["ids"])[:, None])[:, 0].tolist(), abs=1e-4)
 
 
-def test_text_chat_stop_strings_and_structured_output(server):
+def test_stop_strings_and_structured_output(server):
     tokenizer = tiny.tokenizer()
-    messages = [{"role": "user", "content": "Say it."}]
-    body = {"conversations": [{"messages": messages, "seeds": [3]}], "text": True}
-    body["sampling"] = {"max_tokens": 30, "regex": "(yes|no) ok"}
-    answer = server.post("/chat", body)
-    rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    assert answer["prompt_ids"] == [tokenizer.encode(rendered, add_special_tokens=False)]
-    assert answer["completions"][0][0]["text"].startswith(("yes ok", "no ok"))
-    free = {"prompts": [{"text": "abc"}], "text": True, "sampling": {"max_tokens": 40, "temperature": 0.0}}
+    prompt = tokenizer.encode("abc")
+    body = {"prompts": [{"ids": prompt, "seeds": [3]}], "sampling": {"max_tokens": 30, "regex": "(yes|no) ok"}}
+    answer = server.post("/generate", body)
+    assert tokenizer.decode(answer["completions"][0][0]["ids"]).startswith(("yes ok", "no ok"))
+    free = {"prompts": [{"ids": prompt}], "sampling": {"max_tokens": 40, "temperature": 0.0}}
     whole = server.post("/generate", free)["completions"][0][0]
     stop = tokenizer.decode(whole["ids"][5:6])
     cut = server.post("/generate", free | {"sampling": free["sampling"] | {"stop": [stop]}})["completions"][0][0]

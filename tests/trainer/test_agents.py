@@ -11,10 +11,10 @@ from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from posttrain.rollout.rollout_store import read_rollouts
-from posttrain.rollout.scripted_engine import ScriptedEngine
 from posttrain.rollout.tools import Toolbox
 from tests import tiny
 from tests.rollout.fuzzed_turns import TOOLS, turn
+from tests.rollout.scripted_engine import ScriptedEngine
 
 TOKENIZER = tiny.tokenizer()
 STOP = TOKENIZER.eos_token_id

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from posttrain.models.weight_export import active_adapters, exported_adapter, exported_adapter_specs
 from posttrain.rollout.vllm_engine.held_weights import complete
-from posttrain.serve.adapters import CONFIG, WEIGHTS
-from posttrain.serve.engine import AdapterRef
-from posttrain.serve.vllm_engine import VLLMEngine
+from posttrain.serve.engine.protocol import AdapterRef
+from posttrain.serve.engine.vllm_engine import VLLMEngine
+from posttrain.serve.weights.adapters import CONFIG, WEIGHTS
 
 RANKS = (8, 16, 32, 64, 128, 256, 512)
 """Those that every version of vLLM has room for."""

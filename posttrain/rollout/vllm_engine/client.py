@@ -10,12 +10,11 @@ from typing import Any
 
 from posttrain.rollout.engine import LENGTH, STOP, SamplingParams
 from posttrain.rollout.vllm_engine.kept_weights import BUCKET_BYTES, KeptWeights
-from posttrain.rollout.vllm_engine.side_by_side import side_by_side
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerAnswer, ServerRefused, Token, Transport, checked
 from posttrain.rollout.vllm_engine.weight_channel import AUTO, NOT_OFFERED, WeightChannel
 from posttrain.rollout.vllm_engine.weight_senders import Sides, Wire
-from posttrain.serve.payload import Manifest, encode_manifest
-from posttrain.serve.transports import CUDA_IPC
+from posttrain.rollout.vllm_engine.workers import side_by_side
+from posttrain.serve.wire.payload import CUDA_IPC, Manifest, encode_manifest
 
 ABORTED = "aborted"
 PROTOCOL = 2

@@ -37,14 +37,14 @@ MISSES = 2
 """Questions in a row that are not answered in time before a server counts as down."""
 RETRY_SECONDS = 0.5
 FAILED_TRIES = 3
-"""Starts, or refusals of weights, in a row that fail before there is no hope for a server."""
+"""Starts, or refusals of weights, in a row that fail before a server counts as unrecoverable."""
 CLOSE_SECONDS = 5.0
 """For calls that were broken off to end, and the watch with them."""
 FIXED = ("vocabulary", "logprobs_mode", "context_length")
 """What a server says about itself that all of them must have in common, from the beginning to the end."""
-HOPELESS = frozenset({NOT_OFFERED, 400, 401, 403, 405, 413})
+FINAL = frozenset({NOT_OFFERED, 400, 401, 403, 405, 413})
 """Refusals that will be the same next time: the request or the token is wrong, not the moment."""
-HOPELESS_COMMIT = HOPELESS | {500, 504}
+FINAL_AT_COMMIT = FINAL | {500, 504}
 """At a commit, too: the engine cannot load these weights, or running requests did not end in time."""
 
 
@@ -71,7 +71,7 @@ class Fleet:
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._owner = os.getpid()
-        # Servers are told numbers of their own, higher than those of any run before: a server that was restarted by others
+        # Servers are given version numbers of their own, higher than those of any run before: a server that was restarted by others
         # with the weights of its folder, or that another trainer has written to, cannot happen to have the right one.
         self._next_version = max(int(time.time()) - 1_700_000_000, 0) << 20
         self._watchers: list[threading.Thread] = []
@@ -186,13 +186,15 @@ class Fleet:
         member.client.break_off(why)
         member.stir.set()
 
-    def refuse_without_hope(self) -> None:
+    def raise_if_unrecoverable(self) -> None:
         """Raise where no server is up and none can be expected back."""
+        if self._closing.is_set():  # the watch has ended: nobody brings a server back
+            raise ServerGone("The servers were closed by this trainer while it still waited for them.")
         with self._changed:
             if any(member.is_up for member in self.members):
                 return
-            if all(member.hopeless for member in self.members):
-                raise self.members[0].hopeless
+            if all(member.unrecoverable for member in self.members):
+                raise self.members[0].unrecoverable
             since = max(member.down_since for member in self.members)
             if time.monotonic() - since > self.deadlines.back:
                 reasons = " ".join(f"{member.name}: {member.why}" for member in self.members)
@@ -202,22 +204,23 @@ class Fleet:
         """Until at least one server serves the target."""
         with self._changed:
             while not any(member.is_up for member in self.members):
-                self.refuse_without_hope()
+                self.raise_if_unrecoverable()
                 self._changed.wait(0.2)
 
     # watching -------------------------------------------------------------------------------------------------------
 
     def _watch(self, member: Member) -> None:
         while not self._closing.is_set():
-            if member.is_up:
-                member.stir.wait(self._watch_seconds)
-                member.stir.clear()
-                self._look(member)
-            elif self.target.version is None:
-                member.stir.wait(self._watch_seconds)  # there is nothing yet that it could be given
-                member.stir.clear()
-            else:
+            if not member.is_up and self.target.version is not None:
                 self._try_to_bring_back(member)
+                continue
+            member.stir.wait(self._watch_seconds)  # without a target there is nothing yet that it could be given
+            member.stir.clear()
+            try:
+                self._look(member)
+            except Exception as error:  # the watcher must live: without it a server that is down would never come back
+                log.exception("Looking after %s failed.", member.name)
+                self.report(member, f"it cannot be asked ({type(error).__name__}: {error}).")
 
     def _look(self, member: Member) -> None:
         for missed in range(MISSES):
@@ -243,7 +246,7 @@ class Fleet:
             return
         except ServerError as error:
             self._note(member, error)
-        except Exception as error:  # the watcher must live: without it nobody would ever look again
+        except Exception as error:  # as above
             log.exception("Bringing back %s failed.", member.name)
             self._note(member, ServerError(f"{member.name} cannot be brought back ({type(error).__name__}: {error})."))
         self._closing.wait(RETRY_SECONDS * 2 ** min(member.failed_starts, 6))
@@ -252,9 +255,9 @@ class Fleet:
         if self._closing.is_set():
             return
         refused = isinstance(error, ServerRefused)
-        member.refusals = member.refusals + 1 if refused and error.status in HOPELESS_COMMIT else 0
-        hopeless = (
-            (refused and error.status in HOPELESS)
+        member.refusals = member.refusals + 1 if refused and error.status in FINAL_AT_COMMIT else 0
+        unrecoverable = (
+            (refused and error.status in FINAL)
             or max(member.refusals, member.failed_starts) >= FAILED_TRIES
             or type(error) is ServerError
         )
@@ -262,7 +265,7 @@ class Fleet:
             if str(error) != member.why:
                 log.warning("The server %s is not back yet: %s", member.name, error)
             member.why = str(error)
-            member.hopeless = error if hopeless else member.hopeless
+            member.unrecoverable = error if unrecoverable else member.unrecoverable
             self._changed.notify_all()
 
     def _revive(self, member: Member) -> None:
@@ -303,7 +306,7 @@ class Fleet:
             with self._changed:
                 if self.target is not target:
                     continue  # the trainer has moved on meanwhile
-                member.info, member.is_up, member.hopeless, member.hangs = info, True, None, False
+                member.info, member.is_up, member.unrecoverable, member.hangs = info, True, None, False
                 member.refusals = 0
                 member.stir.clear()
                 self.recoveries += 1
@@ -352,10 +355,10 @@ class Fleet:
                 held.enter_context(member.weights)
                 member.client.refuse_if_not_offered(kept, member.info)
             staged = self._all(
-                members, lambda one: one.client.stage(kept, target.version, self._bucket(one.info)), HOPELESS, target
+                members, lambda one: one.client.stage(kept, target.version, self._bucket(one.info)), FINAL, target
             )
             committed = self._all(
-                staged, lambda one: one.client.commit(kept, target.version, in_flight), HOPELESS_COMMIT, target
+                staged, lambda one: one.client.commit(kept, target.version, in_flight), FINAL_AT_COMMIT, target
             )
             self._move_to(target, committed)
         try:
@@ -376,17 +379,15 @@ class Fleet:
         return [one for one in found if isinstance(one, Member)]
 
     def _all(
-        self, members: Sequence[Member], act: Callable[[Member], None], hopeless: frozenset[int], target: Target
+        self, members: Sequence[Member], act: Callable[[Member], None], final: frozenset[int], target: Target
     ) -> list[Member]:
-        """Those for which it worked. A hopeless refusal by one of them ends the update for all."""
+        """Those for which it worked. A final refusal by one of them ends the update for all."""
         outcomes = at_once([lambda member=member: act(member) for member in members])
         done = [member for member, outcome in zip(members, outcomes) if not isinstance(outcome, Exception)]
         failures = [(member, outcome) for member, outcome in zip(members, outcomes) if isinstance(outcome, Exception)]
         for member, error in failures:
-            final = not isinstance(error, ServerError) or (
-                isinstance(error, ServerRefused) and error.status in hopeless
-            )
-            if final:
+            refused = isinstance(error, ServerRefused) and error.status in final
+            if refused or not isinstance(error, ServerError):
                 self._take_back(members, target)
                 raise error
             self.report(member, str(error))
@@ -407,13 +408,13 @@ class Fleet:
                     continue
                 if member.is_up:
                     member.why = f"it has yet to be given version {target.version}."
-                self._begin_to_hope(member)
+                self._expect_back(member)
             self._changed.notify_all()
 
     @staticmethod
-    def _begin_to_hope(member: Member) -> None:
+    def _expect_back(member: Member) -> None:
         """It is to be brought to a new target: what was wrong with the old one does not count, and its time begins."""
-        member.is_up, member.hopeless, member.down_since = False, None, time.monotonic()
+        member.is_up, member.unrecoverable, member.down_since = False, None, time.monotonic()
         member.stir.set()
 
     def follow(self, target: Target) -> None:
@@ -422,7 +423,7 @@ class Fleet:
             self.target = Target(target.version, target.fingerprint, target.label, follows=True)
             for member in self.members:
                 member.why = f"it was not seen with version {target.version} yet."
-                self._begin_to_hope(member)
+                self._expect_back(member)
         self.wait_until_up()
 
     # sleep ----------------------------------------------------------------------------------------------------------
@@ -446,7 +447,7 @@ class Fleet:
         members, version = self.up(), self.target.version
         answers = []
         for member, answer in zip(members, at_once([lambda member=member: ask(member, version) for member in members])):
-            if isinstance(answer, ServerRefused) and answer.status in HOPELESS:
+            if isinstance(answer, ServerRefused) and answer.status in FINAL:
                 raise answer
             if isinstance(answer, ServerError):
                 self.report(member, str(answer))

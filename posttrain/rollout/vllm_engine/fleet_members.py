@@ -59,7 +59,7 @@ class Member:
     hangs: bool = False  # it did not answer: there is no use in asking a process of ours once more before its restart
     why: str = "it was not asked yet."
     down_since: float = field(default_factory=time.monotonic)
-    hopeless: ServerError | None = None  # coming back failed in a way that will not change
+    unrecoverable: ServerError | None = None  # coming back failed in a way that will not change
     failed_starts: int = 0  # in a row, as the next one
     refusals: int = 0
     load: int = 0  # tokens in flight there, prompt and allowance

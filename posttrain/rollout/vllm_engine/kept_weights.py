@@ -14,19 +14,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from posttrain.serve.buckets import Slice, plan_parts
-from posttrain.serve.host_memory import HostMemory
-from posttrain.serve.payload import (
+from posttrain.serve.wire.host_memory import HostMemory
+from posttrain.serve.wire.payload import (
     CHECKSUMS,
+    HASH_BLOCK,
     ITEM_BYTES,
     TensorSpec,
     blocks_between,
     blocks_of,
     checksum,
     combined,
+    fingerprint,
     split_part,
 )
-from posttrain.serve.versions import fingerprint
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Bytes `offset` to `offset + length` of a tensor."""
+
+    spec: TensorSpec
+    offset: int
+    length: int
+
+
+def plan_parts(specs: Sequence[TensorSpec], bucket_bytes: int = 64 << 20) -> list[list[Slice]]:
+    """The slices of each part, in the order of `specs`, with at most `bucket_bytes` of data in a part.
+
+    A tensor larger than a part is cut between two blocks of its checksum, where a part holds one at all.
+    """
+    if bucket_bytes < 1:
+        raise ValueError(f"A bucket of {bucket_bytes} bytes holds nothing; give at least 1.")
+    longest = bucket_bytes // HASH_BLOCK * HASH_BLOCK or bucket_bytes  # of a slice that is not the last of its tensor
+    parts: list[list[Slice]] = [[]]
+    room = bucket_bytes
+    for spec in specs:
+        offset = 0
+        while offset < spec.nbytes or (offset == 0 and spec.nbytes == 0):
+            fits_alone = spec.nbytes - offset <= bucket_bytes
+            length = spec.nbytes - offset if fits_alone else longest
+            if parts[-1] and (length > room if fits_alone else room < bucket_bytes):
+                parts.append([])
+                room = bucket_bytes
+            parts[-1].append(Slice(spec, offset, length))
+            room -= length
+            offset += length
+            if length == 0:
+                break
+    return [part for part in parts if part]
+
 
 BUCKET_BYTES = 64 << 20
 FASTEST_FIRST = ("xxh3", "blake2b")

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import posttrain.serve
 from posttrain.rollout.vllm_engine.client import ServerClient
@@ -33,8 +34,10 @@ class ServerProcess:
 
     The server looks for its parent (`--parent`) and ends itself when that is gone, so a trainer that is killed leaves nothing
     behind. Unless a token is given one is drawn for each start, and handed over in the environment: whoever takes the port while
-    the server is down is told nothing that opens the next one.
+    the server is down learns nothing that opens the next one.
     """
+
+    PROGRAM: ClassVar[Path] = Path(posttrain.serve.__file__).parent
 
     def __init__(
         self,
@@ -90,7 +93,7 @@ class ServerProcess:
     def start(self) -> None:
         """Begin a process, in the place of the one before; `wait_until_healthy` says when it answers."""
         self.kill()  # what is left of the one before
-        command = [self.python, str(Path(posttrain.serve.__file__).parent), *self.arguments]
+        command = [self.python, str(self.PROGRAM), *self.arguments]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--parent", str(os.getpid())]
         with self._lock:
             if self._closed:

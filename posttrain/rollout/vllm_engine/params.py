@@ -20,7 +20,7 @@ import numpy as np
 
 from posttrain.rollout.engine import Prompt, SamplingParams
 from posttrain.rollout.noise import noise_base, words_numpy
-from posttrain.serve.engine import Sampling
+from posttrain.serve.engine.protocol import Sampling
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
 LEAST_TEMPERATURE = 0.01

@@ -26,14 +26,14 @@ ENVIRONMENT = {
 
 @contextmanager
 def torch_random_kept() -> Iterator[None]:
-    """Afterwards torch's global generators go on as if nothing had been drawn: vLLM draws even for requests with seeds."""
+    """Afterwards torch's global generators continue as if nothing had been drawn: vLLM draws even for requests with seeds."""
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         yield
 
 
 @contextmanager
 def trainer_undisturbed() -> Iterator[None]:
-    """Inside, vLLM may start or wake; afterwards random numbers go on, and threads are, as before."""
+    """Inside, vLLM may start or wake; afterwards random numbers and threads are as before."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     python, numpy = random.getstate(), np.random.get_state()

@@ -36,7 +36,7 @@ from posttrain.rollout.vllm_engine.params import completion_logps, refuse_unknow
 from posttrain.rollout.vllm_engine.sync_probe import BOUNDS
 from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, ServerRefused, ServerSlow
 from posttrain.rollout.vllm_engine.workers import Workers
-from posttrain.serve.host_memory import HostMemory
+from posttrain.serve.wire.host_memory import HostMemory
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +140,7 @@ class ServedVLLM:
     # weights --------------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Weights | None, version: int) -> None:
-        """Stage on all servers, then commit on all. Where it raises, all go on with (or back to) the version before."""
+        """Stage on all servers, then commit on all. Where it raises, all keep (or return to) the version before."""
         kept = self._kept(weights)
         target = self.fleet.target
         if version == self.version and target.kept is not None and target.fingerprint == kept.fingerprint:
@@ -287,7 +287,7 @@ class ServedSession:
         while not self._finished and self.in_flight:
             self._send_what_fits()
             self._collect()
-            self._fleet.refuse_without_hope()
+            self._fleet.raise_if_unrecoverable()
         finished, self._finished = self._finished, []
         return finished
 

@@ -1,13 +1,12 @@
 """HTTP with a deadline for every whole call, whatever the other side does: nothing, garbage, or a byte a second.
 
-`http.client` has a time limit for each read; a server that sends one byte a second never passes it. Here every read and
-write gets what is left of the call's own time.
+HTTP clients have a time limit for each read; a server that sends one byte a second never passes it. httpcore (the lower half of
+httpx) lets us be its network: here every read and write gets what is left of the call's own time, and a call can be ended.
 """
 
 from __future__ import annotations
 
-import http.client
-import io
+import contextlib
 import json
 import logging
 import socket
@@ -18,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
+
+import httpcore
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class Deadlines:
     part: float = 120.0  # one bucket of weights
     commit: float = 600.0  # until running requests ended and the weights are loaded
     start: float = 1800.0  # a server process, until it answers
-    back: float = 1800.0  # how long a run goes on hoping while no server is up
+    back: float = 1800.0  # how long a run waits while no server is up
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -93,70 +94,72 @@ class Address:
         return f"{self.scheme}://{self.netloc}{self.prefix}"
 
 
-class _Reader(io.RawIOBase):
-    """Reads of a socket, each limited by what is left of the call's time."""
+class Link:
+    """One connection: what httpcore uses as its network, and the deadline of the call that uses it."""
 
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._connection.socket.settimeout(self._connection.left())
-        count = self._connection.socket.recv_into(buffer)
-        self._connection.received += count
-        return count
-
-
-class Connection:
-    """One open socket and the deadline of the call that uses it."""
-
-    def __init__(self, address: Address, deadline: float, connect_seconds: float) -> None:
-        self.deadline = deadline
+    def __init__(self, address: Address, connect_seconds: float, tls: ssl.SSLContext | None) -> None:
+        self.deadline = 0.0
         self.received = 0  # bytes of the answer that is being read
-        self.idle_since = 0.0
-        self.used = False
+        self.used = self.ended = False  # by an earlier call; by the other side
         self.broken_off: str | None = None
-        self.socket = socket.create_connection((address.host, address.port), min(connect_seconds, self.left()))
-        self.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if address.scheme == "https":
-            plain = self.socket
-            try:
-                plain.settimeout(self.left())
-                self.socket = ssl.create_default_context().wrap_socket(plain, server_hostname=address.host)
-            except OSError:
-                plain.close()
-                raise
+        self._connect_seconds, self._stream = connect_seconds, None
+        origin = httpcore.Origin(address.scheme.encode(), address.host.encode(), address.port)
+        self.http = httpcore.HTTPConnection(origin, tls, IDLE_SECONDS, network_backend=self)
 
     def left(self) -> float:
         left = self.deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
+        if left <= 0:  # also where bytes keep coming
+            raise httpcore.ReadTimeout
         return left
 
-    def makefile(self, mode: str) -> io.BufferedReader:  # what http.client.HTTPResponse asks of a socket
-        return io.BufferedReader(_Reader(self), 1 << 16)
+    def begin(self, deadline: float) -> Link:
+        self.used, self.deadline, self.received = self._stream is not None, deadline, 0
+        return self
 
-    def send(self, head: bytes, body: bytes | bytearray | memoryview) -> None:
-        self.socket.settimeout(self.left())  # of `sendall` as a whole
-        if len(body) < 1 << 16:
-            self.socket.sendall(head + bytes(body))
-            return
-        self.socket.sendall(head)
-        self.socket.settimeout(self.left())
-        self.socket.sendall(body)
+    @property
+    def is_connected(self) -> bool:
+        return self._stream is not None
 
-    def break_off(self, why: str) -> None:
-        """End the call that uses this connection, from another thread."""
-        self.broken_off = why
+    # what httpcore asks of a network, and of a stream; its own time limits, of single reads, are left unset
+
+    def connect_tcp(self, host: str, port: int, timeout: Any = None, **more: Any) -> Link:
+        self._stream = httpcore.SyncBackend().connect_tcp(host, port, min(self._connect_seconds, self.left()), **more)
+        return self
+
+    def start_tls(self, ssl_context: Any, server_hostname: str | None = None, timeout: Any = None) -> Link:
+        self._stream = self._stream.start_tls(ssl_context, server_hostname, self.left())
+        return self
+
+    def read(self, max_bytes: int, timeout: Any = None) -> bytes:
+        data = self._stream.read(max_bytes, self.left())
+        self.received, self.ended = self.received + len(data), not data
+        return data
+
+    def write(self, buffer: bytes, timeout: Any = None) -> None:
+        """`sendall`, with one limit for all of it; httpcore's own copies what is left of a large body again and again."""
+        sock = self._stream.get_extra_info("socket")
         try:
-            self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            self.socket.close()  # it was not connected any more
+            sock.settimeout(self.left())
+            sock.sendall(buffer)
+        except TimeoutError as error:
+            raise httpcore.WriteTimeout(str(error)) from error
+        except OSError as error:  # httpcore then reads the answer, which may say why
+            self.ended = True
+            raise httpcore.WriteError(str(error)) from error
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
 
     def close(self) -> None:
-        self.socket.close()
+        if self._stream is not None:
+            self._stream.close()
+
+    def break_off(self, why: str) -> None:
+        """End the call that uses this connection, from another thread; one that still connects ends with its first byte."""
+        self.broken_off, self.deadline = why, 0.0
+        if self._stream is not None:
+            with contextlib.suppress(OSError):  # it was not connected any more
+                self._stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 
 Token = str | Callable[[], str | None] | None
@@ -168,10 +171,11 @@ class Transport:
 
     def __init__(self, base_url: str, token: Token, connect_seconds: float = 5.0) -> None:
         self.address, self._connect_seconds = Address.of(base_url), connect_seconds
+        self._tls = ssl.create_default_context() if self.address.scheme == "https" else None
         self.use_token(token)
         self._lock = threading.Lock()  # of the two that follow
-        self._idle: list[Connection] = []
-        self._busy: set[Connection] = set()
+        self._idle: list[Link] = []
+        self._busy: set[Link] = set()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.address}, token {'set' if self._token() else 'none'})"
@@ -194,111 +198,93 @@ class Transport:
         deadline = time.monotonic() + seconds
         what = f"{method} {path} of {self.address}"
         data = body if isinstance(body, bytes | bytearray | memoryview) else _encoded(body)
+        try:
+            headers = self._headers(len(data))
+        except (OSError, ValueError) as error:  # a server that draws its token may be writing the next one
+            raise ServerAnswer(f"{what}: there is no token for it ({error}).") from error
         while True:
-            connection = None
+            link = self._take(deadline)
             try:
-                connection = self._take(deadline)
-                reply, text = self._exchange(connection, method, path, data)
-            except TimeoutError as error:
-                self._discard(connection)
-                raise self._slow(what, seconds, connection) from error
-            except (OSError, http.client.HTTPException, ValueError) as error:
-                self._discard(connection)
-                stale = connection is not None and connection.used and not connection.received
-                if not stale or connection.broken_off:
-                    raise self._typed(what, connection, error) from error
-            except BaseException:
-                self._discard(connection)
-                raise
+                status, kind, text = self._exchange(link, method, path, headers, data)
+            except httpcore.TimeoutException as error:
+                raise self._slow(what, seconds, link) from error
+            except (httpcore.NetworkError, httpcore.ProtocolError, ValueError, OSError) as error:
+                if link.broken_off or not link.used or link.received:
+                    raise self._typed(what, link, error) from error
             else:
-                self._put_back(connection, reply)
-                return _read(what, reply.status, reply.getheader("Content-Type", ""), text, reads)
+                return _read(what, status, kind, text, reads)
+            finally:
+                self._put_back(link)
 
     def _exchange(
-        self, connection: Connection, method: str, path: str, data: bytes | bytearray | memoryview
-    ) -> tuple[http.client.HTTPResponse, bytes]:
-        connection.received = 0
-        connection.send(self._head(method, path, len(data)), data)
-        reply = http.client.HTTPResponse(connection, method=method)
-        reply.begin()
-        text = reply.read(MOST_ANSWER_BYTES + 1)
-        if len(text) > MOST_ANSWER_BYTES:
-            raise ValueError(f"it is larger than {MOST_ANSWER_BYTES} bytes")
-        announced = reply.getheader("Content-Length")
-        if announced is not None and announced.isdigit() and len(text) < int(announced):
-            raise ConnectionResetError(f"it ended after {len(text)} of {announced} bytes")
-        return reply, text
+        self, link: Link, method: str, path: str, headers: list[tuple[str, str]], data: bytes | bytearray | memoryview
+    ) -> tuple[int, str, bytes]:
+        url, text = f"{self.address}{path}", bytearray()
+        with link.http.stream(method, url, headers=headers, content=[data] if len(data) else None) as reply:
+            for piece in reply.iter_stream():
+                text += piece
+                if len(text) > MOST_ANSWER_BYTES:
+                    raise ValueError(f"it is larger than {MOST_ANSWER_BYTES} bytes")
+            kind = next((value for name, value in reply.headers if name.lower() == b"content-type"), b"")
+            return reply.status, kind.decode("latin-1"), bytes(text)
 
-    def _head(self, method: str, path: str, length: int) -> bytes:
-        lines = [f"{method} {self.address.prefix}{path} HTTP/1.1", f"Host: {self.address.netloc}"]
-        lines += [f"Content-Length: {length}", "Accept-Encoding: identity", "Content-Type: application/json"]
+    def _headers(self, length: int) -> list[tuple[str, str]]:
+        headers = [("Host", self.address.netloc), ("Content-Length", str(length)), ("Accept-Encoding", "identity")]
+        headers.append(("Content-Type", "application/json"))
         if (token := self._token()) is not None:
-            lines.append(f"Authorization: Bearer {token}")
-        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+            headers.append(("Authorization", f"Bearer {token}"))
+        return headers
 
-    def _slow(self, what: str, seconds: float, connection: Connection | None) -> ServerError:
-        if connection is not None and connection.broken_off:
-            return ServerGone(f"{what} was broken off: {connection.broken_off}")
-        if connection is None:
+    def _slow(self, what: str, seconds: float, link: Link) -> ServerError:
+        if link.broken_off:
+            return ServerGone(f"{what} was broken off: {link.broken_off}")
+        if not link.is_connected:
             return ServerSlow(f"{what}: nobody took the connection within {min(self._connect_seconds, seconds):g} s.")
-        came = f"{connection.received} bytes of an answer came" if connection.received else "no answer came"
+        came = f"{link.received} bytes of an answer came" if link.received else "no answer came"
         return ServerSlow(f"{what}: {came} within {seconds:g} s.")
 
-    def _typed(self, what: str, connection: Connection | None, error: Exception) -> ServerError:
-        if connection is not None and connection.broken_off:
-            return ServerGone(f"{what} was broken off: {connection.broken_off}")
-        if connection is None:
+    def _typed(self, what: str, link: Link, error: Exception) -> ServerError:
+        if link.broken_off:
+            return ServerGone(f"{what} was broken off: {link.broken_off}")
+        if not link.is_connected:
             return ServerGone(f"{what}: no connection ({error}).")
-        gone = isinstance(
-            error, ConnectionError | http.client.IncompleteRead
-        )  # RemoteDisconnected is a ConnectionError
-        if gone:
+        if link.ended:
             return ServerGone(f"{what}: the connection ended before the answer did ({error}).")
-        if isinstance(error, OSError):
+        if isinstance(error, httpcore.NetworkError | OSError):
             return ServerGone(f"{what}: the connection failed ({error}).")
         return ServerAnswer(f"{what}: what came back is no HTTP answer ({type(error).__name__}: {str(error)[:200]}).")
 
     # connections ----------------------------------------------------------------------------------------------------
 
-    def _take(self, deadline: float) -> Connection:
-        now = time.monotonic()
+    def _take(self, deadline: float) -> Link:
         with self._lock:
-            while self._idle:
-                connection = self._idle.pop()
-                if now - connection.idle_since > IDLE_SECONDS:
-                    connection.close()
-                    continue
-                connection.deadline, connection.used = deadline, True
-                self._busy.add(connection)
-                return connection
-        connection = Connection(self.address, deadline, self._connect_seconds)
-        with self._lock:
-            self._busy.add(connection)
-        return connection
+            link = None
+            while self._idle and link is None:
+                link = self._idle.pop()
+                if link.http.has_expired():
+                    link.http.close()
+                    link = None
+            link = (link or Link(self.address, self._connect_seconds, self._tls)).begin(deadline)
+            self._busy.add(link)
+            return link
 
-    def _discard(self, connection: Connection | None) -> None:
-        if connection is not None:
-            with self._lock:
-                self._busy.discard(connection)
-            connection.close()
-
-    def _put_back(self, connection: Connection, reply: http.client.HTTPResponse) -> None:
-        connection.idle_since = time.monotonic()
+    def _put_back(self, link: Link) -> None:
         with self._lock:
-            self._busy.discard(connection)
-            if not reply.will_close and not connection.broken_off:
-                self._idle.append(connection)
+            self._busy.discard(link)
+            if link.http.is_available() and not link.broken_off:
+                self._idle.append(link)
                 return
-        connection.close()
+        link.http.close()
+        link.close()
 
     def break_off(self, why: str) -> None:
         """End every call that is under way, with ServerGone."""
         with self._lock:
             busy, idle, self._idle = list(self._busy), self._idle, []
-        for connection in busy:
-            connection.break_off(why)
-        for connection in idle:
-            connection.close()
+        for link in busy:
+            link.break_off(why)
+        for link in idle:
+            link.http.close()
 
 
 def _encoded(body: Any) -> bytes:

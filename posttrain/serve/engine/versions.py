@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from .engine import Accepted, AdapterRef
-from .errors import Conflict, NotReady
-from .payload import TensorSpec
+from ..errors import Conflict, NotReady
+from .protocol import Accepted, AdapterRef
 
 
 class Phase(StrEnum):
@@ -41,12 +38,6 @@ class Serving:
     fingerprint: str | None = None  # of all its tensors; None: as loaded from the model's folder
     adapter: AdapterRef | None = None
     reason: str = ""
-
-
-def fingerprint(tensors: Iterable[TensorSpec]) -> str:
-    """One digest for a whole version, whatever the order and the buckets."""
-    lines = sorted(f"{t.name} {t.dtype} {list(t.shape)} {t.checksum}" for t in tensors)
-    return hashlib.blake2b("\n".join(lines).encode(), digest_size=16).hexdigest()
 
 
 class Versions:

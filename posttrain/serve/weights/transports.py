@@ -18,18 +18,14 @@ from typing import Any, Protocol
 
 import torch
 
-from . import collective, cuda_ipc
-from . import fields as f
-from .errors import Busy, FieldError, TooLarge, TransportFailed
-from .fields import Field, read_fields
-from .host_memory import HostMemory
-from .payload import Buffer
-from .shared_blocks import SharedFolder, host_id
+from ..bodies import GpuPlace, GroupPlace, Meeting, SharedPlace, read
+from ..errors import Busy, FieldError, TooLarge, TransportFailed
+from ..wire import collective, cuda_ipc
+from ..wire.host_memory import HostMemory
+from ..wire.payload import COLLECTIVE, CUDA_IPC, SHARED_MEMORY, Buffer
+from ..wire.shared_blocks import SharedFolder, host_id
 
 log = logging.getLogger(__name__)
-
-SHARED_MEMORY, CUDA_IPC, COLLECTIVE = "shared_memory", "cuda_ipc", "collective"
-MOST_FETCH_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,6 @@ class Receiver(Protocol):
 
 
 class SharedMemoryReceiver:
-    PLACE = {"name": Field(f.text(200, 1))}
-
     def __init__(self, options: TransportOptions) -> None:
         self._folder: SharedFolder | None = None
         if options.shared_folder is not None:
@@ -65,7 +59,7 @@ class SharedMemoryReceiver:
         return self._folder.about() if self._folder else None
 
     def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
-        name = read_fields(place, self.PLACE, "`place`")["name"]
+        name = read(place, SharedPlace, "`place`").name
         if self._folder is None:
             raise TransportFailed("This server has no folder for shared blocks.")
         self._folder.read(name, into)
@@ -86,7 +80,7 @@ class CudaIpcReceiver:
         return {"gpus": gpus} if gpus else None
 
     def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
-        cuda_ipc.copy_to_host(place, into)
+        cuda_ipc.copy_to_host(dict(read(place, GpuPlace, "`place`")), into)
 
     def close(self) -> None:
         pass
@@ -94,15 +88,6 @@ class CudaIpcReceiver:
 
 class CollectiveReceiver:
     """One group at a time: the next one takes the place of the last."""
-
-    PLACE = {"group": Field(f.text(64, 1))}
-    MEETING = {
-        "backend": Field(f.one_of(collective.GLOO, collective.NCCL)),
-        "address": Field(f.text(64, 1)),
-        "port": Field(f.integer(1, 65535)),
-        "key": Field(f.text(32, 32)),
-        "deadline_s": Field(f.number(0.0, MOST_FETCH_SECONDS, above=True), 60.0),
-    }
 
     def __init__(self, options: TransportOptions) -> None:
         self._pair: collective.Pair | None = None
@@ -113,22 +98,21 @@ class CollectiveReceiver:
         backends = collective.available_backends()
         return {"backends": backends} if backends else None
 
-    def join(self, meeting: Any) -> dict[str, Any]:
+    def join(self, asked: Meeting) -> dict[str, Any]:
         """Come to where a trainer waits; returns when the group is made."""
-        asked = read_fields(meeting, self.MEETING)
-        if not collective.KEY.fullmatch(asked["key"]):
+        if not collective.KEY.fullmatch(asked.key):
             raise FieldError("`key` of the body is not made of 32 hexadecimal digits.")
-        if asked["backend"] not in collective.available_backends():
-            raise TransportFailed(f"This server has no {asked['backend']}.")
+        if asked.backend not in collective.available_backends():
+            raise TransportFailed(f"This server has no {asked.backend}.")
         with self._alone():
             self._drop()
-            address = _literal(asked["address"])
-            self._pair = collective.join(asked["backend"], address, asked["port"], asked["key"], asked["deadline_s"])
-            self._key = asked["key"]
+            address = _literal(asked.address)
+            self._pair = collective.join(asked.backend, address, asked.port, asked.key, asked.deadline_s)
+            self._key = asked.key
         return {"group": self._key}
 
     def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
-        key = read_fields(place, self.PLACE, "`place`")["group"]
+        key = read(place, GroupPlace, "`place`").group
         with self._alone():
             if self._pair is None or key != self._key:
                 raise TransportFailed("The group that was named does not exist, or no longer.")
@@ -199,7 +183,7 @@ class Transports:
         self._receivers[name].fetch(place, into, seconds)
         return into
 
-    def join(self, meeting: Any) -> dict[str, Any]:
+    def join(self, meeting: Meeting) -> dict[str, Any]:
         """Let the server be one end of a trainer's group."""
         return self._receivers[COLLECTIVE].join(meeting)
 

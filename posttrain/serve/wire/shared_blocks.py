@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import TransportFailed
+from ..errors import TransportFailed
 from .host_memory import copy_bytes
 from .payload import Buffer
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import EngineFailed
-from .shared_blocks import SharedFolder, default_folder
+from ..errors import EngineFailed
+from ..wire.shared_blocks import SharedFolder, default_folder
 
 EXTENSION = f"{__package__}.worker_extension.WeightLoading"
 BLOCK_BYTES = 256 << 20
@@ -91,9 +91,9 @@ def _make_importable(folder: Path) -> None:
 
     The name is written down as a link in a folder of this user's alone, where nobody else can put a package of that name.
     """
-    if __package__ != STANDS_ALONE:
+    if __package__.partition(".")[0] != STANDS_ALONE:
         return
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     place = folder / f"package-{hashlib.blake2b(bytes(package), digest_size=8).hexdigest()}"
     place.mkdir(mode=0o700, exist_ok=True)
     link = place / STANDS_ALONE

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import TransportFailed
+from ..errors import TransportFailed
 
 T = TypeVar("T")
 
@@ -32,8 +32,8 @@ GLOO, NCCL = "gloo", "nccl"
 SENDER, RECEIVER, SIZE = 0, 1, 2
 POLL_SECONDS = 0.0005
 CLOSE_SECONDS = 0.1
-GROUP_SECONDS = 600.0
-"""No broadcast takes longer; most are given less."""
+NCCL_SECONDS = 600.0
+"""No broadcast of NCCL takes longer; most are given less."""
 KEY = re.compile("[0-9a-f]{32}")
 NCCL_DEVICE = 0
 """The GPU that the server's engine uses: the first that its process sees."""
@@ -133,20 +133,21 @@ def _nccl_broadcast(group: Any, data: Tensor, seconds: float) -> None:
 _BROADCAST: dict[str, Callable[[Any, Tensor, float], None]] = {GLOO: _gloo_broadcast, NCCL: _nccl_broadcast}
 
 
-def _gloo_group(store: Any, rank: int, own_address: str) -> Any:
+def _gloo_group(store: Any, rank: int, own_address: str, seconds: float) -> Any:
+    """`seconds`: to connect. A thread that waits for an end that never comes ends then; each broadcast has its own limit."""
     from torch.distributed import ProcessGroupGloo
 
     options = ProcessGroupGloo._Options()
     options._devices = [ProcessGroupGloo.create_device(hostname=own_address)]
-    options._timeout, options._threads = timedelta(seconds=GROUP_SECONDS), 1
+    options._timeout, options._threads = timedelta(seconds=seconds), 1
     return ProcessGroupGloo(store, rank, SIZE, options)
 
 
-def _nccl_group(store: Any, rank: int, own_address: str) -> Any:
+def _nccl_group(store: Any, rank: int, own_address: str, seconds: float) -> Any:
     from torch.distributed import ProcessGroupNCCL
 
     options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=GROUP_SECONDS)
+    options._timeout = timedelta(seconds=NCCL_SECONDS)
     with torch.cuda.device(NCCL_DEVICE), _nccl_settings():
         return ProcessGroupNCCL(store, rank, SIZE, options)
 
@@ -167,7 +168,7 @@ def _nccl_settings() -> Any:
                     os.environ[name] = value
 
 
-_GROUP: dict[str, Callable[[Any, int, str], Any]] = {GLOO: _gloo_group, NCCL: _nccl_group}
+_GROUP: dict[str, Callable[[Any, int, str, float], Any]] = {GLOO: _gloo_group, NCCL: _nccl_group}
 
 
 class Meeting:
@@ -206,8 +207,8 @@ def join(backend: str, address: str, port: int, key: str, seconds: float) -> Pai
 def _pair(
     backend: str, store: Any, key: str, rank: int, own_address: str, seconds: float, device: torch.device
 ) -> Pair:
-    named = dist.PrefixStore(key, store)  # the key is told over HTTP: a stranger at the store does not know it
-    group = within(seconds, "Making the group", lambda: _GROUP[backend](named, rank, own_address))
+    named = dist.PrefixStore(key, store)  # the key travels over HTTP: a stranger at the store does not know it
+    group = within(seconds, "Making the group", lambda: _GROUP[backend](named, rank, own_address, seconds))
     pair = Pair(backend, group, store, device)
     try:
         pair.broadcast(pair.buffer(1).zero_(), seconds)  # connects, and shows that both ends are there

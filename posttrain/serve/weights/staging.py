@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from .errors import Conflict, PayloadError
-from .host_memory import HostMemory, copy_bytes
-from .payload import ITEM_BYTES, Manifest, Part, Piece, TensorSpec, blocks_between, combined, matches
-
-DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
-"""The dtypes of the wire format as torch knows them."""
+from ..engine.protocol import DTYPES
+from ..errors import Conflict, PayloadError
+from ..wire.host_memory import HostMemory, copy_bytes
+from ..wire.payload import Manifest, TensorSpec, blocks_between, combined, matches
+from .parts import Part, Piece
 
 
 class Staging:

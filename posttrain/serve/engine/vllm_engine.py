@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from ..errors import EngineFailed
+from ..wire.payload import TensorSpec
 from .cpu_linear import keep_cpu_weights_loadable
-from .engine import LENGTH, STOP, AdapterRef, EngineInfo, GenerateJob, Job, Progress, ScoreJob
-from .errors import EngineFailed, FieldError
 from .model_folder import ModelFiles
-from .payload import TensorSpec
+from .protocol import LENGTH, STOP, AdapterRef, EngineInfo, GenerateJob, Job, Progress, ScoreJob
 from .worker_weights import EXTENSION, WorkerWeights
 
 log = logging.getLogger(__name__)
@@ -89,7 +89,6 @@ class VLLMEngine:
             "weights": not (quantised or repacked or options.adapters),
             "adapters": options.adapters,
             "sleep": options.sleep and not self._on_cpu,
-            "chat": True,
             "score": not options.adapters or "lm_head" not in options.adapter_modules,
             "structured": True,
         }
@@ -239,26 +238,6 @@ class VLLMEngine:
 
     def wake(self, tags: Sequence[str] | None) -> None:
         self._engine.wake_up(list(tags) if tags else None)
-
-    # text -----------------------------------------------------------------------------------------------------------
-
-    def _tokenizer(self) -> Any:
-        tokenizer = None if self._options.more.get("skip_tokenizer_init") else self._engine.get_tokenizer()
-        if tokenizer is None:
-            raise FieldError("This server has no tokenizer: send token ids.")
-        return tokenizer
-
-    def chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        options = {"add_generation_prompt": True} | options | {"tokenize": False}
-        return self.text_ids(self._tokenizer().apply_chat_template(messages, **options), special=False)
-
-    def text_ids(self, text: str, special: bool = True) -> list[int]:
-        return list(self._tokenizer().encode(text, add_special_tokens=special))
-
-    def decode(self, ids: Sequence[int]) -> str | None:
-        if self._options.more.get("skip_tokenizer_init"):
-            return None
-        return self._tokenizer().decode(list(ids), skip_special_tokens=False)
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()

@@ -1,4 +1,4 @@
-"""What the server asks of an engine. `vllm_engine` is the real one, `echo_engine` a scripted one for tests.
+"""What the server asks of an engine: vLLM's (`vllm_engine`), or another that can do the same.
 
 An engine is plain and synchronous and used by one thread only (`engine_thread`), which keeps the versions straight.
 """
@@ -7,12 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
+import torch
 from torch import Tensor
 
-from .payload import TensorSpec
+from ..wire.payload import ITEM_BYTES, TensorSpec
 
+DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
+"""The dtypes of the wire format as torch knows them."""
 STOP, LENGTH, ABORTED, ERROR = "stop", "length", "aborted", "error"
 """Finish reasons. ABORTED: weights changed that the request does not accept, or the deadline passed."""
 
@@ -76,7 +79,7 @@ class Progress:
 
     job_id: str
     ids: Sequence[int]
-    finish_reason: str | None = None  # None: goes on
+    finish_reason: str | None = None  # None: still running
     logps: Sequence[float] = ()  # of each id; filled when finished
     top: Sequence[Sequence[tuple[int, float]]] = ()  # the most likely tokens at each place, if asked for
     stop_reason: int | str | None = None
@@ -156,13 +159,5 @@ class Engine(Protocol):
         """Free memory; None, or the sentence that says why nothing was freed."""
 
     def wake(self, tags: Sequence[str] | None) -> None: ...
-
-    def chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        """The token ids of a conversation in the model's chat template."""
-
-    def text_ids(self, text: str) -> list[int]: ...
-
-    def decode(self, ids: Sequence[int]) -> str | None:
-        """The text, or None where the engine has no tokenizer."""
 
     def close(self) -> None: ...

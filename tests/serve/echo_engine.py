@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .engine import LENGTH, STOP, AdapterRef, EngineInfo, Job, Progress, ScoreJob
-from .payload import TensorSpec
+from posttrain.serve.engine.protocol import LENGTH, STOP, AdapterRef, EngineInfo, Job, Progress, ScoreJob
+from posttrain.serve.wire.payload import TensorSpec
 
 VOCABULARY = 100_000
 
@@ -42,7 +41,7 @@ class EchoEngine:
         self._step_seconds, self._on_load = step_seconds, on_load
         self.started: list[str] = []  # every job that was ever begun, to count those that ran twice
         self.asleep = 0
-        can = {"weights": True, "adapters": True, "sleep": True, "chat": True, "score": True, "structured": False}
+        can = {"weights": True, "adapters": True, "sleep": True, "score": True, "structured": False}
         self.info = EngineInfo(
             "echo",
             context_length,
@@ -119,15 +118,6 @@ class EchoEngine:
 
     def wake(self, tags: Sequence[str] | None) -> None:
         self.asleep = 0
-
-    def chat_ids(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> list[int]:
-        return self.text_ids("".join(str(message["content"]) for message in messages))
-
-    def text_ids(self, text: str) -> list[int]:
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str | None:
-        return " ".join(str(token) for token in ids)
 
     def close(self) -> None:
         self._jobs.clear()

@@ -15,13 +15,14 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from .engine import Engine
-from .engine_thread import KEEP
-from .errors import Conflict, DeadlinePassed, EngineFailed, NotFound, PayloadError, ServeError, TooLarge
-from .host_memory import HostMemory
-from .payload import ITEM_BYTES, Buffer, Manifest, PartHead, TensorSpec, parse_head
+from ..engine.engine_thread import KEEP
+from ..engine.protocol import Engine
+from ..engine.versions import Phase, Serving, Versions
+from ..errors import Conflict, DeadlinePassed, EngineFailed, NotFound, PayloadError, ServeError, TooLarge
+from ..wire.host_memory import HostMemory
+from ..wire.payload import ITEM_BYTES, Buffer, Manifest, TensorSpec, fingerprint
+from .parts import PartHead, parse_head
 from .staging import Staging
-from .versions import Phase, Serving, Versions, fingerprint
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +38,14 @@ class Flips(Protocol):
 @dataclass(frozen=True)
 class UpdateLimits:
     total_bytes: int = 1 << 40  # of one version in host memory
-    idle_seconds: float = 600.0  # an update of which nothing is heard for so long is dropped
+    idle_seconds: float = 600.0  # an update that is silent for longer is dropped
     keep_loaded: bool = True  # hold the version that serves in host memory, to put it back if a flip fails
 
 
 @dataclass
 class _Update:
     staging: Staging
-    heard: float
+    last_seen: float
     adapter: dict[str, Any] | None  # its adapter_config, where the tensors are those of a LoRA adapter
 
 
@@ -145,7 +146,7 @@ class Updater:
         part = head.with_data(data)
         update = self._current(head.version)
         update.staging.add(part, head.digest)
-        update.heard = self._clock()
+        update.last_seen = self._clock()
         return self._state(update)
 
     def _current(self, version: int) -> _Update:
@@ -180,7 +181,7 @@ class Updater:
         except DeadlinePassed:
             if self._versions.phase is Phase.FLIPPING:  # never started: running requests did not end in time
                 self._versions.move(Phase.STAGING)
-                update.heard = self._clock()
+                update.last_seen = self._clock()
             raise
         except ServeError:
             self._end(failed=True)
@@ -255,7 +256,7 @@ class Updater:
 
     def _drop_if_forgotten(self) -> None:
         if self._update and self._versions.phase is Phase.STAGING:
-            silent = self._clock() - self._update.heard
+            silent = self._clock() - self._update.last_seen
             if silent > self._limits.idle_seconds:
                 log.warning("The update to version %s is dropped: silent for %.0f s.", self.staged_version, silent)
                 self._drop()

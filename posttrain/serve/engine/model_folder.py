@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .errors import PayloadError
-from .payload import TensorSpec
+from ..errors import PayloadError
+from ..wire.payload import TensorSpec
 
 log = logging.getLogger(__name__)
 

@@ -13,28 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import fields as f
-from .errors import FieldError, TransportFailed
-from .fields import Field, read_fields
+from ..errors import FieldError, TransportFailed
 
-MOST_SHARED_BYTES = 1 << 40
 _COUNTER = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 """The file in which torch counts who still uses the memory. The receiver writes to it, so no other name is taken."""
-_MOST_COUNTERS = 10_000
-"""In one such file (CUDA_IPC_REF_COUNTER_FILE_SIZE of torch)."""
 _table = threading.Lock()
 """Held to open memory and to let go of it: torch's table of what is open takes one that is being closed for a fault of its own."""
-
-PLACE = {
-    "gpu": Field(f.text(100, 1)),
-    "handle": Field(f.base64_bytes(1 << 16)),
-    "size": Field(f.integer(1, MOST_SHARED_BYTES)),
-    "offset": Field(f.integer(0, MOST_SHARED_BYTES)),
-    "counter": Field(f.base64_bytes(200)),
-    "counter_offset": Field(f.integer(0, _MOST_COUNTERS - 1)),
-    "event": Field(f.base64_bytes(200)),
-    "event_sync": Field(f.boolean),
-}
 
 
 def gpu_ids() -> list[str]:
@@ -63,9 +47,11 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def copy_to_host(place: dict[str, Any], into: memoryview) -> None:
-    """As many bytes of what lies there as `into` has. The GPU's memory is let go of before this returns."""
-    asked, nbytes = read_fields(place, PLACE, "`place`"), len(into)
+def copy_to_host(asked: dict[str, Any], into: memoryview) -> None:
+    """As many bytes of what lies there as `into` has. The GPU's memory is let go of before this returns.
+
+    `asked`: the fields of `bodies.GpuPlace`."""
+    nbytes = len(into)
     if asked["size"] < nbytes:
         raise TransportFailed(f"The shared memory has {asked['size']} bytes, and the header describes {nbytes}.")
     if not _COUNTER.fullmatch(asked["counter"]):

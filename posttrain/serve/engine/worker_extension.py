@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from vllm.platforms import current_platform
 
+from ..wire.shared_blocks import SharedFolder
 from .cpu_linear import keep_cpu_weights_loadable
-from .shared_blocks import SharedFolder
-from .staging import DTYPES
+from .protocol import DTYPES
 
 if current_platform.is_cpu():  # of this process: what the server did to its own vLLM is unknown here
     keep_cpu_weights_loadable()

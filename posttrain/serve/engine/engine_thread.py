@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .engine import ABORTED, ERROR, AdapterRef, Engine, GenerateJob, Job, Outcome, Progress
-from .errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady, ServeError, TooLarge
+from ..errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady, ServeError, TooLarge
+from .protocol import ABORTED, ERROR, AdapterRef, Engine, GenerateJob, Job, Outcome, Progress
 from .versions import Versions
 
 log = logging.getLogger(__name__)
@@ -25,10 +25,9 @@ T = TypeVar("T")
 Done = Callable[[Outcome], None]
 
 DRAIN, CONTINUE, ABORT = "drain", "continue", "abort"
-IN_FLIGHT = (DRAIN, CONTINUE, ABORT)
-"""What a flip does with running requests: let them end first; go on with the new weights; end them now."""
+"""What a flip does with running requests: let them finish first; continue with the new weights; abort them now."""
 KEEP = "keep"
-"""They go on with the weights that they began with: so it is when an adapter is exchanged for another."""
+"""They continue with the weights that they began with, as when one adapter replaces another."""
 
 
 @dataclass
@@ -92,7 +91,7 @@ class EngineThread:
 
     @property
     def silent_seconds(self) -> float:
-        """Since the thread last finished a step; large while it loads weights, and for ever if it hangs."""
+        """Since the thread last finished a step; large while it loads weights, and growing without end if it hangs."""
         return time.monotonic() - self.last_tick
 
     # from other threads ---------------------------------------------------------------------------------------------
@@ -104,7 +103,7 @@ class EngineThread:
             self.refuse_without_room(len(jobs))
             self._in_flight += len(jobs)
         counted = [(job, self._counted(done)) for job, done in jobs]
-        self._commands.put(lambda: self._add_all(counted))
+        self._send(lambda: self._add_all(counted))
 
     def refuse_without_room(self, count: int) -> None:
         """Whether so many jobs would be taken now; asked before they are made, since making them takes time, too."""
@@ -128,7 +127,14 @@ class EngineThread:
         return count_and_tell
 
     def abort(self, job_ids: list[str], why: str) -> None:
-        self._commands.put(lambda: self._abort(job_ids, why))
+        self._send(lambda: self._abort(job_ids, why))
+
+    def _send(self, command: Callable[[], None]) -> None:
+        """For the engine's thread to run. Where that ends just now, and may have looked for the last time, it is refused here:
+        otherwise nobody would ever answer it."""
+        self._commands.put(command)
+        if self._closed:
+            self._drain_commands()
 
     def call(self, function: Callable[[Engine], T], seconds: float) -> T:
         """`function(engine)` in the engine's thread, between two steps."""
@@ -136,17 +142,19 @@ class EngineThread:
         result: Future[T] = Future()
 
         def command() -> None:
-            if result.set_running_or_notify_cancel():
+            if self._closed:
+                result.set_exception(NotReady("The server is stopping."))
+            elif result.set_running_or_notify_cancel():
                 _settle(result, lambda: function(self._engine))
 
-        self._commands.put(command)
+        self._send(command)
         return _wait(result, seconds, "The engine was busy for too long.")
 
     def flip(self, swap: Callable[[Engine], None], version: int, in_flight: str, seconds: float) -> None:
         """`swap(engine)` as soon as `in_flight` allows it; DeadlinePassed where that is not within `seconds`."""
         self._refuse_if_down()
         flip = _Flip(swap, version, in_flight, time.monotonic() + seconds)
-        self._commands.put(lambda: self._begin_flip(flip))
+        self._send(lambda: self._begin_flip(flip))
         try:
             flip.result.result(seconds + 1.0)
         except TimeoutError as error:
@@ -331,12 +339,12 @@ class EngineThread:
         self._held = []
         if self._flip is not None:
             self._end_flip(NotReady(f"The engine is down: {why}"))
+        self._closed = True
         self._drain_commands()
         self._engine.close()
 
     def _drain_commands(self) -> None:
-        """Commands that came too late: jobs and flips get their refusal, calls still run."""
-        self._closed = True
+        """Commands that came too late: each gets its refusal."""
         while True:
             try:
                 self._commands.get_nowait()()

@@ -1,0 +1,359 @@
+"""The JSON bodies of requests as pydantic models, and the one sentence that says what is wrong with one."""
+
+from __future__ import annotations
+
+import base64
+import json
+import uuid
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from .engine.engine_thread import ABORT, CONTINUE, DRAIN
+from .engine.protocol import Accepted, Sampling
+from .errors import FieldError, PayloadError, ServeError
+from .wire.payload import (
+    CHECKSUMS,
+    COLLECTIVE,
+    CUDA_IPC,
+    ITEM_BYTES,
+    MAX_DIMENSIONS,
+    MAX_HEADER_BYTES,
+    MAX_NAME,
+    MAX_PARTS,
+    MAX_TENSOR_BYTES,
+    MAX_TENSORS,
+    MAX_VERSION,
+    MOST_FETCH_SECONDS,
+    PREFIX_BYTES,
+    SHARED_MEMORY,
+    Buffer,
+    Manifest,
+    TensorSpec,
+)
+
+MOST_PROMPTS, MOST_SAMPLES, MOST_TOP, MOST_TOKENS = 4096, 1024, 1024, 1 << 24
+MOST_SHARED_BYTES = 1 << 40
+MOST_COUNTERS = 10_000
+"""In one file of counters of shared GPU memory (CUDA_IPC_REF_COUNTER_FILE_SIZE of torch)."""
+
+
+def _from_base64(value: Any) -> bytes:
+    if not isinstance(value, str):
+        raise ValueError
+    return base64.b64decode(value, validate=True)
+
+
+Bytes = Annotated[bytes, BeforeValidator(_from_base64)]
+NAME = "a name of 1 to 200 letters, digits, '_', '.', ':' and '-'"
+TENSOR_NAME = f"a name of 1 to {MAX_NAME} letters, digits, '.', '_' and '-'"
+CHECKSUM = f"'KIND:32 hexadecimal digits' with KIND of {sorted(CHECKSUMS)}"
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\-]{1,200}$", description=NAME)]
+Checksum = Annotated[str, Field(pattern=f"^({'|'.join(CHECKSUMS)}):[0-9a-f]{{32}}$", description=CHECKSUM)]
+Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
+Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
+MaxTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+"""At most as many, and as large, as the model takes: see `generation.check_ids`."""
+FetchSeconds = Annotated[float, Field(gt=0.0, le=MOST_FETCH_SECONDS)]
+WaitSeconds = Annotated[float, Field(ge=0.0, le=3600.0)]
+
+
+class Body(BaseModel):
+    """An object with these fields and no others, each of exactly its type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Nothing(Body):
+    """A body that may be left out."""
+
+
+# tokens -----------------------------------------------------------------------------------------------------------------
+
+
+class Accept(Body):
+    min: Version = 0
+    max: Version = MAX_VERSION
+
+
+class Asked(Body):
+    """What all bodies that ask for tokens have in common."""
+
+    request_id: Name = Field(default_factory=lambda: uuid.uuid4().hex)
+    accept: Accept = Accept()
+    deadline_s: Annotated[float, Field(gt=0.0)] | None = None  # at most that of the server's options
+    base_weights: bool = False
+
+    @property
+    def accepted(self) -> Accepted:
+        return Accepted(self.accept.min, self.accept.max)
+
+
+class SamplingBody(Body):
+    max_tokens: MaxTokens
+    temperature: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
+    stop_ids: Annotated[list[Annotated[int, Field(ge=0, le=1 << 31)]], Field(max_length=1024)] = []
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=64)] = []
+    logit_bias: Annotated[
+        list[Annotated[list[Annotated[float, Field(ge=-1e9, le=1e9)]], Field(min_length=2, max_length=2)]],
+        Field(max_length=4096),
+    ] = []
+    regex: Annotated[str, Field(min_length=1, max_length=1 << 16)] | None = None
+
+    def sampling(self) -> Sampling:
+        lists = {
+            "stop_ids": tuple(self.stop_ids),
+            "stop": tuple(self.stop),
+            "logit_bias": tuple((int(token), value) for token, value in self.logit_bias),
+        }
+        return Sampling(**(dict(self) | lists))
+
+
+class Prompt(Body):
+    ids: TokenIds
+    n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
+    seeds: Annotated[list[Seed], Field(max_length=MOST_SAMPLES)] | None = None
+    max_tokens: MaxTokens | None = None
+
+
+class Generate(Asked):
+    prompts: Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+    sampling: SamplingBody
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
+
+
+class Sequence(Body):
+    ids: TokenIds
+    start: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 1
+
+
+class Score(Asked):
+    sequences: Annotated[list[Sequence], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+    top_k: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
+
+
+# weights ----------------------------------------------------------------------------------------------------------------
+
+
+class TensorEntry(Body):
+    """A tensor of a manifest."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$", max_length=MAX_NAME, description=TENSOR_NAME)]
+    dtype: Literal[tuple(ITEM_BYTES)]
+    shape: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TENSOR_BYTES)]], Field(max_length=MAX_DIMENSIONS)]
+    checksum: Checksum | None
+
+    def spec(self) -> TensorSpec:
+        spec = TensorSpec(self.name, self.dtype, tuple(self.shape), self.checksum)
+        if spec.nbytes > MAX_TENSOR_BYTES:
+            raise PayloadError(f"{self.name}: its shape means more than {MAX_TENSOR_BYTES} bytes.")
+        return spec
+
+
+class PieceEntry(TensorEntry):
+    """A tensor, or a piece of one, in the header of a part."""
+
+    offset: Annotated[int, Field(ge=0, le=MAX_TENSOR_BYTES)]
+    begin: Annotated[int, Field(ge=0, le=MAX_TENSOR_BYTES)]
+    end: Annotated[int, Field(ge=0, le=MAX_TENSOR_BYTES)]
+
+
+class Header(Body):
+    version: Version
+    part: Annotated[int, Field(ge=0, le=MAX_PARTS)]
+    parts: Annotated[int, Field(ge=1, le=MAX_PARTS)]
+    tensors: Annotated[list[PieceEntry], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
+
+
+class ManifestBody(Body):
+    version: Version
+    parts: Annotated[int, Field(ge=1, le=MAX_PARTS)]
+    tensors: Annotated[list[TensorEntry], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
+
+    def manifest(self) -> Manifest:
+        refuse_twice([entry.name for entry in self.tensors])
+        return Manifest(self.version, self.parts, tuple(entry.spec() for entry in self.tensors))
+
+
+def refuse_twice(names: list[str]) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise PayloadError(f"{name} is listed twice.")
+        seen.add(name)
+
+
+class Begin(Body):
+    manifest: ManifestBody
+    replace: bool = False
+    rollback: bool = False
+    adapter_config: dict[str, Any] | None = None
+
+
+class Fetch(Body):
+    transport: Literal[SHARED_MEMORY, CUDA_IPC, COLLECTIVE]
+    head: Annotated[Bytes, Field(max_length=MAX_HEADER_BYTES + PREFIX_BYTES)]
+    place: dict[str, Any]
+    deadline_s: FetchSeconds = 60.0
+
+
+class SharedPlace(Body):
+    name: Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class GroupPlace(Body):
+    group: Annotated[str, Field(min_length=1, max_length=64)]
+
+
+class GpuPlace(Body):
+    gpu: Annotated[str, Field(min_length=1, max_length=100)]
+    handle: Annotated[Bytes, Field(max_length=1 << 16)]
+    size: Annotated[int, Field(ge=1, le=MOST_SHARED_BYTES)]
+    offset: Annotated[int, Field(ge=0, le=MOST_SHARED_BYTES)]
+    counter: Annotated[Bytes, Field(max_length=200)]
+    counter_offset: Annotated[int, Field(ge=0, le=MOST_COUNTERS - 1)]
+    event: Annotated[Bytes, Field(max_length=200)]
+    event_sync: bool
+
+
+class Meeting(Body):
+    backend: Literal["gloo", "nccl"]
+    address: Annotated[str, Field(min_length=1, max_length=64)]
+    port: Annotated[int, Field(ge=1, le=65535)]
+    key: Annotated[str, Field(min_length=32, max_length=32)]
+    deadline_s: FetchSeconds = 60.0
+
+
+class Commit(Body):
+    version: Version
+    checksums: dict[str, Checksum] = {}  # by tensor; those that the manifest left out
+    in_flight: Literal[DRAIN, CONTINUE, ABORT] = DRAIN
+    deadline_s: WaitSeconds = 60.0
+
+
+class Abort(Body):
+    version: Version
+
+
+class LoadAdapter(Body):
+    path: Annotated[str, Field(min_length=1, max_length=4096)]
+    name: Name
+    version: Version
+
+
+# the rest ---------------------------------------------------------------------------------------------------------------
+
+
+class ResetCache(Body):
+    running: bool = False
+
+
+class Sleep(Body):
+    level: Annotated[int, Field(ge=1, le=2)] = 1
+
+
+class Wake(Body):
+    tags: Annotated[list[Literal["weights", "kv_cache"]], Field(min_length=1, max_length=2)] | None = None
+
+
+class Shutdown(Body):
+    deadline_s: WaitSeconds = 60.0
+
+
+# reading ----------------------------------------------------------------------------------------------------------------
+
+B = TypeVar("B", bound=Body)
+
+
+def read_json(text: Buffer) -> Any:
+    """Strict JSON: UTF-8, no NaN, no field twice, no nesting deep enough to exhaust the stack."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(fields := dict(pairs)) != len(pairs):
+            raise PayloadError("The JSON has a field twice in one object.")
+        return fields
+
+    def refuse(constant: str) -> None:
+        raise PayloadError(f"The JSON has the constant {constant}, which JSON does not know.")
+
+    try:
+        return json.loads(bytes(text).decode(), object_pairs_hook=once, parse_constant=refuse)
+    except PayloadError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise PayloadError(f"The JSON cannot be read ({type(error).__name__}).") from error
+
+
+def read(value: Any, model: type[B], where: str = "the body", refusal: type[ServeError] = FieldError) -> B:
+    """The body, or a refusal that names the first field that is wrong, where it stands, and what it must be."""
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise refusal(_sentence(model, first["type"], first["loc"], where)) from None
+
+
+def _sentence(model: type[Body], wrong: str, path: tuple[int | str, ...], where: str) -> str:
+    if wrong in ("missing", "extra_forbidden"):
+        inside, name = _place(path[:-1], where), f"`{str(path[-1])[:80]}`"
+        if wrong == "missing":
+            return f"{name} is missing from {inside}."
+        known = ", ".join(_type_at(model, path[:-1])[0].model_fields)
+        return f"{name} is not a field of {inside}; known are {known}."
+    place = _place(path, where)
+    return f"{place[0].upper()}{place[1:]} is {_what_it_is_not(*_type_at(model, path))}."
+
+
+def _place(path: tuple[int | str, ...], where: str) -> str:
+    return " of ".join(
+        [f"`{step[:80]}`" if isinstance(step, str) else f"entry {step}" for step in reversed(path)] + [where]
+    )
+
+
+def _type_at(model: Any, path: tuple[int | str, ...]) -> tuple[Any, dict[str, Any]]:
+    """(type, limits) of the field at this place of a body."""
+    kind, limits = model, []
+    for step in path:
+        if isinstance(step, int) or get_origin(kind) is dict:
+            kind, limits = get_args(kind)[-1], []
+        else:
+            field = kind.model_fields[step]
+            kind, limits = field.annotation, [field, *field.metadata]
+        while get_origin(kind) in (Annotated, Union, UnionType):
+            if get_origin(kind) is Annotated:
+                kind, *more = get_args(kind)
+                limits += [limit for one in more for limit in (one, *getattr(one, "metadata", ()))]
+            else:
+                (kind,) = [one for one in get_args(kind) if one is not NoneType]
+    names = ("ge", "gt", "le", "min_length", "max_length", "description")
+    return kind, {name: getattr(one, name) for one in limits for name in names if getattr(one, name, None) is not None}
+
+
+def _what_it_is_not(kind: Any, limits: dict[str, Any]) -> str:
+    """What a value that was refused is not."""
+    if limits.get("description"):
+        return f"not {limits['description']}"
+    low, high = limits.get("ge", limits.get("gt")), limits.get("le")
+    shortest, longest = limits.get("min_length", 0), limits.get("max_length")
+    if kind is bool:
+        return "neither true nor false"
+    if kind is int:
+        return "not a whole number" if low is None else f"not a whole number from {low} to {high}"
+    if kind is float:
+        bound = f"above {low:g}" if "gt" in limits else f"from {low:g}"
+        return f"not a number {bound}" + ("" if high is None else f" up to {high:g}")
+    if kind is bytes:
+        return f"not base64 of at most {longest} bytes"
+    if kind is str:
+        return f"not a text of {shortest} to {longest} characters"
+    if get_origin(kind) is Literal:
+        return f"none of {', '.join(get_args(kind))}"
+    if get_origin(kind) is list:
+        return f"not a list of {shortest} {f'to {longest}' if longest else 'or more'} entries"
+    return "not a JSON object"

@@ -1,0 +1,1 @@
+"""The routes, the gate before them, and the bounds of connections."""

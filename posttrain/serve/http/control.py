@@ -1,0 +1,133 @@
+"""Handlers that are not about tokens: state, weights, adapters, sleep, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+
+from .. import bodies
+from ..engine.engine_thread import KEEP
+from ..errors import Conflict, FieldError, NotReady
+from ..server import RolloutServer
+from ..weights.adapters import confined
+from ..wire.payload import Buffer
+
+CALL_SECONDS = 50.0
+
+Fields = dict[str, Any]
+
+
+async def health(server: RolloutServer, _: bytearray) -> Response:
+    """200 while the process can do its work at all, ready or not."""
+    server.updater.tick()
+    trouble = server.trouble()
+    return JSONResponse({"healthy": trouble is None, "error": trouble, "time": time.time()}, 503 if trouble else 200)
+
+
+async def ready(server: RolloutServer, _: bytearray) -> Response:
+    """200 while requests are answered."""
+    why = server.why_not_ready()
+    fields = {"ready": why is None, "error": why, "version": server.versions.serving.version}
+    return JSONResponse(fields, 503 if why else 200)
+
+
+async def info(server: RolloutServer, _: bytearray) -> Fields:
+    return server.info()
+
+
+async def metrics(server: RolloutServer, _: bytearray) -> Response:
+    text, kind = server.metrics.text()
+    return Response(text, media_type=kind)
+
+
+async def weights_begin(server: RolloutServer, asked: bodies.Begin) -> Fields:
+    server.refuse_if_stopping()
+    _refuse_without(server, "weights" if asked.adapter_config is None else "adapters")
+    manifest = await asyncio.to_thread(asked.manifest.manifest)
+    return server.updater.begin(manifest, asked.replace, asked.rollback, asked.adapter_config)
+
+
+async def weights_part(server: RolloutServer, body: bytearray) -> Fields:
+    return await asyncio.to_thread(server.updater.part, body)
+
+
+async def weights_fetch(server: RolloutServer, asked: bodies.Fetch) -> Fields:
+    """A part whose head is in the body, and whose data is somewhere else: a shared block, memory of a GPU, a group."""
+
+    def fetch(nbytes: int) -> Buffer:
+        return server.transports.fetch(asked.transport, asked.place, nbytes, asked.deadline_s)
+
+    return await asyncio.to_thread(server.updater.fetched, asked.head, fetch)
+
+
+async def weights_collective(server: RolloutServer, asked: bodies.Meeting) -> Fields:
+    """Join the group that a trainer makes for its weights; answered when both are in it."""
+    server.refuse_if_stopping()
+    return await asyncio.to_thread(server.transports.join, asked)
+
+
+async def weights_commit(server: RolloutServer, asked: bodies.Commit) -> Fields:
+    if server.thread.sleeping and "weights" in server.thread.sleeping_parts:
+        raise NotReady("The weights are asleep; wake them (tags: weights) before the commit.")
+    return await asyncio.to_thread(
+        server.updater.commit, asked.version, asked.checksums, asked.in_flight, asked.deadline_s
+    )
+
+
+async def weights_abort(server: RolloutServer, asked: bodies.Abort) -> Fields:
+    return server.updater.abort(asked.version)
+
+
+async def adapters_load(server: RolloutServer, asked: bodies.LoadAdapter) -> Fields:
+    """Let the adapter in a folder serve, as this version."""
+    _refuse_without(server, "adapters")
+    path = confined(server.adapters.folder, asked.path)
+    await asyncio.to_thread(
+        server.thread.flip,
+        lambda engine: server.adapters.load(engine, path, asked.name, asked.version, None),
+        asked.version,
+        KEEP,
+        CALL_SECONDS,
+    )
+    return {"adapter": asked.name, "version": asked.version}
+
+
+async def adapters_unload(server: RolloutServer, _: bodies.Nothing) -> Fields:
+    """Back to the base weights."""
+    await asyncio.to_thread(server.thread.flip, server.adapters.unload, 0, KEEP, CALL_SECONDS)
+    return {"adapter": None, "version": server.versions.serving.version}
+
+
+async def reset_prefix_cache(server: RolloutServer, asked: bodies.ResetCache) -> Fields:
+    done = await asyncio.to_thread(
+        server.thread.call, lambda engine: engine.reset_prefix_cache(asked.running), CALL_SECONDS
+    )
+    if not done:
+        raise Conflict("Requests that run hold cached keys and values; let them end, or say `running`.")
+    return {"reset": True}
+
+
+async def sleep(server: RolloutServer, asked: bodies.Sleep) -> Fields:
+    """Level 1: weights go to host memory; level 2: weights are dropped, and must be sent again after waking."""
+    why_not = await asyncio.to_thread(server.thread.sleep, asked.level, CALL_SECONDS)
+    return {"sleeping": why_not is None, "reason": why_not}
+
+
+async def wake(server: RolloutServer, asked: bodies.Wake) -> Fields:
+    await asyncio.to_thread(server.thread.wake, asked.tags, CALL_SECONDS)
+    return {"sleeping": server.thread.sleeping is not None}
+
+
+async def shutdown(server: RolloutServer, asked: bodies.Shutdown) -> Response:
+    """Answer first, then end: running requests have `deadline_s`."""
+    server.stopping = True
+    server.stopper = asyncio.ensure_future(server.stop_gracefully(asked.deadline_s))
+    return JSONResponse({"stopping": True, "in_flight": server.thread.in_flight}, 202)
+
+
+def _refuse_without(server: RolloutServer, capability: str) -> None:
+    if not server.engine.info.capabilities.get(capability):
+        raise FieldError(f"The engine of this server cannot take {capability}; see `notes` of /info.")

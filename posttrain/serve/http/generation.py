@@ -1,0 +1,165 @@
+"""/generate and /score: a body becomes jobs, their outcomes become the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import json
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from ..bodies import Asked, Generate, Prompt, Score
+from ..engine.protocol import ABORTED, ERROR, GenerateJob, Job, Outcome, ScoreJob
+from ..errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady
+from ..server import RolloutServer
+
+REFUSALS = {error.status: error for error in (FieldError, Conflict, Busy, NotReady)}
+USUAL_SECONDS = 600.0
+
+
+async def generate(server: RolloutServer, asked: Generate) -> Response:
+    """Completions of token ids."""
+    for i, prompt in enumerate(asked.prompts):
+        check_ids(server, prompt.ids, f"`ids` of entry {i} of `prompts` of the body")
+
+    async def work(seconds: float) -> dict[str, Any]:
+        server.thread.refuse_without_room(sum(prompt.n for prompt in asked.prompts))
+        jobs = [job for i, prompt in enumerate(asked.prompts) for job in _jobs(server, i, prompt, asked)]
+        rest = iter(await _run(server, jobs, seconds))
+        groups = [[_completion(next(rest), asked) for _ in range(prompt.n)] for prompt in asked.prompts]
+        return {"completions": groups, "logprobs_mode": server.engine.info.logprobs_mode}
+
+    return await _once(server, asked, work)
+
+
+async def score(server: RolloutServer, asked: Score) -> Response:
+    """Log-probs of given tokens under the model at temperature 1, and of the most likely ones, for teachers."""
+    if not server.engine.info.capabilities.get("score"):
+        raise FieldError("This server cannot score: vLLM has no log-probs of prompts with adapters on `lm_head`.")
+    for i, sequence in enumerate(asked.sequences):
+        check_ids(server, sequence.ids, f"`ids` of entry {i} of `sequences` of the body")
+        if not sequence.start < len(sequence.ids):
+            raise FieldError(f"Sequence {i} has {len(sequence.ids)} tokens and is to be scored from {sequence.start}.")
+
+    async def work(seconds: float) -> dict[str, Any]:
+        server.thread.refuse_without_room(len(asked.sequences))
+        jobs = [
+            ScoreJob(f"{asked.request_id}/{i}", tuple(s.ids), s.start, asked.top_k, asked.accepted, asked.base_weights)
+            for i, s in enumerate(asked.sequences)
+        ]
+        outcomes = await _run(server, jobs, seconds)
+        if ended := [outcome for outcome in outcomes if outcome.finish_reason == ABORTED]:
+            raise Conflict(f"The scoring was ended: {ended[0].error}")
+        return {"scores": [{"logps": o.logps, "top": _top(o), "version": o.version} for o in outcomes]}
+
+    return await _once(server, asked, work)
+
+
+def check_ids(server: RolloutServer, ids: list[int], where: str) -> None:
+    """Whether the model knows these tokens, and its context holds them."""
+    about = server.engine.info
+    if len(ids) > about.context_length:
+        raise FieldError(f"{where} is not a list of 1 to {about.context_length} token ids.")
+    if min(ids) < 0 or max(ids) >= about.vocabulary:
+        place = next(i for i, token in enumerate(ids) if not 0 <= token < about.vocabulary)
+        raise FieldError(f"Entry {place} of {where} is not a token id from 0 to {about.vocabulary - 1}.")
+
+
+async def _once(server: RolloutServer, asked: Asked, work: Callable[[float], Awaitable[dict[str, Any]]]) -> Response:
+    """The answer to a request that is run once, however often it is sent."""
+    most = server.options.most_seconds
+    seconds = min(USUAL_SECONDS, most) if asked.deadline_s is None else asked.deadline_s
+    if seconds > most:
+        raise FieldError(f"`deadline_s` of the body is not a number above 0 up to {most:g}.")
+
+    async def answer() -> bytes:
+        return json.dumps({"request_id": asked.request_id} | await work(seconds)).encode()
+
+    kind = type(asked).__name__.encode()
+    digest = hashlib.blake2b(asked.model_dump_json().encode(), digest_size=16, person=kind).hexdigest()
+    return Response(await server.book.run(asked.request_id, digest, answer), media_type="application/json")
+
+
+def _jobs(server: RolloutServer, i: int, prompt: Prompt, asked: Generate) -> list[Job]:
+    seeds = prompt.seeds or (None,) * prompt.n
+    if len(seeds) != prompt.n:
+        raise FieldError(f"Prompt {i} has n = {prompt.n} and {len(seeds)} seeds.")
+    context = server.engine.info.context_length
+    room = context - len(prompt.ids)
+    if room < 1:
+        raise FieldError(
+            f"Prompt {i} has {len(prompt.ids)} tokens; the context is {context} and one token at least must fit behind it."
+        )
+    common, ids = asked.sampling.sampling(), tuple(prompt.ids)
+    most = min(prompt.max_tokens or common.max_tokens, room)
+    return [
+        GenerateJob(
+            f"{asked.request_id}/{i}/{j}",
+            ids,
+            dataclasses.replace(common, max_tokens=most, seed=seed),
+            asked.accepted,
+            asked.top_logprobs,
+            asked.base_weights,
+        )
+        for j, seed in enumerate(seeds)
+    ]
+
+
+async def _run(server: RolloutServer, jobs: Sequence[Job], seconds: float) -> list[Outcome]:
+    """The outcomes, in the order of the jobs. Where one is refused all are ended and the refusal is raised."""
+    server.refuse_if_stopping()
+    loop = asyncio.get_running_loop()
+    waits: list[asyncio.Future[Outcome]] = []
+    try:
+        async with asyncio.timeout(seconds):
+            futures = [loop.create_future() for _ in jobs]
+            server.thread.submit([(job, _deliver(loop, future)) for job, future in zip(jobs, futures)])
+            waits = futures
+            outcomes = []
+            for future in waits:
+                outcomes.append(await future)
+                _raise_refusal(outcomes[-1])
+            return outcomes
+    except TimeoutError as error:
+        raise DeadlinePassed(f"The completions were not done within {seconds:g} s, and were ended.") from error
+    finally:
+        unfinished = [job.job_id for job, future in zip(jobs, waits) if not future.done() or future.cancelled()]
+        if unfinished:
+            server.thread.abort(unfinished, "the request was given up.")
+
+
+def _deliver(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Outcome]) -> Any:
+    def settle(outcome: Outcome) -> None:
+        if not future.done():
+            future.set_result(outcome)
+
+    def done(outcome: Outcome) -> None:
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, outcome)
+
+    return done
+
+
+def _raise_refusal(outcome: Outcome) -> None:
+    if outcome.finish_reason == ERROR:
+        raise REFUSALS.get(outcome.stop_reason, EngineFailed)(outcome.error)
+
+
+def _completion(outcome: Outcome, asked: Generate) -> dict[str, Any]:
+    answer = {
+        "ids": outcome.ids,
+        "logps": outcome.logps,
+        "finish_reason": outcome.finish_reason,
+        "stop_reason": outcome.stop_reason,
+        "spans": outcome.spans,
+        "version": outcome.version,
+        "error": outcome.error,
+    }
+    return answer | {"top": _top(outcome)} if asked.top_logprobs else answer
+
+
+def _top(outcome: Outcome) -> list[dict[str, list[Any]]]:
+    return [{"ids": [i for i, _ in place], "logps": [value for _, value in place]} for place in outcome.top]

@@ -1,0 +1,1 @@
+"""Parts of a version as they arrive, put together, verified and flipped to."""
