@@ -106,7 +106,7 @@ def data(viewed: Viewed, question: Question) -> Json:
 def rollouts(viewed: Viewed, question: Question) -> Json:
     index = viewed.run(question).rollouts
     index.refresh(wait=1.5, mismatch="mismatch" in (question.text("sort") or ""))
-    version, query = index.version, RolloutQuery.of(question, index)
+    version, query, names = index.version, RolloutQuery.of(question, index), reward_names(index)
     rewards = [row["reward"] for row in query.rows(index, "reward")]
     start = question.whole("start", 0) or 0
     page = query.rows(index, start=start, count=question.whole("count", 100, MOST_ROWS) or 0)
@@ -115,8 +115,8 @@ def rollouts(viewed: Viewed, question: Question) -> Json:
         "all": len(index),
         "total": len(rewards),
         "start": start,
-        "rows": rows_with_text(page, reward_names(index)),
-        "rewards": reward_names(index),
+        "rows": rows_with_text(page, names),
+        "rewards": names,
         "histogram": _histogram(rewards),
         "extents": _extents(index, "step", "reward", "tokens", "advantage", "mismatch"),
         "flags": list(FLAGS),

@@ -247,12 +247,12 @@ def _batches(paths: list[Path], size: int) -> list[list[Path]]:
 def read_columns(path: Path, names: list[str]) -> pa.Table:
     """Columns of a file; one that an older file does not have is null."""
     with pq.ParquetFile(path, page_checksum_verification=True) as file:
-        there = set(file.schema_arrow.names)
-        table = file.read(columns=[name for name in names if name in there], use_threads=False)
+        table = file.read(columns=names, use_threads=False)  # which leaves out those that are not there
     schema = pa.schema([FILE_SCHEMA.field(name) for name in names])
-    for name in [name for name in names if name not in there]:
+    for name in set(names) - set(table.column_names):
         table = table.append_column(name, pa.nulls(len(table), schema.field(name).type))
-    return table.select(names).cast(schema)
+    table = table.select(names)
+    return table if table.schema.equals(schema) else table.cast(schema)
 
 
 def _execute(database: duckdb.DuckDBPyConnection, sql: str, tables: dict[Path, pa.Table]) -> None:
