@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -15,15 +15,17 @@ from typing import Any
 import psutil
 
 HANDED_ON = ("SIGINT", "SIGTERM", "SIGHUP")
+WATCH_SECONDS = 1.0
 SECONDS_TO_DIE = 10.0
 
 
 @dataclass
 class Ended:
-    """How it ended. `signal`: the one that this process was told to stop with meanwhile."""
+    """How it ended. `signal`: the one that this process received meanwhile. `stopped`: `watch` ended it."""
 
     child_code: int
     signal: int | None = None
+    stopped: bool = False
 
     @property
     def code(self) -> int:
@@ -33,8 +35,10 @@ class Ended:
         return self.child_code if self.child_code >= 0 else 128 - self.child_code
 
 
-def run_child(command: list[str], **popen: Any) -> Ended:
+def run_child(command: list[str], watch: Callable[[], bool] | None = None, **popen: Any) -> Ended:
     """Run `command` and wait until it has ended by itself, however long it takes to save after a signal.
+
+    `watch` is called every second; once it is true the child gets SIGTERM, with which a run saves and exits.
 
     `subprocess.run` gives a child a quarter of a second after Control-C and then kills it, which no checkpoint survives and
     which leaves torchrun's workers without anybody to end them. The child is in a session of its own: what is typed at the
@@ -44,17 +48,18 @@ def run_child(command: list[str], **popen: Any) -> Ended:
     with child.hearing_signals():
         child.start(command, popen)
         try:
-            code = child.process.wait()
+            code = child.wait(watch)
             child.wait_for_orphans(code)
         finally:
             child.end_those_left()
-    return Ended(code, child.signal)
+    return Ended(code, child.signal, child.stopped)
 
 
 @dataclass
 class _Child:
     process: subprocess.Popen | None = None
     signal: int | None = None
+    stopped: bool = False
     family: set[psutil.Process] = field(default_factory=set)
     """All that were seen below: an orphan has no parent by which it could be found later."""
     below: list[psutil.Process] = field(default_factory=list)
@@ -82,6 +87,16 @@ class _Child:
         if self.signal is not None:  # heard while it was being started
             self.hand_on()
 
+    def wait(self, watch: Callable[[], bool] | None) -> int:
+        while True:
+            try:
+                return self.process.wait(None if watch is None or self.stopped else WATCH_SECONDS)
+            except subprocess.TimeoutExpired:
+                if self.signal is None and watch():
+                    self.remember()
+                    self.stopped = True
+                    self.process.terminate()
+
     def hear(self, number: int, frame: FrameType | None) -> None:
         self.remember()
         if self.signal is not None:
@@ -93,7 +108,7 @@ class _Child:
         self.hand_on()
 
     def hand_on(self) -> None:
-        if self.process is not None:
+        if self.process is not None and not self.stopped:  # a second signal would make it leave unsaved
             with contextlib.suppress(ProcessLookupError):  # it has ended in this moment
                 self.process.send_signal(self.signal)
 
@@ -107,11 +122,12 @@ class _Child:
 
     def wait_for_orphans(self, code: int) -> None:
         """A child that died of the signal has not handed it on (accelerate's launcher of one process): those below get it here."""
-        if self.signal is None or code != -self.signal:
+        sent = signal.SIGTERM if self.stopped else self.signal
+        if sent is None or code != -sent:
             return
         for process in self.below:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.send_signal(self.signal)
+                process.send_signal(sent)
         psutil.wait_procs(self.below)
 
     def kill(self) -> None:

@@ -38,9 +38,9 @@ def parser() -> Parser:
 
 def main(words: list[str]) -> int:
     from posttrain.view.errors import NoRunError, ViewError
-    from posttrain.view.export import export
+    from posttrain.view.export import export, found_by
     from posttrain.view.questions import Question
-    from posttrain.view.rollout_query import RolloutQuery, matching
+    from posttrain.view.rollout_query import RolloutQuery
     from posttrain.view.run_folder import open_runs
 
     options = parser().parse_args(words)
@@ -53,13 +53,13 @@ def main(words: list[str]) -> int:
                 f"{options.run} holds {len(others) + 1} runs ({run.name}, {others[0].name} ...); name one."
             )
         run.rollouts.refresh(wait=READ_SECONDS)
-        snapshot, progress = run.rollouts.snapshot(), run.rollouts.progress
+        index, progress = run.rollouts, run.rollouts.progress
         if progress.indexed < progress.files:
             raise UsageError(f"only {progress.indexed} of {progress.files} files were read within {READ_SECONDS} s.")
-        if not len(snapshot) and not progress.unreadable:
+        if not len(index) and not progress.unreadable:
             raise UsageError(f"{options.run} has no rollouts; GRPO and RLOO write them, unless `keep_rollouts` is off.")
-        query = RolloutQuery.of(Question({**limits, "flags": options.flags, "q": options.text, "sort": "step"}))
-        made = export(options.to, snapshot, matching(snapshot, query, run.texts).tolist(), run.texts)
+        words = {**limits, "flags": options.flags, "q": options.text, "sort": "step"}
+        made = export(options.to, index, found_by(index, RolloutQuery.of(Question(words), index)))
     except (NoRunError, ViewError) as error:
         raise UsageError(str(error)) from error
     if options.output == "-":

@@ -1,11 +1,20 @@
-"""The file of a sweep: what is run, over which values, and which number is the result."""
+"""The file of a sweep: what is run, over which values, and which number is the result; and whether its trials can be run.
+
+    python -m posttrain.cli.sweep_file < {"method": ..., "metric": ..., "trials": [[label, options], ...]}
+
+checks trials in a process of its own, because a config takes a GPU, which belongs to the runs. The answer is a line of JSON: what
+is wrong with the first trial that cannot be run, or null.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,8 +26,13 @@ from posttrain.cli.option_table import method_names, table_of
 from posttrain.cli.values import value_of
 from posttrain.core.config_file import ConfigFileError, read_config
 
-KEYS = ("method", "options", "over", "trials", "metric", "goal", "take", "output_dir", "seed")
+KEYS = ("method", "options", "over", "trials", "sampler", "pruner", "metric", "goal", "take", "output_dir", "seed")
 GOALS, TAKES, SCALES = ("minimize", "maximize"), ("last", "best"), ("linear", "log")
+SAMPLERS = ("grid", "random", "tpe")
+PRUNERS = {"none": "NopPruner", "median": "MedianPruner", "hyperband": "HyperbandPruner"}
+"""By optuna's names."""
+STARTUP_TRIALS = 10
+"""Drawn at random before TPE has results to choose from."""
 DRAWS_PER_TRIAL = 100
 """A draw that repeats an earlier one is drawn again, so many times for each trial."""
 
@@ -34,6 +48,8 @@ class Sweep:
     folder: Path
     trials: int | None = None
     seed: int = 0
+    sampler: str = "grid"
+    pruner: str = "none"
     environment: dict[str, str] = field(default_factory=dict)
 
 
@@ -58,7 +74,7 @@ def read_sweep(path: str) -> Sweep:
     return Sweep(
         method, options, over, given.get("metric", "loss"), given.get("goal", GOALS[0]), given.get("take", TAKES[0]),
         Path(given.get("output_dir", f"runs/sweep-{method}")).expanduser(), given.get("trials"), given.get("seed", 0),
-        environment,
+        given.get("sampler") or _default_sampler(given), given.get("pruner", "none"), environment,
     )  # fmt: skip
 
 
@@ -73,13 +89,21 @@ def _check_kinds(given: dict[str, Any], path: str) -> None:
     for name in ("metric", "output_dir"):
         if name in given and not (isinstance(given[name], str) and given[name]):
             raise UsageError(f"{path}: `{name}` is {given[name]!r}; it takes text.")
-    for name, choices in (("goal", GOALS), ("take", TAKES)):
+    for name, choices in (("goal", GOALS), ("take", TAKES), ("sampler", SAMPLERS), ("pruner", tuple(PRUNERS))):
         if given.get(name, choices[0]) not in choices:
             raise UsageError(f"{path}: `{name}` is {given[name]!r}; it takes one of {', '.join(choices)}.")
     if trials is not None and (type(trials) is not int or trials < 1):
         raise UsageError(f"{path}: `trials` is {trials!r}; it takes a whole number above 0.")
     if type(given.get("seed", 0)) is not int:
         raise UsageError(f"{path}: `seed` is {given['seed']!r}; it takes a whole number.")
+    sampler = given.get("sampler") or _default_sampler(given)
+    if (sampler == "grid") != (trials is None):
+        remedy = "leave `trials` out" if sampler == "grid" else "set `trials` to how many there are to be"
+        raise UsageError(f"{path}: `sampler` is {sampler} and `trials` is {trials}; {remedy}.")
+
+
+def _default_sampler(given: dict[str, Any]) -> str:
+    return "grid" if given.get("trials") is None else "random"
 
 
 def checked(method: str, options: dict[str, Any], where: str) -> dict[str, Any]:
@@ -137,17 +161,16 @@ def _number(given: Any, where: str) -> float:
 # ---- the values of the trials -------------------------------------------------------------------------------------------------
 
 
-def values_of(sweep: Sweep) -> Iterator[dict[str, Any]]:
-    """Of each trial, none twice."""
-    seen: set[str] = set()
-    for drawn in _grid(sweep) if sweep.trials is None else _draws(sweep):
+def planned_values(sweep: Sweep) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Of the trials that do not depend on results, none twice: as they were drawn, and as options."""
+    most = sweep.trials if sweep.sampler != "tpe" else min(sweep.trials, STARTUP_TRIALS)
+    found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
+    for drawn in _grid(sweep) if most is None else _draws(sweep):
         values = checked(sweep.method, drawn, "the sweep")
-        key = json.dumps(values, sort_keys=True)
-        if key not in seen:
-            seen.add(key)
-            yield values
-        if len(seen) == sweep.trials:
-            return
+        found.setdefault(json.dumps(values, sort_keys=True), (drawn, values))
+        if len(found) == most:
+            break
+    return [drawn for drawn, _ in found.values()], [values for _, values in found.values()]
 
 
 def _grid(sweep: Sweep) -> Iterator[dict[str, Any]]:
@@ -167,4 +190,82 @@ def _draw(drawn: random.Random, choices: Any) -> Any:
     low, high = float(choices["min"]), float(choices["max"])
     is_log = choices.get("scale") == "log"
     value = math.exp(drawn.uniform(math.log(low), math.log(high))) if is_log else drawn.uniform(low, high)
-    return min(max(round(value), math.ceil(low)), math.floor(high)) if choices.get("int") else value
+    least, most = bounds(choices)
+    return min(max(round(value) if choices.get("int") else value, least), most)
+
+
+def bounds(choices: dict[str, Any]) -> tuple[float, float]:
+    """Of a range; whole numbers where it takes whole numbers."""
+    low, high = float(choices["min"]), float(choices["max"])
+    return (math.ceil(low), math.floor(high)) if choices.get("int") else (low, high)
+
+
+def extreme_values(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """Every listed value and both ends of every range once, the other options as in the first trial: what TPE may come to."""
+    ((first, *_), _) = planned_values(sweep)
+    for name, choices in sweep.over.items():
+        for value in choices if isinstance(choices, list) else bounds(choices):
+            yield checked(sweep.method, {**first, name: value}, "the sweep")
+
+
+# ---- whether they can be run --------------------------------------------------------------------------------------------------
+
+
+def refuse_impossible(method: str, metric: str, trials: list[tuple[str, dict[str, Any]]], env: dict[str, str]) -> None:
+    """UsageError where a trial's options would be refused by the train command. Loads no model and reads no rows."""
+    asked = json.dumps({"method": method, "metric": metric, "trials": trials})
+    command = [sys.executable, "-m", "posttrain.cli.sweep_file"]
+    done = subprocess.run(command, input=asked, capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        raise UsageError(f"The trials' options could not be checked:\n{done.stderr.strip()[-2000:]}")
+    if problem := json.loads(done.stdout.splitlines()[-1]):
+        raise UsageError(problem)
+
+
+def first_problem(method: str, metric: str, trials: list[tuple[str, dict[str, Any]]]) -> str | None:
+    for label, options in trials:
+        try:
+            _check(method, metric, options, f"trial {label}")
+        except UsageError as error:
+            told = str(error)
+            return told if label in told else f"trial {label}: {told}"
+    return None
+
+
+def _check(method: str, metric: str, options: dict[str, Any], where: str) -> None:
+    """What `trainer_of` does before it reads data."""
+    from posttrain.cli.arguments import RunConfig
+    from posttrain.cli.assemble import config_of, model_name, parts_of, rewards_of, told
+    from posttrain.cli.explain import as_processes, processes_of
+    from posttrain.cli.launch import command_of
+    from posttrain.methods.table import METHODS
+
+    config = RunConfig(method, dict(options), dict.fromkeys(options, where))
+    command_of(config, [])
+    with as_processes(METHODS[method].config_class, processes_of(config)):
+        args = told(lambda: config_of(config))
+    model_name(config)
+    rewards_of(config)
+    told(lambda: parts_of(config))
+    if not (config.get("dataset_name") or config.get("datasets")):
+        raise UsageError(f"posttrain {method} needs rows: `dataset_name` or `datasets` in `options`.")
+    _check_metric(metric, args)
+
+
+def _check_metric(metric: str, args: Any) -> None:
+    """A sweep whose number is never logged would run to its end for nothing."""
+    if metric.startswith("eval_") and args.eval_strategy == "no":
+        raise UsageError(f"`metric` is {metric}, and nothing is evaluated: set `eval_strategy` in `options`.")
+    if metric == "loss" and args.logging_strategy == "no":
+        raise UsageError("`metric` is loss, and `logging_strategy` is no: set it to steps in `options`.")
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    with contextlib.redirect_stdout(sys.stderr):
+        problem = first_problem(asked["method"], asked["metric"], asked["trials"])
+    print(json.dumps(problem))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -11,12 +13,12 @@ import numpy as np
 from posttrain.core import __version__
 from posttrain.view.data_preview import preview, sources_of
 from posttrain.view.errors import NotFound, ViewError
-from posttrain.view.export import FORMATS, export
+from posttrain.view.export import FORMATS, export, found_by
 from posttrain.view.json_lines import series_of
 from posttrain.view.questions import Question
-from posttrain.view.rollout_detail import details, known, numbers_of, rows_with_text, texts_of
-from posttrain.view.rollout_index import Snapshot
-from posttrain.view.rollout_query import FLAGS, SORTS, RolloutQuery, matching, prompt_name, prompt_number
+from posttrain.view.rollout_detail import details, known, rows_with_text, said
+from posttrain.view.rollout_index import Record, RolloutIndex
+from posttrain.view.rollout_query import FLAGS, SORTS, RolloutQuery, prompt_key, reward_names, with_ids
 from posttrain.view.run_folder import RunFolder
 
 Json = dict[str, Any]
@@ -49,7 +51,7 @@ def _state(number: int, run: RunFolder) -> Json:
     run.metrics.refresh()
     run.alerts.refresh()
     run.rollouts.refresh(wait=0.2)
-    snapshot, progress = run.rollouts.snapshot(), run.rollouts.progress
+    index, progress = run.rollouts, run.rollouts.progress
     last = run.metrics.entries[-1] if run.metrics.entries else {}
     return {
         "id": number,
@@ -59,9 +61,9 @@ def _state(number: int, run: RunFolder) -> Json:
         "lines": len(run.metrics.entries),
         "generation": run.metrics.generation,
         "alerts": len(run.alerts.entries),
-        "rollouts": len(snapshot),
-        "rollouts_version": snapshot.version,
-        "steps": _extent(snapshot, "step"),
+        "rollouts": len(index),
+        "rollouts_version": index.version,
+        "steps": _extents(index, "step")["step"],
         "files": progress.files,
         "indexed": progress.indexed,
         "compared": progress.compared,
@@ -69,10 +71,12 @@ def _state(number: int, run: RunFolder) -> Json:
     }
 
 
-def _extent(snapshot: Snapshot, name: str) -> list[float | None]:
-    values = snapshot.numbers.get(name, np.zeros(0))
-    values = values[np.isfinite(values)]
-    return [known(values.min()), known(values.max())] if len(values) else [None, None]
+def _extents(index: RolloutIndex, *names: str) -> dict[str, list[float | None]]:
+    finite = [
+        f"{end}({name}) FILTER (isfinite({name}::DOUBLE)) AS {name}_{end}" for name in names for end in ("min", "max")
+    ]
+    (found,) = index.rows(f"SELECT {', '.join(finite)} FROM rollouts")
+    return {name: [known(found[f"{name}_min"]), known(found[f"{name}_max"])] for name in names}
 
 
 def metrics(viewed: Viewed, question: Question) -> Json:
@@ -100,31 +104,30 @@ def data(viewed: Viewed, question: Question) -> Json:
 
 
 def rollouts(viewed: Viewed, question: Question) -> Json:
-    run = viewed.run(question)
-    run.rollouts.refresh(wait=1.5, mismatch="mismatch" in (question.text("sort") or ""))
-    snapshot = run.rollouts.snapshot()
-    found = matching(snapshot, RolloutQuery.of(question), run.texts)
+    index = viewed.run(question).rollouts
+    index.refresh(wait=1.5, mismatch="mismatch" in (question.text("sort") or ""))
+    version, query, names = index.version, RolloutQuery.of(question, index), reward_names(index)
+    rewards = [row["reward"] for row in query.rows(index, "reward")]
     start = question.whole("start", 0) or 0
-    page = found[start : start + (question.whole("count", 100, MOST_ROWS) or 0)]
+    page = query.rows(index, start=start, count=question.whole("count", 100, MOST_ROWS) or 0)
     return {
-        "version": snapshot.version,
-        "all": len(snapshot),
-        "total": len(found),
+        "version": version,
+        "all": len(index),
+        "total": len(rewards),
         "start": start,
-        "rows": rows_with_text(snapshot, page, run.texts),
-        "rewards": list(snapshot.rewards),
-        "histogram": _histogram(snapshot, found),
-        "extents": {name: _extent(snapshot, name) for name in ("step", "reward", "tokens", "advantage", "mismatch")},
+        "rows": rows_with_text(page, names),
+        "rewards": names,
+        "histogram": _histogram(rewards),
+        "extents": _extents(index, "step", "reward", "tokens", "advantage", "mismatch"),
         "flags": list(FLAGS),
         "sorts": list(SORTS),
         "formats": list(FORMATS),
     }
 
 
-def _histogram(snapshot: Snapshot, found: np.ndarray) -> Json | None:
-    values = snapshot.numbers.get("reward", np.zeros(0))[found]
-    values = values[np.isfinite(values)]
-    if not len(values):
+def _histogram(rewards: list[float | None]) -> Json | None:
+    values = [value for value in rewards if known(value) is not None]
+    if not values:
         return None
     counts, edges = np.histogram(values, BINS)
     return {"counts": counts.tolist(), "edges": [known(edge, 12) for edge in edges]}
@@ -133,76 +136,58 @@ def _histogram(snapshot: Snapshot, found: np.ndarray) -> Json | None:
 def group(viewed: Viewed, question: Question) -> Json:
     """The completions of one prompt at one step, with their tokens."""
     run = viewed.run(question)
-    run.rollouts.refresh()
-    snapshot = run.rollouts.snapshot()
+    index = run.rollouts
+    index.refresh()
     step, number = question.needed_whole("step"), question.needed_whole("group")
-    members = _where(snapshot, step=step, group=number)
-    if not len(members):
+    at = {"step": step, "group": number}
+    members = RolloutQuery('step = $step AND "group" = $group', "sample, numbers, place", at).rows(index)
+    if not members:
         raise NotFound(f"There is no group {number} at step {step}.")
-    members = members[np.argsort(snapshot.numbers["sample"][members], kind="stable")]
     tokenizer = run.tokenizer()
     return {
-        "step": step,
-        "group": number,
+        **at,
         "has_tokenizer": tokenizer is not None,
-        "rollouts": details(snapshot, members.tolist(), tokenizer),
-        **_neighbours(snapshot, step, number),
+        "rollouts": details(members, reward_names(index), tokenizer),
+        "before": _neighbour(index, at, "<", "DESC"),
+        "after": _neighbour(index, at, ">", "ASC"),
     }
 
 
-def _where(snapshot: Snapshot, **values: float) -> np.ndarray:
-    if not len(snapshot):
-        return np.zeros(0, dtype=np.int64)
-    return np.flatnonzero(np.logical_and.reduce([snapshot.numbers[name] == value for name, value in values.items()]))
-
-
-def _neighbours(snapshot: Snapshot, step: int, number: int) -> Json:
-    """The groups before and after, in the order of the run."""
-    keys = np.unique(np.stack([snapshot.numbers["step"], snapshot.numbers["group"]]), axis=1).T
-    place = int(np.flatnonzero((keys[:, 0] == step) & (keys[:, 1] == number))[0])
-
-    def at(index: int) -> Json | None:
-        return {"step": int(keys[index, 0]), "group": int(keys[index, 1])} if 0 <= index < len(keys) else None
-
-    return {"before": at(place - 1), "after": at(place + 1)}
+def _neighbour(index: RolloutIndex, at: Json, sign: str, direction: str) -> Json | None:
+    """The group before or after, in the order of the run."""
+    query = RolloutQuery(f'(step, "group") {sign} ($step, $group)', f'step {direction}, "group" {direction}', at)
+    return next(iter(query.rows(index, 'step, "group"', count=1)), None)
 
 
 def prompt(viewed: Viewed, question: Question) -> Json:
     """One prompt at every step that it was asked in: how its completions did, and what the best of them said."""
-    run = viewed.run(question)
-    run.rollouts.refresh()
-    snapshot = run.rollouts.snapshot()
-    key = prompt_number(question.text("prompt") or "")
-    members = np.flatnonzero(snapshot.prompt == np.uint64(key))
-    if not len(members):
+    index = viewed.run(question).rollouts
+    index.refresh()
+    key = prompt_key(question.text("prompt") or "")
+    members = RolloutQuery("prompt_key = $key", 'step, "group", numbers, place', {"key": key}).rows(index)
+    if not members:
         raise NotFound("This prompt is not in the run, or no longer.")
-    times = [_time(snapshot, each, run) for each in _by_group(snapshot, members)[-MOST_STEPS:]]
-    asked, _ = texts_of(snapshot, int(members[0]), run.texts)
-    return {"prompt": prompt_name(key), "prompt_said": asked, "times": times}
+    names = reward_names(index)
+    groups = [list(each) for _, each in itertools.groupby(members, lambda row: (row["step"], row["group"]))]
+    times = [_time(each, names) for each in groups[-MOST_STEPS:]]
+    return {"prompt": key, "prompt_said": said(members[0]["prompt"]), "times": times}
 
 
-def _by_group(snapshot: Snapshot, members: np.ndarray) -> list[np.ndarray]:
-    keys = np.stack([snapshot.numbers["step"][members], snapshot.numbers["group"][members]], axis=1)
-    _, owner = np.unique(keys, axis=0, return_inverse=True)
-    return [members[owner.reshape(-1) == number] for number in range(int(owner.max()) + 1)]
-
-
-def _time(snapshot: Snapshot, members: np.ndarray, run: RunFolder) -> Json:
-    rewards = snapshot.numbers["reward"][members]
-    is_known = np.isfinite(rewards)
-    best = members[np.where(is_known, rewards, -np.inf).argmax()]
-    worst = members[np.where(is_known, rewards, np.inf).argmin()]
-    rows = rows_with_text(snapshot, np.array([best, worst]), run.texts)
-    full = [texts_of(snapshot, int(each), run.texts)[1] for each in (best, worst)]
+def _time(members: list[Record], names: list[str]) -> Json:
+    scored = [row for row in members if known(row["reward"]) is not None] or members[:1]
+    best, worst = (pick(scored, key=lambda row: row["reward"] or 0.0) for pick in (max, min))
+    rewards = [row["reward"] for row in scored if row["reward"] is not None]
     return {
-        "step": int(snapshot.numbers["step"][members[0]]),
-        "group": int(snapshot.numbers["group"][members[0]]),
+        "step": members[0]["step"],
+        "group": members[0]["group"],
         "completions": len(members),
-        "mean": known(rewards[is_known].mean()) if is_known.any() else None,
-        "rewards": [known(value) for value in rewards],
-        "tokens": known(snapshot.numbers["tokens"][members].mean()),
-        "best": rows[0] | {"completion_said": full[0]},
-        "worst": rows[1] | {"completion_said": full[1]},
+        "mean": known(fmean(rewards)) if rewards else None,
+        "rewards": [known(row["reward"]) for row in members],
+        "tokens": known(fmean(row["tokens"] for row in members)),
+        **{
+            name: rows_with_text([row], names)[0] | {"completion_said": said(row["completion"])}
+            for name, row in (("best", best), ("worst", worst))
+        },
     }
 
 
@@ -210,17 +195,12 @@ def exported(viewed: Viewed, body: Json) -> Json:
     """Chosen rollouts (`ids`), or all that a filter finds (`filter`), as JSON lines."""
     words = {name: str(value) for name, value in (body.get("filter") or {}).items()}
     run = viewed.run(Question({"run": str(body.get("run", ""))}))
-    run.rollouts.refresh()
-    snapshot = run.rollouts.snapshot()
-    ids = body.get("ids")
+    index, ids, kind = run.rollouts, body.get("ids"), str(body.get("format", ""))
+    index.refresh()
     if ids is not None and not isinstance(ids, list):
         raise ViewError("ids is no list of rollouts.")
-    if ids is None:
-        numbers = matching(snapshot, RolloutQuery.of(Question(words)), run.texts).tolist()
-    else:
-        numbers = numbers_of(snapshot, ids)
-    kind = str(body.get("format", ""))
-    made = export(kind, snapshot, numbers, run.texts)
+    records = with_ids(index, ids) if ids is not None else found_by(index, RolloutQuery.of(Question(words), index))
+    made = export(kind, index, records)
     return {
         "name": f"{run.path.name}-{kind}.jsonl",
         "rows": len(made.rows),

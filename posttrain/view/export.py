@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from posttrain.view.errors import ViewError
-from posttrain.view.rollout_detail import texts_of, tools_of
-from posttrain.view.rollout_index import Snapshot
-from posttrain.view.rollout_query import Texts
+from posttrain.view.rollout_detail import known, said, tools_of
+from posttrain.view.rollout_index import Record, RolloutIndex
+from posttrain.view.rollout_query import RolloutQuery
 
 Json = dict[str, Any]
 MOST_ROLLOUTS = 200_000
@@ -32,81 +30,86 @@ class Exported:
         return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in self.rows)
 
 
-def export(kind: str, snapshot: Snapshot, numbers: list[int], texts: Texts) -> Exported:
+def export(kind: str, index: RolloutIndex, records: list[Record]) -> Exported:
     if kind not in FORMATS:
         raise ViewError(f"There is no format {kind!r}; there are {', '.join(FORMATS)}.")
-    if len(numbers) > MOST_ROLLOUTS:
-        raise ViewError(f"{len(numbers):,} rollouts are more than one export takes ({MOST_ROLLOUTS:,}): filter first.")
-    return FORMATS[kind](snapshot, numbers, texts)
+    return FORMATS[kind](index, records)
 
 
-def _as_messages(snapshot: Snapshot, numbers: list[int], texts: Texts) -> Exported:
+def found_by(index: RolloutIndex, query: RolloutQuery) -> list[Record]:
+    (found,) = index.rows(f"SELECT count(*) AS count FROM rollouts WHERE {query.where}", **query.limits)
+    if found["count"] > MOST_ROLLOUTS:
+        raise ViewError(
+            f"{found['count']:,} rollouts are more than one export takes ({MOST_ROLLOUTS:,}): filter first."
+        )
+    return query.rows(index)
+
+
+def _as_messages(index: RolloutIndex, records: list[Record]) -> Exported:
     """A rollout of plain text has no messages: it becomes prompt and completion."""
-    made = _as_completions(snapshot, numbers, texts)
+    made = _as_completions(index, records)
     are_messages = [isinstance(row["prompt"], list) and isinstance(row["completion"], list) for row in made.rows]
     if all(are_messages):
         made.rows = [{"messages": [*row.pop("prompt"), *row.pop("completion")], **row} for row in made.rows]
     return made
 
 
-def _as_completions(snapshot: Snapshot, numbers: list[int], texts: Texts) -> Exported:
+def _as_completions(index: RolloutIndex, records: list[Record]) -> Exported:
     made = Exported()
-    for number in numbers:
-        if snapshot.numbers["error"][number] > 0:
+    for record in records:
+        if record["error"]:
             made.skipped["could not be written"] += 1
             continue
-        prompt, completion = texts_of(snapshot, number, texts)
-        row = {"prompt": prompt, "completion": completion}
-        made.rows.append(row | _as_it_was_trained(snapshot, number, texts, completion))
+        row = {"prompt": said(record["prompt"]), "completion": said(record["completion"])}
+        made.rows.append(row | _as_it_was_trained(record, row["completion"]))
     return made
 
 
-def _as_it_was_trained(snapshot: Snapshot, number: int, texts: Texts, *answers: str | list[Json]) -> Json:
+def _as_it_was_trained(record: Record, *answers: str | list[Json]) -> Json:
     """Columns without which a row would be rendered or trained differently: tools, and whose turns were trained.
 
     The model's turns were, and results of tools between them were not; SFT and DPO would train all that follows the prompt.
     """
-    tools = tools_of(snapshot, number, texts)
+    tools = tools_of(record)
     spoken = [message["role"] for answer in answers if isinstance(answer, list) for message in answer]
     more: Json = {"tools": tools} if tools else {}
     return more | ({"trained_roles": ["assistant"]} if set(spoken) - {"assistant"} else {})
 
 
-def _as_pairs(snapshot: Snapshot, numbers: list[int], texts: Texts) -> Exported:
+def _as_pairs(index: RolloutIndex, records: list[Record]) -> Exported:
     made = Exported()
-    for members in _groups(snapshot, numbers):
-        rewards = snapshot.numbers["reward"][members]
-        usable = members[np.isfinite(rewards) & ~(snapshot.numbers["error"][members] > 0)]
+    for members in _groups(index, records):
+        usable = [record for record in members if known(record["reward"]) is not None and not record["error"]]
         if len(usable) < 2:
             made.skipped["fewer than two completions with a reward"] += 1
             continue
-        rewards = snapshot.numbers["reward"][usable]
-        best, worst = int(usable[rewards.argmax()]), int(usable[rewards.argmin()])
-        prompt, chosen = texts_of(snapshot, best, texts)
-        _, rejected = texts_of(snapshot, worst, texts)
-        if rewards.max() == rewards.min():
+        best, worst = (pick(usable, key=lambda record: record["reward"]) for pick in (max, min))
+        chosen, rejected = said(best["completion"]), said(worst["completion"])
+        if best["reward"] == worst["reward"]:
             made.skipped["all rewards of the group are equal"] += 1
         elif chosen == rejected:
             made.skipped["the best and the worst say the same"] += 1
         else:
-            row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
-            made.rows.append(row | _as_it_was_trained(snapshot, best, texts, chosen, rejected))
+            row = {"prompt": said(best["prompt"]), "chosen": chosen, "rejected": rejected}
+            made.rows.append(row | _as_it_was_trained(best, chosen, rejected))
     return made
 
 
-def _groups(snapshot: Snapshot, numbers: list[int]) -> Iterator[np.ndarray]:
-    chosen: dict[tuple[float, float], list[int]] = {}
-    for number in numbers:
-        key = (snapshot.numbers["step"][number], snapshot.numbers["group"][number])
-        chosen.setdefault(key, []).append(number)
-    for (step, group), members in chosen.items():
-        if len(members) > 1:
-            yield np.array(members)
-        else:
-            yield np.flatnonzero((snapshot.numbers["step"] == step) & (snapshot.numbers["group"] == group))
+def _groups(index: RolloutIndex, records: list[Record]) -> Iterable[list[Record]]:
+    """By prompt and step; one with a single chosen rollout is completed."""
+    chosen: dict[tuple[int, int], list[Record]] = {}
+    for record in records:
+        chosen.setdefault((record["step"], record["group"]), []).append(record)
+    single = [key for key, members in chosen.items() if len(members) == 1]
+    values = {"steps": [step for step, _ in single], "groups": [group for _, group in single]}
+    where = '(step, "group") IN (SELECT unnest($steps::BIGINT[]), unnest($groups::BIGINT[]))'
+    whole: dict[tuple[int, int], list[Record]] = {}
+    for record in RolloutQuery(where, "step, numbers, place", values).rows(index) if single else ():
+        whole.setdefault((record["step"], record["group"]), []).append(record)
+    return (chosen | whole).values()
 
 
-FORMATS: dict[str, Callable[[Snapshot, list[int], Texts], Exported]] = {
+FORMATS: dict[str, Callable[[RolloutIndex, list[Record]], Exported]] = {
     "sft": _as_messages,
     "prompt-completion": _as_completions,
     "dpo": _as_pairs,

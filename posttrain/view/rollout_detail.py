@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from posttrain.view.errors import NotFound
-from posttrain.view.rollout_files import read_columns
-from posttrain.view.rollout_index import Snapshot
-from posttrain.view.rollout_query import Texts, prompt_name
+from posttrain.view.rollout_index import Record, read_columns
 from posttrain.view.token_text import TokenText, numbered
 
 SNIPPET = 240
@@ -21,90 +18,48 @@ DETAIL_COLUMNS = [
     "prompt", "completion", "prompt_ids", "completion_ids", "trained", "sampling_logps", "old_logps", "reference_logps",
     "rewards", "failures", "extras", "tool_calls", "error", "seconds", "epoch",
 ]  # fmt: skip
-WHOLE = (
-    "step",
-    "row",
-    "group",
-    "sample",
-    "tokens",
-    "trained_tokens",
-    "tool_calls",
-    "tool_errors",
-    "failures",
-    "policy_version",
-)
+AS_THEY_ARE = (
+    "id", "step", "row", "group", "sample", "tokens", "trained_tokens", "tool_calls", "tool_errors", "failures",
+    "policy_version", "error", "masked", "truncated",
+)  # fmt: skip
 REAL = ("reward", "advantage", "mismatch")
-YES_OR_NO = ("error", "masked", "truncated")
 Json = dict[str, Any]
 
 
-def known(value: float, digits: int = 6) -> float | None:
+def known(value: float | None, digits: int = 6) -> float | None:
     """JSON has no NaN."""
-    value = float(value)
-    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None
 
 
 # ---- rows of the table ---------------------------------------------------------------------------------------------------
 
 
-def identity(snapshot: Snapshot, number: int) -> str:
-    """What a rollout is called: step, process and row, such as 12/process-0/3. It stays the same when others are added."""
-    file = snapshot.files[snapshot.file[number]]
-    return f"{file.step}/{file.path.stem}/{snapshot.place[number]}"
-
-
-def numbers_of(snapshot: Snapshot, identities: list[str]) -> list[int]:
-    """The other way round. Names are only compared with what is known: none of them becomes a path."""
-    starts = np.concatenate([[0], np.cumsum([len(file) for file in snapshot.files])]).astype(int)
-    files = {f"{file.step}/{file.path.stem}": number for number, file in enumerate(snapshot.files)}
-    found = []
-    for name in identities:
-        of_file, _, place = str(name).rpartition("/")
-        number = files.get(of_file)
-        if number is None or not (place.isascii() and place.isdecimal()) or int(place) >= len(snapshot.files[number]):
-            raise NotFound(f"There is no rollout {str(name)[:80]!r} in this run, or no longer.")
-        found.append(int(starts[number]) + int(place))
-    return found
-
-
-def row_of(snapshot: Snapshot, number: int) -> Json:
-    def whole(name: str) -> int | None:
-        value = known(snapshot.numbers[name][number], 17)
-        return None if value is None else int(value)
-
+def row_of(record: Record, rewards: list[str]) -> Json:
+    """A row of the index for the page; `rewards` are all that the run has."""
+    given = record["rewards"] or {}
     return {
-        "id": identity(snapshot, number),
-        "prompt": prompt_name(snapshot.prompt[number]),
-        "finish": snapshot.finish[number] or None,
-        "rewards": {name: known(values[number]) for name, values in snapshot.rewards.items()},
-        **{name: whole(name) for name in WHOLE},
-        **{name: known(snapshot.numbers[name][number]) for name in REAL},
-        **{name: bool(snapshot.numbers[name][number] > 0) for name in YES_OR_NO},
+        "prompt": record["prompt_key"],
+        "finish": record["finish"] or None,
+        "rewards": {name: known(given.get(name)) for name in rewards},
+        **{name: record[name] for name in AS_THEY_ARE},
+        **{name: known(record[name]) for name in REAL},
     }
 
 
-def tools_of(snapshot: Snapshot, number: int, texts: Texts) -> list[Json] | None:
+def tools_of(record: Record) -> list[Json] | None:
     """Schemas of the tools that the prompt was written with; files of earlier versions do not have them."""
-    table, place = texts.of(snapshot.files[snapshot.file[number]].path), int(snapshot.place[number])
-    written = table.column("tools")[place].as_py()
-    return None if written is None else json.loads(written)
+    return None if record["tools"] is None else json.loads(record["tools"])
 
 
-def texts_of(snapshot: Snapshot, number: int, texts: Texts) -> tuple[str | list[Json], str | list[Json]]:
-    """(prompt, completion)"""
-    table, place = texts.of(snapshot.files[snapshot.file[number]].path), int(snapshot.place[number])
-    return said(table.column("prompt")[place].as_py()), said(table.column("completion")[place].as_py())
-
-
-def rows_with_text(snapshot: Snapshot, numbers: np.ndarray, texts: Texts) -> list[Json]:
-    rows = []
-    for number in numbers:
-        asked, completion = texts_of(snapshot, int(number), texts)
-        row = row_of(snapshot, int(number))
-        row["prompt_text"] = snippet(asked, of_the_end=True)
-        row["completion_text"] = snippet(completion, of_the_end=False)
-        rows.append(row)
-    return rows
+def rows_with_text(records: list[Record], rewards: list[str]) -> list[Json]:
+    return [
+        row_of(record, rewards)
+        | {
+            "prompt_text": snippet(said(record["prompt"]), of_the_end=True),
+            "completion_text": snippet(said(record["completion"]), of_the_end=False),
+        }
+        for record in records
+    ]
 
 
 def said(text: str | None) -> str | list[Json]:
@@ -137,19 +92,19 @@ def _content(message: Json) -> str:
 # ---- single ones ---------------------------------------------------------------------------------------------------------
 
 
-def details(snapshot: Snapshot, numbers: list[int], tokenizer: TokenText | None) -> list[Json]:
-    allowance = max(MOST_TOKENS // max(len(numbers), 1), FEWEST_TOKENS)
-    tables: dict[int, Any] = {}
+def details(records: list[Record], rewards: list[str], tokenizer: TokenText | None) -> list[Json]:
+    allowance = max(MOST_TOKENS // max(len(records), 1), FEWEST_TOKENS)
+    tables: dict[str, Any] = {}
     found = []
-    for number in numbers:
-        file = int(snapshot.file[number])
-        if file not in tables:
-            try:
-                tables[file] = read_columns(snapshot.files[file].path, DETAIL_COLUMNS)
-            except FileNotFoundError as error:
-                raise NotFound("The run has removed these rollouts to make them again.") from error
-        record = tables[file].slice(int(snapshot.place[number]), 1).to_pylist()[0]
-        found.append(row_of(snapshot, number) | _detail(record, tokenizer, allowance))
+    for record in records:
+        path = record["path"]
+        try:
+            if path not in tables:
+                tables[path] = read_columns(Path(path), DETAIL_COLUMNS)
+            (stored,) = tables[path].slice(record["place"], 1).to_pylist()
+        except (FileNotFoundError, ValueError) as error:  # or written again, and shorter
+            raise NotFound("The run has removed these rollouts to make them again.") from error
+        found.append(row_of(record, rewards) | _detail(stored, tokenizer, allowance))
     return found
 
 

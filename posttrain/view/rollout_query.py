@@ -1,32 +1,23 @@
-"""Which rollouts are asked for, and in which order: filters over the index, and a search in the texts."""
+"""Which rollouts are asked for, and in which order: the words of a request as SQL over the index, with their values beside it."""
 
 from __future__ import annotations
 
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
-import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
-
-from posttrain.view.arrow_numbers import floats, whole
 from posttrain.view.errors import NotFound, ViewError
 from posttrain.view.questions import Question
-from posttrain.view.rollout_files import read_columns
-from posttrain.view.rollout_index import Snapshot
+from posttrain.view.rollout_index import Record, RolloutIndex
 
-FLAGS: dict[str, Callable[[Snapshot], np.ndarray]] = {
-    "error": lambda s: s.numbers["error"] > 0,
-    "failed_reward": lambda s: s.numbers["failures"] > 0,
-    "tool_calls": lambda s: s.numbers["tool_calls"] > 0,
-    "tool_error": lambda s: s.numbers["tool_errors"] > 0,
-    "truncated": lambda s: s.numbers["truncated"] > 0,
-    "masked": lambda s: s.numbers["masked"] > 0,
-    "no_advantage": lambda s: s.numbers["advantage"] == 0,
+FLAGS = {
+    "error": "error",
+    "failed_reward": "failures > 0",
+    "tool_calls": "tool_calls > 0",
+    "tool_error": "tool_errors > 0",
+    "truncated": "truncated",
+    "masked": "masked",
+    "no_advantage": "advantage = 0",
 }
 """What can be asked of a rollout by one word."""
 
@@ -35,128 +26,84 @@ SORTS = ("step", "group", "sample", "reward", "advantage", "tokens", "mismatch",
 REWARD = "reward:"
 """Before the name of a reward function, in a sort or a range."""
 PROMPT_NAME = re.compile("[0-9a-f]{16}")
-TEXT_BYTES = 256 << 20
-"""Texts that are kept for the next search."""
+IN_ORDER = 'step, "group", sample, numbers, place'
 
 
-@dataclass(frozen=True)
+@dataclass
 class RolloutQuery:
-    """Limits are inclusive; an empty one limits nothing."""
+    """`where` and `order` are made of the names above alone; what was typed is in `limits`, and `reward` for the order."""
 
-    text: str | None = None
-    ranges: dict[str, tuple[float | None, float | None]] = field(default_factory=dict)
-    flags: tuple[str, ...] = ()
-    prompt: int | None = None
-    group: int | None = None
-    order: str = "-step"
+    where: str = "true"
+    order: str = IN_ORDER
+    limits: dict[str, Any] = field(default_factory=dict)
+    sorted_by: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, question: Question) -> RolloutQuery:
-        flags = tuple(question.words_of("flags"))
+    def of(cls, question: Question, index: RolloutIndex) -> RolloutQuery:
+        """Limits are inclusive; an empty one limits nothing."""
+        flags = question.words_of("flags")
         unknown = [flag for flag in flags if flag not in FLAGS]
         if unknown:
             raise ViewError(f"There is no flag {unknown[0]!r}; there are {', '.join(FLAGS)}.")
-        ranges = {name: (question.number(f"{name}_min"), question.number(f"{name}_max")) for name in RANGES}
-        prompt = question.text("prompt")
-        return cls(
-            text=question.text("q"),
-            ranges={name: limits for name, limits in ranges.items() if limits != (None, None)},
-            flags=flags,
-            prompt=None if prompt is None else prompt_number(prompt),
-            group=question.whole("group"),
-            order=question.text("sort") or "-step",
-        )
+        conditions = [FLAGS[flag] for flag in flags]
+        limits: dict[str, Any] = {}
+        for name in RANGES:
+            for side, sign in (("min", ">="), ("max", "<=")):
+                if (limit := question.number(f"{name}_{side}")) is not None:
+                    conditions.append(f"{name} {sign} ${name}_{side}")
+                    limits[f"{name}_{side}"] = limit
+        if (prompt := question.text("prompt")) is not None:
+            conditions.append("prompt_key = $prompt")
+            limits["prompt"] = prompt_key(prompt)
+        if (group := question.whole("group")) is not None:
+            conditions.append('"group" = $group')
+            limits["group"] = group
+        if text := question.text("q"):  # in whichever case
+            conditions.append("(contains(lower(prompt), lower($text)) OR contains(lower(completion), lower($text)))")
+            limits["text"] = text
+        query = cls(" AND ".join(conditions) or "true", limits=limits)
+        query.sort_by(question.text("sort") or "-step", index)
+        return query
+
+    def sort_by(self, order: str, index: RolloutIndex) -> None:
+        """What is not known comes last; what is equal stays in the order of steps, groups and samples."""
+        name, direction = order.removeprefix("-"), "DESC" if order.startswith("-") else "ASC"
+        if name.startswith(REWARD):
+            by, reward = "map_extract_value(rewards, $reward)", name.removeprefix(REWARD)
+            if reward not in reward_names(index):
+                raise ViewError(f"There is no reward {reward!r} in this run.")
+            self.sorted_by = {"reward": reward}
+        elif name in SORTS:
+            by = f'"{name}"'
+        else:
+            raise ViewError(f"Rollouts cannot be sorted by {name!r}, but by {', '.join(SORTS)} or {REWARD}NAME.")
+        self.order = f"{by} {direction} NULLS LAST, {IN_ORDER}"
+
+    def rows(self, index: RolloutIndex, what: str = "*", start: int = 0, count: int | None = None) -> list[Record]:
+        part, page = ("", {}) if count is None else (" LIMIT $count OFFSET $start", {"start": start, "count": count})
+        sql = f"SELECT {what} FROM rollouts WHERE {self.where} ORDER BY {self.order}{part}"
+        return index.rows(sql, **self.limits, **self.sorted_by, **page)
 
 
-def prompt_name(number: int) -> str:
-    return f"{int(number):016x}"
+def prompt_key(word: str) -> str:
+    if not PROMPT_NAME.fullmatch(word):
+        raise ViewError(f"prompt={word[:40]!r} is no key of a prompt.")
+    return word
 
 
-def prompt_number(name: str) -> int:
-    if not PROMPT_NAME.fullmatch(name):
-        raise ViewError(f"prompt={name[:40]!r} is no key of a prompt.")
-    return int(name, 16)
+def reward_names(index: RolloutIndex) -> list[str]:
+    """Of the reward functions, as they were first used."""
+    return [row["name"] for row in index.rows(
+        "SELECT name FROM (SELECT unnest(map_keys(rewards)) AS name, step, numbers, place FROM rollouts) "
+        "GROUP BY name ORDER BY min((step, numbers, place)), name"
+    )]  # fmt: skip
 
 
-class Texts:
-    """Prompts and completions by file, the latest ones kept in memory."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[tuple[Path, int], tuple[pa.Table, int]] = OrderedDict()
-        self._bytes = 0
-        self._lock = threading.Lock()
-
-    def of(self, path: Path) -> pa.Table:
-        try:
-            key = (path, path.stat().st_mtime_ns)  # a resumed run writes other rollouts under the same name
-            with self._lock:
-                if key in self._kept:
-                    self._kept.move_to_end(key)
-                    return self._kept[key][0]
-            table = read_columns(path, ["prompt", "completion", "tools"])
-        except FileNotFoundError as error:
-            raise NotFound("The run has removed these rollouts to make them again.") from error
-        with self._lock:
-            self._forget(key)
-            self._kept[key] = (table, table.nbytes)
-            self._bytes += table.nbytes
-            while len(self._kept) > 1 and self._bytes > TEXT_BYTES:
-                self._forget(next(iter(self._kept)))
-        return table
-
-    def _forget(self, key: tuple[Path, int]) -> None:
-        _, size = self._kept.pop(key, (None, 0))
-        self._bytes -= size
-
-
-def matching(snapshot: Snapshot, query: RolloutQuery, texts: Texts) -> np.ndarray:
-    """Numbers of the rollouts that the query allows, in its order."""
-    allowed = np.ones(len(snapshot), dtype=bool)
-    for name, (least, most) in query.ranges.items():
-        values = snapshot.numbers.get(name, np.zeros(0))
-        if least is not None:
-            allowed &= values >= least
-        if most is not None:
-            allowed &= values <= most
-    for flag in query.flags if len(snapshot) else ():
-        allowed &= FLAGS[flag](snapshot)
-    if query.prompt is not None:
-        allowed &= snapshot.prompt == np.uint64(query.prompt)
-    if query.group is not None and len(snapshot):
-        allowed &= snapshot.numbers["group"] == query.group
-    found = np.flatnonzero(allowed)
-    if query.text:
-        found = found[_contain(snapshot, found, query.text, texts)]
-    return found[ordering(snapshot, found, query.order)]
-
-
-def _contain(snapshot: Snapshot, found: np.ndarray, text: str, texts: Texts) -> np.ndarray:
-    """(found,) whether prompt or completion holds the text, in whichever case."""
-    holds = np.zeros(len(found), dtype=bool)
-    for number in np.unique(snapshot.file[found]):
-        mine = np.flatnonzero(snapshot.file[found] == number)
-        table = texts.of(snapshot.files[number].path)
-        inside = [
-            floats(whole(pc.match_substring(table.column(name), text, ignore_case=True))) > 0
-            for name in ("prompt", "completion")
-        ]
-        holds[mine] = (inside[0] | inside[1])[snapshot.place[found[mine]]]
-    return holds
-
-
-def ordering(snapshot: Snapshot, found: np.ndarray, order: str) -> np.ndarray:
-    """What is not known comes last; what is equal stays in the order of steps, groups and samples."""
-    name, is_falling = order.removeprefix("-"), order.startswith("-")
-    if name.startswith(REWARD):
-        values = snapshot.rewards.get(name.removeprefix(REWARD))
-        if values is None:
-            raise ViewError(f"There is no reward {name.removeprefix(REWARD)!r} in this run.")
-    elif name in SORTS:
-        values = snapshot.numbers.get(name, np.zeros(0))
-    else:
-        raise ViewError(f"Rollouts cannot be sorted by {name!r}, but by {', '.join(SORTS)} or {REWARD}NAME.")
-    if not len(found):
-        return np.zeros(0, dtype=np.int64)
-    keys = -values[found] if is_falling else values[found]
-    step, group, sample = (snapshot.numbers[each][found] for each in ("step", "group", "sample"))
-    return np.lexsort((sample, group, step, np.nan_to_num(keys), np.isnan(keys)))
+def with_ids(index: RolloutIndex, ids: list[Any]) -> list[Record]:
+    """Rollouts by name (step, process and row, such as 12/process-0/3), in this order. No name becomes a path."""
+    wanted = [str(name) for name in ids]
+    found = {row["id"]: row for row in RolloutQuery("list_contains($ids, id)", limits={"ids": wanted}).rows(index)}
+    for name in wanted:
+        if name not in found:
+            raise NotFound(f"There is no rollout {name[:80]!r} in this run, or no longer.")
+    return [found[name] for name in wanted]

@@ -14,7 +14,6 @@ from posttrain.core.secrets import without_secrets
 from posttrain.view.errors import NoRunError
 from posttrain.view.json_lines import GrowingLines, plain
 from posttrain.view.rollout_index import RolloutIndex
-from posttrain.view.rollout_query import Texts
 from posttrain.view.token_text import TOKENIZER_FILE, TokenText
 
 METRICS_FILE, ALERTS_FILE, SKIPPED_FILE = "metrics.jsonl", "alerts.jsonl", "skipped_steps.jsonl"
@@ -39,7 +38,6 @@ class RunFolder:
         self.alerts = GrowingLines(path / ALERTS_FILE)
         self.skipped = GrowingLines(path / SKIPPED_FILE)
         self.rollouts = RolloutIndex(path)
-        self.texts = Texts()
         self._tokenizer_path = tokenizer
         self._tokenizer: TokenText | None = None
         self._lock = threading.Lock()

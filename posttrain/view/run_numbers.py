@@ -9,8 +9,8 @@ import numpy as np
 
 from posttrain.view.json_lines import Series, series_of
 from posttrain.view.rollout_detail import rows_with_text
-from posttrain.view.rollout_index import Snapshot
-from posttrain.view.rollout_query import ordering
+from posttrain.view.rollout_index import RolloutIndex
+from posttrain.view.rollout_query import RolloutQuery, reward_names, with_ids
 from posttrain.view.run_folder import RunFolder
 
 FIRST = (
@@ -50,20 +50,22 @@ def numbers_of_run(run: RunFolder, shown: int = 3) -> RunNumbers:
     run.metrics.refresh()
     run.alerts.refresh()
     run.rollouts.refresh(wait=None, mismatch=True)
-    snapshot = run.rollouts.snapshot()
+    index = run.rollouts
     series = series_of(run.metrics.entries)
-    steps = [pair[0][-1] for pair in series.values()] + [int(s) for s in snapshot.numbers.get("step", [])[-1:]]
-    best, worst = _extremes(snapshot, run, shown)
+    rewards = index.rows("SELECT step, coalesce(reward, 'nan') AS reward FROM rollouts ORDER BY step")
+    steps = [pair[0][-1] for pair in series.values()] + [row["step"] for row in rewards[-1:]]
+    best, worst = _extremes(index, shown)
     counted = ("error", "failures", "tool_calls", "tool_errors", "truncated", "masked")
+    (flags,) = index.rows(f"SELECT {', '.join(f'count_if({name} > 0) AS {name}' for name in counted)} FROM rollouts")
     return RunNumbers(
         name=run.name,
         path=str(run.path),
         last_step=max(steps, default=0),
         series=dict(sorted(series.items(), key=lambda pair: _place(pair[0]))),
         alerts=run.alerts.entries,
-        rollouts=len(snapshot),
-        flags={name: int((snapshot.numbers[name] > 0).sum()) for name in counted} if len(snapshot) else {},
-        rewards=rewards_by_step(snapshot),
+        rollouts=len(rewards),
+        flags=flags if rewards else {},
+        rewards=rewards_by_step(rewards),
         best=best,
         worst=worst,
     )
@@ -73,29 +75,27 @@ def _place(name: str) -> tuple[int, str]:
     return (FIRST.index(name) if name in FIRST else len(FIRST), name)
 
 
-def _extremes(snapshot: Snapshot, run: RunFolder, shown: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Of the last tenth of the steps: what the policy does now."""
-    if not len(snapshot):
-        return [], []
-    steps, rewards = snapshot.numbers["step"], snapshot.numbers["reward"]
-    recent = np.flatnonzero((steps >= np.quantile(np.unique(steps), 0.9)) & np.isfinite(rewards))
-    falling = recent[ordering(snapshot, recent, "-reward")]
-    best, worst = (_of_other_prompts(snapshot, order, shown) for order in (falling, falling[::-1]))
-    return rows_with_text(snapshot, best, run.texts), rows_with_text(snapshot, worst, run.texts)
+def _extremes(index: RolloutIndex, shown: int) -> list[list[dict[str, Any]]]:
+    """Of the last tenth of the steps: what the policy does now. The best and the worst, each of another prompt."""
+    recent = "step >= (SELECT quantile_cont(DISTINCT step, 0.9) FROM rollouts) AND isfinite(reward)"
+    query = RolloutQuery(recent)
+    query.sort_by("-reward", index)
+    falling, names = query.rows(index, "id, prompt_key"), reward_names(index)
+    found = []
+    for order in (falling, falling[::-1]):
+        first = {
+            row["prompt_key"]: row["id"] for row in reversed(order)
+        }  # the first of each prompt is the last to be set
+        ids = [row["id"] for row in order if first[row["prompt_key"]] == row["id"]][:shown]
+        found.append(rows_with_text(with_ids(index, ids), names))
+    return found
 
 
-def _of_other_prompts(snapshot: Snapshot, order: np.ndarray, shown: int) -> np.ndarray:
-    """The first ones, each of another prompt."""
-    _, first = np.unique(snapshot.prompt[order], return_index=True)
-    return order[np.sort(first)[:shown]]
-
-
-def rewards_by_step(snapshot: Snapshot) -> StepRewards:
+def rewards_by_step(rows: list[dict[str, Any]]) -> StepRewards:
     found = StepRewards()
-    if not len(snapshot):
-        return found
-    steps, rewards = snapshot.numbers["step"], snapshot.numbers["reward"]
-    for part in np.array_split(np.unique(steps), min(MOST_BINS, len(np.unique(steps)))):
+    steps, rewards = (np.array([row[name] for row in rows]) for name in ("step", "reward"))
+    different = np.unique(steps)
+    for part in np.array_split(different, min(MOST_BINS, len(different))) if rows else ():
         mine = rewards[(steps >= part[0]) & (steps <= part[-1]) & np.isfinite(rewards)]
         if len(mine):
             found.steps.append(int(part[0]))

@@ -21,7 +21,12 @@ def modules_after(script: str) -> set[str]:
 
 def test_the_package_itself_imports_nothing_heavy() -> None:
     loaded = modules_after("import posttrain")
-    assert not loaded & {"torch", "transformers", "datasets", "numpy", "accelerate", "peft"}
+    assert not loaded & {"torch", "transformers", "datasets", "numpy", "accelerate", "peft", "optuna", "duckdb"}
+
+
+def test_help_imports_nothing_heavy() -> None:
+    loaded = modules_after("from posttrain.cli.main import main; main(['--help']); main(['sweep', '--help'])")
+    assert not loaded & {"torch", "transformers", "datasets", "numpy", "optuna", "sqlalchemy", "duckdb"}
 
 
 def test_trainers_import_only_what_transformers_needs_anyway() -> None:

@@ -187,4 +187,4 @@ def test_control_c_in_a_sweep_lets_the_trial_save_and_the_same_command_goes_on(f
     trials = [trial for trial in (folder / "sweep").iterdir() if trial.is_dir()]
     assert len(trials) == 1  # the second was not begun
     assert list(trials[0].glob("checkpoint-*"))
-    assert "the same command goes on" in told
+    assert "the same command continues it" in told

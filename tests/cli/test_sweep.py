@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli import sweep, sweep_check
+from posttrain.cli import sweep, sweep_file
 from posttrain.cli.child_process import Ended
 from posttrain.cli.errors import UsageError
 from tests.cli.runs import folder_with_inputs, options_of, posttrain
@@ -32,16 +32,21 @@ def written(folder, **changes):
 
 
 def refuse_here(method, metric, trials, env):
-    """`sweep_check.refuse_impossible` without a process of its own, which costs an import of everything."""
-    if problem := sweep_check.first_problem(method, metric, trials):
+    """`sweep_file.refuse_impossible` without a process of its own, which costs an import of everything."""
+    if problem := sweep_file.first_problem(method, metric, trials):
         raise UsageError(problem)
+
+
+def planned(path):
+    read = sweep.read_sweep(path)
+    return [sweep.trial_of(read, 0, values) for values in sweep.planned_values(read)[1]]
 
 
 def play(monkeypatch, fails=lambda options, count: False):
     """The runs are played by a stand-in that leaves behind what a run leaves."""
     calls = []
 
-    def run(command, **named):
+    def run(command, watch=None, **named):
         options = yaml.safe_load(Path(command[-1]).read_text())
         calls.append(options)
         if fails(options, len(calls)):
@@ -62,7 +67,7 @@ def test_a_grid_is_every_combination_and_draws_depend_on_the_seed_alone(folder, 
     assert len(capsys.readouterr().out.splitlines()) == 4
     over = {"learning_rate": {"min": 1e-5, "max": 1e-2, "scale": "log"}, "lora_r": {"min": 2, "max": 9, "int": True}}
     path = written(folder, over=over, trials=20)
-    one, other = ([t.values for t in sweep.trials_of(sweep.read_sweep(path))] for _ in range(2))
+    one, other = ([t.values for t in planned(path)] for _ in range(2))
     assert one == other
     assert len({values["learning_rate"] for values in one}) == 20
     assert all(1e-5 <= values["learning_rate"] <= 1e-2 and values["lora_r"] in range(2, 10) for values in one)
@@ -107,17 +112,17 @@ def test_folders_are_named_by_values_so_that_a_value_put_in_front_runs_alone(fol
     assert posttrain("sweep", written(folder, over={"seed": [3, 1, 2, 1]})) == 0
     assert [options["seed"] for options in calls] == [1, 2, 3]
     path = written(folder, over={"lr_scheduler_kwargs": [{"a": "x" * 80}], "seed": [1]})
-    (long,) = [trial.folder.name for trial in sweep.trials_of(sweep.read_sweep(path))]
+    (long,) = [trial.folder.name for trial in planned(path)]
     assert long.startswith("trial-")
     other = written(folder, over={"seed": [1]}, options={"model_name_or_path": "another"})
-    assert not any(trial.has_ended for trial in sweep.trials_of(sweep.read_sweep(other)))
+    assert not any(trial.has_ended for trial in planned(other))
 
 
 def test_draws_do_not_repeat_and_there_are_no_more_than_there_can_be(folder):
     path = written(folder, over={"seed": {"min": 1, "max": 4, "int": True}}, trials=4)
-    assert sorted(t.values["seed"] for t in sweep.trials_of(sweep.read_sweep(path))) == [1, 2, 3, 4]
+    assert sorted(t.values["seed"] for t in planned(path)) == [1, 2, 3, 4]
     path = written(folder, over={"seed": [1, 2]}, trials=9)
-    assert sorted(t.values["seed"] for t in sweep.trials_of(sweep.read_sweep(path))) == [1, 2]
+    assert sorted(t.values["seed"] for t in planned(path)) == [1, 2]
 
 
 def test_a_damaged_result_is_no_result(folder, monkeypatch, capsys):
@@ -177,6 +182,10 @@ def test_a_real_sweep(folder, capsys):
         ({"over": {"learning_rate": {"min": 0.1, "max": 1}}}, ["learning_rate", "trials"]),
         ({"goal": "smaller"}, ["goal", "smaller", "minimize"]),
         ({"trials": 0}, ["trials", "0"]),
+        ({"sampler": "bayes"}, ["sampler", "bayes", "grid, random, tpe"]),
+        ({"pruner": "asha"}, ["pruner", "asha", "none, median, hyperband"]),
+        ({"sampler": "tpe"}, ["`sampler` is tpe and `trials` is None; set `trials`"]),
+        ({"sampler": "grid", "trials": 3}, ["`sampler` is grid and `trials` is 3; leave `trials` out"]),
         ({"options": {"max_steps": "many"}}, ["max_steps", "many"]),
         ({"options": [1, 2]}, ["options", "[1, 2]"]),
         ({"output_dir": 3}, ["output_dir", "3"]),

@@ -6,15 +6,18 @@ import math
 import os
 import shutil
 
+import duckdb
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from posttrain.rollout.rollout_store import RolloutStore, read_rollouts
 from posttrain.view.errors import NotFound, ViewError
 from posttrain.view.questions import Question
-from posttrain.view.rollout_detail import details, identity, numbers_of, row_of
+from posttrain.view.rollout_detail import details, row_of
 from posttrain.view.rollout_index import RolloutIndex
-from posttrain.view.rollout_query import RolloutQuery, Texts, matching, prompt_name
+from posttrain.view.rollout_query import RolloutQuery, reward_names, with_ids
 from tests.view.made_up import make_tokenizer, write_step
 
 
@@ -30,15 +33,24 @@ def records(run_folder):
     return read_rollouts(run_folder).to_pylist()
 
 
+def in_order(index):
+    """As the store has them."""
+    return RolloutQuery(order="step, numbers, place").rows(index)
+
+
+def values(rows, name):
+    return np.array([math.nan if row[name] is None else row[name] for row in rows], dtype=float)
+
+
 def same(one, other):
     return (one is None and other is None) or one == pytest.approx(other, rel=1e-5)
 
 
 def test_every_column_equals_the_store(index, records):
-    snapshot = index.snapshot()
-    assert len(snapshot) == len(records) == 480
-    for number, record in enumerate(records):
-        row = row_of(snapshot, number)
+    assert len(index) == len(records) == 480
+    names = reward_names(index)
+    for number, (found, record) in enumerate(zip(in_order(index), records, strict=True)):
+        row = row_of(found, names)
         for name in ("step", "row", "group", "sample", "masked", "truncated", "policy_version"):
             assert row[name] == record[name], (number, name)
         assert same(row["reward"], record["reward"])
@@ -55,8 +67,7 @@ def test_every_column_equals_the_store(index, records):
 
 
 def test_mismatch_is_the_mean_over_trained_tokens(index, records):
-    values = index.snapshot().numbers["mismatch"]
-    for value, record in zip(values, records):
+    for value, record in zip(values(in_order(index), "mismatch"), records, strict=True):
         apart = [abs(a - b) for a, b, t in zip(record["sampling_logps"], record["old_logps"], record["trained"]) if t]
         assert math.isnan(value) if not apart else value == pytest.approx(np.mean(apart), rel=1e-4)
 
@@ -68,16 +79,16 @@ def test_log_probs_that_are_not_known(tmp_path):
         store.write(1, [{**common, "sample": 0}, {**common, "sample": 1, **logps}])
     index = RolloutIndex(tmp_path)
     index.refresh(wait=None, mismatch=True)
-    missing, half = index.snapshot().numbers["mismatch"]
+    rows = in_order(index)
+    missing, half = values(rows, "mismatch")
     assert math.isnan(missing)
     assert half == pytest.approx(0.5)  # the token without a number does not count
-    assert row_of(index.snapshot(), 0)["reward"] is None
-    assert row_of(index.snapshot(), 0)["rewards"] == {}
+    assert row_of(rows[0], reward_names(index))["reward"] is None
+    assert row_of(rows[0], reward_names(index))["rewards"] == {}
 
 
 def found(index, **words):
-    snapshot = index.snapshot()
-    return snapshot, matching(snapshot, RolloutQuery.of(Question(words)), Texts())
+    return RolloutQuery.of(Question(words), index).rows(index)
 
 
 FILTERS = [
@@ -97,9 +108,8 @@ FILTERS = [
 
 @pytest.mark.parametrize(("words", "is_wanted"), FILTERS)
 def test_filters_find_what_a_loop_finds(index, records, words, is_wanted):
-    snapshot, numbers = found(index, **words)
+    rows = found(index, **words)
     wanted = {(r["step"], r["group"], r["sample"]) for r in records if is_wanted(r)}
-    rows = [row_of(snapshot, number) for number in numbers]
     assert {(row["step"], row["group"], row["sample"]) for row in rows} == wanted
     assert len(rows) == len(wanted)
 
@@ -107,18 +117,19 @@ def test_filters_find_what_a_loop_finds(index, records, words, is_wanted):
 @pytest.mark.parametrize("name", ["reward", "tokens", "mismatch", "step", "advantage"])
 def test_sorting_puts_what_is_unknown_last(index, name):
     for sign in (1, -1):
-        snapshot, numbers = found(index, sort=("-" if sign < 0 else "") + name)
-        values = snapshot.numbers[name][numbers]
-        known = values[np.isfinite(values)]
-        assert len(values) == 480
-        assert np.all(np.isfinite(values[: len(known)]))
+        sorted_values = values(found(index, sort=("-" if sign < 0 else "") + name), name)
+        known = sorted_values[np.isfinite(sorted_values)]
+        assert len(sorted_values) == 480
+        assert np.all(np.isfinite(sorted_values[: len(known)]))
         assert np.all(sign * np.diff(known) >= 0)
 
 
 def test_sorting_by_one_reward(index):
-    snapshot, numbers = found(index, sort="-reward:format")
-    values = snapshot.rewards["format"][numbers]
-    assert np.all(np.diff(values[np.isfinite(values)]) <= 0)
+    rewards = [row["rewards"].get("format") for row in found(index, sort="-reward:format")]
+    known = [reward for reward in rewards if reward is not None]
+    assert len(known) < len(rewards) == 480
+    assert known == sorted(known, reverse=True)
+    assert rewards[: len(known)] == known
 
 
 @pytest.mark.parametrize(
@@ -137,19 +148,18 @@ def test_wrong_questions_are_named(index, words, sentence):
 
 
 def test_the_same_prompt_has_the_same_key_at_every_step(index, records):
-    snapshot = index.snapshot()
     keys = {}
-    for number, record in enumerate(records):
-        keys.setdefault(record["prompt"], set()).add(prompt_name(snapshot.prompt[number]))
+    for row, record in zip(in_order(index), records, strict=True):
+        keys.setdefault(record["prompt"], set()).add(row["prompt_key"])
     assert all(len(each) == 1 for each in keys.values())
     assert len({key for each in keys.values() for key in each}) == len(keys)
 
 
 def test_names_lead_back_and_no_name_leads_elsewhere(index):
-    snapshot = index.snapshot()
-    names = [identity(snapshot, number) for number in (0, 79, 80, 479)]
+    rows = in_order(index)
+    names = [rows[number]["id"] for number in (0, 79, 80, 479)]
     assert names == ["1/process-0/0", "1/process-0/79", "2/process-0/0", "6/process-0/79"]
-    assert numbers_of(snapshot, names) == [0, 79, 80, 479]
+    assert with_ids(index, names[::-1]) == [rows[number] for number in (479, 80, 79, 0)]
     for name in (
         "1/process-0/80",
         "1/process-0/-1",
@@ -160,12 +170,12 @@ def test_names_lead_back_and_no_name_leads_elsewhere(index):
         "1/process-0/٣",
     ):
         with pytest.raises(NotFound):
-            numbers_of(snapshot, [name])
+            with_ids(index, [name])
 
 
 def test_details_have_the_tokens_of_the_store(index, records):
     for number in (0, 100, 479):
-        detail = details(index.snapshot(), [number], None)[0]
+        (detail,) = details(in_order(index)[number : number + 1], [], None)
         record = records[number]
         assert detail["ids"] == record["completion_ids"]
         assert detail["trained"] == [int(flag) for flag in record["trained"]]
@@ -188,27 +198,27 @@ def test_new_files_are_found_and_removed_ones_forgotten(growing):
     folder, tokenizer = growing
     index = RolloutIndex(folder)
     index.refresh(wait=None)
-    assert len(index.snapshot()) == 4
+    assert len(index) == 4
     write_step(folder, tokenizer, 2, 10, prompts=3, samples=2)
     index.refresh(wait=None, mismatch=True)
-    assert len(index.snapshot()) == 10
+    assert len(index) == 10
     RolloutStore(folder).forget_after(1)  # what a resumed run does
     index.refresh(wait=None)
-    assert set(index.snapshot().numbers["step"]) == {1.0}
+    assert {row["step"] for row in in_order(index)} == {1}
 
 
 def test_a_file_that_is_written_again_is_read_again(growing):
     folder, tokenizer = growing
-    index, texts = RolloutIndex(folder), Texts()
+    index = RolloutIndex(folder)
     index.refresh(wait=None)
     path = folder / "rollouts/step=000001/process-0.parquet"
-    before = texts.of(path).column("completion").to_pylist()
+    before = [row["completion"] for row in in_order(index)]
     shutil.rmtree(path.parent)
     write_step(folder, tokenizer, 1, 5, prompts=1, samples=3)
     os.utime(path, ns=(1, 1))
     index.refresh(wait=None)
-    assert len(index.snapshot()) == 3
-    assert texts.of(path).column("completion").to_pylist() != before
+    assert len(index) == 3
+    assert [row["completion"] for row in in_order(index)] != before
 
 
 def test_unfinished_and_broken_files_are_told_and_break_nothing(growing):
@@ -226,16 +236,62 @@ def test_unfinished_and_broken_files_are_told_and_break_nothing(growing):
         path.write_bytes(content)
     index = RolloutIndex(folder)
     index.refresh(wait=None, mismatch=True)
-    assert len(index.snapshot()) == 4
+    assert len(index) == 4
     assert sorted(index.progress.unreadable) == ["step=000003/process-0.parquet", "step=000004/process-0.parquet"]
     (folder / "rollouts/step=000003/process-0.parquet").write_bytes(good)  # the copy of a folder went on
     index.refresh(wait=None)
-    assert len(index.snapshot()) == 8
+    assert len(index) == 8
     assert sorted(index.progress.unreadable) == ["step=000004/process-0.parquet"]
 
 
 def test_no_rollouts_at_all(tmp_path):
     index = RolloutIndex(tmp_path)
     index.refresh(wait=None, mismatch=True)
-    snapshot, numbers = found(index, q="x", flags="error", sort="-reward")
-    assert len(snapshot) == len(numbers) == 0
+    assert len(index) == len(found(index, q="x", flags="error", sort="-reward")) == 0
+
+
+# ---- what somebody typed, or wrote into a file -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["' OR true --", "%", "_", "*", "$text", "'; DROP TABLE rollouts; --", "\\", "\0"])
+def test_what_was_typed_is_data(index, records, text):
+    wanted = sum(text in record["prompt"] or text in record["completion"] for record in records)
+    assert len(found(index, q=text)) == wanted < 480
+    for word in ("sort", "flags", "prompt"):
+        with pytest.raises(ViewError):
+            found(index, **{word: f"step {text}"})
+    with pytest.raises(NotFound):
+        with_ids(index, [text])
+    assert len(index) == 480
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT * FROM read_text('{file}')",
+        "SELECT * FROM '{file}'",
+        "COPY rollouts TO '{file}'",
+        "ATTACH '{file}'",
+        "INSTALL httpfs",
+        "LOAD httpfs",
+        "SET enable_external_access = true",
+        "SET memory_limit = '100GB'",
+    ],
+)
+def test_sql_reaches_no_file_and_loads_nothing(index, tmp_path, sql):
+    (tmp_path / "secret.csv").write_text("a,b")
+    with pytest.raises(duckdb.Error, match=r"disabled|locked|Cannot change|cannot be"):
+        index.rows(sql.format(file=tmp_path / "secret.csv"))
+    assert (tmp_path / "secret.csv").read_text() == "a,b"
+
+
+def test_a_file_with_columns_of_other_kinds_is_named_and_the_others_are_read(growing):
+    folder, _ = growing
+    path = folder / "rollouts/step=000002/process-0.parquet"
+    path.parent.mkdir()
+    pq.write_table(pa.table({"reward": ["much"], "group": [1]}), path)
+    index = RolloutIndex(folder)
+    index.refresh(wait=None, mismatch=True)
+    assert len(index) == 4
+    assert list(index.progress.unreadable) == ["step=000002/process-0.parquet"]
+    assert "much" in index.progress.unreadable["step=000002/process-0.parquet"]
