@@ -156,8 +156,8 @@ def measured(method: str, options: dict[str, Any], name: str) -> dict[str, int]:
     meter.note("load", torch.cuda.memory_allocated())
     meter.steps(trainer)
     if hasattr(trainer, "collector"):
-        meter.around(trainer.collector, "write", "generation")
-        meter.around(trainer.collector, "annotate", "scoring")
+        meter.around(trainer.collector.writer, "write", "generation")
+        meter.around(trainer, "annotate", "scoring")
     trainer.train()
     del trainer
     return meter.peaks

@@ -79,7 +79,7 @@ class TaskEvaluation:
         with self.rewards.open(state) as judged:
             judging.reward_round = judged
             if episodes:
-                run_episodes(engine, episodes, self.spec.sampling(stop_ids), judging.hear)
+                run_episodes(engine, episodes, self.spec.sampling(stop_ids), judging.on_finished)
             written = time.perf_counter()
             results = judged.finish()
         seconds = {"generate": written - began, "reward": time.perf_counter() - written}

@@ -10,20 +10,38 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from posttrain.core.processes import of_every_process
-from posttrain.core.sample import Sample
+from posttrain.core.sample import Sample, Unit
+from posttrain.losses.advantages import weighted_rewards
 from posttrain.rewards.results import joined_results
 from posttrain.rewards.reward import Judged, RewardResults, RewardSet
+from posttrain.rollout.engine import SamplingParams
 from posttrain.rollout.rollout import Request, Rollout
+from posttrain.rollout.writing import AnyRows, Writer
 
-Write = Callable[[Sequence[Request], Callable[[int, Rollout], None]], None]
-"""Makes a rollout of each request and hands it over, with the number of its request, as soon as it is over."""
+ENOUGH_TO_STOP = 8  # completions; where all of fewer fail, it may be bad luck
+
+
+class MethodHooks(Protocol):
+    """What is a method's own between a completion and the units that are trained on."""
+
+    def annotate(self, samples: list[Sample]) -> None:
+        """Write old and reference log-probs, and whatever else is known of finished samples, on them."""
+
+    def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
+        """(N,) advantages of the samples of all processes; `totals` are their weighted rewards, NaN where there is none."""
+
+    def spread(self, rollouts: list[Rollout]) -> None:
+        """Write the advantage of each token on rollouts that have their `advantage`."""
+
+    def arranged(self, groups: list[list[Rollout]]) -> list[Unit | None]:
+        """The units of these groups; None for what takes part in nothing. As many for each group."""
 
 
 @dataclass
@@ -61,6 +79,9 @@ class Collected:
     advantages: Tensor  # (N,) of all processes
     results: RewardResults
     seconds: dict[str, float] = field(default_factory=dict)
+    numbers: dict[str, float] = field(
+        default_factory=dict
+    )  # further ones to log: what the engine's weights took, refills
 
 
 class RolloutCollector:
@@ -68,41 +89,44 @@ class RolloutCollector:
 
     def __init__(
         self,
-        write: Write,
+        writer: Writer,
         rewards: RewardSet,
-        credit: Callable[[GroupTable], tuple[Tensor, Tensor]],
-        annotate: Callable[[list[Sample]], None],
-        spread: Callable[[list[Rollout]], None],
+        method: MethodHooks,
+        trainer_state: Callable[[], Any],
         world_size: int = 1,
+        release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`credit` gives (weighted rewards, advantages) of all samples; `spread` writes the advantage of each token; `annotate`
-        writes old and reference log-probs."""
-        self.write, self.rewards, self.credit, self.annotate = write, rewards, credit, annotate
-        self.spread, self.world_size = spread, world_size
+        """`trainer_state` is what rewards are shown of the run; `release` is called when the episodes have their rewards."""
+        self.writer, self.rewards, self.method = writer, rewards, method
+        self.trainer_state, self.world_size, self.release = trainer_state, world_size, release
 
-    def collect(self, requests: Sequence[Request], trainer_state: Any = None) -> Collected:
+    def collect(self, requests: Sequence[Request], rows: AnyRows, params: SamplingParams) -> Collected:
         began = time.perf_counter()
         judging = Judging(requests)
-        with self.rewards.open(trainer_state) as judged:
+        with self.rewards.open(self.trainer_state()) as judged:
             judging.reward_round = judged
-            self.write(requests, judging.hear)
+            took = self.writer.write(rows, requests, params, judging.on_finished)
             written = time.perf_counter()
             results = judged.finish()
         scored = time.perf_counter()
         rollouts = judging.with_rewards(results, self.rewards.names)
-        self.annotate([rollout.sample for rollout in rollouts if not rollout.masked])
+        self.method.annotate([rollout.sample for rollout in rollouts if not rollout.masked])
         annotated = time.perf_counter()
         table = gathered(rollouts, judging.values(results), results.failure_counts(), self.world_size)
         totals, advantages = self.credited(rollouts, table)
+        self.release()
+        refuse_if_all_failed(rollouts, table)
         seconds = {"generate": written - began, "reward_wait": scored - written, "annotate": annotated - scored}
-        return Collected(rollouts, table, totals, advantages, results, seconds)
+        return Collected(rollouts, table, totals, advantages, results, seconds, took)
 
     def credited(self, rollouts: list[Rollout], table: GroupTable) -> tuple[Tensor, Tensor]:
         """Writes rewards and advantages on `rollouts`, which are `table.mine`; gives those of all processes."""
-        totals, advantages = self.credit(table)
+        weights = torch.tensor(self.rewards.weights, dtype=torch.float64)
+        totals = weighted_rewards(table.rewards, weights).masked_fill(table.masked, float("nan"))
+        advantages = self.method.credit(table, totals)
         for rollout, total, advantage in zip(rollouts, totals[table.mine].tolist(), advantages[table.mine].tolist()):
             rollout.reward, rollout.advantage = total, advantage
-        self.spread(rollouts)
+        self.method.spread(rollouts)
         return totals, advantages
 
     def credit_again(self, collected: Collected, kept: Tensor) -> None:
@@ -126,7 +150,7 @@ class Judging:
         self.order: list[int] = []  # indices of requests, in the order in which they went to the rewards
         self.reward_round: Any = None
 
-    def hear(self, index: int, rollout: Rollout) -> None:
+    def on_finished(self, index: int, rollout: Rollout) -> None:
         self.rollouts[index] = rollout
         number = rollout.request.number
         self.missing[number] -= 1
@@ -157,6 +181,15 @@ class Judging:
         values = np.full((len(self.rollouts), results.values.shape[1]), np.nan)
         values[self.order] = results.values
         return values
+
+
+def refuse_if_all_failed(rollouts: list[Rollout], table: GroupTable) -> None:
+    if len(table.unwritten) >= ENOUGH_TO_STOP and table.unwritten.all():
+        errors = [rollout.error for rollout in rollouts if rollout.error]
+        raise RuntimeError(
+            f"Not one of the {len(table.unwritten)} completions of a generation could be written. "
+            + (f"The first: {errors[0]}" if errors else "Another process says why.")
+        )
 
 
 def judged(rollout: Rollout) -> Judged:
@@ -203,4 +236,5 @@ def joined(parts: Sequence[Collected]) -> Collected:
         torch.cat([part.advantages for part in parts]),
         joined_results([part.results for part in parts]),
         {phase: sum(part.seconds[phase] for part in parts) for phase in parts[0].seconds},
+        {name: number for part in parts for name, number in part.numbers.items()},
     )

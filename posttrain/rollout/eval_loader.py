@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-from posttrain.core.sample import Sample
 from posttrain.data.collate import Collator
-from posttrain.rollout.loader import as_units
+from posttrain.rollout.collector import Collected, RolloutCollector
+from posttrain.rollout.engine import SamplingParams
+from posttrain.rollout.loader import units_of
 from posttrain.rollout.prompt_rows import PromptRows
 from posttrain.rollout.rollout import Request
+from posttrain.rollout.source import WindowRules, arranged
 
 PROMPTS_AT_ONCE = 256  # of one process: enough to fill an engine, few enough to hold
 
@@ -17,7 +19,7 @@ PROMPTS_AT_ONCE = 256  # of one process: enough to fill an engine, few enough to
 class EvalRolloutLoader:
     """Micro-batches of up to `batch_size` samples, group after group. Every process collects equally often.
 
-    `finish` is called when all prompts have been answered.
+    What was collected stays in `collected`: the numbers of all prompts together are those of the evaluation.
     """
 
     def __init__(
@@ -25,14 +27,16 @@ class EvalRolloutLoader:
         rows: PromptRows,
         num_generations: int,
         batch_size: int,
-        collect: Callable[[PromptRows, list[Request]], list[Sample | None]],
-        finish: Callable[[], None],
+        params: SamplingParams,
+        collector: RolloutCollector,
+        rules: WindowRules,
         collate: Collator,
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
         self.dataset, self.num_generations, self.batch_size = rows, num_generations, batch_size
-        self.collect, self.finish, self.collate = collect, finish, collate
+        self.params, self.collector, self.rules, self.collate = params, collector, rules, collate
+        self.collected: list[Collected] = []
         self.rank, self.world_size = rank, world_size
 
     def _runs(self) -> list[range]:
@@ -56,10 +60,11 @@ class EvalRolloutLoader:
         return [min(PROMPTS_AT_ONCE, share - at) for at in range(0, share, PROMPTS_AT_ONCE)]
 
     def __iter__(self) -> Iterator[Any]:
+        self.collected = []
         for run, fullest in zip(self._runs(), self._counts()):
             requests = [Request(row, row, sample) for row in run for sample in range(self.num_generations)]
-            samples = self.collect(self.dataset, requests)
+            self.collected.append(self.collector.collect(requests, self.dataset, self.params))
+            window = arranged(self.collected[-1].rollouts, self.collector.method, self.rules)
+            size = self.batch_size * len(window) // max(len(requests), 1)  # units of a micro-batch
             for number in range(self._batches_of(fullest)):
-                part = samples[number * self.batch_size : (number + 1) * self.batch_size]
-                yield self.collate(as_units([sample for sample in part if sample is not None], self.collate))
-        self.finish()
+                yield self.collate(units_of(window[number * size : (number + 1) * size], self.collate))

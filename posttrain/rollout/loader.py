@@ -1,14 +1,15 @@
 """RolloutLoader: to transformers.Trainer, rollouts are just a dataloader.
 
-`next()` generates when a window is used up; Trainer asks for all micro-batches of an optimizer step before it takes the first of
-them, so that no step falls between. What decides the next batch is small (a cursor into the prompts, a place in the window) but
-for the samples of a window that is partly used: those are saved with a checkpoint, and a resumed run goes on with them.
+`next()` asks its source for another window when one is used up; Trainer asks for all micro-batches of an optimizer step before it
+takes the first of them, so that no step falls between. What decides the next batch is small (a cursor into the prompts, a place in
+the window) but for the samples of a window that is partly used: those are saved with a checkpoint, and a resumed run continues
+with them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,64 +17,40 @@ import torch
 
 from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Collator, laid_out_tokens
-from posttrain.rollout.rollout import Request
 from posttrain.rollout.schedule import Schedule
 
-
-class PromptOrder(Protocol):
-    """Which row the `number`-th prompt of a run is."""
-
-    num_rows: int | None  # of an epoch; None: not known
-
-    def row(self, number: int) -> int: ...
+Window = list[Unit | None]
+"""This process's units of a window; None takes part in nothing."""
 
 
-class PromptStream:
-    """An endless order of rows: one permutation of the dataset after the other, each a function of (seed, epoch)."""
+class WindowSource(Protocol):
+    """Who makes the windows."""
 
-    def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
-        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
-        self._known: tuple[int, np.ndarray] = (-1, np.zeros(0, dtype=np.int64))
+    num_rows: int | None  # prompts of an epoch; None: not known
 
-    def row(self, number: int) -> int:
-        """The row of the `number`-th prompt of the run."""
-        epoch, place = divmod(number, self.num_rows)
-        if self._known[0] != epoch:
-            self._known = (epoch, self._order(epoch))
-        return int(self._known[1][place])
+    def next_window(self) -> Window: ...
 
-    def _order(self, epoch: int) -> np.ndarray:
-        if not self.shuffle:
-            return np.arange(self.num_rows)
-        return torch.randperm(self.num_rows, generator=torch.Generator().manual_seed(self.seed + epoch)).numpy()
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class RolloutLoader:
     """Micro-batches of this process. The position is saved and restored; nothing else has to be skipped or replayed."""
 
-    def __init__(
-        self,
-        stream: PromptOrder,
-        schedule: Schedule,
-        collect: Callable[[RolloutLoader], list[Sample | None]],
-        collate: Collator,
-        rank: int = 0,
-        pins: bool = False,
-    ) -> None:
-        self.stream, self.schedule, self.collect, self.collate, self.rank = stream, schedule, collect, collate, rank
+    def __init__(self, source: WindowSource, schedule: Schedule, collate: Collator, pins: bool = False) -> None:
+        self.source, self.schedule, self.collate = source, schedule, collate
         self.pins = pins  # batches in page-locked memory: the copy to the device overlaps
-        self.taken = 0  # prompts of the stream, by all processes
         self.position = 0  # micro-batches of this epoch
-        self.window: list[Sample | None] = []  # this process's samples of the window in use
-        self.window_start = 0  # value of `taken` before the window in use was generated
+        self.window: Window = []  # the one in use
 
     # ---- as a dataloader ---------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
         """Micro-batches of an epoch: as many windows as the prompts fill, at least one."""
-        if self.stream.num_rows is None:
+        if self.source.num_rows is None:
             raise TypeError("The prompts are a stream, which has no length.")
-        return max(self.schedule.micro_batches_of_epoch(self.stream.num_rows), self.schedule.window)
+        return max(self.schedule.micro_batches_of_epoch(self.source.num_rows), self.schedule.window)
 
     def set_epoch(self, epoch: int) -> None:
         """A new epoch begins where the last one ended; only a resumed one begins inside."""
@@ -82,7 +59,7 @@ class RolloutLoader:
 
     def _is_over(self) -> bool:
         """Of a stream, the trainer counts the steps: to it they are one epoch."""
-        return self.stream.num_rows is not None and self.position >= len(self)
+        return self.source.num_rows is not None and self.position >= len(self)
 
     def skip_first(self, micro_batches: int) -> RolloutLoader:
         """Called after a resume; `load_state` has brought the loader there already."""
@@ -96,51 +73,36 @@ class RolloutLoader:
         while not self._is_over():
             offset = self.position % self.schedule.window
             if offset == 0:
-                self.window_start = self.taken
-                self.window = self.collect(self)
+                self.window = self.source.next_window()
             batch = self.collate(self._units(offset % self.schedule.micro_batches))
             self.position += 1
             yield batch.pin_memory() if self.pins else batch
 
     def _units(self, micro_batch: int) -> list[Unit]:
-        size = self.schedule.batch_size
-        samples = self.window[micro_batch * size : (micro_batch + 1) * size]
-        return as_units([sample for sample in samples if sample is not None], self.collate)
-
-    # ---- prompts -----------------------------------------------------------------------------------------------------
-
-    def take_window(self) -> list[Request]:
-        """The requests of this process in the next generation batch."""
-        schedule, first = self.schedule, self.taken
-        self.taken += schedule.prompts
-        size = schedule.num_generations
-        return [self._request(first + place // size, place % size) for place in schedule.places(self.rank)]
-
-    def take_groups(self, wanted: Sequence[int]) -> list[Request]:
-        """Whole groups in the place of others: `wanted[r]` for process r; those of this process are returned."""
-        first = self.taken + sum(wanted[: self.rank])
-        self.taken += sum(wanted)
-        numbers = range(first, first + wanted[self.rank])
-        return [self._request(number, sample) for number in numbers for sample in range(self.schedule.num_generations)]
-
-    def _request(self, number: int, sample: int) -> Request:
-        return Request(self.stream.row(number), number, sample)
+        """A micro-batch has an equal share of the window."""
+        size = len(self.window) // self.schedule.micro_batches
+        return units_of(self.window[micro_batch * size : (micro_batch + 1) * size], self.collate)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
         """Everything that decides the next batch, as tensors and numbers."""
         in_use = self.position % self.schedule.window != 0
-        return {
-            "taken": self.taken,
-            "position": self.position,
-            "window_start": self.window_start,
-            "window": pack_samples(self.window) if in_use else None,
-        }
+        window = pack_units(self.window) if in_use else None
+        return {"position": self.position, "window": window, **self.source.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        self.taken, self.position, self.window_start = state["taken"], state["position"], state["window_start"]
-        self.window = [] if state["window"] is None else unpack_samples(state["window"])
+        self.position = state["position"]
+        self.window = [] if state["window"] is None else unpack_units(state["window"])
+        self.source.load_state(state)
+
+
+def units_of(window: Window, collate: Collator) -> list[Unit]:
+    """What is trained of a part of a window. Units of one sample that are neighbours in a group become one: they share a prompt."""
+    units = [unit for unit in window if unit is not None]
+    if len(collate.roles) > 1:
+        return units
+    return as_units([sample for unit in units for sample in unit], collate)
 
 
 def as_units(samples: list[Sample], collate: Collator) -> list[Unit]:
@@ -159,6 +121,18 @@ def as_units(samples: list[Sample], collate: Collator) -> list[Unit]:
 
 
 # ---- samples as tensors ---------------------------------------------------------------------------------------------------
+
+
+def pack_units(window: Window) -> dict[str, Any]:
+    """A window for a checkpoint. A unit that takes part in nothing has size 0."""
+    samples = [sample for unit in window if unit is not None for sample in unit]
+    sizes = torch.tensor([0 if unit is None else len(unit) for unit in window], dtype=torch.int64)
+    return {"sizes": sizes, "samples": pack_samples(samples)}
+
+
+def unpack_units(packed: dict[str, Any]) -> Window:
+    samples = iter(unpack_samples(packed["samples"]))
+    return [tuple(next(samples) for _ in range(size)) or None for size in packed["sizes"].tolist()]
 
 
 def pack_samples(samples: list[Sample | None]) -> dict[str, Any]:

@@ -18,7 +18,6 @@ KNOWN = (*NEEDED, "logprobs", "env_mask")
 
 def written_by_function(
     function: Callable[..., dict[str, Any]],
-    trainer: Any,
     rows: Sequence[PromptRow],
     requests: Sequence[Request],
     decode: Decode,
@@ -26,11 +25,11 @@ def written_by_function(
 ) -> list[Rollout]:
     """One rollout for each request, from what the function returned.
 
-    It is given the prompts, one for each completion that is wanted, and the trainer; it returns lists of that length:
+    It is given the prompts, one for each completion that is wanted; it returns lists of that length:
     `prompt_ids`, `completion_ids`, and, where it has them, `logprobs` (of the tokens of each completion, as they were sampled),
     `env_mask` (0 for tokens of a completion that the model did not say) and any further lists, which rewards are given.
     """
-    answer = function([row.prompt for row in rows], trainer)
+    answer = function([row.prompt for row in rows])
     _check(answer, len(requests))
     rollouts = []
     for index, (row, request) in enumerate(zip(rows, requests)):

@@ -10,11 +10,11 @@ from datasets import Dataset
 from posttrain.data.turn_suffix import TurnSuffix
 from posttrain.rollout.collector import Collected
 from posttrain.rollout.environment import COLUMN, Environments
-from posttrain.rollout.prompt_rows import PromptRow, PromptRows
+from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import Request
-from posttrain.rollout.streamed_prompts import StreamedPrompts
 from posttrain.rollout.tool_episode import EpisodeRules, ToolEpisode
 from posttrain.rollout.tools import Toolbox
+from posttrain.rollout.writing import AnyRows
 from posttrain.trainer.rollout_metrics import Numbers, tool_metrics
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 AGENT_OPTIONS = ("max_tool_calling_iterations", "tool_timeout", "max_tool_result", "episode_timeout")
 """Options that mean nothing without tools or an environment."""
-AnyRows = PromptRows | StreamedPrompts
 
 
 class Agents:
@@ -111,11 +110,11 @@ class Agents:
 
     def episodes(
         self,
-        rows: Sequence[PromptRow],
-        requests: Sequence[Request],
         renderer: Renderer,
         engine: RolloutEngine,
         args: OnlineConfig,
+        rows: Sequence[PromptRow],
+        requests: Sequence[Request],
         params: SamplingParams,
     ) -> list[ToolEpisode]:
         rules = EpisodeRules(

@@ -59,9 +59,13 @@ class EvaluatingTrainer(transformers.Trainer):
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         if self._eval_terms:
             output.metrics[f"{metric_key_prefix}_loss"] = self._evaluation_loss()
+        self.add_evaluation_metrics()
         shown = self.metrics.flush("eval", self.args.device, self.args.world_size)
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in shown.items()})
         return output
+
+    def add_evaluation_metrics(self) -> None:
+        """What is known of an evaluation only when all of its rows have been seen."""
 
     def _evaluation_loss(self) -> float:
         names = dict.fromkeys(per for terms, _ in self._eval_terms for _, per in terms)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,32 +18,30 @@ import torch
 from datasets import IterableDataset
 from torch import Tensor, nn
 
-from posttrain.core import faults
-from posttrain.core.batch import SHARED, TokenBatch
+from posttrain.core.batch import SHARED, StepTotals, TokenBatch
 from posttrain.core.results import TokenScores
-from posttrain.core.sample import Sample
+from posttrain.core.sample import Sample, Unit
 from posttrain.data.byte_decoding import text_decoder
 from posttrain.data.chat_templates import adopt_chat_format
 from posttrain.data.row_formats import PROMPT_ONLY
-from posttrain.losses.advantages import weighted_rewards
 from posttrain.models.float32_head import compute_head_in_float32
 from posttrain.models.load import innermost_model
 from posttrain.models.reference import PRECOMPUTED, ModelReference, Precomputed
 from posttrain.models.token_scores import score_tokens
 from posttrain.rewards.reward import RewardSet
-from posttrain.rollout.collector import GroupTable, RolloutCollector
+from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector, joined
 from posttrain.rollout.engine import ENGINES, RolloutEngine
-from posttrain.rollout.episodes import SingleTurn, run_episodes
 from posttrain.rollout.eval_loader import EvalRolloutLoader
-from posttrain.rollout.loader import PromptStream, RolloutLoader
+from posttrain.rollout.loader import RolloutLoader
 from posttrain.rollout.prompt_rows import PromptRows
 from posttrain.rollout.replay_buffer import ReplayBuffer
-from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Request, Rollout
-from posttrain.rollout.rollout_function import written_by_function
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
+from posttrain.rollout.source import Prompts, PromptStream, RolloutSource
 from posttrain.rollout.streamed_prompts import StreamedPrompts, StreamOrder
+from posttrain.rollout.writing import Writer, evaluating
 from posttrain.trainer import checkpoint as files
-from posttrain.trainer.agents import rows_for
-from posttrain.trainer.collecting import FAILURES, CollectingTrainer
+from posttrain.trainer.agents import Agents, rows_for
+from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.config import DEEPSPEED
 from posttrain.trainer.gathered_engine import GatheredEngine
 from posttrain.trainer.joint_export import JointExport
@@ -53,7 +50,7 @@ from posttrain.trainer.online_config import OnlineConfig
 from posttrain.trainer.progress import count, several
 from posttrain.trainer.reference_setup import follow_policy, live_reference
 from posttrain.trainer.rollout_log import RolloutLog
-from posttrain.trainer.rollout_metrics import as_tensors
+from posttrain.trainer.rollout_metrics import as_tensors, rollout_metrics
 from posttrain.trainer.rollout_scoring import write_logps
 from posttrain.trainer.skipping import skipping_by_position
 from posttrain.trainer.vllm_setup import refuse_correction_without_logps, vllm_engine
@@ -62,9 +59,11 @@ from posttrain.trainer.weight_sync import WeightSync
 logger = logging.getLogger(__name__)
 
 ROLLOUTS_FILE = "rollouts_{rank}"
+FAILURES = "reward_failures/"  # and the kind: how many calls of rewards have failed since the beginning of the run
+EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time
 
 
-class OnlineTrainer(CollectingTrainer):
+class OnlineTrainer(BaseTrainer):
     """Trains on completions of a dataset's prompts. See the module's docstring for what a method provides."""
 
     config_class: ClassVar[type[OnlineConfig]] = OnlineConfig
@@ -73,8 +72,13 @@ class OnlineTrainer(CollectingTrainer):
     token_stats: ClassVar[tuple[str, ...]] = ("entropy",)
     loads_more: ClassVar[bool] = True  # reward models
 
+    agents: Agents | None = None  # methods with tools set it before they call this class's __init__
+    replay: ReplayBuffer | None = None
     live: ModelReference | None = None
+    collector: RolloutCollector | None = None  # there is none where a run is only explained
+    source: RolloutSource | None = None
     loader: RolloutLoader | None = None
+    eval_loader: EvalRolloutLoader | None = None
     joint_export: JointExport | None = None  # where FSDP holds weights that an engine is sent
 
     def __init__(
@@ -130,9 +134,7 @@ class OnlineTrainer(CollectingTrainer):
             self.replay = ReplayBuffer(self.args.replay_buffer_size, self.args.seed)
         self.log_of_rollouts = RolloutLog(self)
         self.add_callback(self.log_of_rollouts)
-        self.collector = RolloutCollector(
-            self._write, self.rewards, self._credited, self._annotate, self.spread, self.args.world_size
-        )
+        self.collector = self._make_collector()
 
     def reserved_bytes(self) -> float:
         return self.args.vllm_resident_share * torch.cuda.get_device_properties(self.args.device).total_memory
@@ -147,6 +149,10 @@ class OnlineTrainer(CollectingTrainer):
         """Write the advantage of each token, and whatever else is the method's, on rollouts that have their `advantage`."""
         for rollout in rollouts:
             rollout.sample.per_token[ADVANTAGES] = np.full(len(rollout.sample), rollout.advantage, dtype=np.float32)
+
+    def arranged(self, groups: list[list[Rollout]]) -> list[Unit | None]:
+        """The units that are trained on; None for what takes part in nothing. As many for each group."""
+        return [None if rollout.masked else (rollout.sample,) for group in groups for rollout in group]
 
     @property
     def needs_reference(self) -> bool:
@@ -217,6 +223,20 @@ class OnlineTrainer(CollectingTrainer):
             return GatheredEngine(self.model, make, self.args.device, self.args.compute_dtype)
         return make(self.model)
 
+    def _make_collector(self) -> RolloutCollector:
+        """It owns what a window needs; of this trainer it calls what is the method's (MethodHooks)."""
+        agents, function = self.agents, self.rollout_func
+        writer = Writer(
+            self.engine,
+            self.model,
+            lambda: self.weight_sync.ready(self.state.global_step),
+            text_decoder(self.processing_class),
+            None if agents is None else functools.partial(agents.episodes, self.renderer, self.engine, self.args),
+            None if function is None else lambda prompts: function(prompts, self),
+        )
+        release = {} if agents is None else {"release": agents.collected}
+        return RolloutCollector(writer, self.rewards, self, lambda: self.state, self.args.world_size, **release)
+
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """What ends a completion: the tokenizer's end of text, and those that the model's generation config names."""
@@ -252,54 +272,10 @@ class OnlineTrainer(CollectingTrainer):
 
     # ---- rollouts ----------------------------------------------------------------------------------------------------
 
-    @functools.cached_property
-    def _decode(self) -> Callable[[Any], str]:
-        return text_decoder(self.processing_class)
-
     def decode_exactly(self, ids: Any) -> str:
         return self.processing_class.decode(ids, skip_special_tokens=False)
 
-    def _write(self, requests: Sequence[Request], on_finished: Callable[[int, Rollout], None]) -> None:
-        """Write a completion for each request with this trainer's engine, or with the user's function."""
-        faults.fault_point("generate")
-        rows = self._rows.take(request.row for request in requests)
-        mine = [rows[request.row] for request in requests]
-        with self._evaluating(), self._engine_in_use():
-            if self.rollout_func is not None:
-                found = written_by_function(self.rollout_func, self, mine, requests, self._decode, self.stop_ids)
-                for index, rollout in enumerate(found):
-                    on_finished(index, rollout)
-            else:
-                params = replace(self.args.sampling(self.stop_ids), seed=self._sampling_seed)
-                if self.agents is None:
-                    episodes = [SingleTurn(row, request, self._decode) for row, request in zip(mine, requests)]
-                else:
-                    episodes = self.agents.episodes(mine, requests, self.renderer, self.engine, self.args, params)
-                run_episodes(self.engine, episodes, params, on_finished)
-        faults.fault_point("score")
-
-    @contextmanager
-    def _engine_in_use(self) -> Iterator[None]:
-        """Inside, the engine is awake and has the weights of this step."""
-        took = self.weight_sync.ready(self.state.global_step)
-        if took:
-            self.metrics.add("train" if self._rows is self.train_dataset else "eval", as_tensors(took))
-        try:
-            yield
-        finally:
-            self.engine.sleep()
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        """The model without dropout, and as it was afterwards."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            yield
-        finally:
-            self.model.train(was_training)
-
-    def _annotate(self, samples: list[Sample]) -> None:
+    def annotate(self, samples: list[Sample]) -> None:
         """The trainer's own log-probs, and the reference's, written on the samples."""
         collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
         how = (collator, self.args.device, self.most_of_any_process if self.is_fully_sharded else int)
@@ -313,15 +289,32 @@ class OnlineTrainer(CollectingTrainer):
         """A method may write further numbers on samples that have their log-probs."""
 
     def _policy_logps(self, batch: TokenBatch) -> Tensor:
-        with self._evaluating():
+        with evaluating(self.model):
             return score_tokens(
                 self.model_wrapped, batch, temperature=self.args.temperature, chunk_tokens=self.args.chunk_tokens
             ).logps
 
-    def _credited(self, table: GroupTable) -> tuple[Tensor, Tensor]:
-        weights = torch.tensor(self.rewards.weights, dtype=torch.float64)
-        totals = weighted_rewards(table.rewards, weights).masked_fill(table.masked, float("nan"))
-        return totals, self.credit(table, totals)
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> StepTotals | None:
+        """The micro-batches of a step are here: what was collected for them is counted, shown and kept."""
+        for collected in [] if self.source is None else self.source.take_finished():
+            self._measure(collected, "train")
+            self.metrics.count("num_tokens", sum(len(rollout.sample) for rollout in collected.rollouts))
+            for kind, number in collected.table.failures.items():
+                self.metrics.count(f"{FAILURES}{kind}", number)
+            self.log_of_rollouts.on_collected(collected)
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def add_evaluation_metrics(self) -> None:
+        """The numbers of all prompts together: the last ones of many are not a batch of their own."""
+        if self.eval_loader is not None and self.eval_loader.collected:
+            self._measure(joined(self.eval_loader.collected), "eval")
+        self.eval_loader = None
+
+    def _measure(self, collected: Collected, mode: str) -> None:
+        found = rollout_metrics(collected, self.rewards.names)
+        if self.agents is not None:
+            found |= self.agents.metrics(collected)
+        self.metrics.add(mode, as_tensors(found))
 
     # ---- as dataloaders ----------------------------------------------------------------------------------------------
 
@@ -331,28 +324,34 @@ class OnlineTrainer(CollectingTrainer):
         args = self.args
         if isinstance(self.train_dataset, StreamedPrompts):
             self.train_dataset.rewind()
-            stream = StreamOrder()
+            order = StreamOrder()
         else:
-            stream = PromptStream(len(self.train_dataset), args.seed, args.shuffle_dataset)
+            order = PromptStream(len(self.train_dataset), args.seed, args.shuffle_dataset)
+        schedule = args.schedule()
+        prompts = Prompts(order, schedule, args.process_index)
+        if self.collector is not None:
+            params, rules = args.sampling(self.stop_ids), args.window_rules()
+            self.source = RolloutSource(prompts, self.train_dataset, params, self.collector, rules, self.replay)
         collator = replace(self.data_collator, max_tokens=args.max_tokens_per_pass)
         pins = args.dataloader_pin_memory and args.device.type == "cuda"
-        self.loader = RolloutLoader(stream, args.schedule(), self._collect_window, collator, args.process_index, pins)
+        self.loader = RolloutLoader(self.source or prompts, schedule, collator, pins)
         return self.loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalRolloutLoader:
         args, rows = self.args, self.evaluation_rows(eval_dataset)
-        self._evaluated = []
-        size = args.num_generations_eval or args.num_generations
-        return EvalRolloutLoader(
+        params = None if self.collector is None else args.sampling(self.stop_ids)
+        self.eval_loader = EvalRolloutLoader(
             rows,
-            size,
+            args.num_generations_eval or args.num_generations,
             args.eval_batch_size,
-            self._collect_evaluation,
-            self._finish_evaluation,
+            None if params is None else replace(params, seed=params.seed ^ EVALUATION_SEED),
+            self.collector,
+            args.window_rules(),
             self.data_collator,
             args.process_index,
             args.world_size,
         )
+        return self.eval_loader
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from posttrain.core.sample import KEEP_END
 from posttrain.rewards.options import AUTO, IN_PROCESS, RewardOptions
 from posttrain.rollout.engine import ENGINES, SamplingParams
 from posttrain.rollout.schedule import Schedule
+from posttrain.rollout.source import WindowRules
 from posttrain.trainer.config import BaseConfig, SharedPromptsConfig, check_choice, check_range, option
 from posttrain.trainer.reference_setup import MovingReferenceConfig
 from posttrain.trainer.refused_options import RefusedOptions, refuse_options
@@ -179,6 +180,9 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
             generation_batch_size=self.generation_batch_size,
             steps_per_generation=self.steps_per_generation,
         )
+
+    def window_rules(self) -> WindowRules:
+        return WindowRules(self.drop_zero_variance, self.refill_rounds, self.mask_truncated_completions)
 
     def sampling(self, stop_ids: tuple[int, ...]) -> SamplingParams:
         """What engines are asked for."""

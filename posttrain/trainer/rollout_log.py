@@ -28,7 +28,7 @@ SHOWN_CHARACTERS = 400
 
 
 class RolloutLog(TrainerCallback):
-    """Hears of every collection; writes to the store from the beginning of training to its end."""
+    """Is given every collection; writes to the store from the beginning of training to its end."""
 
     def __init__(self, trainer: OnlineTrainer) -> None:
         self.trainer = trainer
@@ -75,7 +75,7 @@ class RolloutLog(TrainerCallback):
             self.push.close()
             self.push = None
 
-    def hear(self, collected: Collected) -> None:
+    def on_collected(self, collected: Collected) -> None:
         """Keep a collection that will be trained on, under the number of the step that it is made for."""
         state = self.trainer.state
         self.latest = collected.rollouts

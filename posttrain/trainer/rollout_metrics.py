@@ -25,6 +25,7 @@ def rollout_metrics(collected: Collected, names: list[str]) -> Numbers:
         **reward_metrics(collected, names),
         **time_metrics(collected),
         "rollouts/masked": table.masked[table.mine],
+        **collected.numbers,
     }
 
 

@@ -237,7 +237,8 @@ class PlannedRollouts(RolloutLoader):
     """A RolloutLoader that generates nothing: its samples are the longest that a completion of each prompt may be."""
 
     def __init__(self, side: Any, loader: RolloutLoader) -> None:
-        super().__init__(loader.stream, loader.schedule, PlannedRollouts._plan, _micro_batch_of)
+        self.prompts = loader.source
+        super().__init__(self, loader.schedule, _micro_batch_of)
         self.side, self.args = side, side.args
         self.ranks = range(loader.schedule.world_size)
         self.lengths = prompt_lengths(side)
@@ -248,13 +249,17 @@ class PlannedRollouts(RolloutLoader):
         )
         self.shares: list[list[int]] = []
 
-    def _plan(self) -> list[Any]:
+    @property
+    def num_rows(self) -> int | None:
+        return self.prompts.num_rows
+
+    def next_window(self) -> list[Any]:
         """One generation: counted, not made. Rank by rank, as `take_window` deals requests out."""
-        first, found, longest = self.taken, self.rollouts, self.args.max_completion_length
+        first, found, longest = self.prompts.taken, self.rollouts, self.args.max_completion_length
         self.shares = []
         for rank in self.ranks:
-            self.rank, self.taken = rank, first
-            requests = self.take_window()
+            self.prompts.rank, self.prompts.taken = rank, first
+            requests = self.prompts.take_window()
             known = [0 if self.lengths is None else int(self.lengths[request.row]) for request in requests]
             self.shares.append([length + longest for length in known])
             found.completions += len(requests)

@@ -176,8 +176,8 @@ class Spy:
     def _of_micro_batch(self, *_) -> None:
         self.steps[self.trainer.state.global_step]["micro_batches"] += 1
 
-    def _of_generation(self, requests, state, collected) -> None:
-        if self.trainer._rows is self.trainer.train_dataset:
+    def _of_generation(self, requests, rows, params, collected) -> None:
+        if rows is self.trainer.train_dataset:
             self.generations += 1
             self.completions += len(requests)
             self.prompts |= {request.number for request in requests}

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from posttrain.core.batch import SHARED, passes_of
 from posttrain.core.sample import Sample
 from posttrain.data.collate import Collator
-from posttrain.rollout.loader import PromptStream, RolloutLoader, pack_samples, unpack_samples
+from posttrain.rollout.loader import RolloutLoader, pack_samples, unpack_samples
 from posttrain.rollout.schedule import Schedule
+from posttrain.rollout.source import Prompts, PromptStream
 
 
 def schedule(**changes):
@@ -77,9 +78,9 @@ def test_the_processes_ask_for_each_sample_of_a_generation_once(world, batch, st
     stream = PromptStream(7, 0, True)
     asked = []
     for rank in range(world):
-        loader = RolloutLoader(stream, plan, None, Collator(("completion",), 0), rank)
-        loader.take_window()
-        asked += loader.take_window()
+        prompts = Prompts(stream, plan, rank)
+        prompts.take_window()
+        asked += prompts.take_window()
     expected = itertools.product(range(plan.prompts, 2 * plan.prompts), range(group))
     assert sorted((request.number, request.sample) for request in asked) == list(expected)
     assert all(request.row == stream.row(request.number) for request in asked)
@@ -101,13 +102,13 @@ def test_an_optimizer_step_has_the_same_samples_whatever_the_number_of_processes
 
 def test_a_group_may_lie_on_two_processes():
     plan = Schedule.of(num_generations=4, batch_size=2, world_size=2, accumulation=1)
-    asked = [RolloutLoader(PromptStream(5, 0, True), plan, None, None, rank).take_window() for rank in range(2)]
+    asked = [Prompts(PromptStream(5, 0, True), plan, rank).take_window() for rank in range(2)]
     assert [[(r.number, r.sample) for r in mine] for mine in asked] == [[(0, 0), (0, 1)], [(0, 2), (0, 3)]]
 
 
 def test_groups_in_the_place_of_others_are_dealt_to_the_processes_that_miss_them():
     plan = Schedule.of(num_generations=2, batch_size=4, world_size=3, accumulation=1)
-    loaders = [RolloutLoader(PromptStream(50, 0, True), plan, None, None, rank) for rank in range(3)]
+    loaders = [Prompts(PromptStream(50, 0, True), plan, rank) for rank in range(3)]
     for loader in loaders:
         loader.take_window()
     asked = [[r.number for r in loader.take_groups([2, 0, 1])] for loader in loaders]
@@ -124,16 +125,27 @@ def sample_of(request):
     return prompt.append([100 + request.sample, request.number % 90], True, advantages=np.array([0.5, 1.5]))
 
 
+class Written:
+    """A source whose completions say whose they are."""
+
+    def __init__(self, plan, rows=6, unit_of=lambda request: (sample_of(request),)):
+        self.prompts, self.unit_of, self.calls = Prompts(PromptStream(rows, 0, True), plan), unit_of, []
+        self.num_rows = rows
+
+    def next_window(self):
+        self.calls.append(self.prompts.taken)
+        return [self.unit_of(request) for request in self.prompts.take_window()]
+
+    def state(self):
+        return {"taken": self.prompts.taken}
+
+    def load_state(self, state):
+        self.prompts.taken = state["taken"]
+
+
 def loader_of(plan, rows=6, max_tokens=None):
-    calls = []
-
-    def collect(loader):
-        calls.append(loader.taken)
-        return [sample_of(request) for request in loader.take_window()]
-
-    return RolloutLoader(
-        PromptStream(rows, 0, True), plan, collect, Collator(("completion",), 0, SHARED, None, max_tokens)
-    ), calls
+    source = Written(plan, rows)
+    return RolloutLoader(source, plan, Collator(("completion",), 0, SHARED, None, max_tokens)), source.calls
 
 
 def targets(batch):
@@ -178,9 +190,8 @@ def test_a_group_that_is_too_large_for_a_pass_is_cut():
 
 
 def test_a_process_whose_samples_all_take_part_in_nothing_sends_an_empty_batch():
-    loader = RolloutLoader(
-        PromptStream(4, 0, True), schedule(accumulation=1), lambda _: [None] * 8, Collator(("completion",), 0)
-    )
+    plan = schedule(accumulation=1)
+    loader = RolloutLoader(Written(plan, 4, lambda request: None), plan, Collator(("completion",), 0))
     batch = next(iter(loader))
     assert (batch.num_units, batch.num_trained) == (0, 0)
 
@@ -204,7 +215,7 @@ def test_a_loader_goes_on_from_its_state_wherever_it_stopped(stop):
 
 
 def test_samples_survive_packing():
-    samples = [sample_of(request) for request in loader_of(schedule())[0].take_window()]
+    samples = [sample_of(request) for request in loader_of(schedule())[0].source.prompts.take_window()]
     samples[2] = None
     samples[3].scalars["kl_sum"] = 0.25
     for sample in samples:
@@ -219,3 +230,27 @@ def test_samples_survive_packing():
             assert mine.per_token["advantages"].tolist() == theirs.per_token["advantages"].tolist()
             assert (mine.row, mine.group, mine.scalars) == (theirs.row, theirs.group, theirs.scalars)
     assert unpack_samples(pack_samples([None])) == [None]
+
+
+def test_pairs_stay_together_in_micro_batches_and_in_checkpoints():
+    """A unit of two samples is one of a window; a window that is partly used comes back from its checkpoint."""
+    plan = schedule(batch_size=4, accumulation=1, steps_per_generation=2, num_iterations=2)
+
+    def pair_of(request):
+        return None if request.number == 1 else (sample_of(request), sample_of(request))
+
+    class Pairs(Written):
+        def next_window(self):
+            return [
+                unit for place, unit in enumerate(super().next_window()) if place % 2 == 0
+            ]  # a pair for two samples
+
+    collator = Collator(("chosen", "rejected"), 0)
+    first = RolloutLoader(Pairs(plan, unit_of=pair_of), plan, collator)
+    batches = iter(first)
+    found = [next(batches) for _ in range(3)]
+    assert [batch.num_units for batch in found] == [2, 0, 2]  # the second group takes part in nothing
+    assert all(len(batch.counts) == 2 * max(batch.num_units, 0.5) for batch in found)
+    second = RolloutLoader(Pairs(plan, unit_of=pair_of), plan, collator)
+    second.load_state(first.state())
+    assert targets(next(iter(second))) == targets(next(batches))

@@ -117,13 +117,21 @@ class Peek:
 
     def __init__(self, made):
         self.windows = []
-        collect = made._collect_window
+        make = made.get_train_dataloader
 
-        def looked_at(loader):
-            self.windows.append(collect(loader))
-            return self.windows[-1]
+        def watched():
+            loader = make()
+            next_window = loader.source.next_window
 
-        made._collect_window = looked_at
+            def looked_at():
+                units = next_window()
+                self.windows.append([None if unit is None else unit[0] for unit in units])
+                return units
+
+            loader.source.next_window = looked_at
+            return loader
+
+        made.get_train_dataloader = watched
 
 
 def numbered(completions, prompts, **kwargs):
@@ -138,7 +146,7 @@ def test_advantages_are_those_of_an_explicit_loop(tmp_path):
     for window in peek.windows:
         for start in range(0, len(window), 4):
             group = window[start : start + 4]
-            texts = [made._decode(sample.input_ids[sample.trained]) for sample in group]
+            texts = [made.collector.writer.decode(sample.input_ids[sample.trained]) for sample in group]
             rewards = np.array(numbered(texts, None))
             expected = (
                 (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4) if len(set(rewards)) > 1 else rewards * 0
@@ -166,7 +174,7 @@ def test_a_sample_whose_reward_failed_takes_part_in_nothing(tmp_path):
     for start in (0, 8):
         kept = [(s, o) for s, o in zip(window[start : start + 8], other.windows[0][start : start + 8]) if s is not None]
         lost += 8 - len(kept)
-        rewards = np.array(numbered([whole._decode(o.input_ids[o.trained]) for _, o in kept], None))
+        rewards = np.array(numbered([whole.collector.writer.decode(o.input_ids[o.trained]) for _, o in kept], None))
         expected = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
         for (sample, twin), value in zip(kept, expected):
             assert sample.input_ids.tolist() == twin.input_ids.tolist()
