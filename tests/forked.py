@@ -29,9 +29,7 @@ import cloudpickle
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[1]
-PRELOADED = (
-    "torch", "datasets", "peft", "pytest", "posttrain.cli.main", "tests.forked", "tests.trainer.resumable_run", "tests.trust.runs",
-)  # fmt: skip
+PRELOADED = ("tests.preloaded", "tests.forked", "tests.trainer.resumable_run", "tests.trust.runs")
 ENVIRONMENT = {
     **os.environ,
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),  # no pools of threads
