@@ -9,8 +9,8 @@ import pkgutil
 import datasets  # noqa: F401
 import peft  # noqa: F401
 import pytest  # noqa: F401
-import rich.live  # noqa: F401
-import rich.progress  # noqa: F401
+import rich.live
+import rich.progress
 import rich.table  # noqa: F401
 import torch  # noqa: F401
 import transformers.trainer  # noqa: F401

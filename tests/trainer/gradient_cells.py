@@ -88,7 +88,7 @@ def layouts(method: str) -> tuple[str, ...]:
 @lru_cache
 def single_process(nightly: bool = False) -> list[Cell]:
     """Every pair of values of two axes for each loss that no other resembles, a share of them for the others, and for the losses of
-    WHOLE_PRODUCT all layouts, chunks and splits, each with an adapter and a dtype in turn. Nightly: the rest of products and covers.
+    WHOLE_PRODUCT all layouts, chunks and splits, each with an adapter and a dtype in turn. Nightly: the rest of both.
     """
     found = []
     for number, (method, loss) in enumerate(variants()):
@@ -119,7 +119,7 @@ def _in_turn(row: tuple[Any, ...], axes: list[tuple[Any, ...]]) -> bool:
 
 @lru_cache
 def two_processes(nightly: bool = False) -> list[Cell]:
-    """Every pair of values for each denominator and coupling; the other losses share the rows of such a cover. Nightly: the rest."""
+    """Every pair of values for each denominator and coupling; the other losses share the rows of one cover. Nightly: the rest."""
     found = []
     for number, (method, loss) in enumerate(variants()):
         axes = [layouts(method), CHUNKS, tuple(SPLITS), (False, True), DTYPES, ((5, 3), (1, 0), (0, 1))]

@@ -87,7 +87,9 @@ def test_no_method_and_no_loss_is_missing():
 
 def test_full_product_for_sft_and_dpo_sigmoid():
     for method, loss in cells.WHOLE_PRODUCT:
-        now, later = ([c for c in cells.single_process(n) if (c.method, c.loss) == (method, loss)] for n in (False, True))
+        now, later = (
+            [c for c in cells.single_process(n) if (c.method, c.loss) == (method, loss)] for n in (False, True)
+        )
         assert len({*now, *later}) == 3 * 3 * 5 * 2 * 2  # layouts x chunks x splits x adapters x dtypes
         assert len({(c.layout, c.chunk, c.split) for c in now}) == len(now) == 3 * 3 * 5
         assert len({(c.split, c.lora, c.dtype) for c in now}) == 5 * 2 * 2

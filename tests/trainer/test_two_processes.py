@@ -33,7 +33,10 @@ def launch(processes: int, folder: Path, method: str, rows: int, fault_of_last: 
     """The return codes of processes that train together."""
     others: list[dict[str, str]] = [{}] * (processes - 1)
     return group(
-        processes, lambda rank: train(folder, method, rows, **options), folder, [*others, {faults.VARIABLE: fault_of_last}]
+        processes,
+        lambda rank: train(folder, method, rows, **options),
+        folder,
+        [*others, {faults.VARIABLE: fault_of_last}],
     )
 
 
