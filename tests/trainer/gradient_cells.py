@@ -31,9 +31,6 @@ SMOOTHING = {"exo_pair": 0.1, "robust": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
 SFT_LOSSES = ("nll", "dft", "smoothed")
 REWARD_LOSSES = ("plain", "margin", "centred")
 POLICY_METHODS = ("grpo", "rloo")
-SINGLE_TURNS = 2
-"""Policy losses are presets of one objective, and most preference losses are formulas of the same margins: each takes every second
-row of a cover, and together they take all of it."""
 WHOLE_PRODUCT = (("sft", "nll"), ("dpo", "sigmoid"))
 BETWEEN_PROCESSES = (
     ("sft", "nll"),  # divided by tokens
@@ -46,7 +43,6 @@ BETWEEN_PROCESSES = (
     ("grpo", "top_entropy"),  # a threshold over the micro-batches of all processes
 )
 """What a process has to know of the others is different for these, and for no other loss."""
-SHARED_TURNS = 9
 DPO_EXTRAS = ("ld", "wpo", "mpo", "forward_kl", "js_divergence", "alpha_divergence")
 
 
@@ -98,12 +94,18 @@ def single_process(nightly: bool = False) -> list[Cell]:
             now = [row for row in rows if _in_turn(row, axes)]
         else:
             rows = pairwise(tuple(axes))
-            now = rows[number % SINGLE_TURNS :: SINGLE_TURNS] if _resembles_others(method, loss) else rows
+            now = _of_one_model(rows, number) if _resembles_others(method, loss) else rows
         found += [Cell(method, loss, *row) for row in rows if (row in now) != nightly]
     return found
 
 
+def _of_one_model(rows: list[tuple[Any, ...]], number: int) -> list[tuple[Any, ...]]:
+    """The rows with one adapter and one dtype, which need one trainer: the next loss takes the next, and four take all rows."""
+    return [row for row in rows if 2 * row[3] + DTYPES.index(row[4]) == number % 4]
+
+
 def _resembles_others(method: str, loss: str) -> bool:
+    """Policy losses are presets of one objective, and most preference losses are formulas of the same margins."""
     if method in POLICY_METHODS:
         return True
     preference = PREFERENCE_LOSSES.get(loss)
@@ -124,7 +126,7 @@ def two_processes(nightly: bool = False) -> list[Cell]:
     for number, (method, loss) in enumerate(variants()):
         axes = [layouts(method), CHUNKS, tuple(SPLITS), (False, True), DTYPES, ((5, 3), (1, 0), (0, 1))]
         rows = pairwise(tuple(axes))
-        now = rows if (method, loss) in BETWEEN_PROCESSES else rows[number % SHARED_TURNS :: SHARED_TURNS]
+        now = rows if (method, loss) in BETWEEN_PROCESSES else _of_one_model(rows, number)[number // 4 % 2 :: 2]
         found += [Cell(method, loss, *row) for row in rows if (row in now) != nightly]
     return found
 
