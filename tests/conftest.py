@@ -12,6 +12,7 @@ os.environ.setdefault("HF_DATASETS_CACHE", _CACHE)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -25,6 +26,12 @@ if (
     signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 ):  # as under nohup; children would inherit it, and tests send it to them
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: no garbage collection, of which every run has some, looks through a million objects again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -9,20 +9,22 @@ import time
 
 import pytest
 
-from tests.forked import Child
+from tests import forked
+from tests.forked import Child, run_command, run_function, start_group, wait_for_group
 
 
 @pytest.mark.parametrize(
-    ("ending", "code"),
+    ("ending", "code", "last"),
     [
-        (lambda: None, 0),
-        (lambda: exit(5), 5),
-        (lambda: exit("a reason"), 1),
-        (lambda: 1 / 0, 1),
-        (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL),
+        (lambda: None, 0, "an error"),
+        (lambda: exit(5), 5, "an error"),
+        (lambda: exit("a reason"), 1, "a reason"),
+        (lambda: 1 / 0, 1, "ZeroDivisionError: division by zero"),
+        (lambda: os.kill(os.getpid(), signal.SIGKILL), -signal.SIGKILL, "an error"),
     ],
+    ids=["returns", "exits", "gives a reason", "fails", "is killed"],
 )
-def test_a_child_says_how_it_ended_and_what_it_wrote(tmp_path, monkeypatch, ending, code):
+def test_a_child_says_how_it_ended_and_what_it_wrote(tmp_path, monkeypatch, ending, code, last):
     monkeypatch.setenv("OF_THIS_TEST", "it is here")
 
     def run():
@@ -33,7 +35,7 @@ def test_a_child_says_how_it_ended_and_what_it_wrote(tmp_path, monkeypatch, endi
     child = Child(run, tmp_path / "log")
     assert child.wait() == code
     assert child.output().startswith("it is here\nan error\n")
-    assert ("ZeroDivisionError" in child.output()) == (child.output() != "it is here\nan error\n")
+    assert child.output().splitlines()[-1] == last
 
 
 def test_a_child_is_not_forked_from_the_worker_and_its_thread_is_alone(tmp_path):
@@ -63,3 +65,56 @@ def test_a_wait_has_a_deadline_and_ends_the_child(tmp_path):
     with pytest.raises(TimeoutError, match=r"longer than 0\.1 s"):
         child.wait(0.1)
     assert child.wait() == -signal.SIGKILL
+
+
+def test_a_group_meets_at_the_store_of_the_test(tmp_path):
+    def run(rank):
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+        ranks = torch.tensor([rank + 1.0])
+        dist.all_reduce(ranks)
+        print(f"{rank} of {dist.get_world_size()}: {ranks.item()}")
+        dist.destroy_process_group()
+
+    group = start_group(2, run, tmp_path / "group")
+    assert wait_for_group(group) == [0, 0]
+    assert [child.output() for child in group] == ["0 of 2: 3.0\n", "1 of 2: 3.0\n"]
+
+
+def test_a_group_does_not_wait_for_those_that_do_not_notice_a_death(tmp_path, monkeypatch):
+    monkeypatch.setattr(forked, "AFTER_A_DEATH_S", 0.1)
+    group = start_group(2, lambda rank: exit(3) if rank else time.sleep(600), tmp_path / "group")
+    assert wait_for_group(group) == [-signal.SIGKILL, 3]
+
+
+def test_a_command_runs_in_its_folder_with_its_environment(tmp_path):
+    done = run_command("sft", "missing.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("posttrain sft: ")
+    assert "missing.yaml" in done.stderr
+
+
+def test_a_library_in_a_child_has_read_the_environment_of_the_child(tmp_path):
+    def ask():
+        from huggingface_hub import HfApi, constants
+
+        print(os.getcwd(), HfApi().endpoint, constants.HF_HUB_OFFLINE)
+
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}
+    done = run_function(ask, cwd=tmp_path, environment=environment)
+    assert done.stdout.split() == [str(tmp_path), "http://127.0.0.1:9", "False"]
+    assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_a_server_that_does_not_answer_is_replaced(tmp_path, monkeypatch):
+    assert Child(lambda: None, tmp_path / "first").wait() == 0
+    os.kill(forked.forkserver._forkserver._forkserver_pid, signal.SIGSTOP)
+    with monkeypatch.context() as short:
+        short.setattr(forked, "START_S", 0.5)
+        with pytest.raises(TimeoutError, match=r"did not start a child within 0\.5 s"):
+            Child(lambda: None, tmp_path / "second")
+    assert Child(lambda: None, tmp_path / "third").wait() == 0

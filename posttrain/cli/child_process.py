@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -128,7 +130,7 @@ class _Child:
         for process in self.below:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(sent)
-        psutil.wait_procs(self.below)
+        _wait_until_ended(self.below)
 
     def kill(self) -> None:
         """psutil looks at start times: never a stranger that has got the number of one of them."""
@@ -141,4 +143,18 @@ class _Child:
         if self.process.poll() is None:
             self.remember()
         self.kill()
-        psutil.wait_procs(self.family, timeout=SECONDS_TO_DIE)
+        _wait_until_ended(self.family, SECONDS_TO_DIE)
+
+
+def _wait_until_ended(processes: Iterable[psutil.Process], seconds: float = math.inf) -> None:
+    """A zombie has ended: where nobody reaps orphans (a container without an init process), it stays a zombie."""
+    deadline = time.monotonic() + seconds
+    while any(map(_is_alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -104,7 +104,11 @@ def _inherited(names: tuple[str, ...], key: Any) -> tuple[str, ...]:
 
 def hidden_text(text: str, known: Iterable[str] = ()) -> str:
     """A text without the secrets in it. `known`: values that are secrets for sure."""
-    for secret in sorted({*known, *of_environment()}, key=len, reverse=True):
+    return _without(text, {*known, *of_environment()})
+
+
+def _without(text: str, known: set[str]) -> str:
+    for secret in sorted(known, key=len, reverse=True):
         text = text.replace(secret, HIDDEN)
     for look, shown in LOOKS:
         text = look.sub(shown, text)
@@ -113,8 +117,8 @@ def hidden_text(text: str, known: Iterable[str] = ()) -> str:
 
 def without_secrets(value: Any) -> Any:
     """The same tree of mappings and lists with `(hidden)` in the place of secrets."""
-    known = known_secrets(value)
-    return _mapped(value, cache(lambda text: hidden_text(text, known)))
+    known = known_secrets(value) | of_environment()  # read once, not for each text
+    return _mapped(value, cache(lambda text: _without(text, known)))
 
 
 def _mapped(value: Any, change: Callable[[str], str], names: tuple[str, ...] = ()) -> Any:
@@ -134,8 +138,8 @@ def _mapped(value: Any, change: Callable[[str], str], names: tuple[str, ...] = (
 def published(value: Any) -> Any:
     """The same tree for everyone to read: no secret, and of a local path its last part and a digest of the whole, so that another
     path is still another one."""
-    known = known_secrets(value)
-    return _mapped(value, cache(lambda text: last_parts(hidden_text(text, known), digest=True)))
+    known = known_secrets(value) | of_environment()
+    return _mapped(value, cache(lambda text: last_parts(_without(text, known), digest=True)))
 
 
 def last_parts(text: str, digest: bool = False) -> str:

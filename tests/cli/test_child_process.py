@@ -14,7 +14,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.cli.runs import flags, options_of
+from tests.cli.runs import flags, options_of, posttrain
+from tests.forked import Child
 
 ROOT = Path(__file__).resolve().parents[2]
 CHILD = """
@@ -33,7 +34,7 @@ os.rename("pids", "started")
 end = time.monotonic() + 60  # where the test has failed
 while (stubborn or not heard) and time.monotonic() < end:
     time.sleep(0.02)
-time.sleep(1.0)  # four times what subprocess.run would wait
+time.sleep(0.5)  # twice what subprocess.run would wait
 open("saved", "w").write(" ".join(heard))
 sys.exit(7)
 """
@@ -98,13 +99,27 @@ subprocess.Popen([sys.executable, "child.py", "patient"]).wait()  # as accelerat
 """
 
 
-def test_below_a_launcher_that_dies_of_the_signal_the_run_saves(tmp_path):
+CONTAINER = """
+import ctypes, os, subprocess, sys
+ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become its children, and it does not wait for them
+command = subprocess.Popen([sys.executable, "command.py"])
+open("pid", "w").write(str(command.pid))
+sys.exit(command.wait())
+"""
+"""Process 1 of a container without an init process."""
+
+
+@pytest.mark.parametrize("outer", ["command.py", "container.py"])
+def test_below_a_launcher_that_dies_of_the_signal_the_run_saves(tmp_path, outer):
     (tmp_path / "child.py").write_text(CHILD)
     (tmp_path / "launcher.py").write_text(LAUNCHER)
     code = "import sys; from posttrain.cli import launch; sys.exit(launch.run([sys.executable, 'launcher.py'], {}))"
-    process = started(tmp_path, sys.executable, "-c", code, stderr=subprocess.PIPE, text=True)
+    (tmp_path / "command.py").write_text(code)
+    (tmp_path / "container.py").write_text(CONTAINER)
+    process = started(tmp_path, sys.executable, outer, stderr=subprocess.PIPE, text=True)
     until((tmp_path / "started").exists)
-    process.send_signal(signal.SIGTERM)
+    inner = int((tmp_path / "pid").read_text()) if outer == "container.py" else process.pid
+    os.kill(inner, signal.SIGTERM)
     told = process.communicate(timeout=120)[1]
     assert (tmp_path / "saved").exists(), told
     assert (tmp_path / "saved").read_text() == "TERM"
@@ -152,7 +167,7 @@ def test_control_c_in_one_process_saves_and_prints_no_traceback(folder):
 
 
 def test_two_processes_without_a_gpu_are_one_run_and_control_c_saves_it(folder):
-    """Without --use_cpu: each process must still know of the other."""
+    """Started by the command with torchrun, without --use_cpu: each process must still know of the other."""
     options = long_run(num_processes=2)
     del options["use_cpu"]
     process = started(
@@ -165,6 +180,7 @@ def test_two_processes_without_a_gpu_are_one_run_and_control_c_saves_it(folder):
     os.killpg(process.pid, signal.SIGINT)
     told = process.communicate(timeout=120)[0]
     assert process.returncode == 130, told[-3000:]
+    assert "x 2 processes" in told
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in below)
     (checkpoint,) = (folder / "out-sft").glob("checkpoint-*")
     assert len(list(checkpoint.glob("rng*.json"))) == 2, sorted(file.name for file in checkpoint.iterdir())
@@ -175,13 +191,19 @@ def test_control_c_in_a_sweep_lets_the_trial_save_and_the_same_command_goes_on(f
     del options["output_dir"]
     given = {"method": "sft", "options": options, "over": {"seed": [1, 2]}, "output_dir": "sweep"}
     (folder / "sweep.yaml").write_text(yaml.safe_dump(given))
-    command = [sys.executable, "-m", "posttrain.cli.main", "sweep", "sweep.yaml"]
-    process = started(folder, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    until(lambda: any(len(logged_steps(trial)) > 2 for trial in (folder / "sweep").glob("*")), 120)
+
+    def command():
+        os.setsid()  # Control-C reaches a group
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.exit(posttrain("sweep", "sweep.yaml"))
+
+    process = Child(command, folder / "log")  # its trials are real commands
+    logged = lambda: any(len(logged_steps(trial)) > 2 for trial in (folder / "sweep").glob("*"))  # noqa: E731
+    process.wait_until(logged, "a trial had logged three steps")
     below = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
-    told = process.communicate(timeout=120)[0]
-    assert process.returncode == 130, told
+    code, told = process.wait(), process.output()
+    assert code == 130, told
     assert "Traceback" not in told
     assert not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in below)
     trials = [trial for trial in (folder / "sweep").iterdir() if trial.is_dir()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import yaml
 from posttrain.cli import eval as evaluating
 from posttrain.models import load
 from tests.cli.runs import REWARD, folder_with_inputs, options_of, posttrain
+from tests.forked import start_group, wait_for_group
 
 ODD = """
 def odd(completion_ids, answer, **columns):
@@ -76,9 +76,9 @@ def test_a_score_of_a_run_is_that_of_its_checkpoint(folder, capsys, method):
 def test_two_processes_share_the_prompts_and_score_as_one(folder):
     options = {**options_of("sft"), "evals": [ENTRY], "save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     (folder / "run.yaml").write_text(yaml.safe_dump({**options, "num_processes": 2, "per_device_train_batch_size": 2}))
-    command = [sys.executable, "-m", "posttrain.cli.main", "sft", "run.yaml"]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    # as a launcher starts them; test_child_process.py has a real one
+    group = start_group(2, lambda rank: sys.exit(posttrain("sft", "run.yaml")), folder / "rank")
+    assert wait_for_group(group) == [0, 0], group[0].output()[-3000:]
     lines = [json.loads(line) for line in (folder / "out-sft" / "metrics.jsonl").read_text().splitlines()]
     logged = [line for line in lines if "evals/odd/score" in line]
     assert [line["step"] for line in logged] == [0, 1]

@@ -11,6 +11,9 @@ import urllib.error
 import urllib.request
 
 from posttrain.rollout.vllm_engine.launcher import free_port
+from posttrain.rollout.vllm_engine.transport import Deadlines
+from posttrain.trainer.vllm_setup import client_of
+from tests.forked import ROOT, run_command, run_function
 from tests.rollout.served import EchoProcess, needs_uvicorn
 
 ECHO_SERVER = EchoProcess.PROGRAM
@@ -18,9 +21,7 @@ COMMAND = [sys.executable, "-m", "posttrain.cli.main", "vllm-serve"]
 
 
 def run(*words, **environment):
-    return subprocess.run(
-        [*COMMAND, *words], capture_output=True, text=True, timeout=60, env=os.environ | environment, check=False
-    )
+    return run_command("vllm-serve", *words, cwd=ROOT, environment=os.environ | environment)
 
 
 def test_help_lists_the_servers_options_and_our_own():
@@ -58,23 +59,17 @@ def test_it_serves_its_user_alone_and_a_signal_ends_it(tmp_path):
         assert status(server, f"http://127.0.0.1:{port}/shutdown", "POST") == 401
         (left,) = (tmp_path / ".cache/posttrain/serve").iterdir()
         assert left.stat().st_mode & 0o777 == 0o600
-        question = (
-            "from posttrain.rollout.vllm_engine.transport import Deadlines\nfrom posttrain.trainer.vllm_setup import client_of\n"
-            f"print(type(client_of('http://localhost:{port}', None, Deadlines(start=30.0), None, 'raw')).__name__)"
-        )
-        asked = subprocess.run(
-            [sys.executable, "-c", question], env=environment, capture_output=True, text=True, timeout=120
-        )
+
+        def trainer():
+            print(type(client_of(f"http://localhost:{port}", None, Deadlines(start=30.0), None, "raw")).__name__)
+
+        asked = run_function(trainer, cwd=tmp_path, environment=environment)
         assert asked.stdout.strip() == "ServerClient", asked.stderr
         left.chmod(0o644)
-        asked = subprocess.run(
-            [sys.executable, "-c", question], env=environment, capture_output=True, text=True, timeout=120
-        )
+        asked = run_function(trainer, cwd=tmp_path, environment=environment)
         assert "can be read by other users (mode 0644)" in asked.stderr
         left.unlink()
-        asked = subprocess.run(
-            [sys.executable, "-c", question], env=environment, capture_output=True, text=True, timeout=120
-        )
+        asked = run_function(trainer, cwd=tmp_path, environment=environment)
         assert f"would have left it in {left}" in asked.stderr
         server.send_signal(signal.SIGTERM)
         assert server.wait(120) in (0, -signal.SIGTERM)

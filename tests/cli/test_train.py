@@ -253,12 +253,3 @@ def test_the_command_line_imports_nothing_heavy():
     code = f"import sys, posttrain.cli.main, posttrain.cli.train; print({heavy} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "set()"
-
-
-def test_processes_are_started_by_accelerate(folder):
-    options = {**options_of("sft"), "num_processes": 2, "per_device_train_batch_size": 2}
-    command = [sys.executable, "-m", "posttrain.cli.main", "sft", *flags(options)]
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "x 2 processes" in ended.stdout
-    assert len(steps(folder / "out-sft")) == 2

@@ -1,4 +1,8 @@
-"""Kinds of malformed rows, each at row 7,331 of 10,000: refused with the right row, column and reason."""
+"""Kinds of malformed rows, each at row 1,331 of 1,500: refused with the right row, column and reason.
+
+The row lies behind those that are looked at first (100), behind a batch (1,000 rows) and in none of the first parts of a store
+(128 rows and more). One kind of each sort lies at row 7,331 of 10,000 besides.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,8 @@ from posttrain.data.renderer import Renderer
 from posttrain.data.row_checks import BadRowsError, without_nones
 from tests import tiny
 
-ROWS, BAD = 10_000, 7_331
+ROWS, BAD = 1_500, 1_331
+LONG = (10_000, 7_331)
 SFT = (formats.LANGUAGE_MODELLING, formats.PROMPT_COMPLETION, formats.TOKENISED)
 DPO = (formats.PREFERENCE, formats.TOKENISED_PREFERENCE)
 REWARD = (formats.SCORED_PREFERENCE, formats.TOKENISED_SCORED_PREFERENCE)
@@ -113,12 +118,12 @@ class Kind:
     options: dict[str, Any] = field(default_factory=dict)
     without: tuple[str, ...] = ()
 
-    def rows(self) -> list[Any]:
+    def rows(self, count: int = ROWS, place: int = BAD) -> list[Any]:
         if isinstance(self.change, dict):
             bad = {k: v for k, v in {**self.good, **self.change}.items() if k not in self.without}
         else:
             bad = self.change
-        return [self.good] * BAD + [bad] + [self.good] * (ROWS - BAD - 1)
+        return [self.good] * place + [bad] + [self.good] * (count - place - 1)
 
 
 def chat(name: str, messages: Any, reason: str, column: str = "messages", **extra: Any) -> Kind:
@@ -166,7 +171,7 @@ MESSAGES = [
     chat("assistant of white space", [user(), assistant(" \n\t")], "assistant turn holds only white space"),
     chat("user of white space", [user("  "), assistant()], "user turn holds only white space"),
     chat("ShareGPT keys", SHAREGPT["conversations"], "'from' and 'value'"),
-    chat("a key that no other row has", [user(), assistant(mood="glad")], "key 'mood', which 1 of 10,000"),
+    chat("a key that no other row has", [user(), assistant(mood="glad")], "key 'mood', which 1 of 1,500"),
     chat(
         "half a weight",
         [user(), assistant(weight=0.5)],
@@ -482,16 +487,22 @@ def test_there_are_enough_kinds():
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_refused_with_row_column_and_reason(kind, renderer, tmp_path):
+    check_refused(kind, ROWS, BAD, renderer, tmp_path)
+
+
+@pytest.mark.parametrize("kind", [MESSAGES[0], PLAIN[0], PREFERENCES[0], TOKENS[0]], ids=lambda kind: kind.name)
+def test_refused_in_a_long_dataset(kind, renderer, tmp_path):
+    check_refused(kind, *LONG, renderer, tmp_path)
+
+
+def check_refused(kind, count, bad, renderer, tmp_path):
+    rows = kind.rows(count, bad)
     if kind.formats is KTO:  # both classes have to be there, or that is a problem of its own
-        kind = copy.copy(kind)
-        rows = kind.rows()
         rows[0] = {**kind.good, "label": False}
-    else:
-        rows = kind.rows()
     error = problems_of(arrow_where_possible(rows), kind, renderer, tmp_path)
-    assert {(p.row, p.column) for p in error.problems} == {(BAD, kind.column)}
+    assert {(p.row, p.column) for p in error.problems} == {(bad, kind.column)}
     assert re.search(kind.reason, error.problems[0].reason), error.problems[0].reason
-    assert f"train.jsonl, row {BAD}, column {kind.column!r}" in str(error)
+    assert f"train.jsonl, row {bad}, column {kind.column!r}" in str(error)
 
 
 @pytest.mark.parametrize("kind", KINDS[:3], ids=lambda kind: kind.name)

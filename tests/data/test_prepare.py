@@ -319,7 +319,7 @@ def helped(monkeypatch):
 
 @pytest.mark.parametrize("where", ["a list", "memory", "a file"])
 def test_several_workers_give_the_same_store(renderer, tmp_path, helped, where):
-    dataset = [*tiny.chats(5000), {"messages": None}, *tiny.chats(3)]
+    dataset = [*tiny.chats(2000), {"messages": None}, *tiny.chats(3)]
     if where != "a list":
         dataset = datasets.Dataset.from_list(dataset)
     if where == "a file":

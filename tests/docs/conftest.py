@@ -1,50 +1,40 @@
-"""The process that runs pages, started once for all tests of this folder."""
+"""Pages, scripts and notebooks run in a child of the fork server, in a home of their own."""
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.docs.fenced_blocks import ROOT
+from tests.docs import local_hub, page_runner
+from tests.forked import Child, read_environment_again
 
 
 @pytest.fixture(scope="session")
-def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Path], dict[str, Any]]]:
-    """path -> {"failure", "seconds"}"""
+def runner(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], dict[str, Any]]:
+    """path -> {"failure", "seconds"}. HF_HOME and HOME are in a temporary folder: nothing of the user's is read or written."""
     home = tmp_path_factory.mktemp("home")
+    local_hub.plant(home)
     places = {"HOME": home, "HF_HOME": home, "HF_DATASETS_CACHE": home / "datasets", "TMPDIR": home}
-    settings = {
-        "HF_HUB_OFFLINE": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
-        "TOKENIZERS_PARALLELISM": "false",
-    }
     dropped = {"HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE", "TRANSFORMERS_CACHE", "XDG_CACHE_HOME"}
     environment = {name: value for name, value in os.environ.items() if name not in dropped}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.docs.page_runner", str(home)],
-        cwd=ROOT,
-        env={**environment, **{name: str(value) for name, value in places.items()}, **settings},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout.readline() == "ready\n", "the process that runs pages did not start; its error is above"
+    environment |= {name: str(value) for name, value in places.items()}
 
     def run(path: Path) -> dict[str, Any]:
-        process.stdin.write(f"{path}\n")
-        process.stdin.flush()
-        answer = process.stdout.readline()  # a page is ended after PAGE_SECONDS
-        assert answer, f"the process that runs pages ended with {process.wait(60)}; its error is above"
-        return json.loads(answer)
+        started = time.monotonic()
+        folder = tmp_path_factory.mktemp("page")
 
-    yield run
-    process.stdin.close()
-    process.wait(timeout=60)
+        def page() -> None:
+            read_environment_again()
+            page_runner.run(path, folder)
+
+        child = Child(page, folder / "output.log", environment=environment)
+        code = child.wait(page_runner.PAGE_SECONDS)
+        failure = None if code == 0 else f"{path} ended with {code}:\n{child.output()[-6000:]}"
+        return {"failure": failure, "seconds": time.monotonic() - started}
+
+    return run

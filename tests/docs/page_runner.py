@@ -1,10 +1,4 @@
-"""A process that has imported everything once and runs each page, script or notebook in a fork of itself.
-
-    python -m tests.docs.page_runner HOME      reads paths from stdin, one a line; answers each with a line of JSON
-
-A fork costs milliseconds where an import costs seconds, and leaves nothing behind for the next page. Started by the fixture
-`runner` with HF_HOME and HOME in a temporary folder, so that nothing of the user's is read or written.
-"""
+"""Runs a page, a script or a notebook; the fixture `runner` does so in a process of its own."""
 
 from __future__ import annotations
 
@@ -15,73 +9,22 @@ import os
 import runpy
 import shlex
 import shutil
-import signal
 import sys
-import tempfile
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.docs import local_hub
 from tests.docs.fenced_blocks import ROOT, Block, after_diff, blocks_of
 
 PAGE_SECONDS = 400  # a page takes up to 40 on an idle machine
 Namespace = dict[str, Any]
 
 
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")  # what pages print must not be taken for an answer
-    os.dup2(2, 1)
-    local_hub.plant(Path(sys.argv[1]))
-    import datasets  # noqa: F401
-    import peft  # noqa: F401
-
-    import posttrain
-
-    for name in posttrain.__all__:
-        getattr(posttrain, name)
-    print("ready", file=answers, flush=True)
-    for path in sys.stdin:
-        print(json.dumps(in_a_fork(Path(path.strip()))), file=answers, flush=True)
-
-
-def in_a_fork(path: Path) -> dict[str, Any]:
-    """{"failure": text or None, "seconds": float}"""
-    started = time.monotonic()
-    folder = Path(tempfile.mkdtemp(dir=sys.argv[1]))
-    log = folder / "output.log"
-    log.touch()
-    if Path("/proc/self/task").exists() and len(os.listdir("/proc/self/task")) > 1:
-        return {"failure": "the process that runs pages has threads, and must not be forked.", "seconds": 0.0}
-    pid = os.fork()
-    if pid == 0:
-        os._exit(child(path, folder, log))
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    text = log.read_text(encoding="utf-8", errors="replace")
-    shutil.rmtree(folder)
-    failure = None if status == 0 else f"{path} ended with {status}:\n{text[-6000:]}"
-    return {"failure": failure, "seconds": time.monotonic() - started}
-
-
-def child(path: Path, folder: Path, log: Path) -> int:
-    """Run one page in a folder that looks like the root of a clone; 0 when all of it ran."""
-    signal.alarm(PAGE_SECONDS)
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
+def run(path: Path, folder: Path) -> None:
+    """Run one page in a folder that looks like the root of a clone."""
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("runs", "__pycache__"))
     os.chdir(folder)
-    try:
-        RUNNERS[path.suffix](path)
-        return 0
-    except BaseException:
-        traceback.print_exc()
-        return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+    RUNNERS[path.suffix](path)
 
 
 # ---- pages -----------------------------------------------------------------------------------------------------------------
@@ -99,7 +42,7 @@ def run_page(page: Path) -> None:
                     LANGUAGES.get(block.language, nothing)(page, block, namespace)
                 finally:
                     printed = caught.getvalue()
-                    sys.__stdout__.write(printed)
+                    os.write(1, printed.encode())
 
 
 def run_python(page: Path, block: Block, namespace: Namespace) -> None:
@@ -172,6 +115,3 @@ def run_notebook(path: Path) -> None:
 
 
 RUNNERS: dict[str, Callable[[Path], None]] = {".md": run_page, ".py": run_script, ".ipynb": run_notebook}
-
-if __name__ == "__main__":
-    main()

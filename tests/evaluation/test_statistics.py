@@ -39,7 +39,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say(samples):
     """Prompts of different difficulty, Beta(2, 3): pass@1 is 0.4 on average; the reward is the same number."""
     rng = np.random.default_rng(1)
     held = {"reward": 0, "pass@1": 0}
-    runs = 200
+    runs = 100
     for run in range(runs):
         share = rng.binomial(samples, rng.beta(2, 3, 120)) / samples
         found = estimates({"reward": share, "pass@1": share}, {"pass@1"}, samples == 1, run)

@@ -1,13 +1,9 @@
-"""One of two processes of a GRPO run under FSDP2 whose completions a server writes; `test_fsdp_vllm.py` starts both.
-
-python -m tests.methods.fsdp_vllm_run FOLDER URL
-"""
+"""One of two processes of a GRPO run under FSDP2 whose completions a server writes; `test_fsdp_vllm.py` starts both."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,12 +97,7 @@ def run(folder: Path, url: str, kind: str) -> None:
 
 
 def main(folder: Path, url: str) -> None:
-    torch.set_num_threads(1)
     fsdp_on_cpu.allow()
     for kind in KINDS:
         run(folder / kind, url, kind)
     os._exit(0)  # the process group need not be taken apart
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,12 +1,10 @@
-"""Our server around a tiny transformers model, for tests of server mode where there is no vLLM.
-
-python -m tests.methods.model_server --model FOLDER ...        (the arguments of `posttrain vllm-serve`)
-"""
+"""Our server around a tiny transformers model, for tests of server mode where there is no vLLM."""
 
 from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,7 +76,6 @@ class ModelEngine(EchoEngine):
         self.adapters.pop(adapter.number)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
+def main(words: Sequence[str]) -> None:
     launch.make_engine = lambda args: ModelEngine(args.model, args.adapter_folder is not None)
-    sys.exit(launch.main())
+    sys.exit(launch.main(words))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,22 +11,13 @@ from safetensors.torch import load_file
 
 from posttrain.rollout.vllm_engine.launcher import TOKEN_VARIABLE, free_port
 from tests import tiny
-from tests.methods import vllm_runs
+from tests.forked import Child, start_group, wait_for_group
+from tests.methods import fsdp_vllm_run, model_server, vllm_runs
 from tests.methods.fsdp_vllm_run import KINDS
 from tests.rollout.served import needs_uvicorn
 from tests.with_vllm import needs_vllm, run_on_two_ranks
 
-ROOT = Path(__file__).parents[2]
 TOKEN = "a-token-of-this-test"
-
-
-def started(*words: str, log: Path, **environment: object) -> subprocess.Popen:
-    variables = {name: str(value) for name, value in environment.items()}
-    fixed = {"OMP_NUM_THREADS": "1", TOKEN_VARIABLE: TOKEN, "ACCELERATE_USE_CPU": "true"}
-    with log.open("w") as output:
-        return subprocess.Popen(
-            [sys.executable, "-m", *words], env=os.environ | fixed | variables, cwd=ROOT, stdout=output, stderr=output
-        )
 
 
 @pytest.fixture(scope="module")
@@ -38,33 +26,27 @@ def runs(tmp_path_factory):
     home = tmp_path_factory.mktemp("fsdp_vllm")
     vllm_runs.model().save_pretrained(home / "model")
     tiny.tokenizer().save_pretrained(home / "model")
-    servers, processes = [], []
-    try:
-        folders = [_start(home, world, servers, processes) for world in (1, 2)]
-        for process in processes:
-            process.wait(timeout=200)
-        yield folders
-    finally:
-        for process in [*processes, *servers]:
-            process.kill()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv(TOKEN_VARIABLE, TOKEN)
+        started = [_start(home, world) for world in (1, 2)]
+    for _, server, group in started:
+        wait_for_group(group)
+        server.end()
+    return [folder for folder, _, _ in started]
 
 
-def _start(home: Path, world: int, servers: list, processes: list) -> Path:
-    folder, port, group = home / str(world), free_port(), free_port()
+def _start(home: Path, world: int) -> tuple[Path, Child, list[Child]]:
+    folder, port = home / str(world), free_port()
     (folder / "adapters").mkdir(parents=True)
     words = ("--model", str(home / "model"), "--port", str(port), "--adapter-folder", str(folder / "adapters"))
-    servers.append(started("tests.methods.model_server", *words, log=folder / "server.log"))
-    for rank in range(world):
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
-        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": group}
-        run = ("tests.methods.fsdp_vllm_run", str(folder), f"http://127.0.0.1:{port}")
-        processes.append(started(*run, log=folder / f"{rank}.log", **(place if world > 1 else {})))
-    return folder
+    server = Child(lambda: model_server.main(words), folder / "server.log")
+    url = f"http://127.0.0.1:{port}"
+    return folder, server, start_group(world, lambda rank: fsdp_vllm_run.main(folder, url), folder / "rank")
 
 
 def told(folder: Path, rank: int) -> dict:
     file = folder / f"told-{rank}.json"
-    assert file.exists(), (folder.parent / f"{rank}.log").read_text()[-4000:]
+    assert file.exists(), (folder.parent / f"rank-{rank}.log").read_text()[-4000:]
     return json.loads(file.read_text())
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runs import folder_with_inputs
+from tests.forked import run_command
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = sorted(path.name for path in SCRIPTS.glob("*.py"))
@@ -39,8 +40,7 @@ def inputs(tmp_path_factory):
 
 
 def ran(script: Path, folder: Path, *words: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "posttrain.cli.main", "run", str(script), *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    return run_command("run", str(script), *words, cwd=folder)
 
 
 def test_there_are_ten():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 
 import torch
 
@@ -39,7 +38,3 @@ def main(url: str, token: str) -> None:
     torch.distributed.barrier()
     engine.close()
     os._exit(0)  # the process group need not be taken apart
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

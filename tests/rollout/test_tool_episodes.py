@@ -59,7 +59,8 @@ def in_order(*turns):
 # ---- the bar: a thousand bad days ---------------------------------------------------------------------------------------------
 
 
-def test_a_thousand_fuzzed_episodes_train_what_was_sampled():
+@pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.trust)])
+def test_fuzzed_episodes_train_what_was_sampled(count):
     sampled: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     prompts: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
     made = rules(max_completion=2500, timeout=1.0, max_rounds=6)
@@ -75,7 +76,7 @@ def test_a_thousand_fuzzed_episodes_train_what_was_sampled():
 
     HANGING.clear()
     try:
-        rollouts, _ = play(speak, made, count=1000, per_advance=64)
+        rollouts, _ = play(speak, made, count=count, per_advance=64)
     finally:
         HANGING.set()
     errors = Counter()
@@ -97,9 +98,9 @@ def test_a_thousand_fuzzed_episodes_train_what_was_sampled():
         assert rollout.completion[0]["role"] == "assistant"
         errors.update((call.error or "fine")[:12] for call in rollout.tool_calls)
     assert max(map(len, sampled.values())) > 5
-    assert sum(errors.values()) > 1500
+    assert sum(errors.values()) > 1.5 * count
     for kind in ("fine", "OSError: dis", "It took long", "There is no ", "This call ca", "Wrong argume"):
-        assert errors[kind] > 10, (kind, errors)
+        assert errors[kind] > count / 100, (kind, errors)
     assert any("[cut: 10,000,000" in call.result for rollout in rollouts for call in rollout.tool_calls)
 
 

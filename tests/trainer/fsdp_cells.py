@@ -1,15 +1,12 @@
-"""Runs that FSDP2 on two processes must end as one process without it does, and the processes that take them.
+"""Runs that FSDP2 on two processes must end as one process without it does.
 
-    python -m tests.trainer.fsdp_cells FOLDER CELL ...
-
-Started once alone and once as two processes; each run leaves its final model, its log and its checkpoints in FOLDER/CELL.
+`main` runs once alone and once in two processes; each run leaves its final model, its log and its checkpoints in FOLDER/CELL.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-import sys
 import traceback
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import peft
-import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
@@ -176,7 +172,6 @@ def run(cell: Cell, folder: Path) -> None:
 
 def main(home: Path, names: list[str]) -> None:
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    torch.set_num_threads(1)
     fsdp_on_cpu.allow()
     for name in names:
         with environment(CELLS[name], world, rank):
@@ -185,7 +180,3 @@ def main(home: Path, names: list[str]) -> None:
             except Exception:
                 (home / f"{name}-{rank}.error").write_text(traceback.format_exc())
                 raise
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

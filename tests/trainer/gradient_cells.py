@@ -31,7 +31,18 @@ SMOOTHING = {"exo_pair": 0.1, "robust": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
 SFT_LOSSES = ("nll", "dft", "smoothed")
 REWARD_LOSSES = ("plain", "margin", "centred")
 POLICY_METHODS = ("grpo", "rloo")
-POLICY_TURNS = (2, 4)  # on one process and on two: which share of the rows of a cover each policy loss takes
+WHOLE_PRODUCT = (("sft", "nll"), ("dpo", "sigmoid"))
+BETWEEN_PROCESSES = (
+    ("sft", "nll"),  # divided by tokens
+    ("dpo", "sigmoid"),  # by pairs
+    ("dpo", "sft"),  # by the tokens of one side
+    ("dpo", "aot"),  # coupled: the value of a pair depends on the pairs of all processes
+    ("dpo", "aot_unpaired"),
+    ("reward", "plain"),  # by pairs, with a head
+    ("grpo", "bnpo"),  # by the tokens of each micro-batch of each process
+    ("grpo", "top_entropy"),  # a threshold over the micro-batches of all processes
+)
+"""What a process has to know of the others is different for these, and for no other loss."""
 DPO_EXTRAS = ("ld", "wpo", "mpo", "forward_kl", "js_divergence", "alpha_divergence")
 
 
@@ -71,34 +82,57 @@ def layouts(method: str) -> tuple[str, ...]:
 
 
 @lru_cache
-def single_process() -> list[Cell]:
+def single_process(nightly: bool = False) -> list[Cell]:
+    """Every pair of values of two axes for each loss that no other resembles, a share of them for the others, and for the losses of
+    WHOLE_PRODUCT all layouts, chunks and splits, each with an adapter and a dtype in turn. Nightly: the rest of both.
+    """
     found = []
     for number, (method, loss) in enumerate(variants()):
         axes = [layouts(method), CHUNKS, tuple(SPLITS), (False, True), DTYPES]
-        if (method, loss) in (("sft", "nll"), ("dpo", "sigmoid")):
+        if (method, loss) in WHOLE_PRODUCT:
             rows = list(itertools.product(*axes))
+            now = [row for row in rows if _in_turn(row, axes)]
         else:
-            rows = taken_in_turn(pairwise(axes), number, method, POLICY_TURNS[0])
-        found += [Cell(method, loss, *row) for row in rows]
+            rows = pairwise(tuple(axes))
+            now = _of_one_model(rows, number) if _resembles_others(method, loss) else rows
+        found += [Cell(method, loss, *row) for row in rows if (row in now) != nightly]
+    return found
+
+
+def _of_one_model(rows: list[tuple[Any, ...]], number: int) -> list[tuple[Any, ...]]:
+    """The rows with one adapter and one dtype, which need one trainer: the next loss takes the next, and four take all rows."""
+    return [row for row in rows if 2 * row[3] + DTYPES.index(row[4]) == number % 4]
+
+
+def _resembles_others(method: str, loss: str) -> bool:
+    """Policy losses are presets of one objective, and most preference losses are formulas of the same margins."""
+    if method in POLICY_METHODS:
+        return True
+    preference = PREFERENCE_LOSSES.get(loss)
+    of_margins = preference is not None and not preference.coupled and preference.per == "unit"
+    return method == "dpo" and (of_margins or loss.endswith(("_kl", "_divergence")))
+
+
+def _in_turn(row: tuple[Any, ...], axes: list[tuple[Any, ...]]) -> bool:
+    """Whether these are the adapter and the dtype for this layout, chunk and split."""
+    layout, chunk, split, lora, dtype = (axis.index(value) for axis, value in zip(axes, row))
+    return (layout + chunk + split) % 4 == 2 * lora + dtype
+
+
+@lru_cache
+def two_processes(nightly: bool = False) -> list[Cell]:
+    """Every pair of values for each denominator and coupling; the other losses share the rows of one cover. Nightly: the rest."""
+    found = []
+    for number, (method, loss) in enumerate(variants()):
+        axes = [layouts(method), CHUNKS, tuple(SPLITS), (False, True), DTYPES, ((5, 3), (1, 0), (0, 1))]
+        rows = pairwise(tuple(axes))
+        now = rows if (method, loss) in BETWEEN_PROCESSES else _of_one_model(rows, number)[number // 4 % 2 :: 2]
+        found += [Cell(method, loss, *row) for row in rows if (row in now) != nightly]
     return found
 
 
 @lru_cache
-def two_processes() -> list[Cell]:
-    found = []
-    for number, (method, loss) in enumerate(variants()):
-        axes = [layouts(method), CHUNKS, tuple(SPLITS), (False, True), DTYPES, ((5, 3), (1, 0), (0, 1))]
-        rows = taken_in_turn(pairwise(axes), number, method, POLICY_TURNS[1])
-        found += [Cell(method, loss, *row) for row in rows]
-    return found
-
-
-def taken_in_turn(rows: list[tuple[Any, ...]], number: int, method: str, turns: int) -> list[tuple[Any, ...]]:
-    """Policy losses are presets of one objective: each takes every so many of the rows, and all of them together take all."""
-    return rows[number % turns :: turns] if method in POLICY_METHODS else rows
-
-
-def pairwise(axes: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+def pairwise(axes: tuple[tuple[Any, ...], ...]) -> list[tuple[Any, ...]]:
     """A small set of rows in which every pair of values of two axes occurs together (greedy cover)."""
     todo = {(i, a, j, b) for i, j in itertools.combinations(range(len(axes)), 2) for a in axes[i] for b in axes[j]}
     rows = []

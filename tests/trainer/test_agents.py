@@ -167,7 +167,7 @@ def test_a_real_engine_writes_episodes(tmp_path):
 
 
 def test_fuzzed_episodes_end_in_finite_updates_and_readable_files(tmp_path):
-    """The thousand are in tests/rollout/test_tool_episodes; here some of them go through loss, metrics and store."""
+    """Hundreds are in tests/rollout/test_tool_episodes; here some of them go through loss, metrics and store."""
 
     def speak(prompt):
         return turn(np.random.default_rng([prompt.key, prompt.sample, prompt.first_token]))

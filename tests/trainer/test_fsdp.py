@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,38 +16,26 @@ from posttrain.models.sharding import call_inside, is_sharded_module, plain_clas
 from posttrain.trainer import checkpoint as files
 from posttrain.trainer.sharding import ShardingTrainer
 from tests import tiny
+from tests.forked import Child, start_group, wait_for_group
+from tests.trainer import fsdp_cells
 from tests.trainer.fsdp_cells import CELLS, SAVED, STEPS, model_of
 
-ROOT = Path(__file__).parents[2]
 COMPARED = ("loss", "eval_loss", "grad_norm", "num_tokens", "entropy", "reward", "reward_std", "aux_loss", "kl")
 
 
-def start(processes: int, home: Path) -> list[subprocess.Popen]:
+def start(processes: int, home: Path) -> list[Child]:
     home.mkdir()
     model_of(CELLS["sft-launched"]).save_pretrained(home / "model")
     tiny.tokenizer().save_pretrained(home / "model")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    started = []
-    for rank in range(processes):
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-        environment |= {name: str(value) for name, value in world.items()} if processes > 1 else {}
-        log = open(home / f"{rank}.log", "w")  # noqa: SIM115
-        command = [sys.executable, "-m", "tests.trainer.fsdp_cells", str(home), *CELLS]
-        started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
-    return started
+    return start_group(processes, lambda rank: fsdp_cells.main(home, list(CELLS)), home / "rank")
 
 
 @pytest.fixture(scope="module")
 def homes(tmp_path_factory):
     """(of one process, of two): where the cells have left their runs."""
     home = tmp_path_factory.mktemp("fsdp")
-    started = start(1, home / "one") + start(2, home / "two")
-    for process in started:
-        process.wait(timeout=280)
+    for group in [start(1, home / "one"), start(2, home / "two")]:
+        wait_for_group(group)
     return home / "one", home / "two"
 
 
@@ -59,7 +43,7 @@ def final(home: Path, name: str) -> dict[str, torch.Tensor]:
     folder = home / name / "final"
     if not folder.exists():
         errors = [path.read_text() for path in home.glob("*.error")]
-        pytest.fail("\n".join(errors) or (home / "0.log").read_text()[-3000:])
+        pytest.fail("\n".join(errors) or (home / "rank-0.log").read_text()[-3000:])
     return load_file(next(folder.glob("*model.safetensors")))
 
 

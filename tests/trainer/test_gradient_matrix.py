@@ -8,17 +8,15 @@ may be empty, for full weights or LoRA. Its gradient must be the oracle's.
 
 from __future__ import annotations
 
+import json
+
 import pytest
+import torch
 
+from tests.forked import start_group, wait_for_group
 from tests.trainer import gradient_cells as cells
-from tests.trainer.gradient_workers import WorkerPair
 
-
-@pytest.fixture(scope="module")
-def workers():
-    """Two long-lived processes that share all two-process cells."""
-    with WorkerPair() as pair:
-        yield pair
+SHARDS = 6  # so that the workers of pytest share the two-process cells
 
 
 @pytest.mark.parametrize("cell", cells.single_process(), ids=str)
@@ -26,15 +24,51 @@ def test_gradient_equals_the_oracle(cell):
     cells.check(cell, cells.gradient(cell))
 
 
-def test_two_processes(workers):
-    """Uneven rows, and one process without any: all two-process cells, reported together."""
+@pytest.mark.trust
+@pytest.mark.parametrize("cell", cells.single_process(nightly=True), ids=str)
+def test_gradient_equals_the_oracle_nightly(cell):
+    cells.check(cell, cells.gradient(cell))
+
+
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_two_processes(shard, tmp_path):
+    """Uneven rows, and one process without any: the cells of some losses, reported together."""
+    check_on_two_processes(shard, cells.two_processes(), tmp_path)
+
+
+@pytest.mark.trust
+@pytest.mark.parametrize("shard", range(SHARDS))
+def test_two_processes_nightly(shard, tmp_path):
+    check_on_two_processes(shard, cells.two_processes(nightly=True), tmp_path)
+
+
+def check_on_two_processes(shard, every, tmp_path):
+    losses = cells.variants()[shard::SHARDS]
+    mine = [cell for cell in every if (cell.method, cell.loss) in losses]
+    group = start_group(2, lambda rank: gradients(rank, mine, tmp_path / "failures.json"), tmp_path / "rank")
+    assert wait_for_group(group, 500) == [0, 0], "\n".join(child.output() for child in group)
+    checked, failures = json.loads((tmp_path / "failures.json").read_text())
+    assert checked == len(mine) > 0
+    assert not failures, "\n".join(failures)
+
+
+def gradients(rank, chosen, answer):
+    """In each of two processes; the first one, which has the whole gradient as the other has, checks it."""
     failures = []
-    for cell in cells.two_processes():
+    for cell in chosen:
+        print(cell, flush=True)
+        made = cells.trainer(cell.method, cell.loss, cell.lora, cell.dtype)
+        if made.model_wrapped is made.model:  # Trainer wraps for DDP when training begins; do it once for each trainer
+            made.model_wrapped = torch.nn.parallel.DistributedDataParallel(made.model)
+        found = cells.gradient(cell, rank, 2)
         try:
-            cells.check(cell, workers.gradient(cell))
+            if rank == 0:
+                cells.check(cell, found)
         except AssertionError as error:
             failures.append(f"{cell}: {error}")
-    assert not failures, "\n".join(failures)
+    if rank == 0:
+        answer.write_text(json.dumps([len(chosen), failures]))
+    torch.distributed.destroy_process_group()
 
 
 def test_no_method_and_no_loss_is_missing():
@@ -52,6 +86,20 @@ def test_no_method_and_no_loss_is_missing():
 
 
 def test_full_product_for_sft_and_dpo_sigmoid():
-    for method, loss in (("sft", "nll"), ("dpo", "sigmoid")):
-        mine = [c for c in cells.single_process() if (c.method, c.loss) == (method, loss)]
-        assert len(mine) == 3 * 3 * 5 * 2 * 2  # layouts x chunks x splits x adapters x dtypes
+    for method, loss in cells.WHOLE_PRODUCT:
+        now, later = (
+            [c for c in cells.single_process(n) if (c.method, c.loss) == (method, loss)] for n in (False, True)
+        )
+        assert len({*now, *later}) == 3 * 3 * 5 * 2 * 2  # layouts x chunks x splits x adapters x dtypes
+        assert len({(c.layout, c.chunk, c.split) for c in now}) == len(now) == 3 * 3 * 5
+        assert len({(c.split, c.lora, c.dtype) for c in now}) == 5 * 2 * 2
+
+
+def test_no_pair_of_axes_waits_for_the_night():
+    """What one loss leaves out another of the same method takes."""
+    shape = lambda c: (c.layout, c.chunk, c.split, c.lora, c.dtype, c.shares)  # noqa: E731
+    for method in ("sft", "dpo", "reward", "grpo"):
+        for cover in (cells.single_process, cells.two_processes):
+            now, later = ([c for c in cover(n) if c.method == method and c.loss != "sigmoid"] for n in (False, True))
+            later = [c for c in later if (c.method, c.loss) not in cells.WHOLE_PRODUCT]
+            assert {shape(cell) for cell in now} >= {shape(cell) for cell in later}

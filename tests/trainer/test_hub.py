@@ -6,7 +6,6 @@ import base64
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from transformers.integrations import integration_utils
 from posttrain import BaseTrainer, DPOConfig, RewardConfig, SFTConfig, SFTTrainer
 from posttrain.trainer.hub import HubTrainer, copy_model_files
 from tests import tiny
+from tests.forked import run_function
 
 needs_hub_trainer = pytest.mark.xfail(
     not issubclass(BaseTrainer, HubTrainer), reason="BaseTrainer does not derive from HubTrainer yet", strict=True
@@ -217,14 +217,12 @@ def pushed(tmp_path_factory) -> SimpleNamespace:
             "HF_ENDPOINT": hub.url, "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(folder / "hf"), "OMP_NUM_THREADS": "1",
             "HF_DATASETS_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT), "NO_PROXY": "127.0.0.1",
         }  # fmt: skip
-        done = subprocess.run(
-            [sys.executable, "-c", CLIENT, str(folder), TOKEN],
-            env=environment,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+
+        def client() -> None:
+            sys.argv = ["client", str(folder), TOKEN]
+            exec(compile(CLIENT, "client", "exec"), {"__name__": "__main__"})
+
+        done = run_function(client, cwd=folder, environment=environment)
         assert done.returncode == 0, done.stderr[-4000:]
     contacted = json.loads((folder / "contacted.json").read_text())
     return SimpleNamespace(hub=hub, folder=folder, output=done.stdout, contacted=contacted)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-
 import numpy as np
 import pytest
 import torch
@@ -20,7 +17,7 @@ from posttrain.models.weights import weights_fingerprint
 from posttrain.trainer import reference_cache
 from posttrain.trainer.reference_cache import Work, batches_by_tokens
 from tests import tiny
-from tests.forked import Child
+from tests.forked import Child, start_group, wait_for_group
 
 LORA = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
 
@@ -185,11 +182,8 @@ def test_two_processes_at_once(tmp_path, counted):
 
 def test_the_processes_of_one_run_share_the_work(tmp_path, counted):
     """Two ranks compute each row once between them, see the same numbers, and a single process finds them all."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [Child(lambda rank=rank: one_rank(tmp_path, rank, port), tmp_path / f"{rank}.log") for rank in (0, 1)]
-    assert [rank.wait() for rank in ranks] == [0, 0], "\n".join(rank.output() for rank in ranks)
+    ranks = start_group(2, lambda rank: one_rank(tmp_path, rank), tmp_path / "rank")
+    assert wait_for_group(ranks) == [0, 0], "\n".join(rank.output() for rank in ranks)
     asked, sums = zip(*((tmp_path / f"rank{rank}").read_text().split() for rank in (0, 1)))
     assert asked == ("8", "6")  # 7 pairs: four on the one, three on the other
     made = dpo(tmp_path, rows(0, 7))
@@ -197,10 +191,8 @@ def test_the_processes_of_one_run_share_the_work(tmp_path, counted):
     assert {*sums} == {f"{sum(float(part.sum()) for part in numbers(made)):.9f}"}
 
 
-def one_rank(tmp_path, rank, port):
+def one_rank(tmp_path, rank):
     """A process of a run of two: writes how many samples its reference was asked about, and the sum of all numbers."""
-    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1"}
-    os.environ.update({k: str(v) for k, v in (world | {"MASTER_PORT": port, "ACCELERATE_USE_CPU": "true"}).items()})
     counted = Counted(pytest.MonkeyPatch())
     made = dpo(tmp_path, rows(0, 7), precompute_ref_batch_size=2)
     real = sum(int((batch.counts > 0).sum()) for batch in counted.batches)

@@ -6,21 +6,22 @@ import json
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from posttrain.core import faults
 from posttrain.rollout.rollout_store import read_rollouts
 from posttrain.trainer import checkpoint as files
+from tests.forked import start_group, wait_for_group
+from tests.trainer import resumable_run, uneven_run
 from tests.trust.runs import differences
 
-ROOT = Path(__file__).parents[2]
 COMPARED = ("loss", "eval_loss", "num_tokens", "grad_norm", "entropy", "reward", "reward_std")
 
 
@@ -28,27 +29,41 @@ def is_extremum(name: str) -> bool:
     return any(part in ("min", "max") for part in re.split("[/_]", name))
 
 
-def launch(processes: int, folder: Path, method: str, rows: int, *words: str, fault_of_last: str = "") -> list[int]:
-    words = ("tests.trainer.two_process_run", str(folder), method, str(rows), *words)
-    return launch_module(processes, folder, *words, fault_of_last=fault_of_last)
+def launch(processes: int, folder: Path, method: str, rows: int, fault_of_last: str = "", **options: Any) -> list[int]:
+    """The return codes of processes that train together."""
+    others: list[dict[str, str]] = [{}] * (processes - 1)
+    return group(
+        processes,
+        lambda rank: train(folder, method, rows, **options),
+        folder,
+        [*others, {faults.VARIABLE: fault_of_last}],
+    )
 
 
-def launch_module(processes: int, folder: Path, *words: str, fault_of_last: str = "") -> list[int]:
-    """`python -m` these words, in several processes that know of each other."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", *words]
-    started = []
-    for rank in range(processes):
-        world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-        world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        environment = {**os.environ, **({k: str(v) for k, v in world.items()} if processes > 1 else {})}
-        if rank == processes - 1:
-            environment[faults.VARIABLE] = fault_of_last
-        log = open(folder.with_name(f"{folder.name}-{rank}.log"), "a")  # noqa: SIM115
-        started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
-    return [process.wait(timeout=240) for process in started]
+def group(
+    processes: int, function: Callable[[int], object], folder: Path, environments: Sequence[Mapping[str, str]] = ()
+) -> list[int]:
+    return wait_for_group(start_group(processes, function, folder, environments))
+
+
+def train(folder: Path, method: str, rows: int, kill_after: int | None = None, resume: bool = False) -> None:
+    """In each process."""
+    faults.arm(os.environ.get(faults.VARIABLE))
+    resumable_run.main(
+        method,
+        folder,
+        resume=resume,
+        rows=11,  # 4 + 4 + 3: the last window is uneven over two processes
+        callbacks=[resumable_run.KillAfter(kill_after)] if kill_after else None,
+        per_device_train_batch_size=rows,
+        dataset_cache_dir=str(folder) + "-cache",
+        max_steps=6,
+        logging_steps=1,
+        disable_dropout=True,  # two processes draw other masks than one
+        **({"epsilon": 2e-3} if method.startswith("grpo") else {}),  # so little that some tokens are clipped
+    )
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def final_state(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
@@ -87,8 +102,8 @@ def test_two_processes_equal_one_and_resume_exactly(method, tmp_path):
         assert any(0 < mean < highest for mean, highest in clipped)
         assert sum(map(is_extremum, metrics[0])) >= 7
     if method != "dpo":
-        assert launch(2, killed, method, 2, "--kill-after", "3") == [-signal.SIGKILL] * 2, logs(killed)
-        assert launch(2, killed, method, 2, "--resume") == [0, 0], logs(killed)
+        assert launch(2, killed, method, 2, kill_after=3) == [-signal.SIGKILL] * 2, logs(killed)
+        assert launch(2, killed, method, 2, resume=True) == [0, 0], logs(killed)
         assert not differences(two, killed)
 
 
@@ -105,6 +120,5 @@ def test_a_disk_error_of_one_process_is_heard_by_all_and_the_next_save_succeeds(
 def test_a_process_with_nothing_to_say_does_not_hold_up_the_other(scenario, tmp_path):
     """A reward that speaks of a metric on one process only, an evaluation with one prompt, a process without a trained token."""
     folder = tmp_path / scenario
-    codes = launch_module(2, folder, "tests.trainer.uneven_run", scenario, str(folder))
-    assert codes == [0, 0], logs(folder)
+    assert group(2, lambda rank: uneven_run.main(scenario, str(folder)), folder) == [0, 0], logs(folder)
     assert logs(folder).count(f"{scenario}: as it should be") == 2

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from posttrain.rollout.vllm_engine.launcher import free_port
+from tests.forked import start_group, wait_for_group
+from tests.rollout import followed_servers
 from tests.rollout.served import echo_process, needs_uvicorn
-
-ROOT = Path(__file__).parents[2]
 
 
 @needs_uvicorn
@@ -20,7 +16,7 @@ def test_two_processes_ask_the_servers_that_the_first_one_feeds(tmp_path):
     server.start()
     try:
         server.wait_until_healthy()
-        said = _both(f"http://127.0.0.1:{server.port}", server._token)
+        said = _both(f"http://127.0.0.1:{server.port}", server._token, tmp_path / "rank")
     finally:
         server.close()
     for rank, one in enumerate(said):
@@ -29,22 +25,12 @@ def test_two_processes_ask_the_servers_that_the_first_one_feeds(tmp_path):
     assert "Process 0 could not send version 4" in said[1]["refused"]
 
 
-def _both(url: str, token: str) -> list[dict]:
-    started = []
-    port = free_port()
-    for rank in range(2):
-        world = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
-        environment = os.environ | {name: str(value) for name, value in world.items()}
-        command = [sys.executable, "-m", "tests.rollout.followed_servers", url, token]
-        started.append(
-            subprocess.Popen(
-                command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
+def _both(url: str, token: str, log: Path) -> list[dict]:
+    group = start_group(2, lambda rank: followed_servers.main(url, token), log)
+    wait_for_group(group)
     said = []
-    for process in started:
-        out, err = process.communicate(timeout=120)
-        lines = [line for line in out.splitlines() if line.startswith("FOUND")]
-        assert lines, err[-3000:]
+    for child in group:
+        lines = [line for line in child.output().splitlines() if line.startswith("FOUND")]
+        assert lines, child.output()[-3000:]
         said.append(json.loads(lines[0].removeprefix("FOUND")))
     return sorted(said, key=lambda one: one["rank"])

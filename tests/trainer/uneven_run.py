@@ -1,12 +1,9 @@
-"""One of two processes that have not the same to say: `-m tests.trainer.uneven_run SCENARIO FOLDER`."""
+"""What each of two processes does that have not the same to say."""
 
 from __future__ import annotations
 
 import datetime
-import os
-import sys
 
-import torch
 import torch.distributed as dist
 
 from posttrain import RLOOConfig, RLOOTrainer
@@ -81,15 +78,8 @@ def entropy(folder: str) -> None:
 SCENARIOS = {"metric": metric, "evaluation": evaluation, "rloo": rloo, "entropy": entropy}
 
 
-def main() -> None:
-    scenario, folder = sys.argv[1:]
-    torch.set_num_threads(1)
+def main(scenario: str, folder: str) -> None:
     dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
     SCENARIOS[scenario](folder)
     print(f"{scenario}: as it should be", flush=True)
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    os.environ["ACCELERATE_USE_CPU"] = "true"
-    main()

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +15,7 @@ from posttrain.trainer import checkpoint as files
 from posttrain.trainer.background_save import EXIT_CODE, CheckpointNotSaved
 from posttrain.trainer.step_file import StepFile
 from tests.cli.runs import folder_with_inputs, options_of
+from tests.forked import run_command
 from tests.trainer import resumable_run
 from tests.trust.test_disk import small_disk
 
@@ -137,11 +135,7 @@ def test_the_command_says_that_the_model_was_not_written(tmp_path):
             "        except OSError:\n            pass\n    return [float(len(text)) for text in completions]\n"
         )
         (folder / "run.yaml").write_text(yaml.safe_dump({**options_of("grpo"), "output_dir": str(disk / "run")}))
-        done = subprocess.run(
-            [sys.executable, "-m", "posttrain.cli.main", "grpo", "run.yaml"],
-            cwd=folder, capture_output=True, text=True, timeout=300,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        done = run_command("grpo", "run.yaml", cwd=folder)
         assert done.returncode == EXIT_CODE, done.stdout + done.stderr
         assert "Traceback" not in done.stderr
         assert "could not be written" in done.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +19,7 @@ from posttrain.view.questions import Question
 from posttrain.view.run_folder import open_runs
 from posttrain.view.summary import print_summary
 from tests.cli.runs import folder_with_inputs, options_of
+from tests.forked import run_command
 from tests.trainer.test_hub import ROOT, StandIn, running_stand_in
 
 PLANTED = {
@@ -61,8 +60,7 @@ def ran(words: list[str], home: Path, hub: StandIn) -> str:
         "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_TOKEN": PLANTED["HF_TOKEN"],
         "WANDB_API_KEY": PLANTED["WANDB_API_KEY"],
     }  # fmt: skip
-    command = [sys.executable, "-m", "posttrain.cli.main", *words]
-    done = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True, timeout=300)
+    done = run_command(*words, cwd=home, environment=environment)
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     return done.stdout + done.stderr
 
