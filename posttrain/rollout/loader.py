@@ -131,6 +131,8 @@ def pack_units(window: Window) -> dict[str, Any]:
 
 
 def unpack_units(packed: dict[str, Any]) -> Window:
+    if "sizes" not in packed:  # written by a version whose windows held samples
+        return [None if sample is None else (sample,) for sample in unpack_samples(packed)]
     samples = iter(unpack_samples(packed["samples"]))
     return [tuple(next(samples) for _ in range(size)) or None for size in packed["sizes"].tolist()]
 

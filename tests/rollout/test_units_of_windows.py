@@ -11,7 +11,7 @@ from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
-from posttrain.rollout.loader import pack_samples, unpack_samples
+from posttrain.rollout.loader import pack_samples, pack_units, unpack_samples, unpack_units
 from posttrain.rollout.rollout import ADVANTAGES
 from tests import tiny
 
@@ -73,6 +73,14 @@ def test_a_window_survives_its_checkpoint():
         assert np.array_equal(other.twin.trained, sample.twin.trained)
         assert other.twin.row == sample.row
     assert unpack_samples(pack_samples([None, None])) == [None, None]
+
+
+def test_a_window_of_a_version_that_kept_samples_is_read():
+    samples = [*pair(0, False), None]
+    assert [unit if unit is None else len(unit) for unit in unpack_units(pack_samples(samples))] == [1, 1, None]
+    units = [pair(0), None, pair(1)]
+    found = unpack_units(pack_units(units))
+    assert [unit if unit is None else [s.row for s in unit] for unit in found] == [[0, 0], None, [1, 1]]
 
 
 def test_slices_and_further_tokens_keep_columns_and_twins():
