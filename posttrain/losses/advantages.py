@@ -75,10 +75,13 @@ def incomparable(rewards: Tensor, groups: Tensor) -> Tensor:
 def batch_normalised(advantages: Tensor, masked: Tensor | None = None, epsilon: float = EPSILON) -> Tensor:
     """(A - mean) / (std + epsilon) over the batch, with the sample std; 0 for masked rows, which are in no statistic.
 
-    Advantages of groups have the mean 0 up to rounding, which is not subtracted: zeros stay exactly 0.
+    For advantages that compare completions with their group: these sum to 0 in every group, so their mean is 0 and is not computed.
+    What rounding leaves of it would be an advantage for groups that teach nothing.
     """
-    known = advantages if masked is None else advantages.masked_fill(masked, float("nan"))
-    return group_normalised(known, torch.zeros_like(known, dtype=torch.long), "group", epsilon)
+    known = advantages if masked is None else advantages.masked_fill(masked, 0)
+    others = len(known) - 1 if masked is None else (~masked).sum() - 1
+    std = (known.square().sum() / torch.as_tensor(others).clamp(min=1)).sqrt()
+    return known / (std + epsilon)
 
 
 def zero_variance(rewards: Tensor, groups: Tensor) -> Tensor:
