@@ -24,15 +24,20 @@ def folder(tmp_path):
 
 
 def by_both(folder, in_helper=lambda number: None):
-    """Builds a part by writing down who did; here, the first waits until a helper has taken one."""
+    """Builds a part by writing down who did. Here, the first waits until a helper has taken one; a helper waits until one was taken
+    here: it starts in 0.1 s, for which this process may well stand still."""
     here = os.getpid()
+
+    def takers():
+        return {int(path.name.split("-")[2]) for path in folder.glob("taken-*")}
 
     def build(number):
         (folder / f"taken-{number}-{os.getpid()}").touch()
         if os.getpid() != here:
+            eventually(lambda: here in takers())
             in_helper(number)
         else:
-            eventually(lambda: len({path.name.split("-")[2] for path in folder.glob("taken-*")}) > 1)
+            eventually(lambda: len(takers()) > 1)
 
     return build
 
@@ -118,9 +123,9 @@ def test_work_that_cannot_be_handed_over_is_done_here_and_said(folder, caplog):
     assert "cannot pickle '_thread.lock' object" in caplog.text
 
 
-def running_helpers():
-    children = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in children if "posttrain.data.part_workers" in child.cmdline()]
+def running_children():
+    """Numbers of them; a zombie has ended. A command line says less: a process that begins or ends has none."""
+    return {child.pid for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE}
 
 
 class Unreadable:
@@ -129,12 +134,13 @@ class Unreadable:
 
 
 def test_a_helper_that_cannot_read_its_work_is_done_without(folder, caplog):
-    thing, used = Unreadable(), []
+    thing, used, others = Unreadable(), [], running_children()
 
     def build(number):
         assert thing
         if number == 0:
-            eventually(lambda: not running_helpers())
+            eventually((folder / "error-0.txt").exists)
+            eventually(lambda: running_children() <= others)
 
     with caplog.at_level(logging.WARNING):
         build_parts(build, used.append, PARTS, 2, folder)
