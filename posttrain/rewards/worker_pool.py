@@ -37,6 +37,7 @@ class WorkerPool:
         self.options = options
         self.workers: list[WorkerProcess] = []
         self.queue: deque[tuple[bool, asyncio.Future[WorkerProcess]]] = deque()
+        self.ending: set[asyncio.Task[None]] = set()  # of workers that died
         self.restarts = 0
 
     async def call(self, call: PackedCall, alone: bool) -> dict[str, Any]:
@@ -92,6 +93,11 @@ class WorkerPool:
             raise
 
     def _with_room(self, shared: bool) -> WorkerProcess | None:
+        for worker in [worker for worker in self.workers if worker.in_flight == 0 and not worker.alive]:
+            self.workers.remove(worker)  # it died while it was idle: nobody releases it, and calls would wait for its place
+            task = asyncio.create_task(worker.kill())
+            self.ending.add(task)
+            task.add_done_callback(self.ending.discard)
         idle = [worker for worker in self.workers if worker.in_flight == 0 and worker.alive]
         if idle:
             return idle[0]
@@ -137,4 +143,4 @@ class WorkerPool:
 
     async def close(self) -> None:
         workers, self.workers = self.workers, []
-        await asyncio.gather(*(worker.kill() for worker in workers))
+        await asyncio.gather(*(worker.kill() for worker in workers), *self.ending)

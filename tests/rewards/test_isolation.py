@@ -11,12 +11,14 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from posttrain.rewards.reward import RewardOptions, RewardSet
 from posttrain.rewards.worker_process import new_number
 from tests.forked import Child
 from tests.rewards.faulty import acting, group, judged
+from tests.waiting import eventually
 
 ROOT = str(Path(__file__).parents[2])
 
@@ -229,7 +231,15 @@ def test_a_worker_that_is_killed_between_calls_costs_nothing():
             assert results.failures == []
             seen.append(int(results.values[0, 0]))
             os.kill(seen[-1], signal.SIGKILL)
+            eventually(lambda: has_ended(seen[-1]))  # or it may take the next call, and die of that
     assert len(set(seen)) == 3
+
+
+def has_ended(number):
+    try:
+        return psutil.Process(number).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def test_workers_are_replaced_after_some_calls():
