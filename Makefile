@@ -64,7 +64,7 @@ speed: $(STAMP)  ## against TRL 1.16.0 for speed and memory; SPEED="sft-0.5b --d
 
 SOAK_MINUTES ?= 60
 trust: $(STAMP)  ## the whole gradient matrix and the long fault suite, with an hour under fire (SOAK_MINUTES=60); the table is in runs/trust/report.md
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m trust --ignore tests/trust --durations=10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m trust --ignore tests/trust --timeout 0 --durations=10
 	OMP_NUM_THREADS=1 SOAK_MINUTES=$(SOAK_MINUTES) TRUST_REPORT=runs/trust/report.md \
 	$(BIN)/python -m pytest tests/trust -k "not short" --timeout 0 --durations=0 --durations-min=60
 

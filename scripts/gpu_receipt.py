@@ -32,6 +32,7 @@ PACKAGES = (
     "cloudpickle", "pytest", "iniconfig", "pluggy", "hypothesis", "sortedcontainers", "uvicorn", "gguf", "rich", "markdown-it-py",
     "mdurl", "pygments", "liger-kernel", "starlette", "anyio", "idna", "pydantic==2.14.3", "pydantic-core==2.50.4",
     "annotated-types", "typing-inspection", "typing-extensions", "prometheus_client", "httpcore", "h11", "certifi",
+    "pytest-timeout",
 )  # fmt: skip
 """What tests/gpu imports and a machine with torch, transformers, accelerate and peft may lack."""
 MOST_NAMED = 8

@@ -94,7 +94,9 @@ class WorkerPool:
 
     def _with_room(self, shared: bool) -> WorkerProcess | None:
         for worker in [worker for worker in self.workers if worker.in_flight == 0 and not worker.alive]:
-            self.workers.remove(worker)  # it died while it was idle: nobody releases it, and calls would wait for its place
+            self.workers.remove(
+                worker
+            )  # it died while it was idle: nobody releases it, and calls would wait for its place
             task = asyncio.create_task(worker.kill())
             self.ending.add(task)
             task.add_done_callback(self.ending.discard)
