@@ -1,6 +1,8 @@
 """What all requests together may take: completions in flight, and bytes of bodies."""
 
 import asyncio
+import itertools
+import threading
 import time
 
 import pytest
@@ -16,9 +18,17 @@ def group(n, prompts=1):
     return [{"ids": [1], "n": n}] * prompts
 
 
+async def until_in_flight(one, count):
+    """What was given up ends at the next step of the engine."""
+    end = time.monotonic() + 60
+    while one.server.thread.in_flight != count and time.monotonic() < end:
+        await asyncio.sleep(0.01)
+    assert one.server.thread.in_flight == count
+
+
 @pytest.mark.parametrize("route", ["/generate", "/score"])
 def test_never_more_in_flight_than_the_limit_however_requests_come(served, route):
-    one = served(options=ServerOptions(most_in_flight=10), step_seconds=0.05)
+    one = served(options=ServerOptions(most_in_flight=10))
     most = [0]
     step = one.engine.step
 
@@ -27,16 +37,27 @@ def test_never_more_in_flight_than_the_limit_however_requests_come(served, route
         return step()
 
     one.engine.step = watched
+    standing, all_asked = threading.Event(), threading.Event()
+
+    def stand_still(engine):
+        """Nothing ends before the last request has come."""
+        standing.set()
+        return all_asked.wait(60)
 
     async def go():
         if route == "/generate":
             bodies = [asked(f"r{i}", tokens=2, prompts=group(3)) for i in range(8)]
         else:
             bodies = [{"request_id": f"s{i}", "sequences": [{"ids": [1, 2]}] * 3} for i in range(8)]
-        replies = await asyncio.gather(*[one("POST", route, body) for body in bodies])
-        assert sorted(reply.status for reply in replies) == [200] * 3 + [429] * 5
-        refused = next(reply for reply in replies if reply.status == 429)
-        assert "9 completions are in flight and 3 more are asked for" in refused.json()["error"]
+        held = asyncio.ensure_future(asyncio.to_thread(one.server.thread.call, stand_still, 60))
+        await asyncio.to_thread(standing.wait, 60)
+        under_way = [asyncio.ensure_future(one("POST", route, body)) for body in bodies]
+        refused = [await reply for reply in itertools.islice(asyncio.as_completed(under_way), 5)]
+        assert [reply.status for reply in refused] == [429] * 5
+        assert "9 completions are in flight and 3 more are asked for" in refused[0].json()["error"]
+        all_asked.set()
+        assert await held
+        assert sorted([reply.status for reply in await asyncio.gather(*under_way)]) == [200] * 3 + [429] * 5
         assert one.server.thread.in_flight == 0
         assert (await one("POST", route, bodies[-1])).status == 200  # tried again, as a trainer does
 
@@ -62,28 +83,20 @@ def test_a_request_that_can_never_be_taken_is_refused_before_its_jobs_are_made(s
 def test_room_is_free_again_however_a_job_ends(served):
     one = served(options=ServerOptions(most_in_flight=4), step_seconds=0.01)
 
-    async def idle():
-        """What was given up ends at the next step of the engine."""
-        end = time.monotonic() + 5
-        while one.server.thread.in_flight and time.monotonic() < end:
-            await asyncio.sleep(0.01)
-        assert one.server.thread.in_flight == 0
-
     async def go():
         late = await one("POST", "/generate", asked("late", tokens=1000, prompts=group(4), deadline_s=0.1))
-        await idle()
+        await until_in_flight(one, 0)
         stale = await one("POST", "/generate", asked("stale", prompts=group(4), accept={"min": 5}))
-        await idle()
+        await until_in_flight(one, 0)
         one.engine.add, add = lambda job, adapter: 1 / 0, one.engine.add
         refused = await one("POST", "/generate", asked("refused", prompts=group(4)))
         one.engine.add = add
         assert (late.status, stale.status, refused.status) == (504, 409, 400)
-        await idle()
+        await until_in_flight(one, 0)
         assert (await one("POST", "/generate", asked("whole", prompts=group(4)))).status == 200
         assert one.server.thread.in_flight == 0
         running = [asyncio.ensure_future(one("POST", "/generate", asked(f"x{i}", tokens=1000))) for i in range(4)]
-        await asyncio.sleep(0.05)
-        assert one.server.thread.in_flight == 4
+        await until_in_flight(one, 4)
         await asyncio.to_thread(one.server.thread.stop)
         assert [reply.status for reply in await asyncio.gather(*running)] == [500] * 4
         assert one.server.thread.in_flight == 0
