@@ -24,9 +24,9 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # for tests.tiny's tokenizer
 
-from posttrain.cli.arguments import parse  # noqa: E402
-from posttrain.cli.assemble import trainer_of  # noqa: E402
-from posttrain.cli.explain import Explained  # noqa: E402
+from posttrain.cli.commands.explain import Explained  # noqa: E402
+from posttrain.cli.options.arguments import parse  # noqa: E402
+from posttrain.cli.running.assemble import trainer_of  # noqa: E402
 
 BOUND = 0.1
 SHAPES = {

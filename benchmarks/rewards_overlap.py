@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from posttrain.rewards.reward import Judged, RewardOptions, RewardRound, RewardSet
+from posttrain.rewards.reward_set import Judged, RewardOptions, RewardRound, RewardSet
 
 
 class Sleeping:

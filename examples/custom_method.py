@@ -8,7 +8,7 @@ from datasets import load_dataset
 from peft import LoraConfig
 
 from posttrain import BaseConfig, BaseTrainer, LossOutput, option
-from posttrain.data.row_formats import PREFERENCE
+from posttrain.data.rows.formats import PREFERENCE
 
 
 @dataclass

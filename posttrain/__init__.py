@@ -23,9 +23,9 @@ _HOMES = {
         "parse_response",
         "supports_tool_calling",
     ),
-    "posttrain.data.chat_templates": ("BUILT_IN_FORMATS", "use_chat_format"),
+    "posttrain.data.render.templates": ("BUILT_IN_FORMATS", "use_chat_format"),
     "posttrain.data.collate": ("Collator", "collate"),
-    "posttrain.data.dataset_helpers": (
+    "posttrain.data.trl_helpers": (
         "extract_prompt",
         "get_dataset_column_names",
         "is_conversational",
@@ -38,7 +38,7 @@ _HOMES = {
         "truncate_dataset",
         "unpair_preference_dataset",
     ),
-    "posttrain.data.renderer": ("Conversation", "RenderError", "Renderer"),
+    "posttrain.data.render.renderer": ("Conversation", "RenderError", "Renderer"),
     "posttrain.evaluation.spec": ("EvalSpec",),
     "posttrain.migration.script_arguments": (
         "DatasetMixtureConfig",
@@ -48,27 +48,27 @@ _HOMES = {
         "init_zero_verbose",
     ),
     "posttrain.migration.trl_parser": ("TrlParser",),
-    "posttrain.models.chat_template_clone": ("clone_chat_template",),
-    "posttrain.models.model_options": ("get_kbit_device_map", "get_peft_config", "get_quantization_config"),
-    "posttrain.models.reference": ("create_reference_model",),
-    "posttrain.rewards.accuracy": ("accuracy_reward", "reasoning_accuracy_reward"),
-    "posttrain.rewards.format": ("answer_format_reward", "think_format_reward"),
-    "posttrain.rewards.length": (
+    "posttrain.models.load.chat_template_clone": ("clone_chat_template",),
+    "posttrain.models.load.options": ("get_kbit_device_map", "get_peft_config", "get_quantization_config"),
+    "posttrain.models.load.reference": ("create_reference_model",),
+    "posttrain.rewards.builtin.accuracy": ("accuracy_reward", "reasoning_accuracy_reward"),
+    "posttrain.rewards.builtin.format": ("answer_format_reward", "think_format_reward"),
+    "posttrain.rewards.builtin.length": (
         "get_cosine_scaled_reward",
         "get_repetition_penalty_reward",
         "get_soft_overlong_punishment",
     ),
     "posttrain.trainer.base": ("BaseTrainer",),
-    "posttrain.trainer.callbacks": (
+    "posttrain.trainer.report.callbacks": (
         "BEMACallback",
         "LogCompletionsCallback",
         "RichProgressCallback",
         "SyncRefModelCallback",
     ),
-    "posttrain.trainer.config": ("BaseConfig", "option"),
-    "posttrain.trainer.online": ("OnlineTrainer",),
-    "posttrain.trainer.online_config": ("OnlineConfig",),
-    "posttrain.trainer.task_evals": ("TaskEvals",),
+    "posttrain.trainer.options.base": ("BaseConfig", "option"),
+    "posttrain.trainer.online_trainer": ("OnlineTrainer",),
+    "posttrain.trainer.options.online": ("OnlineConfig",),
+    "posttrain.trainer.report.task_evals": ("TaskEvals",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _HOME_OF |= {name: method.module for method in METHODS.values() for name in (method.config, method.trainer)}

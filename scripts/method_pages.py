@@ -10,7 +10,7 @@ import inspect
 import re
 from pathlib import Path
 
-from posttrain.data.row_formats import RowFormat
+from posttrain.data.rows.formats import RowFormat
 from posttrain.methods.table import METHODS, Method
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.run_options import GROUPS
+from posttrain.cli.options.run import GROUPS
 from posttrain.core.options import default_of, is_ours, is_refused
 from posttrain.methods.table import METHODS, Method
-from posttrain.trainer.config import BaseConfig
+from posttrain.trainer.options.base import BaseConfig
 
 FILE = Path(__file__).resolve().parents[1] / "posttrain" / "cli" / "options.json"
 PLAIN = {bool: "bool", int: "int", float: "float", str: "str", dict: "dict", type(None): "none"}

@@ -13,7 +13,7 @@ import xml.etree.ElementTree as ET
 from collections import Counter
 from pathlib import Path
 
-from posttrain.cli.option_table import method_names
+from posttrain.cli.options.table import method_names
 from scripts import gpu_receipt
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "support.md"

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import Qwen2Config
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
-from posttrain.models.fused_lora import fuse_lora
+from posttrain.models.layers.fused_lora import fuse_lora
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

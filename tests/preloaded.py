@@ -17,7 +17,7 @@ import transformers.trainer  # noqa: F401
 
 import posttrain
 
-NOT_OF_A_RUN = ("posttrain.integrations", "posttrain.serve", "posttrain.rollout.vllm_engine")
+NOT_OF_A_RUN = ("posttrain.integrations", "posttrain.serve", "posttrain.rollout.engines.vllm")
 
 for _module in pkgutil.walk_packages(posttrain.__path__, "posttrain."):
     if not _module.name.startswith(NOT_OF_A_RUN) and not _module.name.endswith("__main__"):

@@ -10,7 +10,7 @@ import pytest
 
 import posttrain
 import posttrain.rewards
-from posttrain.cli.named_objects import reward_named
+from posttrain.cli.running.named_objects import reward_named
 from posttrain.methods.table import METHODS
 from posttrain.rewards import BUILT_IN_REWARDS
 

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from posttrain.data.chat_templates import use_chat_format
+from posttrain.data.render.templates import use_chat_format
 
 SHAPE = {
     "hidden_size": 16,

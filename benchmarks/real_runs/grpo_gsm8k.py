@@ -22,7 +22,7 @@ from datasets import Dataset
 from transformers import TrainerCallback
 
 from posttrain import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from posttrain.rollout.engine import Prompt, SamplingParams, generate
+from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
 
 MARK = "####"  # of the answer, in GSM8K
 COMPLETION = 256

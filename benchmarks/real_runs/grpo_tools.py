@@ -23,8 +23,8 @@ from typing import Any
 from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from posttrain.rollout.rollout_store import read_rollouts
-from posttrain.rollout.tools import Toolbox
+from posttrain.rollout.episodes.tools import Toolbox
+from posttrain.rollout.store import read_rollouts
 
 HELD_OUT, DRAWN = 128, 4
 

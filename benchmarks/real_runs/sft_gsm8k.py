@@ -16,7 +16,7 @@ import torch
 from datasets import Dataset
 
 from posttrain import SFTConfig, SFTTrainer
-from posttrain.models.token_scores import score_tokens
+from posttrain.models.scoring.token_scores import score_tokens
 
 
 def read(path: Path, count: int | None) -> Dataset:

@@ -75,7 +75,13 @@ class Identity(nn.Module):
 
 def posttrain(stats: tuple[str, ...] = ()) -> Loss:
     def loss(hidden: Tensor, head: nn.Linear, targets: Tensor) -> Tensor:
-        from posttrain.models.token_scores import TOKEN_STATS, Measure, ScoreRequest, TokenQuestion, install_scores
+        from posttrain.models.scoring.token_scores import (
+            TOKEN_STATS,
+            Measure,
+            ScoreRequest,
+            TokenQuestion,
+            install_scores,
+        )
 
         model = Identity(hidden, head)
         install_scores(model)

@@ -8,45 +8,54 @@ import sys
 from posttrain.cli.errors import EXIT_CODE, UsageError, nearest, planned
 from posttrain.core.secrets import hidden_text
 
-TRAIN = "posttrain.cli.train"
+TRAIN = "posttrain.cli.commands.train"
 INTERRUPTED = 130
 """What shells expect of a command that Control-C has ended."""
 
 COMMANDS = {
     "check": (
-        "posttrain.cli.check",
+        "posttrain.cli.commands.check",
         "look at the data of a run before it costs anything: token by token, and what is wrong",
     ),
-    "completion": ("posttrain.cli.completion", "a script with which bash, zsh or fish complete commands and options"),
-    "demo": ("posttrain.cli.demo", "post-train a real 135M model on embedded data and show what changed"),
-    "doctor": ("posttrain.cli.doctor", "what works on this machine, and what to type next"),
-    "env": ("posttrain.cli.env", "versions and devices, for bug reports"),
+    "completion": (
+        "posttrain.cli.commands.completion",
+        "a script with which bash, zsh or fish complete commands and options",
+    ),
+    "demo": ("posttrain.cli.commands.demo", "post-train a real 135M model on embedded data and show what changed"),
+    "doctor": ("posttrain.cli.commands.doctor", "what works on this machine, and what to type next"),
+    "env": ("posttrain.cli.commands.env", "versions and devices, for bug reports"),
     "explain": (
-        "posttrain.cli.explain",
+        "posttrain.cli.commands.explain",
         "the arithmetic of a run before it begins: steps, tokens, loss, work and memory",
     ),
-    "schema": ("posttrain.cli.schema", "a JSON Schema of a method's file of options, for editors"),
-    "sweep": ("posttrain.cli.sweep", "one run after another over values of any options; a table and a plot at the end"),
+    "schema": ("posttrain.cli.commands.schema", "a JSON Schema of a method's file of options, for editors"),
+    "sweep": (
+        "posttrain.cli.commands.sweep",
+        "one run after another over values of any options; a table and a plot at the end",
+    ),
     "view": (
-        "posttrain.cli.view",
+        "posttrain.cli.commands.view",
         "curves and rollouts of runs: a page on this machine, a terminal summary or a report",
     ),
-    "eval": ("posttrain.cli.eval", "answer prompts with a model and judge the answers: pass@k with intervals"),
+    "eval": ("posttrain.cli.commands.eval", "answer prompts with a model and judge the answers: pass@k with intervals"),
     "export": (
-        "posttrain.cli.export",
+        "posttrain.cli.commands.export",
         "a trained model as merged weights, an adapter or GGUF, checked against what was trained",
     ),
-    "chat": ("posttrain.cli.chat", "talk to a model in the terminal"),
-    "launch": ("posttrain.cli.jobs", "write, and submit, the job of a run for Slurm, SkyPilot or Kubernetes"),
-    "rollouts": ("posttrain.cli.rollouts", "what a run of GRPO or RLOO has written, as rows for SFT or DPO"),
-    "run": ("posttrain.cli.run", "run a script written for TRL, its imports answered by posttrain"),
-    "vllm-serve": ("posttrain.cli.serve", "write completions for trainers with vLLM, in an environment of its own"),
+    "chat": ("posttrain.cli.commands.chat", "talk to a model in the terminal"),
+    "launch": ("posttrain.cli.commands.jobs", "write, and submit, the job of a run for Slurm, SkyPilot or Kubernetes"),
+    "rollouts": ("posttrain.cli.commands.rollouts", "what a run of GRPO or RLOO has written, as rows for SFT or DPO"),
+    "run": ("posttrain.cli.commands.run", "run a script written for TRL, its imports answered by posttrain"),
+    "vllm-serve": (
+        "posttrain.cli.commands.serve",
+        "write completions for trainers with vLLM, in an environment of its own",
+    ),
 }
 
 
 def commands() -> dict[str, tuple[str, str]]:
     """Name -> (module, what it does): a command for every method of METHODS, and the others."""
-    from posttrain.cli.option_table import method_names
+    from posttrain.cli.options.table import method_names
 
     return {name: (TRAIN, f"train: {summary}") for name, summary in method_names().items()} | COMMANDS
 

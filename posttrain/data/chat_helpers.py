@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from posttrain.data import template_checks
-from posttrain.data.conversation import Conversation, RenderError, is_assistant, join_completion
-from posttrain.data.marks import common_prefix
-from posttrain.data.renderer import Renderer
+from posttrain.data.render import template_checks
+from posttrain.data.render.conversation import Conversation, RenderError, is_assistant, join_completion
+from posttrain.data.render.marks import common_prefix
+from posttrain.data.render.renderer import Renderer
 
 Messages = list[dict[str, Any]]
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from posttrain.core.processes import of_every_process
-from posttrain.data.byte_decoding import text_decoder
+from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.evaluation.result import Answers, EvalResult
 from posttrain.evaluation.spec import EvalSpec
 from posttrain.losses.advantages import weighted_rewards
-from posttrain.rewards.reward import RewardSet
+from posttrain.rewards.reward_set import RewardSet
 from posttrain.rollout.collector import Judging
-from posttrain.rollout.engine import ENGINES, RolloutEngine
-from posttrain.rollout.episodes import SingleTurn, run_episodes
+from posttrain.rollout.engines.protocol import ENGINES, RolloutEngine
+from posttrain.rollout.episodes.episode import SingleTurn, run_episodes
 from posttrain.rollout.prompt_rows import PromptRows
 from posttrain.rollout.rollout import Request, Rollout
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from posttrain.data.prepare import PrepareOptions, prepare_dataset
-from posttrain.data.renderer import Renderer
-from posttrain.data.row_formats import PROMPT_ONLY
-from posttrain.data.sources import DatasetSource, load_source
-from posttrain.rewards.invoke import OURS, Wants
-from posttrain.rewards.reward import reward_name
-from posttrain.rollout.engine import SamplingParams
+from posttrain.data.render.renderer import Renderer
+from posttrain.data.rows.formats import PROMPT_ONLY
+from posttrain.data.sources.named import DatasetSource, load_source
+from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.rewards.reward_set import reward_name
+from posttrain.rewards.runtime.invoke import OURS, Wants
+from posttrain.rollout.engines.protocol import SamplingParams
 from posttrain.rollout.prompt_rows import PromptRows
 
 NAME = re.compile(r"[\w.@+-]+")

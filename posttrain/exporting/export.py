@@ -21,9 +21,9 @@ from posttrain.exporting.gguf_file import GGUF_TYPES, check_gguf, family_of, the
 from posttrain.exporting.gguf_tokenizer import described
 from posttrain.exporting.verification import BOUNDS, ExportRefused, Recorded, Verified, check_answers, record, verify
 from posttrain.exporting.weight_files import check_weights, write_weights
-from posttrain.models.load import innermost_model
-from posttrain.models.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SavedModel, find_saved
-from posttrain.models.weight_export import exported_weights, untied_weights
+from posttrain.models.load.model import innermost_model
+from posttrain.models.load.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SavedModel, find_saved
+from posttrain.models.load.weight_export import exported_weights, untied_weights
 
 MERGED, ADAPTER, GGUF = "merged", "adapter", "gguf"
 GGUF_NAME = "model-{kind}.gguf"

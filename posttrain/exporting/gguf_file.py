@@ -18,8 +18,8 @@ from torch import nn
 
 from posttrain.exporting.gguf_tokenizer import write_tokenizer
 from posttrain.exporting.verification import ExportRefused
-from posttrain.models.load import innermost_model
-from posttrain.models.weight_export import exported_weights
+from posttrain.models.load.model import innermost_model
+from posttrain.models.load.weight_export import exported_weights
 
 GGUF_TYPES = ("float32", "float16", "bfloat16", "q8_0")
 TYPE_NAMES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posttrain.models.heads import CAUSAL_LM
-from posttrain.models.load import innermost_model
-from posttrain.models.merged_layers import sources_of
-from posttrain.rollout.model_state import as_for_generation, inference
-from posttrain.rollout.vllm_engine.sync_probe import SyncProbe, scored_by
+from posttrain.models.load.merged_layers import sources_of
+from posttrain.models.load.model import innermost_model
+from posttrain.models.scoring.heads import CAUSAL_LM
+from posttrain.rollout.engines.model_state import as_for_generation, inference
+from posttrain.rollout.engines.vllm.sync_probe import SyncProbe, scored_by
 
 BOUNDS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1, "q8_0": 0.3}
 """Mean difference of log-probs that is still rounding, by how the weights were written. The batch is random tokens, after which

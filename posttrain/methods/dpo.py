@@ -12,17 +12,17 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
-from posttrain.data.row_formats import PREFERENCE, TOKENISED_PREFERENCE
+from posttrain.data.rows.formats import PREFERENCE, TOKENISED_PREFERENCE
 from posttrain.losses.coupled import Coupling, coupled_coefficients
 from posttrain.losses.formulas import PREFERENCE_FORMULAS, SCORE_FORMULAS, Formula, Totals, filled, number
 from posttrain.losses.named_options import call, function_name, unused_options
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES, check_preference_losses, preference_loss
 from posttrain.trainer.base import BaseTrainer
-from posttrain.trainer.config import BaseConfig, SharedPromptsConfig, check_range, option
-from posttrain.trainer.gathering import gathered_rows
-from posttrain.trainer.model_card import Paper
-from posttrain.trainer.reference_setup import ReferenceConfig, make_reference
+from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig, check_range, option
+from posttrain.trainer.references.setup import ReferenceConfig, make_reference
+from posttrain.trainer.report.model_card import Paper
+from posttrain.trainer.step.gathering import gathered_rows
 
 LOSS_OPTIONS = ("label_smoothing", "discopop_tau")
 """Options that only some losses read; setting one that none of the chosen losses reads is an error."""

@@ -15,15 +15,15 @@ from posttrain.losses.entropy import EntropyController, entropy_bonus, entropy_t
 from posttrain.losses.formulas import ADVANTAGE_FORMULAS, Formula, Totals, number, policy_formula
 from posttrain.losses.importance import check_correction, off_policy_mask, sampler_correction, sampling_metrics
 from posttrain.losses.policy import POLICY_LOSSES, PolicyTokens, check_policy_loss, policy_loss
-from posttrain.models.token_scores import score_tokens
+from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rollout.collector import GroupTable
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
-from posttrain.trainer.agents import make_agents, refuse_agent_options
-from posttrain.trainer.config import check_choice, check_range, option
-from posttrain.trainer.gathering import gathered_values
-from posttrain.trainer.model_card import Paper
-from posttrain.trainer.online import OnlineTrainer
-from posttrain.trainer.online_config import OnlineConfig
+from posttrain.trainer.online.agents import make_agents, refuse_agent_options
+from posttrain.trainer.online_trainer import OnlineTrainer
+from posttrain.trainer.options.base import check_choice, check_range, option
+from posttrain.trainer.options.online import OnlineConfig
+from posttrain.trainer.report.model_card import Paper
+from posttrain.trainer.step.gathering import gathered_values
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 LOSS_OPTIONS = tuple(

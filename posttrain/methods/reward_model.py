@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
-from posttrain.data.row_formats import SCORED_PREFERENCE, TOKENISED_SCORED_PREFERENCE
+from posttrain.data.rows.formats import SCORED_PREFERENCE, TOKENISED_SCORED_PREFERENCE
 from posttrain.losses.formulas import REWARD_FORMULAS, Formula, Totals, number
 from posttrain.losses.reward import bradley_terry, centring, reward_metrics
-from posttrain.models.heads import score_sequences
-from posttrain.models.load import SEQUENCE_REWARD
+from posttrain.models.load.model import SEQUENCE_REWARD
+from posttrain.models.scoring.heads import score_sequences
 from posttrain.trainer.base import BaseTrainer
-from posttrain.trainer.config import BaseConfig, SharedPromptsConfig, check_range, option
-from posttrain.trainer.model_card import Paper
+from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig, check_range, option
+from posttrain.trainer.report.model_card import Paper
 
 
 @dataclass

@@ -15,13 +15,13 @@ from posttrain.losses.advantages import batch_normalised, incomparable, leave_on
 from posttrain.losses.formulas import ADVANTAGE_FORMULAS, Formula, Totals, filled, number, policy_formula
 from posttrain.losses.kl import k1
 from posttrain.losses.policy import PolicyTokens, check_policy_loss, policy_loss
-from posttrain.models.reference import PRECOMPUTED
+from posttrain.models.load.reference import PRECOMPUTED
 from posttrain.rollout.collector import GroupTable
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
-from posttrain.trainer.config import check_range, option
-from posttrain.trainer.model_card import Paper
-from posttrain.trainer.online import OnlineTrainer
-from posttrain.trainer.online_config import OnlineConfig
+from posttrain.trainer.online_trainer import OnlineTrainer
+from posttrain.trainer.options.base import check_range, option
+from posttrain.trainer.options.online import OnlineConfig
+from posttrain.trainer.report.model_card import Paper
 
 
 @dataclass

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import SUMMED, LossOutput, LossTerm, TokenScores
-from posttrain.data.packing import PACKING_STRATEGIES
-from posttrain.data.row_formats import LANGUAGE_MODELLING, PROMPT_COMPLETION, TOKENISED
+from posttrain.data.rows.formats import LANGUAGE_MODELLING, PROMPT_COMPLETION, TOKENISED
+from posttrain.data.store.packing import PACKING_STRATEGIES
 from posttrain.losses.formulas import SUPERVISED_FORMULAS, Formula, Totals, filled
 from posttrain.losses.supervised import dft, label_smoothed_nll, nll
-from posttrain.models.token_scores import score_tokens
+from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.trainer.base import BaseTrainer
-from posttrain.trainer.config import BaseConfig, check_choice, check_range, option
+from posttrain.trainer.options.base import BaseConfig, check_choice, check_range, option
 
 LOSS_ALIASES = {"chunked_nll": "nll"}
 PACKING_ALIASES = {"bfd-requeue": "bfd_split"}

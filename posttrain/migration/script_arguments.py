@@ -9,10 +9,10 @@ from typing import Any
 import datasets
 
 from posttrain.core.options import option
-from posttrain.data.dataset_options import DatasetOptions
-from posttrain.data.mixtures import load_mixture
-from posttrain.data.sources import DatasetSource
-from posttrain.models.model_options import ModelOptions
+from posttrain.data.sources.mixtures import load_mixture
+from posttrain.data.sources.named import DatasetSource
+from posttrain.data.sources.options import DatasetOptions
+from posttrain.models.load.options import ModelOptions
 
 
 @dataclass

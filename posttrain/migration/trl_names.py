@@ -15,7 +15,7 @@ from posttrain.methods.table import PLANNED
 
 PLACES: dict[str, str] = {
     "DatasetConfig": "posttrain.migration.script_arguments",
-    "disable_dropout_in_model": "posttrain.models.load",
+    "disable_dropout_in_model": "posttrain.models.load.model",
 }
 """Names of TRL's that `posttrain` itself does not have -> where they are."""
 RENAMED = {"disable_dropout_in_model": "disable_dropout"}

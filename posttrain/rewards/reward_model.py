@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from posttrain.core.batch import PADDED, TokenBatch
 from posttrain.core.sample import Sample
 from posttrain.data.collate import collate, split_by_tokens
-from posttrain.data.conversation import Conversation, RenderError, is_assistant, join_completion
-from posttrain.data.renderer import Renderer
-from posttrain.models.heads import HEAD_NAMES, score_sequences
-from posttrain.models.load import (
+from posttrain.data.render.conversation import Conversation, RenderError, is_assistant, join_completion
+from posttrain.data.render.renderer import Renderer
+from posttrain.models.load.model import (
     SEQUENCE_REWARD,
     LoadOptions,
     innermost_model,
@@ -34,10 +33,11 @@ from posttrain.models.load import (
     load_pretrained,
     load_tokenizer,
 )
-from posttrain.models.probe import TOLERANCE
-from posttrain.rewards.invoke import ERROR, INVALID
-from posttrain.rewards.outcomes import Outcomes
-from posttrain.rewards.results import Judged
+from posttrain.models.scoring.heads import HEAD_NAMES, score_sequences
+from posttrain.models.scoring.probe import TOLERANCE
+from posttrain.rewards.runtime.invoke import ERROR, INVALID
+from posttrain.rewards.runtime.outcomes import Outcomes
+from posttrain.rewards.runtime.results import Judged
 
 ROLES = ("text",)
 PROBE_TEXTS = ("Is this so?", "It is, and it has been so for a long time.")

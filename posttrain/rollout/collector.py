@@ -19,11 +19,11 @@ from torch import Tensor
 from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Sample, Unit
 from posttrain.losses.advantages import weighted_rewards
-from posttrain.rewards.results import joined_results
-from posttrain.rewards.reward import Judged, RewardResults, RewardSet
-from posttrain.rollout.engine import SamplingParams
+from posttrain.rewards.reward_set import Judged, RewardResults, RewardSet
+from posttrain.rewards.runtime.results import joined_results
+from posttrain.rollout.engines.protocol import SamplingParams
+from posttrain.rollout.episodes.writing import AnyRows, Writer
 from posttrain.rollout.rollout import Request, Rollout
-from posttrain.rollout.writing import AnyRows, Writer
 
 ENOUGH_TO_STOP = 8  # completions; where all of fewer fail, it may be bad luck
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.data.collate import Collator
 from posttrain.rollout.collector import Collected, RolloutCollector
-from posttrain.rollout.engine import SamplingParams
+from posttrain.rollout.engines.protocol import SamplingParams
 from posttrain.rollout.loader import units_of
 from posttrain.rollout.prompt_rows import PromptRows
 from posttrain.rollout.rollout import Request

@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 
 from posttrain.core.sample import Unit
-from posttrain.data.prepare import PreparedDataset
-from posttrain.data.row_formats import Detection
+from posttrain.data.rows.formats import Detection
+from posttrain.data.store.prepare import PreparedDataset
 
 ROWS_HASHED = 256
 

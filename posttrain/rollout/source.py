@@ -13,12 +13,12 @@ from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Sample
 from posttrain.losses.advantages import replay_scores, zero_variance
 from posttrain.rollout.collector import Collected, MethodHooks, RolloutCollector, joined
-from posttrain.rollout.engine import SamplingParams
+from posttrain.rollout.engines.protocol import SamplingParams
+from posttrain.rollout.episodes.writing import AnyRows
 from posttrain.rollout.loader import Window
 from posttrain.rollout.replay_buffer import ReplayBuffer
 from posttrain.rollout.rollout import Request, Rollout
 from posttrain.rollout.schedule import Schedule
-from posttrain.rollout.writing import AnyRows
 
 
 class PromptOrder(Protocol):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from posttrain.core.sample import Unit
-from posttrain.data.streaming import PreparedStream
+from posttrain.data.store.streaming import PreparedStream
 from posttrain.rollout.prompt_rows import PromptRow, prompt_row
 
 

@@ -23,31 +23,31 @@ from posttrain.core.batch import PADDED, Passes, StepTotals, TokenBatch, passes_
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.data.collate import Collator
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
-from posttrain.data.preparation_report import PreparationReport
-from posttrain.data.prepare import PrepareOptions, prepare_dataset
-from posttrain.data.row_formats import RowFormat
+from posttrain.data.rows.formats import RowFormat
+from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.store.report import PreparationReport
 from posttrain.losses.formulas import Formula, Totals
-from posttrain.models.activation_offloading import offloaded_activations
-from posttrain.models.adapters import adapter_settings
-from posttrain.models.checkpointing import allow_selective_checkpointing
-from posttrain.models.load import CAUSAL_LM, LoadOptions, load_model, load_tokenizer
-from posttrain.models.memory import EIGHT_BIT
-from posttrain.models.reference import Reference
-from posttrain.models.token_scores import score_tokens
-from posttrain.trainer.adam8bit import adamw_8bit
-from posttrain.trainer.checkpoint import refuse_unwritable
-from posttrain.trainer.config import BaseConfig, SharedPromptsConfig
-from posttrain.trainer.display import display_callbacks
-from posttrain.trainer.evaluation import EvaluatingTrainer
-from posttrain.trainer.hub import HubTrainer
-from posttrain.trainer.memory_fit import fit_memory
-from posttrain.trainer.metrics import MetricStore
-from posttrain.trainer.model_card import Paper, write_model_card
-from posttrain.trainer.optimizer import FiniteSteps, MasterWeights, has_low_precision
-from posttrain.trainer.persistence import PersistentTrainer, RunLifecycle
-from posttrain.trainer.run_state import RunIdentity, load_method_state, save_method_state
-from posttrain.trainer.skipped import SkippedSteps
-from posttrain.trainer.tokenizer import adopt_vocabulary, prepare_tokenizer, renderer_of
+from posttrain.models.layers.checkpointing import allow_selective_checkpointing
+from posttrain.models.load.adapters import adapter_settings
+from posttrain.models.load.model import CAUSAL_LM, LoadOptions, load_model, load_tokenizer
+from posttrain.models.load.reference import Reference
+from posttrain.models.memory.activation_offloading import offloaded_activations
+from posttrain.models.memory.fit import EIGHT_BIT
+from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.trainer.checkpoints.checkpoint import refuse_unwritable
+from posttrain.trainer.checkpoints.hub import HubTrainer
+from posttrain.trainer.checkpoints.persistence import PersistentTrainer, RunLifecycle
+from posttrain.trainer.checkpoints.run_state import RunIdentity, load_method_state, save_method_state
+from posttrain.trainer.checkpoints.tokenizer import adopt_vocabulary, prepare_tokenizer, renderer_of
+from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig
+from posttrain.trainer.plan.memory_fit import fit_memory
+from posttrain.trainer.report.display import display_callbacks
+from posttrain.trainer.report.evaluation import EvaluatingTrainer
+from posttrain.trainer.report.model_card import Paper, write_model_card
+from posttrain.trainer.step.adam8bit import adamw_8bit
+from posttrain.trainer.step.metrics import MetricStore
+from posttrain.trainer.step.optimizer import FiniteSteps, MasterWeights, has_low_precision
+from posttrain.trainer.step.skipped import SkippedSteps
 
 STAT_METRICS = {"entropy": "entropy", "is_most_likely": "mean_token_accuracy"}
 """Token statistics that every language-model method logs, and TRL's names for them."""

@@ -91,7 +91,7 @@ def preview(run: RunFolder, given: list[str], number: int, start: int) -> Json:
 
 
 def _dataset_rows(source: Source, start: int, tokenizer: TokenText | None) -> Json:
-    from posttrain.data.sources import SourceError, load_source  # takes a second, and only this needs it
+    from posttrain.data.sources.named import SourceError, load_source  # takes a second, and only this needs it
 
     start = min(start, MOST_ROWS)
     try:
@@ -118,7 +118,7 @@ def _left_out_rows(source: Source, start: int, tokenizer: TokenText | None) -> J
 
 
 def _prepared_rows(source: Source, start: int, tokenizer: TokenText | None) -> Json:
-    from posttrain.data.token_store import DamagedStoreError, TokenStore
+    from posttrain.data.store.token_store import DamagedStoreError, TokenStore
 
     assert source.path is not None
     try:

@@ -20,7 +20,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from posttrain.rollout.rollout_store import FILE_SCHEMA, FOLDER, STEP_FOLDER, verify
+from posttrain.rollout.store import FILE_SCHEMA, FOLDER, STEP_FOLDER, verify
 
 Stamp = tuple[int, int]  # time of the last change (ns), bytes
 Record = dict[str, Any]

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from posttrain.core.config_file import VARIABLES
-from posttrain.models import load
+from posttrain.models.load import model as load
 from tests.cli.runs import folder_with_inputs, options_of, posttrain
 
 LAUGHS, NINE_LINES = (

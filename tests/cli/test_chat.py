@@ -9,8 +9,8 @@ import sys
 import pytest
 from jinja2 import TemplateError
 
-from posttrain.cli import chat as chatting
-from posttrain.cli.chat import Chat
+from posttrain.cli.commands import chat as chatting
+from posttrain.cli.commands.chat import Chat
 from tests.cli.runs import folder_with_inputs, posttrain
 
 

@@ -60,9 +60,10 @@ def _nobody_outlives_a_failed_test():
             process.wait()
 
 
-def until(condition, seconds=120.0):
+def until(condition, process=None, seconds=120.0):
     end = time.monotonic() + seconds
     while not (found := condition()):
+        assert process is None or process.poll() is None, "the process ended before it happened"
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.05)
     return found
@@ -70,9 +71,9 @@ def until(condition, seconds=120.0):
 
 def with_a_child(folder, kind):
     (folder / "child.py").write_text(CHILD)
-    code = f"import sys; from posttrain.cli import launch; sys.exit(launch.run([sys.executable, 'child.py', {kind!r}], {{}}))"
+    code = f"import sys; from posttrain.cli.commands.launch import run; sys.exit(run([sys.executable, 'child.py', {kind!r}], {{}}))"
     process = started(folder, sys.executable, "-c", code, stderr=subprocess.PIPE, text=True)
-    until((folder / "started").exists)
+    until((folder / "started").exists, process)
     return process, [int(pid) for pid in (folder / "started").read_text().split()]
 
 
@@ -113,11 +114,11 @@ sys.exit(command.wait())
 def test_below_a_launcher_that_dies_of_the_signal_the_run_saves(tmp_path, outer):
     (tmp_path / "child.py").write_text(CHILD)
     (tmp_path / "launcher.py").write_text(LAUNCHER)
-    code = "import sys; from posttrain.cli import launch; sys.exit(launch.run([sys.executable, 'launcher.py'], {}))"
+    code = "import sys; from posttrain.cli.commands import launch; sys.exit(launch.run([sys.executable, 'launcher.py'], {}))"
     (tmp_path / "command.py").write_text(code)
     (tmp_path / "container.py").write_text(CONTAINER)
     process = started(tmp_path, sys.executable, outer, stderr=subprocess.PIPE, text=True)
-    until((tmp_path / "started").exists)
+    until((tmp_path / "started").exists, process)
     inner = int((tmp_path / "pid").read_text()) if outer == "container.py" else process.pid
     os.kill(inner, signal.SIGTERM)
     told = process.communicate(timeout=120)[1]
@@ -139,7 +140,7 @@ def test_a_second_control_c_kills_the_whole_tree(tmp_path):
 
 
 def test_exit_codes_of_children_are_handed_on(tmp_path):
-    code = "import sys; from posttrain.cli import launch; sys.exit(launch.run([sys.executable, '-c', {!r}], {{}}))"
+    code = "import sys; from posttrain.cli.commands import launch; sys.exit(launch.run([sys.executable, '-c', {!r}], {{}}))"
     for script, wanted in (("exit(0)", 0), ("exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)):
         assert started(tmp_path, sys.executable, "-c", code.format(script)).wait(timeout=60) == wanted
 
@@ -158,7 +159,7 @@ def long_run(**changes):
 def test_control_c_in_one_process_saves_and_prints_no_traceback(folder):
     command = [sys.executable, "-m", "posttrain.cli.main", "sft", *flags(long_run())]
     process = started(folder, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    until(lambda: len(logged_steps(folder / "out-sft")) > 2)
+    until(lambda: len(logged_steps(folder / "out-sft")) > 2, process)
     os.killpg(process.pid, signal.SIGINT)
     told = process.communicate(timeout=120)[0]
     assert process.returncode == 130, told
@@ -174,7 +175,7 @@ def test_two_processes_without_a_gpu_are_one_run_and_control_c_saves_it(folder):
         folder, sys.executable, "-m", "posttrain.cli.main", "sft", *flags(options),
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    until(lambda: process.poll() is not None or len(logged_steps(folder / "out-sft")) > 2, 120)
+    until(lambda: len(logged_steps(folder / "out-sft")) > 2, process)
     below = psutil.Process(process.pid).children(recursive=True)
     assert len(below) >= 3  # torchrun and two workers
     os.killpg(process.pid, signal.SIGINT)

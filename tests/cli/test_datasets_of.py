@@ -7,9 +7,9 @@ import json
 import pytest
 import yaml
 
-from posttrain.cli.arguments import RunConfig, parse
-from posttrain.cli.datasets_of import datasets_of
 from posttrain.cli.errors import UsageError
+from posttrain.cli.options.arguments import RunConfig, parse
+from posttrain.cli.running.datasets_of import datasets_of
 from tests.cli.runs import flags, options_of, posttrain
 
 

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from posttrain.cli import demo
+from posttrain.cli.commands import demo
 from tests import tiny
 from tests.forked import Child
 

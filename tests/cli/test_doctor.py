@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from posttrain.cli import doctor
+from posttrain.cli.commands import doctor
 from tests.cli.runs import posttrain
 
 

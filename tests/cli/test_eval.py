@@ -8,8 +8,8 @@ import sys
 import pytest
 import yaml
 
-from posttrain.cli import eval as evaluating
-from posttrain.models import load
+from posttrain.cli.commands import eval as evaluating
+from posttrain.models.load import model as load
 from tests.cli.runs import REWARD, folder_with_inputs, options_of, posttrain
 from tests.forked import start_group, wait_for_group
 
@@ -144,7 +144,7 @@ def no_model(monkeypatch):
         raise AssertionError("a model was loaded")
 
     monkeypatch.setattr(load, "load_pretrained", refuse)
-    monkeypatch.setattr("posttrain.models.saved_model.load_pretrained", refuse)
+    monkeypatch.setattr("posttrain.models.load.saved_model.load_pretrained", refuse)
     monkeypatch.setattr("posttrain.trainer.base.load_model", refuse)
 
 

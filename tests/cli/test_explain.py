@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.cli.arguments import parse
-from posttrain.cli.assemble import trainer_of
-from posttrain.cli.explain import Explained
-from posttrain.cli.explain_text import counts_lines
-from posttrain.cli.needs import notes_on_servers
+from posttrain.cli.commands.explain import Explained
+from posttrain.cli.commands.explain_text import counts_lines
+from posttrain.cli.options.arguments import parse
+from posttrain.cli.options.needs import notes_on_servers
+from posttrain.cli.running.assemble import trainer_of
 from tests.cli import test_broken_configs as broken
 from tests.cli.runs import flags, folder_with_inputs, options_of, posttrain
 
@@ -314,7 +314,7 @@ def test_what_the_run_will_not_find_is_said(here, capsys, monkeypatch):
 
 def test_a_server_that_shares_the_gpu_is_said(here, monkeypatch):
     changes = {**GROUPS, "use_vllm": True, "vllm_mode": "server"}
-    monkeypatch.setattr("posttrain.cli.launch.visible_gpus", lambda ids: 1)
+    monkeypatch.setattr("posttrain.cli.commands.launch.visible_gpus", lambda ids: 1)
     (note,) = [note for note in explained("grpo", "grpo", changes).counts.notes if "127.0.0.1:8000" in note]
     assert "shares a GPU with the trainer, which takes all 1 of this machine" in note
     assert "may share a GPU" in notes_on_servers(["http://localhost:1"], 1, 2)[0]
@@ -432,7 +432,7 @@ def test_memory_of_a_model_without_weights(seven_billion):
 
 def test_the_largest_settings_fit_and_the_next_do_not(seven_billion):
     told = explained("sft", "sft", {**SMALL, **seven_billion, "use_peft": True}, gpu=24 * 2**30)
-    from posttrain.trainer.run_memory import Demands, memory_model
+    from posttrain.trainer.plan.memory import Demands, memory_model
 
     model, share = memory_model(told.side, told.shape, told.counts, Demands()), 0.5
     for level in ("none", "selective", "full"):
@@ -483,10 +483,10 @@ def test_a_colocated_vllm_has_its_share_and_gives_it_back_asleep(seven_billion):
 def test_activations_of_plain_layers_are_those_that_the_probe_finds():
     import torch
 
-    from posttrain.models import memory
-    from posttrain.models.layer_kernels import PLAIN
-    from posttrain.models.load import LoadOptions, load_model
-    from posttrain.trainer.run_memory import estimated_activations, shape_of
+    from posttrain.models.layers.kernels import PLAIN
+    from posttrain.models.load.model import LoadOptions, load_model
+    from posttrain.models.memory import fit as memory
+    from posttrain.trainer.plan.memory import estimated_activations, shape_of
     from tests import tiny
 
     shape = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 2}
@@ -513,8 +513,8 @@ def test_activations_are_those_that_were_measured_on_an_h200(kernels, adapter, k
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    from posttrain.models.adapters import add_adapter
-    from posttrain.trainer.run_memory import estimated_activations, shape_of
+    from posttrain.models.load.adapters import add_adapter
+    from posttrain.trainer.plan.memory import estimated_activations, shape_of
 
     config = Qwen2Config(
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,

@@ -9,9 +9,9 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from torch.distributed.run import get_args_parser
 
-from posttrain.cli import launch
-from posttrain.cli.arguments import parse
+from posttrain.cli.commands import launch
 from posttrain.cli.errors import UsageError
+from posttrain.cli.options.arguments import parse
 
 RUN = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl"]
 

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from posttrain.trainer.saving import SavingTrainer
+from posttrain.trainer.checkpoints.saving import SavingTrainer
 from tests.cli.runs import flags, options_of, posttrain
 
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from posttrain.rollout.rollout_store import RolloutStore
+from posttrain.rollout.store import RolloutStore
 from tests.cli.runs import posttrain
 from tests.view.test_export import rollout
 

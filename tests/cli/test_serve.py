@@ -10,9 +10,9 @@ import time
 import urllib.error
 import urllib.request
 
-from posttrain.rollout.vllm_engine.launcher import free_port
-from posttrain.rollout.vllm_engine.transport import Deadlines
-from posttrain.trainer.vllm_setup import client_of
+from posttrain.rollout.engines.vllm.launcher import free_port
+from posttrain.rollout.engines.vllm.transport import Deadlines
+from posttrain.trainer.online.vllm_setup import client_of
 from tests.forked import ROOT, run_command, run_function
 from tests.rollout.served import EchoProcess, needs_uvicorn
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.cli.output import write_json
+from posttrain.cli.running.output import write_json
 from posttrain.methods.table import METHODS, PLANNED
 from posttrain.migration.trl_names import UnsupportedByPosttrain, found
 from tests.cli.runs import posttrain
@@ -53,7 +53,7 @@ def test_control_c_is_exit_code_130_and_a_sentence(folder, monkeypatch, capsys):
     def stopped(words):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("posttrain.cli.env.main", stopped)
+    monkeypatch.setattr("posttrain.cli.commands.env.main", stopped)
     assert posttrain("env") == 130
     assert "posttrain env: stopped by Control-C." in capsys.readouterr().err
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli import sweep, sweep_file
-from posttrain.cli.child_process import Ended
+from posttrain.cli.commands import sweep, sweep_file
 from posttrain.cli.errors import UsageError
+from posttrain.cli.running.child_process import Ended
 from tests.cli.runs import folder_with_inputs, options_of, posttrain
 
 

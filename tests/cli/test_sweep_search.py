@@ -21,9 +21,9 @@ import psutil
 import pytest
 import yaml
 
-from posttrain.cli import sweep
-from posttrain.cli.child_process import Ended
+from posttrain.cli.commands import sweep
 from posttrain.cli.errors import UsageError
+from posttrain.cli.running.child_process import Ended
 from tests.cli.runs import posttrain
 from tests.waiting import eventually
 
@@ -129,7 +129,8 @@ print("finished", STEPS, folder.name, file=events)
 """
 DRIVER = """
 import sys
-from posttrain.cli import child_process, sweep
+from posttrain.cli.running import child_process
+from posttrain.cli.commands import sweep
 child_process.WATCH_SECONDS = 0.05
 sweep.trainer_command = lambda method, file: [sys.executable, "toy.py", str(file)]
 sweep.refuse_impossible = lambda *given: None

@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli.arguments import parse
+from posttrain.cli.commands.train import _resume
 from posttrain.cli.errors import UsageError
 from posttrain.cli.main import main
-from posttrain.cli.option_table import method_names, table_of
-from posttrain.cli.train import _resume
+from posttrain.cli.options.arguments import parse
+from posttrain.cli.options.table import method_names, table_of
 from posttrain.methods.table import METHODS
 from scripts import option_specs
 from tests.cli.runs import flags, options_of, posttrain
@@ -224,7 +224,7 @@ def test_quantised_weights_by_flags(folder, bits):
 
 
 def test_shares_of_a_mixture_are_trls(folder):
-    from posttrain.cli.datasets_of import datasets_of
+    from posttrain.cli.running.datasets_of import datasets_of
 
     (folder / "many.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 100)
     (folder / "few.jsonl").write_text('{"prompt": "c", "completion": "d"}\n' * 10)
@@ -250,6 +250,6 @@ def test_help_shows_every_option_within_a_second(method):
 
 def test_the_command_line_imports_nothing_heavy():
     heavy = "{'torch', 'transformers', 'datasets', 'numpy', 'yaml'}"
-    code = f"import sys, posttrain.cli.main, posttrain.cli.train; print({heavy} & set(sys.modules))"
+    code = f"import sys, posttrain.cli.main, posttrain.cli.commands.train; print({heavy} & set(sys.modules))"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert shown.strip() == "set()"

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from posttrain.data.chat_templates import BUILT_IN_FORMATS
-from posttrain.data.renderer import Conversation
+from posttrain.data.render.renderer import Conversation
+from posttrain.data.render.templates import BUILT_IN_FORMATS
 
 GOLDEN = Path(__file__).parent / "golden" / "trained_spans.json"
 

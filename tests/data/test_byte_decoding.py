@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken
 
-from posttrain.data.byte_decoding import text_decoder
+from posttrain.data.render.byte_decoding import text_decoder
 from tests.data.tiny_tokenizers import KINDS, kind
 
 BYTE_LEVEL = ("byte_level", "with_plain_added_tokens", "many_reserved")

@@ -7,7 +7,7 @@ from datasets import Dataset, DatasetDict
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from posttrain.data.dataset_helpers import (
+from posttrain.data.trl_helpers import (
     extract_prompt,
     get_dataset_column_names,
     is_conversational,

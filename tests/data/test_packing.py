@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.sample import Sample
-from posttrain.data.packing import (
+from posttrain.data.store.packing import (
     PACKING_STRATEGIES,
     PackedDataset,
     merge,
@@ -19,7 +19,7 @@ from posttrain.data.packing import (
     pack_wrapped,
     packing_strategy,
 )
-from posttrain.data.preparation_report import PreparationReport
+from posttrain.data.store.report import PreparationReport
 
 lengths = st.lists(st.integers(0, 40), max_size=60)
 

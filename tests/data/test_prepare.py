@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch.utils.data
 
-from posttrain.data import prepare, store_building
-from posttrain.data import row_formats as formats
-from posttrain.data.part_workers import build_parts
-from posttrain.data.prepare import PreparedDataset, PrepareOptions, prepare_dataset
-from posttrain.data.renderer import Renderer
-from posttrain.data.row_checks import BadRowsError
-from posttrain.data.token_store import DamagedStoreError, TokenStore, trained_ranges
+from posttrain.data.render.renderer import Renderer
+from posttrain.data.rows import formats
+from posttrain.data.rows.checks import BadRowsError
+from posttrain.data.store import building as store_building
+from posttrain.data.store import prepare
+from posttrain.data.store.part_workers import build_parts
+from posttrain.data.store.prepare import PreparedDataset, PrepareOptions, prepare_dataset
+from posttrain.data.store.token_store import DamagedStoreError, TokenStore, trained_ranges
 from tests import tiny
 from tests.forked import Child
 from tests.waiting import eventually
@@ -339,9 +340,9 @@ def test_several_workers_give_the_same_store(renderer, tmp_path, helped, where):
 def test_script_without_a_main_guard(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "from posttrain.data import row_formats as f\n"
-        "from posttrain.data.prepare import PrepareOptions, prepare_dataset\n"
-        "from posttrain.data.renderer import Renderer\n"
+        "from posttrain.data.rows import formats as f\n"
+        "from posttrain.data.store.prepare import PrepareOptions, prepare_dataset\n"
+        "from posttrain.data.render.renderer import Renderer\n"
         "from tests import tiny\n"
         "from tests.waiting import eventually\n"
         "from pathlib import Path\n"

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core.sample import Sample
-from posttrain.data.chat_templates import use_chat_format
-from posttrain.data.renderer import TRAIN_MODES, Conversation, Renderer, RenderError
+from posttrain.data.render.renderer import TRAIN_MODES, Conversation, Renderer, RenderError
+from posttrain.data.render.templates import use_chat_format
 from tests.data.chat_cases import GOLDEN, LONG, SHAPES, SYSTEM, TEMPLATES, said, template_text, user
 from tests.data.tiny_tokenizers import KINDS, kind, tokenizer_for
 

@@ -10,8 +10,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from posttrain.data.sources import DatasetSource, SourceError, load_source
-from posttrain.data.text_files import read_text_files
+from posttrain.data.sources.named import DatasetSource, SourceError, load_source
+from posttrain.data.sources.text_files import read_text_files
 
 
 def folder_of(folder, **counts):

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core.sample import Sample
-from posttrain.data.chat_templates import use_chat_format
-from posttrain.data.renderer import Conversation, Renderer, RenderError
-from posttrain.data.special_tokens import FEW_CONTROL_TOKENS, ControlTokens, whole_texts
+from posttrain.data.render.renderer import Conversation, Renderer, RenderError
+from posttrain.data.render.special_tokens import FEW_CONTROL_TOKENS, ControlTokens, whole_texts
+from posttrain.data.render.templates import use_chat_format
 from tests.data.chat_cases import TOOLS, said, template_text, user
 from tests.data.tiny_tokenizers import KINDS, PLAIN_ADDED, byte_level_without_control_tokens, tokenizer_for
 

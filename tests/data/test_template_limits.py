@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from posttrain.data import template_limits
-from posttrain.data.chat_templates import BUILT_IN_FORMATS
-from posttrain.data.conversation import Conversation
-from posttrain.data.renderer import Renderer, RenderError
-from posttrain.data.template_limits import bounded_template
+from posttrain.data.render import template_limits
+from posttrain.data.render.conversation import Conversation
+from posttrain.data.render.renderer import Renderer, RenderError
+from posttrain.data.render.template_limits import bounded_template
+from posttrain.data.render.templates import BUILT_IN_FORMATS
 from tests import tiny
 
 CHAT = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi"}]

@@ -7,10 +7,10 @@ import random
 import numpy as np
 import pytest
 
-from posttrain.data import row_formats as formats
-from posttrain.data import store_building
-from posttrain.data.prepare import PrepareOptions, prepare_dataset
-from posttrain.data.renderer import Renderer
+from posttrain.data.render.renderer import Renderer
+from posttrain.data.rows import formats
+from posttrain.data.store import building as store_building
+from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
 from tests.data.tokenizer_families import FAMILIES, SCRIPTS, family, made_text
 
 FORMATS = (formats.LANGUAGE_MODELLING, formats.PROMPT_COMPLETION)

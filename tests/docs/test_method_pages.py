@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from posttrain import BaseConfig, BaseTrainer, option
-from posttrain.data.row_formats import PREFERENCE
+from posttrain.data.rows.formats import PREFERENCE
 from posttrain.methods.table import METHODS, Method
 from scripts import method_pages, option_specs
 from scripts.method_pages import DOCS, facts, menu, title_of

@@ -12,7 +12,7 @@ from transformers import TrainingArguments
 
 from posttrain.core.options import is_refused
 from posttrain.methods.table import METHODS
-from posttrain.trainer.config import BaseConfig, is_ours
+from posttrain.trainer.options.base import BaseConfig, is_ours
 from scripts.write_docs import DOCS, TABLE, configs, outdated, own_options, row, table
 
 CONFIGS = configs()

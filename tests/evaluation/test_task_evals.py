@@ -24,10 +24,10 @@ from posttrain import (
     SFTTrainer,
     TaskEvals,
 )
-from posttrain.data.renderer import Renderer
+from posttrain.data.render.renderer import Renderer
 from posttrain.evaluation.run import TaskEvaluation, engine_for, stop_ids
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.models.saved_model import find_saved
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.load.saved_model import find_saved
 from tests import tiny
 
 PROMPTS = [{"prompt": f"What is {i}?", "answer": i} for i in range(8)]

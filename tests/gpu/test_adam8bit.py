@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from posttrain.trainer.adam8bit import BLOCK, UNSIGNED_BITS, AdamW8bit, grid, restored
-from posttrain.trainer.optimizer import FiniteSteps
+from posttrain.trainer.step.adam8bit import BLOCK, UNSIGNED_BITS, AdamW8bit, grid, restored
+from posttrain.trainer.step.optimizer import FiniteSteps
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

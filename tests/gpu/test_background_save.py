@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from posttrain import SFTConfig, SFTTrainer
 from posttrain.core import faults
-from posttrain.trainer import checkpoint as files
+from posttrain.trainer.checkpoints import checkpoint as files
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -23,13 +23,13 @@ from posttrain import (
     SFTTrainer,
 )
 from posttrain.data.collate import collate
-from posttrain.models.attention import RAGGED_ATTENTION, install_ragged_attention
-from posttrain.models.layer_kernels import compile_layers, fastest_kernels
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.models.memory import activation_cost
-from posttrain.models.token_scores import score_tokens
-from posttrain.trainer.master_adamw import MasterAdamW
-from posttrain.trainer.optimizer import FiniteSteps, MasterWeights
+from posttrain.models.attention.ragged import RAGGED_ATTENTION, install_ragged_attention
+from posttrain.models.layers.kernels import compile_layers, fastest_kernels
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.memory.fit import activation_cost
+from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.trainer.step.master_adamw import MasterAdamW
+from posttrain.trainer.step.optimizer import FiniteSteps, MasterWeights
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

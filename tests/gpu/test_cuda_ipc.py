@@ -23,11 +23,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.rollout.vllm_engine import weight_senders
-from posttrain.rollout.vllm_engine.client import ServerClient
-from posttrain.rollout.vllm_engine.kept_weights import KeptWeights, common_checksum
-from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, ServerRefused
-from posttrain.rollout.vllm_engine.weight_senders import _both
+from posttrain.rollout.engines.vllm import weight_senders
+from posttrain.rollout.engines.vllm.client import ServerClient
+from posttrain.rollout.engines.vllm.kept_weights import KeptWeights, common_checksum
+from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused
+from posttrain.rollout.engines.vllm.weight_senders import _both
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire.collective import NCCL, Meeting, available_backends
 from posttrain.serve.wire.cuda_ipc import share

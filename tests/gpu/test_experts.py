@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 STEP = """
 import sys, torch
 from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
-from posttrain.models.load import LoadOptions, load_model
+from posttrain.models.load.model import LoadOptions, load_model
 shape = dict(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4)
 experts = {
     "mixtral": (MixtralConfig, dict(num_local_experts=4, num_key_value_heads=2)),

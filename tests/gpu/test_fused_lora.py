@@ -9,10 +9,10 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from posttrain.models.checkpointing import allow_selective_checkpointing
-from posttrain.models.fused_lora import fuse_lora
-from posttrain.models.layer_kernels import APPLY, _module_kept
-from posttrain.models.lora_products import activate_and_multiply, gradients_of_product
+from posttrain.models.layers.checkpointing import allow_selective_checkpointing
+from posttrain.models.layers.fused_lora import fuse_lora
+from posttrain.models.layers.kernels import APPLY, _module_kept
+from posttrain.models.layers.lora_products import activate_and_multiply, gradients_of_product
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

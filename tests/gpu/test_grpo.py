@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from posttrain import GRPOConfig, GRPOTrainer
-from posttrain.rollout.native_engine.engine import NativeEngine
+from posttrain.rollout.engines.native.engine import NativeEngine
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from posttrain import Sample
 from posttrain.data.collate import collate
-from posttrain.models.fused_lora import fuse_lora
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.models.token_scores import score_tokens
-from posttrain.rollout.engine import ENGINES, SamplingParams, generate
-from posttrain.rollout.native_engine.engine import NativeEngine
-from posttrain.rollout.transformers_engine import TransformersEngine
+from posttrain.models.layers.fused_lora import fuse_lora
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.rollout.engines.native.engine import NativeEngine
+from posttrain.rollout.engines.protocol import ENGINES, SamplingParams, generate
+from posttrain.rollout.engines.transformers import TransformersEngine
 from tests.rollout import families
 from tests.rollout.families import FAMILIES, texts
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from posttrain.models import memory
-from posttrain.models.activation_offloading import offloaded_activations
-from posttrain.models.checkpointing import allow_selective_checkpointing
-from posttrain.models.load import LoadOptions, load_model
+from posttrain.models.layers.checkpointing import allow_selective_checkpointing
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.memory import fit as memory
+from posttrain.models.memory.activation_offloading import offloaded_activations
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

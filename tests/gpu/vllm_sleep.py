@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.rollout.engine import Prompt, SamplingParams, generate
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
 
 VOCABULARY = 1024
 SHARE = 0.2
@@ -41,8 +41,8 @@ def written(engine):
 
 
 def sleep_and_wake(level: int) -> None:
-    from posttrain.rollout.vllm_engine.colocate import ColocatedVLLM, ColocateOptions, NoWholeWeights
-    from posttrain.rollout.vllm_engine.sync_probe import SyncProbe, scored_by
+    from posttrain.rollout.engines.vllm.colocate import ColocatedVLLM, ColocateOptions, NoWholeWeights
+    from posttrain.rollout.engines.vllm.sync_probe import SyncProbe, scored_by
 
     made = model()
     options = ColocateOptions(context_length=512, memory_share=SHARE, sleep_level=level, eager=True)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.models.adapters import adapter_in_use
-from posttrain.models.weights import weights_fingerprint
-from posttrain.rollout.vllm_engine.sync_probe import WeightsDiffer
+from posttrain.models.load.adapters import adapter_in_use
+from posttrain.models.load.weights import weights_fingerprint
+from posttrain.rollout.engines.vllm.sync_probe import WeightsDiffer
 from tests.methods import vllm_runs
 
 ON_CPU = {"vllm_max_model_length": 256, "vllm_engine_args": {"max_num_seqs": 16}}

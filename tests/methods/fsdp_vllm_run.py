@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from posttrain.models.weight_export import exported_weights
-from posttrain.trainer.joint_export import JointExport
-from posttrain.trainer.weight_sync import send_weights
+from posttrain.models.load.weight_export import exported_weights
+from posttrain.trainer.online.joint_export import JointExport
+from posttrain.trainer.online.weight_sync import send_weights
 from tests.methods import vllm_runs
 from tests.trainer import fsdp_on_cpu
 

@@ -12,7 +12,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from posttrain.models.weight_export import exported_specs
+from posttrain.models.load.weight_export import exported_specs
 from posttrain.serve import launch
 from posttrain.serve.engine.protocol import LENGTH, STOP, AdapterRef, Job, Progress, ScoreJob
 from tests.serve.echo_engine import EchoEngine

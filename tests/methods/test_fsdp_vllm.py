@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from posttrain.rollout.vllm_engine.launcher import TOKEN_VARIABLE, free_port
+from posttrain.rollout.engines.vllm.launcher import TOKEN_VARIABLE, free_port
 from tests import tiny
 from tests.forked import Child, start_group, wait_for_group
 from tests.methods import fsdp_vllm_run, model_server, vllm_runs

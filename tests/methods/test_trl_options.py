@@ -8,7 +8,7 @@ import pytest
 
 from posttrain import GRPOConfig, RLOOConfig
 from posttrain.core.options import is_refused
-from posttrain.trainer.vllm_options import ONLY_COLOCATED, ONLY_SERVED
+from posttrain.trainer.options.vllm import ONLY_COLOCATED, ONLY_SERVED
 
 SHARED = {
     # of TRL's base config

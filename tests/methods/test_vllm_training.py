@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-from posttrain.models.weight_export import exported_weights
-from posttrain.rollout.vllm_engine.launcher import TOKEN_VARIABLE, ServerProcess
-from posttrain.rollout.vllm_engine.server_engine import ServedVLLM
-from posttrain.rollout.vllm_engine.transport import Deadlines
+from posttrain.models.load.weight_export import exported_weights
+from posttrain.rollout.engines.vllm.launcher import TOKEN_VARIABLE, ServerProcess
+from posttrain.rollout.engines.vllm.server_engine import ServedVLLM
+from posttrain.rollout.engines.vllm.transport import Deadlines
 from tests import tiny
 from tests.methods import vllm_runs
 from tests.with_vllm import ENVIRONMENT, PYTHON, SERVED, needs_vllm, run_on_two_ranks, run_pytest

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
-from posttrain.data.row_formats import LANGUAGE_MODELLING
+from posttrain.data.rows.formats import LANGUAGE_MODELLING
 from posttrain.trainer.base import BaseTrainer
-from posttrain.trainer.config import BaseConfig, option
-from posttrain.trainer.gathering import gathered_values
+from posttrain.trainer.options.base import BaseConfig, option
+from posttrain.trainer.step.gathering import gathered_values
 
 
 @dataclass

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
-from posttrain.data.row_formats import LANGUAGE_MODELLING
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.models.token_scores import LanguageHead, Measure, RowsQuestion, ask, score_tokens
+from posttrain.data.rows.formats import LANGUAGE_MODELLING
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.scoring.token_scores import LanguageHead, Measure, RowsQuestion, ask, score_tokens
 from posttrain.trainer.base import BaseTrainer
-from posttrain.trainer.config import BaseConfig
+from posttrain.trainer.options.base import BaseConfig
 
 
 @dataclass

@@ -8,11 +8,11 @@ from torch import nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
-from posttrain.data.row_formats import LANGUAGE_MODELLING
-from posttrain.models.heads import HeadQuestion
-from posttrain.models.token_scores import score_tokens
+from posttrain.data.rows.formats import LANGUAGE_MODELLING
+from posttrain.models.scoring.heads import HeadQuestion
+from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.trainer.base import BaseTrainer
-from posttrain.trainer.config import BaseConfig, option
+from posttrain.trainer.options.base import BaseConfig, option
 
 
 @dataclass

@@ -12,8 +12,8 @@ import torch
 from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from posttrain.rollout.engine import Prompt, SamplingParams, generate
-from posttrain.rollout.native_engine.engine import NativeEngine
+from posttrain.rollout.engines.native.engine import NativeEngine
+from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
 from tests import tiny
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}

@@ -95,7 +95,7 @@ def test_modules_are_attributes(tmp_path):
         "import trl\nprint(trl.rewards.accuracy_reward.__module__, trl.trainer.SFTTrainer.__name__)\nprint(trl.oddity)\n"
     )
     ended = ran(tmp_path / "script.py", tmp_path)
-    assert ended.stdout.split() == ["posttrain.rewards.accuracy", "SFTTrainer"]
+    assert ended.stdout.split() == ["posttrain.rewards.builtin.accuracy", "SFTTrainer"]
     assert ended.returncode == 2
     assert "imports oddity from trl" in ended.stderr
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from posttrain.models.activation_offloading import COPIES_AT_ONCE, STAY, Offloader, offloaded_activations
+from posttrain.models.memory.activation_offloading import COPIES_AT_ONCE, STAY, Offloader, offloaded_activations
 from tests import tiny
 
 LAYERS = 8

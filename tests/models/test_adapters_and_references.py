@@ -20,8 +20,8 @@ from posttrain import (
     get_peft_config,
 )
 from posttrain.core.batch import PADDED, RAGGED
-from posttrain.models.adapters import adapter_in_use, add_adapter, freeze_copy_of_adapter
-from posttrain.models.reference import create_reference_model, frozen_copy
+from posttrain.models.load.adapters import adapter_in_use, add_adapter, freeze_copy_of_adapter
+from posttrain.models.load.reference import create_reference_model, frozen_copy
 from tests import tiny
 
 LINEAR = ["q_proj", "v_proj", "down_proj"]

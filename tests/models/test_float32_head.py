@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 from posttrain.core.batch import PADDED
 from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
-from posttrain.models.float32_head import compute_head_in_float32
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.models.token_scores import score_tokens
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.scoring.float32_head import compute_head_in_float32
+from posttrain.models.scoring.token_scores import score_tokens
 from tests import tiny
 from tests.models.test_token_scores import SHAPE
 

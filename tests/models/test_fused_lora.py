@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GemmaConfig, LlamaConfig, MistralConfig, Phi3Config, Qwen3Config
 
-from posttrain.models import fused_lora, lora_products
-from posttrain.models.adapters import adapter_in_use, freeze_copy_of_adapter
-from posttrain.models.checkpointing import allow_selective_checkpointing
-from posttrain.models.fused_lora import fuse_lora
-from posttrain.models.load import LoadOptions, load_model
+from posttrain.models.layers import fused_lora, lora_products
+from posttrain.models.layers.checkpointing import allow_selective_checkpointing
+from posttrain.models.layers.fused_lora import fuse_lora
+from posttrain.models.load.adapters import adapter_in_use, freeze_copy_of_adapter
+from posttrain.models.load.model import LoadOptions, load_model
 from tests import tiny
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

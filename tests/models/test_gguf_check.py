@@ -7,8 +7,8 @@ import struct
 import numpy as np
 import pytest
 
-from posttrain.models.gguf_check import BadGGUF, check_gguf_file
-from posttrain.models.load import load_tokenizer
+from posttrain.models.load.gguf_check import BadGGUF, check_gguf_file
+from posttrain.models.load.model import load_tokenizer
 
 gguf = pytest.importorskip("gguf")
 

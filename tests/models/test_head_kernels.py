@@ -11,8 +11,8 @@ import os
 import pytest
 import torch
 
-from posttrain.models import head_kernels
-from posttrain.models.head_kernels import STATISTICS, Rows
+from posttrain.models.scoring import head_kernels
+from posttrain.models.scoring.head_kernels import STATISTICS, Rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 WAYS = [

@@ -9,11 +9,11 @@ from posttrain import SFTConfig, SFTTrainer
 from posttrain.core.batch import SHARED
 from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
-from posttrain.models import layer_kernels
-from posttrain.models.checkpointing import allow_selective_checkpointing
-from posttrain.models.layer_kernels import COMPILED, LIGER, PLAIN, on_copies_of_kept_products
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.models.token_scores import score_tokens
+from posttrain.models.layers import kernels as layer_kernels
+from posttrain.models.layers.checkpointing import allow_selective_checkpointing
+from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN, on_copies_of_kept_products
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.scoring.token_scores import score_tokens
 from tests import tiny
 
 

@@ -13,10 +13,21 @@ from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
 from posttrain import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
-from posttrain.models import memory
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.models.memory import FULL, NONE, SELECTIVE, ActivationCost, BatchTokens, StateCost, Wishes, memory_plan
-from posttrain.trainer import base, memory_fit, online
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.memory import fit as memory
+from posttrain.models.memory.fit import (
+    FULL,
+    NONE,
+    SELECTIVE,
+    ActivationCost,
+    BatchTokens,
+    StateCost,
+    Wishes,
+    memory_plan,
+)
+from posttrain.trainer import base
+from posttrain.trainer import online_trainer as online
+from posttrain.trainer.plan import memory_fit
 from tests import tiny
 
 GIB = 2**30

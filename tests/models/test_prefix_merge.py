@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 
-from posttrain.models.prefix_attention import merged_parts
+from posttrain.models.attention.prefix import merged_parts
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")
@@ -56,7 +56,7 @@ def test_the_parts_give_the_softmax_over_their_union(start):
 @pytest.mark.parametrize("start", [0, 2, 5])
 @pytest.mark.parametrize("scale", [0.1, 3.0, 30.0])
 def test_the_kernel_is_the_formula(start, scale):
-    from posttrain.models import prefix_triton
+    from posttrain.models.attention import prefix_triton
 
     given = in_float32(parts(start, scale)[0])
     wanted, wanted_sums = merged_parts(*given)
@@ -67,7 +67,7 @@ def test_the_kernel_is_the_formula(start, scale):
 
 @needs_triton
 def test_parts_that_do_not_lie_in_one_piece_are_read_as_they_are():
-    from posttrain.models import prefix_triton
+    from posttrain.models.attention import prefix_triton
 
     own, own_sums, back, back_sums, start = in_float32(parts(2)[0])
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (own, own_sums, back, back_sums)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from posttrain.core.batch import SHARED
-from posttrain.models.attention import segment_attention
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.models.probe import ordinary_tokens
-from posttrain.rollout.native_engine.engine import NativeEngine
+from posttrain.models.attention.ragged import segment_attention
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.scoring.probe import ordinary_tokens
+from posttrain.rollout.engines.native.engine import NativeEngine
 from tests.rollout import families
 
 
@@ -31,7 +31,7 @@ def test_another_answer_is_noticed(monkeypatch):
     loaded = load_model(sharp_model(), LoadOptions(dtype=torch.bfloat16))
     engine = NativeEngine(loaded.model)
     monkeypatch.setattr(
-        "posttrain.rollout.native_engine.step.DecodeStep.attend", lambda self, *call: call[1].transpose(1, 2)
+        "posttrain.rollout.engines.native.step.DecodeStep.attend", lambda self, *call: call[1].transpose(1, 2)
     )
     assert "differ from a full forward's" in engine.why_not()
 
@@ -47,7 +47,7 @@ def test_probes_ask_with_ordinary_tokens():
 def test_a_prefix_that_is_not_seen_is_noticed_in_low_precision(monkeypatch):
     """By the average over all words, which is what 16 bits are judged by."""
     monkeypatch.setattr(
-        "posttrain.models.attention.shared_prefix_loop",
+        "posttrain.models.attention.ragged.shared_prefix_loop",
         lambda query, key, value, bounds, longest, prefixes, scaling, dropout: segment_attention(
             query, key, value, bounds, longest, scaling, dropout
         )[0],

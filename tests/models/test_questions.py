@@ -10,9 +10,9 @@ from torch import nn
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
-from posttrain.models.heads import HeadQuestion
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.models.token_scores import LanguageHead, Measure, RowsQuestion, ask, score_tokens
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.scoring.heads import HeadQuestion
+from posttrain.models.scoring.token_scores import LanguageHead, Measure, RowsQuestion, ask, score_tokens
 from tests import tiny
 
 K = 3

@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, Grani
 from posttrain.core.batch import PADDED, RAGGED
 from posttrain.core.sample import Sample
 from posttrain.data.collate import collate
-from posttrain.models import fused_head
-from posttrain.models.attention import RAGGED_ATTENTION
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.models.token_scores import TOKEN_STATS, score_tokens
+from posttrain.models.attention.ragged import RAGGED_ATTENTION
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.scoring import fused_head
+from posttrain.models.scoring.token_scores import TOKEN_STATS, score_tokens
 from tests import tiny
 
 SHAPE = {**tiny.SHAPE, "vocab_size": 259, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2, "head_dim": 4}

@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from posttrain.models.fused_lora import fuse_lora
-from posttrain.models.weight_export import (
+from posttrain.models.layers.fused_lora import fuse_lora
+from posttrain.models.load.weight_export import (
     exported_adapter,
     exported_specs,
     exported_weights,
     untied_weights,
 )
-from posttrain.models.weights import weights_fingerprint
+from posttrain.models.load.weights import weights_fingerprint
 from tests.rollout.families import FAMILIES, model_of
 
 IDS = torch.tensor([[2, 5, 9, 100, 31, 7]])

@@ -12,7 +12,7 @@ import pytest
 from peft import PeftModel
 from safetensors.torch import load
 
-from posttrain.rollout.vllm_engine.launcher import TOKEN_VARIABLE, ServerProcess
+from posttrain.rollout.engines.vllm.launcher import TOKEN_VARIABLE, ServerProcess
 from tests import tiny
 from tests.methods import vllm_runs
 from tests.methods.test_vllm_training import TOKEN

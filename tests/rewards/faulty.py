@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from posttrain.rewards.reward import Judged, RewardOptions, RewardResults, RewardSet
+from posttrain.rewards.reward_set import Judged, RewardOptions, RewardResults, RewardSet
 
 
 def group(*completions: str, **columns: Any) -> list[Judged]:

@@ -10,10 +10,10 @@ import time
 import numpy as np
 import pytest
 
-from posttrain.rewards import accuracy
-from posttrain.rewards.accuracy import accuracy_reward, after_reasoning, reasoning_accuracy_reward
-from posttrain.rewards.format import answer_format_reward, think_format_reward
-from posttrain.rewards.length import (
+from posttrain.rewards.builtin import accuracy
+from posttrain.rewards.builtin.accuracy import accuracy_reward, after_reasoning, reasoning_accuracy_reward
+from posttrain.rewards.builtin.format import answer_format_reward, think_format_reward
+from posttrain.rewards.builtin.length import (
     get_cosine_scaled_reward,
     get_repetition_penalty_reward,
     get_soft_overlong_punishment,

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from posttrain.rewards.reward import RewardOptions, RewardSet
-from posttrain.rewards.worker_process import new_number
+from posttrain.rewards.reward_set import RewardOptions, RewardSet
+from posttrain.rewards.runtime.worker_process import new_number
 from tests.forked import Child
 from tests.rewards.faulty import acting, group, judged
 from tests.waiting import eventually
@@ -60,7 +60,7 @@ def run_script(text: str, tmp_path: Path, *arguments: str) -> str:
 
 SCRIPT = """
     import dataclasses, os, sys
-    from posttrain.rewards.reward import Judged, RewardOptions, RewardSet
+    from posttrain.rewards.reward_set import Judged, RewardOptions, RewardSet
     from beside import doubled
 
     print("the script runs")
@@ -122,7 +122,7 @@ def test_a_module_that_shadows_the_standard_library_does_not_reach_workers(tmp_p
     script = """
     import os
     os.chdir("sub")
-    from posttrain.rewards.reward import Judged, RewardSet
+    from posttrain.rewards.reward_set import Judged, RewardSet
     with RewardSet([lambda completions: [1.0]]) as made, made.open() as round:
         round.add([Judged("p", "abc", [])])
         print(round.finish().values.tolist())
@@ -159,7 +159,7 @@ def test_workers_end_when_the_set_is_forgotten():
 def test_workers_die_with_a_killed_parent(busy, tmp_path):
     script = f"""
     import os, time
-    from posttrain.rewards.reward import Judged, RewardSet
+    from posttrain.rewards.reward_set import Judged, RewardSet
 
     def work(completions):
         print("worker", os.getpid(), flush=True)
@@ -263,7 +263,7 @@ def test_workers_that_leak_are_replaced():
 
 def test_a_worker_starts_without_anything_heavy():
     heavy = ("numpy", "torch", "transformers", "asyncio", "cloudpickle", "datasets")
-    check = f"import sys, posttrain.rewards.worker; print([name for name in {heavy} if name in sys.modules])"
+    check = f"import sys, posttrain.rewards.runtime.worker; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.strip() == "[]"
 

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from transformers import BertConfig, BertForSequenceClassification
 
-from posttrain.models.heads import score_sequences
+from posttrain.models.scoring.heads import score_sequences
 from posttrain.rewards import reward_model
-from posttrain.rewards.reward import Judged, RewardOptions, RewardSet
 from posttrain.rewards.reward_model import ModelReward
+from posttrain.rewards.reward_set import Judged, RewardOptions, RewardSet
 from tests import tiny
 
 TEXTS = [Judged("What is 2?", " two" * n, []) for n in (1, 7, 3, 5, 2)]

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.rewards.invoke import is_async
-from posttrain.rewards.reward import RewardError, RewardOptions, RewardSet
+from posttrain.rewards.reward_set import RewardError, RewardOptions, RewardSet
+from posttrain.rewards.runtime.invoke import is_async
 from tests.rewards.faulty import acting, group, judged
 from tests.waiting import eventually
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.rewards.statistics import CONSTANT_ROUNDS, RewardWatch
+from posttrain.rewards.runtime.statistics import CONSTANT_ROUNDS, RewardWatch
 from tests.rewards.faulty import group, judged
 
 

@@ -1,4 +1,4 @@
-"""Every row of the table in posttrain/rewards/values.py."""
+"""Every row of the table in posttrain/rewards/runtime/values.py."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.rewards.invoke import Wants, invoke
-from posttrain.rewards.values import InvalidAnswer, InvalidValue, entries_of, number_of
+from posttrain.rewards.runtime.invoke import Wants, invoke
+from posttrain.rewards.runtime.values import InvalidAnswer, InvalidValue, entries_of, number_of
 
 ACCEPTED_ANSWERS = [
     [1.0, 0.5],

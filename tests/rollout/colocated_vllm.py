@@ -10,14 +10,14 @@ import peft
 import pytest
 import torch
 
-from posttrain.models.adapters import adapter_in_use
-from posttrain.models.weight_export import exported_weights
-from posttrain.models.weights import weights_fingerprint
-from posttrain.rollout.engine import ERROR, LENGTH, STOP, Prompt, SamplingParams, generate
-from posttrain.rollout.native_engine.engine import NativeEngine
-from posttrain.rollout.transformers_engine import TransformersEngine
-from posttrain.rollout.vllm_engine.colocate import ColocatedVLLM, ColocateOptions, NoWholeWeights
-from posttrain.rollout.vllm_engine.sync_probe import SyncProbe, WeightsDiffer, scored_by
+from posttrain.models.load.adapters import adapter_in_use
+from posttrain.models.load.weight_export import exported_weights
+from posttrain.models.load.weights import weights_fingerprint
+from posttrain.rollout.engines.native.engine import NativeEngine
+from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Prompt, SamplingParams, generate
+from posttrain.rollout.engines.transformers import TransformersEngine
+from posttrain.rollout.engines.vllm.colocate import ColocatedVLLM, ColocateOptions, NoWholeWeights
+from posttrain.rollout.engines.vllm.sync_probe import SyncProbe, WeightsDiffer, scored_by
 from tests import tiny
 from tests.rollout.families import VOCABULARY, loaded, prompts
 

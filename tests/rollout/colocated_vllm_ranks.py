@@ -9,10 +9,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from posttrain.rollout.engine import ERROR, Prompt, SamplingParams, generate
-from posttrain.rollout.transformers_engine import TransformersEngine
-from posttrain.rollout.vllm_engine.colocate import ColocatedVLLM, ColocateOptions
-from posttrain.rollout.vllm_engine.sync_probe import SyncProbe, scored_by
+from posttrain.rollout.engines.protocol import ERROR, Prompt, SamplingParams, generate
+from posttrain.rollout.engines.transformers import TransformersEngine
+from posttrain.rollout.engines.vllm.colocate import ColocatedVLLM, ColocateOptions
+from posttrain.rollout.engines.vllm.sync_probe import SyncProbe, scored_by
 from tests.rollout.families import VOCABULARY, loaded, prompts
 
 

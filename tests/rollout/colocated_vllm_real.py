@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.cli import demo
-from posttrain.models.load import LoadOptions, load_model, load_tokenizer
-from posttrain.rollout.engine import ENGINES, Prompt, SamplingParams, generate
-from posttrain.rollout.vllm_engine.colocate import ColocatedVLLM, ColocateOptions
-from posttrain.rollout.vllm_engine.sync_probe import SyncProbe, scored_by
+from posttrain.cli.commands import demo
+from posttrain.models.load.model import LoadOptions, load_model, load_tokenizer
+from posttrain.rollout.engines.protocol import ENGINES, Prompt, SamplingParams, generate
+from posttrain.rollout.engines.vllm.colocate import ColocatedVLLM, ColocateOptions
+from posttrain.rollout.engines.vllm.sync_probe import SyncProbe, scored_by
 from tests.slow import gsm8k
 
 PROMPTS, TOKENS, SYNCS = int(os.environ.get("REAL_PROMPTS", "40")), 16, 50  # 100 take seven minutes

@@ -19,8 +19,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.rollout.engine import Completion, Prompt, SamplingParams
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.rollout.engines.protocol import Completion, Prompt, SamplingParams
 
 VOCABULARY = 200
 SHAPE = {

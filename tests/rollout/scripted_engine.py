@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import numpy as np
 from torch import Tensor
 
-from posttrain.rollout.engine import LENGTH, STOP, Completion, Prompt, SamplingParams
-from posttrain.rollout.noise import noise_base, uniforms_numpy
+from posttrain.rollout.engines.noise import noise_base, uniforms_numpy
+from posttrain.rollout.engines.protocol import LENGTH, STOP, Completion, Prompt, SamplingParams
 
 Script = Callable[[Prompt], Completion | Sequence[int]]
 

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.rollout.engine import Prompt
-from posttrain.rollout.vllm_engine.client import ServerInfo, Written
-from posttrain.rollout.vllm_engine.launcher import ServerProcess
-from posttrain.rollout.vllm_engine.transport import Deadlines, ServerRefused
+from posttrain.rollout.engines.protocol import Prompt
+from posttrain.rollout.engines.vllm.client import ServerInfo, Written
+from posttrain.rollout.engines.vllm.launcher import ServerProcess
+from posttrain.rollout.engines.vllm.transport import Deadlines, ServerRefused
 
 PYTHON = sys.executable if importlib.util.find_spec("uvicorn") else os.environ.get("POSTTRAIN_VLLM_PYTHON")
 needs_uvicorn = pytest.mark.skipif(

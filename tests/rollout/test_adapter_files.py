@@ -8,9 +8,9 @@ import peft
 import pytest
 import torch
 
-from posttrain.models import weight_export
-from posttrain.models.weight_export import active_adapters, exported_adapter, exported_adapter_specs
-from posttrain.rollout.vllm_engine.adapter_files import AdapterFiles, why_not_by_adapter
+from posttrain.models.load import weight_export
+from posttrain.models.load.weight_export import active_adapters, exported_adapter, exported_adapter_specs
+from posttrain.rollout.engines.vllm.adapter_files import AdapterFiles, why_not_by_adapter
 from posttrain.serve.weights.adapters import check_modules
 from tests import tiny
 

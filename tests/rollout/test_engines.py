@@ -16,11 +16,11 @@ from transformers import AutoModelForCausalLM, Mamba2Config, MambaConfig, Recurr
 
 from posttrain import Sample
 from posttrain.data.collate import collate
-from posttrain.models.fused_lora import fuse_lora
-from posttrain.models.token_scores import install_scores, score_tokens
-from posttrain.rollout.engine import ENGINES, Prompt, SamplingParams, generate
-from posttrain.rollout.native_engine.engine import NativeEngine
-from posttrain.rollout.transformers_engine import TransformersEngine
+from posttrain.models.layers.fused_lora import fuse_lora
+from posttrain.models.scoring.token_scores import install_scores, score_tokens
+from posttrain.rollout.engines.native.engine import NativeEngine
+from posttrain.rollout.engines.protocol import ENGINES, Prompt, SamplingParams, generate
+from posttrain.rollout.engines.transformers import TransformersEngine
 from tests.rollout.families import FAMILIES, SEEDED, letters, loaded, prompts, texts
 
 CLOSE = 1e-3  # a gap between the two best tokens, or between noise and the edge of a token, that rounding may bridge

@@ -8,9 +8,9 @@ import time
 import numpy as np
 import pytest
 
-from posttrain.rollout.environment import Environments, extended_prompt
+from posttrain.rollout.episodes.environment import Environments, extended_prompt
+from posttrain.rollout.episodes.tools import Toolbox
 from posttrain.rollout.prompt_rows import PromptRow
-from posttrain.rollout.tools import Toolbox
 from tests.waiting import eventually
 
 

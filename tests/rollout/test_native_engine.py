@@ -9,14 +9,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from posttrain.models.layer_kernels import decoder_layers
-from posttrain.models.load import LoadOptions, load_model
-from posttrain.rollout.engine import ENGINES, Prompt, SamplingParams, generate
-from posttrain.rollout.native_engine import engine as native
-from posttrain.rollout.native_engine import step
-from posttrain.rollout.native_engine.cache import PAGE
-from posttrain.rollout.native_engine.engine import NativeEngine
-from posttrain.rollout.transformers_engine import TransformersEngine
+from posttrain.models.layers.kernels import decoder_layers
+from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.rollout.engines.native import engine as native
+from posttrain.rollout.engines.native import step
+from posttrain.rollout.engines.native.cache import PAGE
+from posttrain.rollout.engines.native.engine import NativeEngine
+from posttrain.rollout.engines.protocol import ENGINES, Prompt, SamplingParams, generate
+from posttrain.rollout.engines.transformers import TransformersEngine
 from tests.rollout.families import SEEDED, VOCABULARY, loaded, model_of, prompts, texts
 
 
@@ -82,7 +82,7 @@ def test_recurrent_models_fall_back_to_transformers_and_still_complete(caplog):
 
 
 def test_an_attention_that_answers_differently_falls_back(caplog, monkeypatch):
-    from posttrain.rollout.native_engine.attention import DecodeStep
+    from posttrain.rollout.engines.native.attention import DecodeStep
 
     right = DecodeStep.attend
     monkeypatch.setattr(DecodeStep, "attend", lambda *call: right(*call) * 1.5)
@@ -116,7 +116,7 @@ class FakeGraph:
 @pytest.fixture
 def captured(monkeypatch):
     """Graphs that were captured, by number of rows, in a process without CUDA."""
-    from posttrain.rollout.native_engine.graphs import StepGraphs
+    from posttrain.rollout.engines.native.graphs import StepGraphs
 
     found = []
 
@@ -190,7 +190,7 @@ def test_compiled_layers_are_compiled_once_for_all_that_the_engine_does():
 
 
 def test_a_step_that_cannot_be_captured_runs_without_graphs(qwen, expected, captured, monkeypatch, caplog):
-    from posttrain.rollout.native_engine.graphs import StepGraphs
+    from posttrain.rollout.engines.native.graphs import StepGraphs
 
     def fails(self, rows, drawing):
         self._program.run(rows, 1, drawing)

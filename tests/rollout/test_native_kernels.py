@@ -11,14 +11,14 @@ import os
 import pytest
 import torch
 
-from posttrain.rollout import sampling
-from posttrain.rollout.native_engine import decode_attention as plain
-from posttrain.rollout.native_engine.cache import PAGE, KeyValueStore, LayerShape, PagePool, pages_for
-from posttrain.rollout.native_engine.dense_rows import DenseRows
-from posttrain.rollout.native_engine.graphs import rows_of_graph
-from posttrain.rollout.native_engine.step import Rows, move_on
-from posttrain.rollout.noise import noise_base, words
-from posttrain.rollout.sampling import DrawRule, draw
+from posttrain.rollout.engines import sampling
+from posttrain.rollout.engines.native import decode_attention as plain
+from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, LayerShape, PagePool, pages_for
+from posttrain.rollout.engines.native.dense_rows import DenseRows
+from posttrain.rollout.engines.native.graphs import rows_of_graph
+from posttrain.rollout.engines.native.step import Rows, move_on
+from posttrain.rollout.engines.noise import noise_base, words
+from posttrain.rollout.engines.sampling import DrawRule, draw
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 ON_GPU = torch.cuda.is_available()
@@ -93,7 +93,7 @@ def test_decode_attention_is_the_explicit_sum(way, prefixes, positions, window, 
         dense.move_on()
         dense.keep()
     else:
-        from posttrain.rollout.native_engine.decode_triton import decode_attention_triton
+        from posttrain.rollout.engines.native.decode_triton import decode_attention_triton
 
         splits = int(way.split()[1])
         found = decode_attention_triton(
@@ -118,7 +118,7 @@ def test_rows_out_of_use_write_to_nobodys_page(way):
     if way == "torch":
         plain.write_token(store.keys[0], store.values[0], key, key, *where, nothing > 0)
     else:
-        from posttrain.rollout.native_engine.decode_triton import decode_attention_triton
+        from posttrain.rollout.engines.native.decode_triton import decode_attention_triton
 
         decode_attention_triton(query, key, key, store.addresses[0], *where, nothing, 0.3, None, None)
     assert torch.equal(store.keys[0][1:], before)
@@ -183,7 +183,7 @@ def made_rows(count, vocabulary):
 @needs_triton
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_triton_draws_and_moves_on_as_torch_does(temperature, monkeypatch):
-    from posttrain.rollout.native_engine import sampling_triton
+    from posttrain.rollout.engines.native import sampling_triton
 
     if not ON_GPU:
         monkeypatch.setattr(sampling, "BLOCK", 64)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from posttrain.rollout.native_engine import packed_weights
-from posttrain.rollout.native_engine.packed_weights import PackedWeights, layers_to_pack
+from posttrain.rollout.engines.native import packed_weights
+from posttrain.rollout.engines.native.packed_weights import PackedWeights, layers_to_pack
 
 needs_packing = pytest.mark.skipif(not packed_weights._can_pack(), reason="needs torch with Arm's Compute Library")
 

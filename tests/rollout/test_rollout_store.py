@@ -18,9 +18,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from posttrain.core.sample import Sample
-from posttrain.rollout import rollout_store
+from posttrain.rollout import store as rollout_store
 from posttrain.rollout.rollout import OLD_LOGPS, SAMPLING_LOGPS, Request, Rollout, ToolCall
-from posttrain.rollout.rollout_store import ROLLOUT_SCHEMA, DamagedRollouts, RolloutStore, read_rollouts, record_of
+from posttrain.rollout.store import ROLLOUT_SCHEMA, DamagedRollouts, RolloutStore, read_rollouts, record_of
 
 NAN = float("nan")
 PAGE = Path(__file__).parents[2] / "docs" / "rollouts.md"

@@ -6,18 +6,18 @@ import json
 
 import pytest
 
-from posttrain.data import row_formats as formats
-from posttrain.data.conversation import Conversation
-from posttrain.data.prepare import PrepareOptions, prepare_dataset
-from posttrain.data.renderer import Renderer
-from posttrain.data.turn_suffix import TurnSuffix
-from posttrain.rollout.engine import SamplingParams
-from posttrain.rollout.episodes import run_episodes
+from posttrain.data.render.conversation import Conversation
+from posttrain.data.render.renderer import Renderer
+from posttrain.data.render.turn_suffix import TurnSuffix
+from posttrain.data.rows import formats
+from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.rollout.engines.protocol import SamplingParams
+from posttrain.rollout.episodes.episode import run_episodes
+from posttrain.rollout.episodes.tool_episode import EpisodeRules, ToolEpisode
+from posttrain.rollout.episodes.tools import Toolbox
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import Request
-from posttrain.rollout.rollout_store import RolloutStore, record_of
-from posttrain.rollout.tool_episode import EpisodeRules, ToolEpisode
-from posttrain.rollout.tools import Toolbox
+from posttrain.rollout.store import RolloutStore, record_of
 from posttrain.view import api
 from posttrain.view.api import Viewed
 from posttrain.view.run_folder import open_runs

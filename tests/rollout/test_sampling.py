@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.rollout.engine import SamplingParams
-from posttrain.rollout.noise import _mixed, gumbels, noise_base, uniforms, uniforms_numpy, words, words_numpy
-from posttrain.rollout.sampling import FIRST_TOKEN, DrawRule, draw, drawn_from, nucleus_floor, truncated
+from posttrain.rollout.engines.noise import _mixed, gumbels, noise_base, uniforms, uniforms_numpy, words, words_numpy
+from posttrain.rollout.engines.protocol import SamplingParams
+from posttrain.rollout.engines.sampling import FIRST_TOKEN, DrawRule, draw, drawn_from, nucleus_floor, truncated
 
 # ---- noise -----------------------------------------------------------------------------------------------------------------
 

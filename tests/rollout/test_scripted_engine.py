@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.rollout.engine import Completion, Prompt, SamplingParams, generate
+from posttrain.rollout.engines.protocol import Completion, Prompt, SamplingParams, generate
 from tests.rollout.scripted_engine import ScriptedEngine
 
 

@@ -15,10 +15,10 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 
-from posttrain.rollout.engine import ERROR, LENGTH, STOP, Prompt, SamplingParams, generate
-from posttrain.rollout.vllm_engine.client import ServerClient
-from posttrain.rollout.vllm_engine.server_engine import ServedOptions, ServedVLLM
-from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, ServerGone, ServerRefused, ServerSlow
+from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Prompt, SamplingParams, generate
+from posttrain.rollout.engines.vllm.client import ServerClient
+from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
+from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerGone, ServerRefused, ServerSlow
 from tests.rollout.served import QUICK, CuttingProxy, echo_process, needs_uvicorn, numbered, prompts
 from tests.waiting import eventually
 

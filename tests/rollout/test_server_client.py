@@ -13,12 +13,12 @@ import httpcore
 import pytest
 import torch
 
-from posttrain.rollout.engine import Prompt, SamplingParams, generate
-from posttrain.rollout.vllm_engine.client import GenerateRequest, ServerClient, ServerInfo, Written
-from posttrain.rollout.vllm_engine.fleet import Target
-from posttrain.rollout.vllm_engine.kept_weights import KeptWeights, common_checksum
-from posttrain.rollout.vllm_engine.server_engine import ServedOptions, ServedVLLM
-from posttrain.rollout.vllm_engine.transport import (
+from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
+from posttrain.rollout.engines.vllm.client import GenerateRequest, ServerClient, ServerInfo, Written
+from posttrain.rollout.engines.vllm.fleet import Target
+from posttrain.rollout.engines.vllm.kept_weights import KeptWeights, common_checksum
+from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
+from posttrain.rollout.engines.vllm.transport import (
     Address,
     Deadlines,
     ServerAnswer,
@@ -28,8 +28,8 @@ from posttrain.rollout.vllm_engine.transport import (
     ServerSlow,
     Transport,
 )
-from posttrain.rollout.vllm_engine.upstream import UpstreamClient
-from posttrain.rollout.vllm_engine.workers import Workers, at_once, side_by_side
+from posttrain.rollout.engines.vllm.upstream import UpstreamClient
+from posttrain.rollout.engines.vllm.workers import Workers, at_once, side_by_side
 from posttrain.serve.weights.staging import Staging
 from posttrain.serve.wire import payload
 from posttrain.serve.wire.host_memory import HostMemory
@@ -141,8 +141,8 @@ def test_an_answer_that_is_none_is_a_typed_error_within_the_deadline(serve, answ
 
 def test_5000_mutations_of_an_answer_raise_typed_errors_or_are_right():
     """At the reader itself: bytes of a right answer changed, cut and doubled."""
-    from posttrain.rollout.vllm_engine.client import _written
-    from posttrain.rollout.vllm_engine.transport import _read, checked
+    from posttrain.rollout.engines.vllm.client import _written
+    from posttrain.rollout.engines.vllm.transport import _read, checked
 
     rng, right, taken = random.Random(0), json.dumps(RIGHT).encode(), 0
     for _ in range(5000):

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.rollout.vllm_engine.held_weights import complete
-from posttrain.rollout.vllm_engine.sync_probe import BOUNDS, SyncProbe, WeightsDiffer, scored_by
+from posttrain.rollout.engines.vllm.held_weights import complete
+from posttrain.rollout.engines.vllm.sync_probe import BOUNDS, SyncProbe, WeightsDiffer, scored_by
 from tests.rollout.families import VOCABULARY, loaded
 
 

@@ -9,17 +9,17 @@ from collections import Counter, defaultdict
 import numpy as np
 import pytest
 
-from posttrain.data.chat_templates import BUILT_IN_FORMATS, use_chat_format
-from posttrain.data.conversation import Conversation
-from posttrain.data.renderer import Renderer
-from posttrain.data.turn_suffix import ToolResult, TurnSuffix
-from posttrain.rollout.engine import Completion, SamplingParams
-from posttrain.rollout.environment import Environments
-from posttrain.rollout.episodes import run_episodes
+from posttrain.data.render.conversation import Conversation
+from posttrain.data.render.renderer import Renderer
+from posttrain.data.render.templates import BUILT_IN_FORMATS, use_chat_format
+from posttrain.data.render.turn_suffix import ToolResult, TurnSuffix
+from posttrain.rollout.engines.protocol import Completion, SamplingParams
+from posttrain.rollout.episodes.environment import Environments
+from posttrain.rollout.episodes.episode import run_episodes
+from posttrain.rollout.episodes.tool_episode import EpisodeRules, ToolEpisode
+from posttrain.rollout.episodes.tools import Toolbox
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request
-from posttrain.rollout.tool_episode import EpisodeRules, ToolEpisode
-from posttrain.rollout.tools import Toolbox
 from tests import tiny
 from tests.rollout.fuzzed_turns import HANGING, STOP, TOKENIZER, TOOLS, call, turn
 from tests.rollout.scripted_engine import ScriptedEngine

@@ -10,9 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from posttrain.rollout import call_threads
-from posttrain.rollout.call_threads import CallThreads
-from posttrain.rollout.tools import Toolbox
+from posttrain.rollout.episodes import call_threads
+from posttrain.rollout.episodes.call_threads import CallThreads
+from posttrain.rollout.episodes.tools import Toolbox
 from tests.waiting import eventually
 
 

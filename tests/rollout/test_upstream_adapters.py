@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from posttrain.rollout.vllm_engine.kept_weights import KeptWeights
-from posttrain.rollout.vllm_engine.server_engine import ServedOptions, ServedVLLM
-from posttrain.rollout.vllm_engine.upstream import UpstreamClient
+from posttrain.rollout.engines.vllm.kept_weights import KeptWeights
+from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
+from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 from tests.rollout.served import QUICK
 
 

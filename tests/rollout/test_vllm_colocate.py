@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from posttrain.rollout.engine import Prompt, SamplingParams
-from posttrain.rollout.vllm_engine.params import (
+from posttrain.rollout.engines.protocol import Prompt, SamplingParams
+from posttrain.rollout.engines.vllm.params import (
     PROCESSED,
     RAW,
     completion_logps,

@@ -16,20 +16,20 @@ import pytest
 import torch
 
 from posttrain import GRPOConfig
-from posttrain.rollout.engine import Prompt, SamplingParams, generate
-from posttrain.rollout.vllm_engine import weight_senders
-from posttrain.rollout.vllm_engine.client import ServerClient
-from posttrain.rollout.vllm_engine.kept_weights import KeptWeights
-from posttrain.rollout.vllm_engine.server_engine import ServedOptions, ServedVLLM
-from posttrain.rollout.vllm_engine.transport import Deadlines, ServerError, ServerRefused
-from posttrain.rollout.vllm_engine.upstream import UpstreamClient
-from posttrain.rollout.vllm_engine.weight_channel import TRANSPORTS, WeightChannel
-from posttrain.rollout.vllm_engine.weight_senders import AT_ONCE, SENDERS, Sides, Wire
+from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
+from posttrain.rollout.engines.vllm import weight_senders
+from posttrain.rollout.engines.vllm.client import ServerClient
+from posttrain.rollout.engines.vllm.kept_weights import KeptWeights
+from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
+from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused
+from posttrain.rollout.engines.vllm.upstream import UpstreamClient
+from posttrain.rollout.engines.vllm.weight_channel import TRANSPORTS, WeightChannel
+from posttrain.rollout.engines.vllm.weight_senders import AT_ONCE, SENDERS, Sides, Wire
 from posttrain.serve.http.app import ENDPOINTS
 from posttrain.serve.weights.transports import RECEIVERS
 from posttrain.serve.wire.collective import Pair
 from posttrain.serve.wire.shared_blocks import SharedFolder, host_id
-from posttrain.trainer.vllm_setup import client_of as plain_client
+from posttrain.trainer.online.vllm_setup import client_of as plain_client
 from tests.rollout.served import (
     QUICK,
     CuttingProxy,
@@ -330,8 +330,8 @@ def test_a_trainer_killed_in_an_update_leaves_the_old_version_and_no_blocks(proc
     client.push(KeptWeights.of(numbered(8), "blake2b"), serving, 8)
     program = (
         "import os, signal, torch\n"
-        "from posttrain.rollout.vllm_engine.client import ServerClient\n"
-        "from posttrain.rollout.vllm_engine.kept_weights import KeptWeights\n"
+        "from posttrain.rollout.engines.vllm.client import ServerClient\n"
+        "from posttrain.rollout.engines.vllm.kept_weights import KeptWeights\n"
         "from posttrain.serve.wire.shared_blocks import Block\n"
         "from posttrain.serve.wire.collective import Pair\n"
         "from tests.rollout.served import QUICK, numbered\n"
@@ -366,8 +366,8 @@ def test_a_group_for_weights_lives_beside_the_default_group_of_the_trainer(proce
     version = process.client.info().version + 1
     program = (
         "import torch, torch.distributed as dist\n"
-        "from posttrain.rollout.vllm_engine.client import ServerClient\n"
-        "from posttrain.rollout.vllm_engine.kept_weights import KeptWeights\n"
+        "from posttrain.rollout.engines.vllm.client import ServerClient\n"
+        "from posttrain.rollout.engines.vllm.kept_weights import KeptWeights\n"
         "from tests.rollout.served import QUICK, numbered\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
         "group = dist.group.WORLD\n"

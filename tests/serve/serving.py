@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from posttrain.rollout.vllm_engine.kept_weights import plan_parts
+from posttrain.rollout.engines.vllm.kept_weights import plan_parts
 from posttrain.serve.engine.engine_thread import EngineThread
 from posttrain.serve.engine.protocol import Accepted, GenerateJob, Sampling
 from posttrain.serve.engine.versions import Serving, Versions

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from posttrain.rollout.vllm_engine import kept_weights
-from posttrain.rollout.vllm_engine.kept_weights import plan_parts
+from posttrain.rollout.engines.vllm import kept_weights
+from posttrain.rollout.engines.vllm.kept_weights import plan_parts
 from posttrain.serve.bodies import ManifestBody, read
 from posttrain.serve.errors import PayloadError
 from posttrain.serve.weights.staging import Staging

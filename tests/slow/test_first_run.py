@@ -17,7 +17,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain.cli import demo
+from posttrain.cli.commands import demo
 from tests.docs.fenced_blocks import ROOT, blocks_of
 from tests.docs.local_hub import REVISION
 

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from posttrain.cli import demo
+from posttrain.cli.commands import demo
 from posttrain.cli.main import main
 from posttrain.exporting import llama_cpp
 from posttrain.exporting.verification import BOUNDS

@@ -11,10 +11,10 @@ from datasets import Dataset
 from peft import LoraConfig
 
 from posttrain import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from posttrain.cli import demo
+from posttrain.cli.commands import demo
 from posttrain.data.collate import collate
-from posttrain.models.load import LoadOptions, load_model, load_tokenizer
-from posttrain.models.token_scores import score_tokens
+from posttrain.models.load.model import LoadOptions, load_model, load_tokenizer
+from posttrain.models.scoring.token_scores import score_tokens
 from tests.forked import Child
 from tests.slow import gsm8k
 

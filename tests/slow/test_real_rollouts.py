@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from posttrain import Sample
-from posttrain.cli import demo
+from posttrain.cli.commands import demo
 from posttrain.data.collate import collate
-from posttrain.models.load import LoadOptions, load_model, load_tokenizer
-from posttrain.models.token_scores import score_tokens
-from posttrain.rollout.engine import ENGINES, Prompt, SamplingParams, generate
-from posttrain.rollout.native_engine.engine import NativeEngine
+from posttrain.models.load.model import LoadOptions, load_model, load_tokenizer
+from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.rollout.engines.native.engine import NativeEngine
+from posttrain.rollout.engines.protocol import ENGINES, Prompt, SamplingParams, generate
 from tests.slow import gsm8k
 
 pytestmark = pytest.mark.slow

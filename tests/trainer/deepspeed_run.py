@@ -20,7 +20,7 @@ from datasets import Dataset
 from safetensors.torch import save_file
 
 from posttrain import SFTConfig, SFTTrainer
-from posttrain.models.weight_export import exported_weights
+from posttrain.models.load.weight_export import exported_weights
 from tests import tiny
 
 

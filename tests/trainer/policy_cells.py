@@ -11,7 +11,7 @@ import torch
 
 from posttrain.core.sample import Sample, Unit
 from posttrain.losses.policy import POLICY_LOSSES, PolicyTokens
-from posttrain.models.reference import PRECOMPUTED
+from posttrain.models.load.reference import PRECOMPUTED
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
 from tests.losses.policy_oracle import naive_loss, token_batch
 

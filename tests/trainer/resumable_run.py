@@ -14,9 +14,9 @@ from datasets import Dataset, IterableDataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-import posttrain.rollout.native_engine.engine  # noqa: F401 - children of tests/forked.py should find everything imported
+import posttrain.rollout.engines.native.engine  # noqa: F401 - children of tests/forked.py should find everything imported
 from posttrain.methods.table import METHODS
-from posttrain.trainer.step_file import StepFile
+from posttrain.trainer.checkpoints.step_file import StepFile
 from tests import tiny
 
 CACHE = tempfile.mkdtemp(prefix="posttrain-tokens-")

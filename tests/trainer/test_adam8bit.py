@@ -10,7 +10,8 @@ from datasets import Dataset
 from torch import nn
 
 from posttrain import SFTConfig, SFTTrainer
-from posttrain.trainer.adam8bit import (
+from posttrain.trainer.checkpoints.checkpoint import load_tree, save_tree
+from posttrain.trainer.step.adam8bit import (
     BLOCK,
     SIGNED_BITS,
     SMALLEST,
@@ -21,8 +22,7 @@ from posttrain.trainer.adam8bit import (
     quantised,
     restored,
 )
-from posttrain.trainer.checkpoint import load_tree, save_tree
-from posttrain.trainer.optimizer import FiniteSteps, MasterWeights
+from posttrain.trainer.step.optimizer import FiniteSteps, MasterWeights
 from tests import tiny
 
 BITS = (SIGNED_BITS, UNSIGNED_BITS)

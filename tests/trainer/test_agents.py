@@ -10,8 +10,8 @@ import pytest
 from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from posttrain.rollout.rollout_store import read_rollouts
-from posttrain.rollout.tools import Toolbox
+from posttrain.rollout.episodes.tools import Toolbox
+from posttrain.rollout.store import read_rollouts
 from tests import tiny
 from tests.rollout.fuzzed_turns import TOOLS, turn
 from tests.rollout.scripted_engine import ScriptedEngine

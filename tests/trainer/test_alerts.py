@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from posttrain.trainer.alerts import RULES, AlertsCallback, Thresholds, Watch
+from posttrain.trainer.report.alerts import RULES, AlertsCallback, Thresholds, Watch
 
 LOGS = 200
 EVERY = 10  # steps between logs

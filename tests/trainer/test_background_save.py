@@ -15,10 +15,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from posttrain.core import faults
-from posttrain.trainer import background_save, tensor_file
-from posttrain.trainer import checkpoint as files
-from posttrain.trainer.snapshot import HostArena, Snapshot, capturing
-from posttrain.trainer.tensor_file import DTYPES, HeldTensor, raw_bytes, write_tensor_file
+from posttrain.trainer.checkpoints import background_save, tensor_file
+from posttrain.trainer.checkpoints import checkpoint as files
+from posttrain.trainer.checkpoints.snapshot import HostArena, Snapshot, capturing
+from posttrain.trainer.checkpoints.tensor_file import DTYPES, HeldTensor, raw_bytes, write_tensor_file
 from tests import tiny
 from tests.trainer import resumable_run
 
@@ -126,7 +126,7 @@ def test_a_type_without_a_name_in_the_format_is_refused():
 
 
 def test_an_arena_splits_what_does_not_fit_and_is_used_again(monkeypatch):
-    monkeypatch.setattr("posttrain.trainer.snapshot.CHUNK_BYTES", 2**16)
+    monkeypatch.setattr("posttrain.trainer.checkpoints.snapshot.CHUNK_BYTES", 2**16)
     arena = HostArena(page_locked=False)
     large = torch.randn(100_000)
     for _ in range(3):

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from posttrain import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
-from posttrain.models.reference import frozen_copy
-from posttrain.trainer import callbacks
-from posttrain.trainer.log_completions import MOST_PROMPTS, Answers, answer_marker, prompt_of, show
-from posttrain.trainer.progress import Pace, RichProgressCallback, RichView
+from posttrain.models.load.reference import frozen_copy
+from posttrain.trainer.online.log_completions import MOST_PROMPTS, Answers, answer_marker, prompt_of, show
+from posttrain.trainer.report import callbacks
+from posttrain.trainer.report.progress import Pace, RichProgressCallback, RichView
 from tests import tiny
 
 

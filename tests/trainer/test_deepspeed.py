@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from posttrain.rollout.vllm_engine.launcher import free_port
+from posttrain.rollout.engines.vllm.launcher import free_port
 
 ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("POSTTRAIN_DEEPSPEED_PYTHON") or (

@@ -20,8 +20,9 @@ from transformers import TrainerCallback
 from transformers.utils import logging as transformers_logging
 
 from posttrain import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
-from posttrain.trainer.display import METRICS_FILE, MetricsFile, batch_arithmetic
-from posttrain.trainer.progress import (
+from posttrain.trainer.checkpoints.step_file import StepFile
+from posttrain.trainer.report.display import METRICS_FILE, MetricsFile, batch_arithmetic
+from posttrain.trainer.report.progress import (
     Pace,
     PlainView,
     RichProgressCallback,
@@ -33,7 +34,6 @@ from posttrain.trainer.progress import (
     say,
     several,
 )
-from posttrain.trainer.step_file import StepFile
 from tests import tiny
 
 

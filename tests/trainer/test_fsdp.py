@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from posttrain import SFTConfig, SFTTrainer
 from posttrain.models.sharding import call_inside, is_sharded_module, plain_class
-from posttrain.trainer import checkpoint as files
-from posttrain.trainer.sharding import ShardingTrainer
+from posttrain.trainer.checkpoints import checkpoint as files
+from posttrain.trainer.checkpoints.sharding import ShardingTrainer
 from tests import tiny
 from tests.forked import Child, start_group, wait_for_group
 from tests.trainer import fsdp_cells

@@ -21,7 +21,7 @@ from datasets import Dataset
 from transformers.integrations import integration_utils
 
 from posttrain import BaseTrainer, DPOConfig, RewardConfig, SFTConfig, SFTTrainer
-from posttrain.trainer.hub import HubTrainer, copy_model_files
+from posttrain.trainer.checkpoints.hub import HubTrainer, copy_model_files
 from tests import tiny
 from tests.forked import run_function
 

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from posttrain.methods.table import Method
-from posttrain.trainer import checkpoint as files
-from posttrain.trainer.run_state import METHOD_FILE, load_method_state, save_method_state
+from posttrain.trainer.checkpoints import checkpoint as files
+from posttrain.trainer.checkpoints.run_state import METHOD_FILE, load_method_state, save_method_state
 from tests.forked import Child
 from tests.trainer import resumable_run
 from tests.trust.runs import differences

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from posttrain.losses.extrema import highest, lowest
-from posttrain.trainer.metrics import MetricStore
+from posttrain.trainer.step.metrics import MetricStore
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")

@@ -16,8 +16,8 @@ from peft import LoraConfig
 
 import posttrain
 from posttrain import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
-from posttrain.trainer.model_card import Paper, is_hub_id, license_of, publishable
-from posttrain.trainer.progress import number
+from posttrain.trainer.report.model_card import Paper, is_hub_id, license_of, publishable
+from posttrain.trainer.report.progress import number
 from tests import tiny
 
 TOKEN = "hf_secretsecretsecret"

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from posttrain.trainer import checkpoint as files
-from posttrain.trainer.optimizer import FiniteSteps, MasterWeights
-from posttrain.trainer.skipped import NonFiniteTraining
+from posttrain.trainer.checkpoints import checkpoint as files
+from posttrain.trainer.step.optimizer import FiniteSteps, MasterWeights
+from posttrain.trainer.step.skipped import NonFiniteTraining
 from tests.trainer import resumable_run
 
 

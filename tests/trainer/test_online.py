@@ -13,8 +13,8 @@ from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from posttrain.rollout.rollout import ADVANTAGES
-from posttrain.rollout.rollout_store import read_rollouts
-from posttrain.trainer import progress
+from posttrain.rollout.store import read_rollouts
+from posttrain.trainer.report import progress
 from tests import tiny
 
 

@@ -10,12 +10,12 @@ from peft import LoraConfig, get_peft_model
 
 from posttrain import DPOConfig, DPOTrainer
 from posttrain.core.batch import PADDED, RAGGED
-from posttrain.data.row_store import RowStore
-from posttrain.models.adapters import adapter_in_use, freeze_copy_of_adapter
-from posttrain.models.reference import PRECOMPUTED, ModelReference
-from posttrain.models.weights import weights_fingerprint
-from posttrain.trainer import reference_cache
-from posttrain.trainer.reference_cache import Work, batches_by_tokens
+from posttrain.data.store.row_store import RowStore
+from posttrain.models.load.adapters import adapter_in_use, freeze_copy_of_adapter
+from posttrain.models.load.reference import PRECOMPUTED, ModelReference
+from posttrain.models.load.weights import weights_fingerprint
+from posttrain.trainer.references import cache as reference_cache
+from posttrain.trainer.references.cache import Work, batches_by_tokens
 from tests import tiny
 from tests.forked import Child, start_group, wait_for_group
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from posttrain.models.saved_model import find_saved
-from posttrain.trainer import checkpoint as files
+from posttrain.models.load.saved_model import find_saved
+from posttrain.trainer.checkpoints import checkpoint as files
 from tests.forked import Child
 from tests.trainer import resumable_run
 from tests.trust.runs import differences

@@ -9,7 +9,7 @@ import pytest
 from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer
-from posttrain.rollout.rollout_store import read_rollouts
+from posttrain.rollout.store import read_rollouts
 from tests import tiny
 
 ACTS = {"raise": 50, "hang": 20, "nan": 10, "exit": 5, "segfault": 5}

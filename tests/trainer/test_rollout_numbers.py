@@ -10,8 +10,8 @@ from peft import LoraConfig
 
 from posttrain import GRPOConfig, RLOOConfig
 from posttrain.rollout import eval_loader
-from posttrain.rollout.rollout_store import read_rollouts
-from posttrain.trainer.rollout_log import clipped
+from posttrain.rollout.store import read_rollouts
+from posttrain.trainer.online.rollout_log import clipped
 from tests import tiny
 from tests.rollout.scripted_engine import ScriptedEngine
 from tests.trainer import test_agents

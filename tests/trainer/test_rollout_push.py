@@ -10,8 +10,8 @@ import pytest
 from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer
-from posttrain.rollout.rollout_store import read_rollouts
-from posttrain.trainer.hub import model_files
+from posttrain.rollout.store import read_rollouts
+from posttrain.trainer.checkpoints.hub import model_files
 from tests import tiny
 from tests.trainer.test_hub import TOKEN, running_stand_in
 

@@ -9,7 +9,7 @@ import torch
 from datasets import Dataset, IterableDataset
 
 from posttrain import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-from posttrain.rollout.rollout_store import read_rollouts
+from posttrain.rollout.store import read_rollouts
 from tests.trainer.test_online import logged, numbered, trainer, weights
 
 METHODS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig)}

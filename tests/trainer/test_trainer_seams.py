@@ -8,12 +8,12 @@ import pytest
 import transformers
 
 from posttrain.trainer.base import BaseTrainer
-from posttrain.trainer.evaluation import EvaluatingTrainer
-from posttrain.trainer.hub import HubTrainer
-from posttrain.trainer.online import OnlineTrainer
-from posttrain.trainer.persistence import PersistentTrainer
-from posttrain.trainer.saving import SavingTrainer
-from posttrain.trainer.sharding import ShardingTrainer
+from posttrain.trainer.checkpoints.hub import HubTrainer
+from posttrain.trainer.checkpoints.persistence import PersistentTrainer
+from posttrain.trainer.checkpoints.saving import SavingTrainer
+from posttrain.trainer.checkpoints.sharding import ShardingTrainer
+from posttrain.trainer.online_trainer import OnlineTrainer
+from posttrain.trainer.report.evaluation import EvaluatingTrainer
 
 SEAMS = {
     # how a step is computed

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from posttrain.core import faults
-from posttrain.rollout.rollout_store import read_rollouts
-from posttrain.trainer import checkpoint as files
+from posttrain.rollout.store import read_rollouts
+from posttrain.trainer.checkpoints import checkpoint as files
 from tests.forked import start_group, wait_for_group
 from tests.trainer import resumable_run, uneven_run
 from tests.trust.runs import differences

@@ -12,18 +12,18 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from posttrain import GRPOConfig, GRPOTrainer, RLOOTrainer
-from posttrain.rollout.vllm_engine.client import ServerClient, ServerInfo
-from posttrain.rollout.vllm_engine.params import PROCESSED, RAW
-from posttrain.rollout.vllm_engine.transport import Deadlines, ServerRefused, ServerSlow
-from posttrain.rollout.vllm_engine.upstream import UpstreamClient
-from posttrain.trainer.vllm_setup import (
+from posttrain.rollout.engines.vllm.client import ServerClient, ServerInfo
+from posttrain.rollout.engines.vllm.params import PROCESSED, RAW
+from posttrain.rollout.engines.vllm.transport import Deadlines, ServerRefused, ServerSlow
+from posttrain.rollout.engines.vllm.upstream import UpstreamClient
+from posttrain.trainer.online.vllm_setup import (
     _sends_adapter,
     client_of,
     refuse_correction_without_logps,
     shared_gpu_notes,
     vllm_engine,
 )
-from posttrain.trainer.weight_sync import WeightSync
+from posttrain.trainer.online.weight_sync import WeightSync
 from tests import tiny
 from tests.rollout.served import echo_process, needs_uvicorn
 

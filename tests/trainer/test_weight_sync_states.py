@@ -9,13 +9,13 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from posttrain.models.weight_export import exported_adapter, exported_weights
-from posttrain.rollout.engine import SamplingParams
-from posttrain.rollout.vllm_engine import colocate
-from posttrain.rollout.vllm_engine.server_engine import ServedVLLM
-from posttrain.rollout.vllm_engine.sync_probe import BOUNDS, WeightsDiffer, scored_by
-from posttrain.trainer.joint_export import JointExport
-from posttrain.trainer.weight_sync import SECONDS, WeightSync
+from posttrain.models.load.weight_export import exported_adapter, exported_weights
+from posttrain.rollout.engines.protocol import SamplingParams
+from posttrain.rollout.engines.vllm import colocate
+from posttrain.rollout.engines.vllm.server_engine import ServedVLLM
+from posttrain.rollout.engines.vllm.sync_probe import BOUNDS, WeightsDiffer, scored_by
+from posttrain.trainer.online.joint_export import JointExport
+from posttrain.trainer.online.weight_sync import SECONDS, WeightSync
 from tests import tiny
 from tests.rollout.served import FakeClient
 

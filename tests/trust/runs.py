@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from posttrain.core import faults
-from posttrain.trainer import checkpoint as files
+from posttrain.trainer.checkpoints import checkpoint as files
 from tests.forked import Child
 from tests.trainer import resumable_run
 

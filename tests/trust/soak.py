@@ -24,8 +24,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from posttrain.core import faults
-from posttrain.trainer import checkpoint as files
-from posttrain.trainer.background_save import EXIT_CODE
+from posttrain.trainer.checkpoints import checkpoint as files
+from posttrain.trainer.checkpoints.background_save import EXIT_CODE
 from tests.forked import Child
 from tests.trainer import resumable_run
 from tests.trust import runs

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-from posttrain.trainer import checkpoint as files
+from posttrain.trainer.checkpoints import checkpoint as files
 from tests.trainer import resumable_run
 from tests.trust import runs
 

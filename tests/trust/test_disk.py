@@ -17,11 +17,11 @@ import pytest
 from transformers import TrainerCallback
 
 from posttrain import SFTTrainer
-from posttrain.data.prepare import PrepareOptions, prepare_dataset
-from posttrain.data.renderer import Renderer
-from posttrain.data.sources import load_source
-from posttrain.trainer import checkpoint as files
-from posttrain.trainer.background_save import EXIT_CODE
+from posttrain.data.render.renderer import Renderer
+from posttrain.data.sources.named import load_source
+from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.trainer.checkpoints import checkpoint as files
+from posttrain.trainer.checkpoints.background_save import EXIT_CODE
 from tests import tiny
 from tests.forked import Child
 from tests.trainer import resumable_run

@@ -10,10 +10,10 @@ import pytest
 import yaml
 from transformers import TrainerCallback
 
-from posttrain.rollout.rollout_store import RolloutStore, read_rollouts
-from posttrain.trainer import checkpoint as files
-from posttrain.trainer.background_save import EXIT_CODE, CheckpointNotSaved
-from posttrain.trainer.step_file import StepFile
+from posttrain.rollout.store import RolloutStore, read_rollouts
+from posttrain.trainer.checkpoints import checkpoint as files
+from posttrain.trainer.checkpoints.background_save import EXIT_CODE, CheckpointNotSaved
+from posttrain.trainer.checkpoints.step_file import StepFile
 from tests.cli.runs import folder_with_inputs, options_of
 from tests.forked import run_command
 from tests.trainer import resumable_run
@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_from_the_start(tmp_path, method):
 
 
 def test_rollouts_are_kept_in_memory_to_a_bound(tmp_path, monkeypatch):
-    monkeypatch.setattr("posttrain.rollout.rollout_store.MOST_KEPT", 3)
+    monkeypatch.setattr("posttrain.rollout.store.MOST_KEPT", 3)
     with small_disk(tmp_path / "small", 2**20) as disk:
         fill(disk)
         store = RolloutStore(disk)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.core import faults
-from posttrain.trainer import checkpoint as files
+from posttrain.trainer.checkpoints import checkpoint as files
 from tests.trust import runs
 
 LENGTHS = [pytest.param(3, id="short"), pytest.param(20, id="long", marks=pytest.mark.trust)]

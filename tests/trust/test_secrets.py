@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from posttrain.trainer.checkpoint import verify
+from posttrain.trainer.checkpoints.checkpoint import verify
 from posttrain.view import api
 from posttrain.view.api import Viewed
 from posttrain.view.questions import Question

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from posttrain.rollout.engine import LENGTH, SamplingParams
-from posttrain.rollout.vllm_engine.server_engine import ServedOptions, ServedVLLM
+from posttrain.rollout.engines.protocol import LENGTH, SamplingParams
+from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
 from tests.rollout.served import QUICK, echo_process, needs_uvicorn, numbered, prompts
 
 pytestmark = needs_uvicorn

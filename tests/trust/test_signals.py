@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.core import faults
-from posttrain.trainer import checkpoint as files
+from posttrain.trainer.checkpoints import checkpoint as files
 from tests.forked import Child
 from tests.trainer import resumable_run
 from tests.trust import runs

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from posttrain.rollout.rollout_store import write_file
-from posttrain.trainer.step_file import StepFile
+from posttrain.rollout.store import write_file
+from posttrain.trainer.checkpoints.step_file import StepFile
 
 QUESTIONS = 100
 NAMES = ("Ada", "Grace", "Alan", "Emmy", "Kurt", "Sofia", "Carl", "Mary", "Leo", "Ida")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.trainer.step_file import StepFile
+from posttrain.trainer.checkpoints.step_file import StepFile
 from tests.view.chromium import Chromium, find_chromium
 from tests.view.made_up import make_run, make_tokenizer, write_log, write_step
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from posttrain.rollout.rollout_store import RolloutStore
+from posttrain.rollout.store import RolloutStore
 from posttrain.view import api
 from posttrain.view.api import Viewed
 from posttrain.view.errors import NotFound, ViewError

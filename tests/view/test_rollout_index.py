@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from posttrain.rollout.rollout_store import RolloutStore, read_rollouts
+from posttrain.rollout.store import RolloutStore, read_rollouts
 from posttrain.view.errors import NotFound, ViewError
 from posttrain.view.questions import Question
 from posttrain.view.rollout_detail import details, row_of

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from posttrain.cli.main import main
-from posttrain.trainer.step_file import StepFile
+from posttrain.trainer.checkpoints.step_file import StepFile
 from posttrain.view.charts import told_apart
 from posttrain.view.run_folder import open_runs
 from posttrain.view.summary import print_summary, sparkline
@@ -118,7 +118,7 @@ def test_a_summary_of_a_run_without_rollouts_and_of_one_without_anything(tmp_pat
 
 
 def test_what_models_say_commands_no_terminal(tmp_path):
-    from posttrain.rollout.rollout_store import RolloutStore
+    from posttrain.rollout.store import RolloutStore
 
     with RolloutStore(tmp_path) as store:
         store.write(1, [{"prompt": "?", "completion": "a\x1b[2Jb\x9bc[bold]d", "reward": 1.0, "group": 0, "sample": 0}])
@@ -152,7 +152,7 @@ def test_the_html_report_stands_alone(run_folder, tmp_path):
 
 
 def test_what_models_say_is_no_markup(tmp_path):
-    from posttrain.rollout.rollout_store import RolloutStore
+    from posttrain.rollout.store import RolloutStore
 
     said = {
         "prompt": "<script>alert(1)</script>",

@@ -1,0 +1,149 @@
+"""`posttrain doctor`: what works on this machine, in one screen, and what to type next."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+GOOD, MISSING, BAD = "ok", "-", "!!"
+NEEDED = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "pyarrow", "rich", "yaml")
+OPTIONAL = {
+    "liger_kernel": ("faster layers on a GPU", "pip install 'posttrain[gpu]'"),
+    "bitsandbytes": ("4- and 8-bit weights (QLoRA)", "pip install 'posttrain[quant]'"),
+    "vllm": ("vLLM in the training process (`vllm_mode='colocate'`)", "pip install 'posttrain[vllm]'"),
+    "gguf": ("export to GGUF", "pip install 'posttrain[gguf]'"),
+    "deepspeed": ("ZeRO-2 and ZeRO-3", "pip install 'posttrain[deepspeed]'"),
+    "matplotlib": ("reports as PNG", "pip install 'posttrain[view]'"),
+}
+"""Package -> (what it is for, how to get it)."""
+
+
+@dataclass(frozen=True)
+class Line:
+    mark: str
+    name: str
+    told: str
+
+
+def main(words: list[str]) -> int:
+    if any(word in ("-h", "--help") for word in words):
+        print(
+            "usage: posttrain doctor\n\nSays what works on this machine and what to type next. Exit code 1: something is broken."
+        )
+        return 0
+    lines = [line for part in (packages, devices, kernels, engines, disk) for line in part()]
+    for line in lines:
+        print(f"{line.mark:>2}  {line.name:<18} {line.told}")
+    broken = [line for line in lines if line.mark == BAD]
+    print()
+    for advice in next_steps(broken):
+        print(advice)
+    return 1 if broken else 0
+
+
+def packages() -> list[Line]:
+    lines = [Line(GOOD, "python", f"{platform.python_version()} on {platform.platform()}")]
+    for name in NEEDED:
+        if importlib.util.find_spec(name) is None:
+            lines.append(Line(BAD, name, "is missing: pip install posttrain"))
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("posttrain", *NEEDED[:5]))
+    lines.append(Line(GOOD, "packages", versions))
+    for name, (purpose, how) in OPTIONAL.items():
+        there = importlib.util.find_spec(name) is not None
+        told = f"{_version(name.replace('_', '-'))}: {purpose}" if there else f"for {purpose}: {how}"
+        lines.append(Line(GOOD if there else MISSING, name, told))
+    return lines
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return "(no version)"
+
+
+def devices() -> list[Line]:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    lines = [Line(GOOD, "cpu", f"{cores} cores, {torch.get_num_threads()} threads of torch")]
+    if not torch.cuda.is_available():
+        return [*lines, Line(MISSING, "gpu", "none: small models train on the CPU, in float32")]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        bf16 = "bfloat16" if torch.cuda.is_bf16_supported() else "no bfloat16: trains in float16 or float32"
+        told = f"{properties.name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free, {bf16}"
+        lines.append(_tried(f"gpu {index}", told, lambda i=index: torch.ones(8, device=f"cuda:{i}").sum().item()))
+    if torch.cuda.device_count() > 1:
+        nccl = torch.distributed.is_nccl_available()
+        lines.append(
+            Line(GOOD if nccl else BAD, "nccl", "several GPUs can train together" if nccl else "torch has none")
+        )
+    return lines
+
+
+def kernels() -> list[Line]:
+    """Attention and Triton, tried, not only imported."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+
+    def attend() -> None:
+        one = torch.randn(1, 2, 8, 64, device=device, dtype=dtype)
+        torch.nn.functional.scaled_dot_product_attention(one, one, one, is_causal=True)
+
+    lines = [_tried("attention", f"torch's, in {str(dtype).removeprefix('torch.')} on {device}", attend)]
+    if device == "cuda":
+        from posttrain.models.scoring.head_kernels import runs_triton
+
+        works = runs_triton(torch.zeros(1, device="cuda"))
+        told = "fused head, AdamW and decoding" if works else "no Triton: everything runs in plain torch, slower"
+        lines.append(Line(GOOD if works else MISSING, "triton", told))
+    return lines
+
+
+def engines() -> list[Line]:
+    lines = [Line(GOOD, "rollouts", "the native engine: GRPO and RLOO need nothing else")]
+    python = os.environ.get("POSTTRAIN_VLLM_PYTHON")
+    if python:
+        there = shutil.which(python) is not None
+        told = f"servers run with {python}" if there else f"POSTTRAIN_VLLM_PYTHON names {python}, which is not there"
+        lines.append(Line(GOOD if there else BAD, "vllm server", told))
+    return lines
+
+
+def disk() -> list[Line]:
+    cache = Path(os.environ.get("HF_HOME", Path.home() / ".cache" / "huggingface"))
+    place = next(folder for folder in (cache, *cache.parents) if folder.exists())
+    free = shutil.disk_usage(place).free / 2**30
+    lines = [Line(GOOD if free > 5 else BAD, "disk", f"{free:.0f} GiB free at {place} (models and prepared data)")]
+    if os.environ.get("HF_HUB_OFFLINE") == "1":
+        lines.append(Line(MISSING, "hub", "HF_HUB_OFFLINE=1: models and datasets come from this machine only"))
+    return lines
+
+
+def _tried(name: str, told: str, attempt: Callable[[], object]) -> Line:
+    try:
+        attempt()
+    except Exception as error:  # whatever a driver or a kernel raises is what the person has to read
+        return Line(BAD, name, f"{told}; it fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    return Line(GOOD, name, told)
+
+
+def next_steps(broken: list[Line]) -> list[str]:
+    if broken:
+        return [f"Mend first: {', '.join(line.name for line in broken)}."]
+    return [
+        "Next: posttrain demo                                     a real model, three minutes",
+        "      posttrain check sft --model_name_or_path MODEL --dataset_name FILE.jsonl",
+        "      posttrain sft --model_name_or_path MODEL --dataset_name FILE.jsonl --output_dir runs/first",
+        "      posttrain view runs/first",
+    ]

@@ -1,0 +1,97 @@
+"""`posttrain METHOD [CONFIG.yaml] [--option value ...]`: one command for every method of METHODS."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from posttrain.cli.commands import launch
+from posttrain.cli.errors import UsageError
+from posttrain.cli.options.arguments import RunConfig, parse
+from posttrain.cli.options.help_text import help_of
+from posttrain.cli.running.output import no_bars
+from posttrain.core.options import resume_wish
+from posttrain.core.secrets import hidden_text
+
+
+def main(method: str, words: list[str]) -> int:
+    if any(word in ("-h", "--help") for word in words):
+        print(help_of(method))
+        return 0
+    config = parse(method, words)
+    os.environ.update(config.environment)
+    if not launch.is_started():
+        command = launch.command_of(config, words)
+        if command is not None:
+            return launch.run(command, config.environment)
+    return train(config, words)
+
+
+def train(config: RunConfig, words: list[str]) -> int:
+    from safetensors import SafetensorError
+    from transformers import TrainerCallback
+
+    from posttrain.cli.running.assemble import told, trainer_of
+    from posttrain.cli.running.run_record import write_record
+    from posttrain.rewards.runtime.results import RewardError
+    from posttrain.trainer.checkpoints.background_save import EXIT_CODE
+    from posttrain.trainer.checkpoints.checkpoint import spared
+
+    no_bars()
+    trainer = trainer_of(config)
+    folder = Path(trainer.args.output_dir)
+
+    class Record(TrainerCallback):
+        """Written once the run is on its way: a resume that is refused leaves the record of the run that is there."""
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if args.should_save:
+                with spared(f"The record of the run in {folder}"):
+                    write_record(folder, config, ["posttrain", config.method, *words])
+
+    trainer.add_callback(Record())
+    try:
+        told(lambda: trainer.train(resume_from_checkpoint=_resume(config, folder)))
+    except RewardError as error:
+        return _ended(config.method, str(error))
+    if bad := trainer.nonfinite_weights():
+        return _ended(
+            config.method,
+            f"{bad[0]} (of {len(bad)} tensors) holds NaN or infinity, so no model is written to {folder}. The last checkpoint "
+            "there is from before.",
+        )
+    try:
+        trainer.save_model(trainer.args.output_dir)
+    except (OSError, SafetensorError) as error:
+        _ended(
+            config.method,
+            f"The model could not be written to {folder} ({error}). Checkpoints there are whole: once there is room, the same "
+            f"command again or `posttrain export {folder}` takes the newest.",
+        )
+        return EXIT_CODE
+    if trainer.args.push_to_hub:
+        trainer.push_to_hub(dataset_name=config.get("dataset_name"))
+    if trainer.args.should_save:
+        print(f"  model       {trainer.args.output_dir}")
+        sys.stdout.flush()
+    return 0
+
+
+def _ended(method: str, sentence: str) -> int:
+    """For a run that began as it should and came to a bad end."""
+    print(hidden_text(f"posttrain {method}: {sentence}"), file=sys.stderr)
+    return 1
+
+
+def _resume(config: RunConfig, folder: Path) -> Any:
+    """The same command again continues where the last one stopped: True takes the newest checkpoint that is whole."""
+    is_given = "resume_from_checkpoint" in config.values
+    if config.get("fresh"):
+        if is_given and resume_wish(config.get("resume_from_checkpoint")):
+            raise UsageError(
+                "`fresh` starts from the beginning, and `resume_from_checkpoint` continues; give one of them."
+            )
+        return False
+    return resume_wish(config.get("resume_from_checkpoint")) if is_given else any(folder.glob("checkpoint-*"))

@@ -1,0 +1,1 @@
+"""Options of the command line: tables, files, flags, values."""

@@ -1,0 +1,1 @@
+"""From options to a trainer that runs."""

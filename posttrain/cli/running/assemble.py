@@ -1,0 +1,169 @@
+"""From the options of a run to a trainer: everything that can be wrong is looked at before a model is loaded."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from posttrain.cli.options.arguments import RunConfig
+
+PACKAGE = str(Path(__file__).resolve().parents[2])
+CONFIG_GROUPS = ("method", "shared", "training", "refused")
+TASKS = {"sequence_reward": "SEQ_CLS"}
+"""Task of a method -> PEFT's name of it, where it is not CAUSAL_LM."""
+
+
+def trainer_of(config: RunConfig, **more: Any) -> Any:
+    """The trainer that the options describe. `more`: further arguments of it, such as callbacks."""
+    from posttrain.methods.table import METHODS
+
+    method = METHODS[config.method]
+    args = told(lambda: config_of(config))
+    model = model_name(config)
+    given = rewards_of(config) | told(lambda: parts_of(config))
+    train, evaluation = told(lambda: _datasets(config))
+    evals = told(lambda: _evals(config, args))
+    tokenizer = {"processing_class": _tokenizer(config)} if config.get("tokenizer_name_or_path") else {}
+    trainer = told(
+        lambda: method.trainer_class(
+            model=model, args=args, train_dataset=train, eval_dataset=evaluation, **tokenizer, **given, **more
+        )
+    )
+    if evals:
+        from posttrain.trainer.report.task_evals import TaskEvals
+
+        told(lambda: TaskEvals(trainer, evals))
+    if config.get("ignore_bias_buffers"):
+        import torch
+
+        flags = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
+        trainer.model._ddp_params_and_buffers_to_ignore = flags
+    return trainer
+
+
+def told(step: Callable[[], Any]) -> Any:
+    """`step()`, where a ValueError (or alike) of our own is a sentence for the user; anybody else's keeps its traceback."""
+    try:
+        return step()
+    except json.JSONDecodeError as error:
+        raise UsageError(f"An option is no JSON: {error} in {error.doc[:80]!r}.") from error
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames and frames[-1].filename.startswith(PACKAGE):
+            raise UsageError(str(error)) from error
+        raise
+
+
+def config_of(config: RunConfig) -> Any:
+    """The method's config, with its own checks done."""
+    from posttrain.methods.table import METHODS
+
+    options = config.group(*CONFIG_GROUPS)
+    options["model_init_kwargs"] = _model_arguments(config, options.get("model_init_kwargs"))
+    if options["model_init_kwargs"] is None:
+        del options["model_init_kwargs"]
+    if "output_dir" not in options:
+        options["output_dir"] = f"runs/{Path(model_name(config)).name}-{config.method}"
+    args = METHODS[config.method].config_class(**options)
+    METHODS[config.method].trainer_class.check_options(args)
+    return args
+
+
+def model_name(config: RunConfig) -> str:
+    name = config.get("model_name_or_path")
+    if not name:
+        raise UsageError(f"posttrain {config.method} needs a model: --model_name_or_path with a Hub id or a folder.")
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    path = Path(name).expanduser()
+    if looks_local and not path.exists():
+        raise UsageError(f"{config.where('model_name_or_path')}: there is no folder {name}.")
+    if path.is_dir() and not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
+        raise UsageError(f"{config.where('model_name_or_path')}: the folder {name} holds no model (no config.json).")
+    return str(path) if path.exists() else name
+
+
+def _model_arguments(config: RunConfig, given: Any) -> dict[str, Any] | str | None:
+    wanted = {"revision": "model_revision", "attn_implementation": "attn_implementation", "dtype": "dtype"}
+    options = {name: config.get(option) for name, option in wanted.items() if config.get(option) is not None}
+    from posttrain.models.load.options import DTYPES
+
+    if options.get("dtype") not in (None, *DTYPES):
+        raise UsageError(f"{config.where('dtype')} is {options['dtype']!r}; it takes one of {', '.join(DTYPES)}.")
+    if not options:
+        return given
+    if isinstance(given, str):
+        given = json.loads(given)
+    if twice := [name for name in options if name in (given or {})]:
+        raise UsageError(f"`{wanted[twice[0]]}` and `model_init_kwargs` both set {twice[0]}; leave one of them out.")
+    return {**(given or {}), **options}
+
+
+def parts_of(config: RunConfig) -> dict[str, Any]:
+    """`peft_config` and `quantization_config` of the trainer, where the options ask for them."""
+    from posttrain.methods.table import METHODS
+    from posttrain.models.load.options import ADAPTER_OPTIONS, ModelOptions, get_peft_config, get_quantization_config
+
+    given = config.group("model")
+    options = ModelOptions(**{name: config.get(name) for name in ModelOptions.__dataclass_fields__})
+    options.lora_task_type = options.lora_task_type or TASKS.get(METHODS[config.method].trainer_class.task)
+    if not options.use_peft:
+        if lone := [name for name in given if name.startswith(ADAPTER_OPTIONS)]:
+            raise UsageError(f"{config.where(lone[0])} is set, and no adapter is trained: add --use_peft.")
+        if bits := [name for name in ("load_in_4bit", "load_in_8bit") if getattr(options, name)]:
+            raise UsageError(f"{config.where(bits[0])}: quantised weights are not trained; add --use_peft.")
+    made = {"quantization_config": get_quantization_config(options), "peft_config": get_peft_config(options)}
+    return {name: part for name, part in made.items() if part is not None}
+
+
+def rewards_of(config: RunConfig) -> dict[str, Any]:
+    """`reward_funcs`, `tools`, `environment_factory` and `rollout_func` of the trainer, imported."""
+    from posttrain.cli.running.named_objects import callable_named, reward_named
+
+    options = config.table.options
+    if "reward_funcs" not in options:
+        return {}
+    found: dict[str, Any] = {}
+    functions = [reward_named(name) for name in config.get("reward_funcs") or ()]
+    models = list(config.get("reward_model_name_or_path") or ())
+    if functions or models:
+        found["reward_funcs"] = [*functions, *models]
+    if "tools" in options and config.get("tools"):
+        found["tools"] = [callable_named(name, "tools") for name in config.get("tools")]
+    for name in ("environment_factory", "rollout_func"):
+        if name in options and config.get(name):
+            found[name] = callable_named(config.get(name), name)
+    if "reward_funcs" not in found and "environment_factory" not in found:
+        raise UsageError(
+            f"posttrain {config.method} needs a reward: --reward_funcs with a built-in name, my_module.function or "
+            "file.py:function, or --reward_model_name_or_path."
+        )
+    weights, count = config.get("reward_weights"), len(found.get("reward_funcs", ()))
+    if weights is not None and "environment_factory" not in found and len(weights) != count:
+        raise UsageError(
+            f"{config.where('reward_weights')} has {len(weights)} weights for {count} rewards; give one for each."
+        )
+    return found
+
+
+def _datasets(config: RunConfig) -> tuple[Any, Any]:
+    from posttrain.cli.running.datasets_of import datasets_of
+
+    return datasets_of(config)
+
+
+def _evals(config: RunConfig, args: Any) -> list[Any]:
+    from posttrain.cli.running.evals_of import evals_of
+
+    return evals_of(config, args)
+
+
+def _tokenizer(config: RunConfig) -> Any:
+    from posttrain.models.load.model import load_tokenizer
+
+    return load_tokenizer(config.get("tokenizer_name_or_path"), None, config.get("trust_remote_code"))

@@ -1,0 +1,92 @@
+"""MODEL of `eval`, `export` and `chat`: found and its tokenizer loaded at once, its weights when they are wanted."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from posttrain.cli.errors import UsageError
+from posttrain.cli.running.output import no_bars
+
+if TYPE_CHECKING:
+    from posttrain.models.load.saved_model import SavedModel
+
+
+@dataclass
+class OpenedModel:
+    saved: SavedModel
+    tokenizer: Any
+    options: argparse.Namespace
+
+    def load(self) -> Any:
+        """On its device, with the adapters' products fused as in training."""
+        import torch
+
+        from posttrain.models.load.model import LoadOptions, load_model
+
+        options = self.options
+        model = self.saved.load(dtype_named(options.dtype), options.trust_remote_code)
+        device = device_named(options.device) or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return load_model(model, LoadOptions(dtype=model.dtype, device=device)).model.eval()
+
+
+def open_model(options: argparse.Namespace) -> OpenedModel:
+    """The model that `options` name, if it is one that writes. `--dtype` and `--device` are looked at before anything is loaded."""
+    from posttrain.models.scoring.heads import CAUSAL_LM
+
+    no_bars()
+    dtype_named(options.dtype)
+    device_named(options.device)
+    saved = saved_named(options.model, adapter=getattr(options, "adapter", None))
+    if saved.task != CAUSAL_LM:
+        raise UsageError(f"{options.model} is a sequence classifier (a reward model): it writes nothing.")
+    try:
+        tokenizer = saved.tokenizer(options.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"The tokenizer of {options.model} cannot be loaded: {str(error).splitlines()[0]}") from error
+    return OpenedModel(saved, tokenizer, options)
+
+
+def saved_named(model: str, checkpoint: int | None = None, adapter: str | None = None) -> SavedModel:
+    from posttrain.models.load.saved_model import NoModelError, find_saved, with_adapter
+
+    try:
+        saved = find_saved(model, checkpoint)
+        return saved if adapter is None else with_adapter(saved, adapter)
+    except NoModelError as error:
+        raise UsageError(str(error)) from error
+
+
+def dtype_named(name: str | None) -> Any:
+    """torch's dtype of that name; None where none is named."""
+    from posttrain.models.load.options import DTYPES
+
+    if name is None or name == "auto":
+        return None
+    if name not in DTYPES:
+        raise UsageError(f"--dtype is {name!r}; it takes one of {', '.join(DTYPES)}.")
+    import torch
+
+    return getattr(torch, name)
+
+
+def device_named(name: str | None) -> Any:
+    """torch's device of that name, if this machine has it; None where none is named."""
+    import torch
+
+    if name is None:
+        return None
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UsageError(f"--device is {name!r}; it takes cpu, cuda or cuda:1, or another that torch knows.") from error
+    if device.type == "cpu":
+        return device
+    found = torch.accelerator.current_accelerator(check_available=True)
+    count = torch.accelerator.device_count() if found is not None and found.type == device.type else 0
+    if (device.index or 0) >= count:
+        raise UsageError(
+            f"--device is {name!r}, and torch finds {count} devices of that kind here; use cpu, or leave it out."
+        )
+    return device

@@ -1,0 +1,306 @@
+"""Normalised rows -> units of Samples, one function per row format. Whole batches, so that tokenisation is batched.
+
+Plain text is tokenised as TRL does: the prompt alone and prompt + completion (+ end-of-sequence text) together, and the
+completion begins at the first token that differs, so that a token which straddles the boundary is trained.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from posttrain.core.sample import Sample, Unit
+from posttrain.data.render.renderer import Conversation, Renderer
+from posttrain.data.rows.checks import Finding
+
+if TYPE_CHECKING:
+    from posttrain.data.store.prepare import PrepareOptions
+
+Row = dict[str, Any]
+Notes = Counter[str]
+MERGED_BOUNDARY = "prompts whose last token merges with the answer"
+EVERYTHING, ASSISTANT, COMPLETION, ASSISTANT_IN_COMPLETION = (
+    "everything",
+    "assistant",
+    "completion",
+    "assistant_in_completion",
+)
+
+
+def language_modelling(
+    rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes
+) -> list[Unit | Finding]:
+    """One sample a row: a text, all of it trained, or a conversation, trained whole or on the assistant's turns."""
+    if "text" in rows[0]:
+        ids = renderer.encode_texts([_ended(row["text"], renderer, options) for row in rows])
+        return _singles([Sample(i, np.ones(len(i), dtype=bool)) for i in ids], "text")
+    chats = [_chat(row, row["messages"], options) for row in rows]
+    train = ASSISTANT if options.assistant_only_loss else EVERYTHING
+    return _singles(_encoded_chats(rows, chats, renderer, train), "messages")
+
+
+def prompt_only(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> list[Unit | Finding]:
+    """The prompt, ready to be continued; nothing is trained."""
+    ids = _prompt_ids(rows, renderer, options)
+    return [
+        (Sample(i, np.zeros(len(i), dtype=bool)),) if isinstance(i, np.ndarray) else _refusal(i, "prompt") for i in ids
+    ]
+
+
+def prompt_completion(
+    rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes
+) -> list[Unit | Finding]:
+    """Prompt and completion; the completion is trained unless `completion_only_loss=False`."""
+    samples = _answers(rows, "completion", renderer, options, _trained_part(options), notes)
+    return _singles(samples, "completion")
+
+
+def preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> list[Unit | Finding]:
+    """(chosen, rejected): the prompt followed by each answer, the answer trained.
+
+    Both answers of plain text begin at the same token: where only one of them merges with the end of the prompt, that end
+    belongs to the other answer too.
+    """
+    chosen = _answers(rows, "chosen", renderer, options, COMPLETION, notes)
+    rejected = _answers(rows, "rejected", renderer, options, COMPLETION, notes)
+    if _is_plain(rows, "chosen"):
+        for pair in zip(chosen, rejected):
+            begin = min(int(side.trained.argmax()) for side in pair)
+            for side in pair:
+                side.trained[begin:] = True
+    return [_pair(row, c, r, must_train=True) for row, c, r in zip(rows, chosen, rejected)]
+
+
+def scored_preference(
+    rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes
+) -> list[Unit | Finding]:
+    """(chosen, rejected) as whole sequences; their score is read at the last token, no token is trained."""
+    sides = []
+    for side in ("chosen", "rejected"):
+        if _is_plain(rows, side):
+            texts = [_ended((row["prompt"] or "") + row[side], renderer, options) for row in rows]
+            sides.append([_untrained(ids) for ids in renderer.encode_texts(texts)])
+        else:
+            chats = [_chat(row, [*row["prompt"], *row[side]], options) for row in rows]
+            encoded = renderer.encode_chats(chats, EVERYTHING)
+            sides.append([_untrained(s.input_ids) if isinstance(s, Sample) else s for s in encoded])
+    return [_pair(row, c, r, must_train=False) for row, c, r in zip(rows, *sides)]
+
+
+def unpaired_preference(
+    rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes
+) -> list[Unit | Finding]:
+    """Prompt and completion, with `label` 1 for a wanted completion and 0 for an unwanted one."""
+    units = _singles(_answers(rows, "completion", renderer, options, COMPLETION, notes), "completion")
+    for row, unit in zip(rows, units):
+        if not isinstance(unit, Finding):
+            unit[0].scalars["label"] = float(row["label"])
+    return units
+
+
+def stepwise(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> list[Unit | Finding]:
+    """Prompt, then each step followed by the separator. `labels` speaks about the last token of each separator.
+
+    Steps are tokenised one by one and without special tokens; the beginning-of-sequence token, where the tokenizer has
+    one, comes first. `trained` marks the tokens at which a step is judged.
+    """
+    prompts = _prompt_ids(rows, renderer, options, add_special_tokens=False)
+    separator = renderer.encode_texts([options.step_separator], add_special_tokens=False)[0]
+    steps = [step for row in rows for step in row["completions"]]
+    encoded = iter(renderer.encode_texts(steps, add_special_tokens=False))
+    units: list[Unit | Finding] = []
+    for row, prompt in zip(rows, prompts):
+        ids = [np.concatenate([next(encoded), separator]) for _ in row["completions"]]
+        if not isinstance(prompt, np.ndarray):
+            units.append(_refusal(prompt, "prompt"))
+            continue
+        labels = np.full(sum(map(len, ids)), -1.0, dtype=np.float32)
+        last = np.cumsum([len(step) for step in ids]) - 1
+        judged = slice(-1, None) if options.train_on_last_step_only else slice(None)
+        labels[last[judged]] = row["labels"][judged]
+        completion = np.concatenate(ids)[: options.max_completion_length]
+        units.append(_judged(_with_bos(prompt, row, renderer), completion, labels[: len(completion)]))
+    return units
+
+
+def _judged(prompt: np.ndarray, completion: np.ndarray, labels: np.ndarray) -> Unit | Finding:
+    all_labels = np.concatenate([np.full(len(prompt), -1.0, dtype=np.float32), labels])
+    ids, trained = np.concatenate([prompt, completion]), all_labels >= 0
+    return _checked_unit(Sample(ids, trained, per_token={"labels": np.where(trained, all_labels, 0)}), "completions")
+
+
+def tokenised(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> list[Unit | Finding]:
+    """Rows that bring their token ids. A row with `seq_lengths` was packed and comes apart into its documents."""
+    units: list[Unit | Finding] = []
+    for row in rows:
+        missing = _missing_mask(row, options)
+        if missing is not None:
+            units.append(missing)
+            continue
+        trained = row["trained"].copy()
+        if row.get("completion_mask") is not None and options.completion_only_loss is not False:
+            trained &= row["completion_mask"].astype(bool)
+        if row.get("assistant_masks") is not None:
+            trained &= row["assistant_masks"].astype(bool)
+        lengths = row.get("seq_lengths")
+        sample = Sample(row["input_ids"], trained)
+        if lengths is not None:
+            stops = np.cumsum(lengths)
+            unit = tuple(sample.slice(stop - length, stop) for stop, length in zip(stops, lengths) if length)
+        elif row.get("attention_mask") is not None:
+            seen = np.flatnonzero(row["attention_mask"])
+            unit = (sample.slice(seen[0], seen[-1] + 1),)
+        else:
+            unit = (sample,)
+        units.append(unit if any(s.num_trained for s in unit) else _nothing_trained("input_ids"))
+    return units
+
+
+def _missing_mask(row: Row, options: PrepareOptions) -> Finding | None:
+    """An option that asks for a part of the tokens needs a column that tells the part."""
+    asked = {"completion_mask": options.completion_only_loss, "assistant_masks": options.assistant_only_loss}
+    for column, option in asked.items():
+        if option and row.get(column) is None and not row["has_labels"]:
+            name = "completion_only_loss" if column == "completion_mask" else "assistant_only_loss"
+            return Finding("missing_mask", column, f"is missing, and {name}=True needs it (or 'labels')")
+    return None
+
+
+def tokenised_preference(
+    rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes
+) -> list[Unit | Finding]:
+    sides = [[Sample.of_text(row["prompt_ids"], row[f"{side}_ids"]) for row in rows] for side in ("chosen", "rejected")]
+    return [_pair(row, c, r, must_train=True) for row, c, r in zip(rows, *sides)]
+
+
+def tokenised_scored_preference(
+    rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes
+) -> list[Unit | Finding]:
+    none = np.zeros(0, dtype=np.int32)
+    sides = [
+        [_untrained(np.concatenate([row.get("prompt_ids", none), row[f"{side}_ids"]])) for row in rows]
+        for side in ("chosen", "rejected")
+    ]
+    return [_pair(row, c, r, must_train=False) for row, c, r in zip(rows, *sides)]
+
+
+# ------------------------------------------------------------------------------------------------------------ the parts
+
+
+def _trained_part(options: PrepareOptions) -> str:
+    if options.completion_only_loss is False:
+        return ASSISTANT if options.assistant_only_loss else EVERYTHING
+    return ASSISTANT_IN_COMPLETION if options.assistant_only_loss else COMPLETION
+
+
+def _answers(
+    rows: list[Row], column: str, renderer: Renderer, options: PrepareOptions, train: str, notes: Notes
+) -> Sequence[Sample | Exception]:
+    """The prompt of each row followed by its `column`, text or messages."""
+    if not _is_plain(rows, column):
+        chats = [_chat(row, [*row["prompt"], *row[column]], options, len(row["prompt"])) for row in rows]
+        return _encoded_chats(rows, chats, renderer, train)
+    prompts = renderer.encode_texts([row["prompt"] for row in rows])
+    wholes = renderer.encode_texts([row["prompt"] + _ended(row[column], renderer, options) for row in rows])
+    samples = []
+    for prompt, whole in zip(prompts, wholes):
+        shared = common_prefix_length(prompt, whole)
+        notes[MERGED_BOUNDARY] += shared < len(prompt)
+        start = 0 if train == EVERYTHING else shared
+        samples.append(Sample(whole, np.arange(len(whole)) >= start))
+    return samples
+
+
+def _encoded_chats(
+    rows: list[Row], chats: list[Conversation], renderer: Renderer, train: str
+) -> Sequence[Sample | Exception]:
+    """Each chat trained as `train` says; of rows with `trained_roles` only the assistant's turns in that part."""
+    only_assistant = {EVERYTHING: ASSISTANT, COMPLETION: ASSISTANT_IN_COMPLETION}.get(train, train)
+    modes = [only_assistant if row.get("trained_roles") else train for row in rows]
+    results: list[Any] = [None] * len(chats)
+    for mode in dict.fromkeys(modes):
+        numbers = [number for number, own in enumerate(modes) if own == mode]
+        for number, sample in zip(numbers, renderer.encode_chats([chats[number] for number in numbers], mode)):
+            results[number] = sample
+    return results
+
+
+def common_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
+    """How many leading tokens two sequences share."""
+    shorter = min(len(a), len(b))
+    differs = a[:shorter] != b[:shorter]
+    return int(differs.argmax()) if differs.any() else shorter
+
+
+def _prompt_ids(
+    rows: list[Row], renderer: Renderer, options: PrepareOptions, add_special_tokens: bool = True
+) -> Sequence[np.ndarray | Exception]:
+    if _is_plain(rows, "prompt"):
+        return renderer.encode_texts([row["prompt"] for row in rows], add_special_tokens=add_special_tokens)
+    return renderer.encode_prompts([_chat(row, row["prompt"], options) for row in rows])
+
+
+def _with_bos(prompt: np.ndarray, row: Row, renderer: Renderer) -> np.ndarray:
+    bos = renderer.tokenizer.bos_token_id
+    if bos is None or not isinstance(row["prompt"], str):  # a chat template writes its own
+        return prompt
+    return np.concatenate([np.asarray([bos], dtype=prompt.dtype), prompt])
+
+
+def _is_plain(rows: list[Row], column: str) -> bool:
+    return isinstance(rows[0][column], str)
+
+
+def _chat(
+    row: Row, messages: list[Row], options: PrepareOptions, num_prompt_messages: int | None = None
+) -> Conversation:
+    kwargs = {**(options.chat_template_kwargs or {}), **(row.get("chat_template_kwargs") or {})}
+    untrained = frozenset(number for number, message in enumerate(messages) if message.get("weight") == 0)
+    if untrained:
+        messages = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
+    tools = row.get("tools") or options.tools
+    return Conversation(messages, tools, kwargs or None, num_prompt_messages, untrained)
+
+
+def _ended(text: str, renderer: Renderer, options: PrepareOptions) -> str:
+    """The text with the end-of-sequence text after it, unless it is there already."""
+    eos = renderer.tokenizer.eos_token if options.append_eos else None
+    return text if not eos or text.endswith(eos) else text + eos
+
+
+def _untrained(ids: np.ndarray) -> Sample:
+    return Sample(ids, np.zeros(len(ids), dtype=bool))
+
+
+def _pair(row: Row, chosen: Sample | Exception, rejected: Sample | Exception, must_train: bool) -> Unit | Finding:
+    for side, sample in (("chosen", chosen), ("rejected", rejected)):
+        if not isinstance(sample, Sample):
+            return _refusal(sample, side)
+        if must_train and not sample.num_trained:
+            return _nothing_trained(side)
+        if "margin" in row:
+            sample.scalars["margin"] = row["margin"]
+        if f"ref_{side}_logps" in row:
+            sample.scalars["ref_logps"] = row[f"ref_{side}_logps"]
+    return chosen, rejected
+
+
+def _singles(samples: Sequence[Sample | Exception], column: str) -> list[Unit | Finding]:
+    return [_checked_unit(sample, column) for sample in samples]
+
+
+def _checked_unit(sample: Sample | Exception, column: str) -> Unit | Finding:
+    if not isinstance(sample, Sample):
+        return _refusal(sample, column)
+    return (sample,) if sample.num_trained else _nothing_trained(column)
+
+
+def _nothing_trained(column: str) -> Finding:
+    return Finding("nothing_trained", column, "gives no token that could be trained")
+
+
+def _refusal(error: Exception, column: str) -> Finding:
+    return Finding("not_rendered", column, f"cannot be rendered: {error}")

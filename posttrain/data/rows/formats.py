@@ -1,0 +1,379 @@
+"""The row formats: which columns a row has, how it is read and checked, and how rows become units of Samples.
+
+A method names the formats it accepts; `detect_format` finds out which of them a dataset is in, and says why.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.sample import Unit
+from posttrain.data.rows import encoding as row_encoding
+from posttrain.data.rows import reading as row_reading
+from posttrain.data.rows.checks import Finding, describe
+from posttrain.data.rows.encoding import Notes
+from posttrain.data.rows.foreign_formats import (
+    FOREIGN_FORMATS,
+    MESSAGE_COLUMNS,
+    MESSAGES,
+    NOTHING,
+    SHAREGPT,
+    TEXT,
+    ForeignFormat,
+    Row,
+    column_kinds,
+    convert_message_columns,
+    parsed_messages,
+    value_kind,
+)
+from posttrain.data.rows.reading import PAIR_NUMBERS, Reading
+
+if TYPE_CHECKING:
+    from posttrain.data.render.renderer import Renderer
+    from posttrain.data.store.prepare import PrepareOptions
+
+CHAT_EXTRAS = ("tools", "chat_template_kwargs", "trained_roles")
+
+
+class FormatError(ValueError):
+    """The columns of a dataset fit none of the formats that the method reads."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """One way to write a row. `required` lists alternatives: sets of columns any of which is enough."""
+
+    name: str
+    roles: tuple[str, ...]
+    required: tuple[tuple[str, ...], ...]
+    optional: tuple[str, ...]
+    read: Callable[[Row, Reading], Row]
+    encode: Callable[[list[Row], Renderer, PrepareOptions, Notes], list[Unit | Finding]]
+    decided_by: str = ""  # the column whose values tell plain from conversational; the first required one by default
+    trains_tokens: bool = True  # False: units are read or scored as a whole, `trained` may be empty
+    tokenised: bool = False
+
+    def reading(self, row: Row, **options: Any) -> Reading:
+        """How this single row would be read if it were a dataset of its own."""
+        detection = _match(self, column_kinds([row]), options.pop("text_field", "text"))
+        if detection is None:
+            detection = Detection(self, False, "")
+        return detection.reading(**options)
+
+    def check(self, row: Row, reading: Reading | None = None) -> list[Finding]:
+        """Everything that is wrong with the row."""
+        reading = reading or self.reading(row)
+        self.read(row, reading)
+        return list(dict.fromkeys(reading.found))
+
+    def normalise(self, row: Row, reading: Reading | None = None) -> Row:
+        """The row in its clean form; raises FormatError when something is wrong with it."""
+        reading = reading or self.reading(row)
+        clean = self.read(row, reading)
+        if reading.found:
+            raise FormatError("; ".join(f"column {f.column!r} {f.reason}" for f in reading.found))
+        return clean
+
+    def units(
+        self, rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes | None = None
+    ) -> list[Unit | Finding]:
+        """Normalised rows as units of Samples; a Finding stands for a row that cannot be rendered.
+
+        `notes` counts what a reader should know although it is no error.
+        """
+        return self.encode(rows, renderer, options, notes if notes is not None else Notes()) if rows else []
+
+
+PAIR_OPTIONAL = ("prompt", *CHAT_EXTRAS, *PAIR_NUMBERS)
+
+LANGUAGE_MODELLING = RowFormat(
+    "language modelling",
+    ("text",),
+    (("messages",), ("text",)),
+    CHAT_EXTRAS,
+    row_reading.read_language_modelling,
+    row_encoding.language_modelling,
+)
+PROMPT_ONLY = RowFormat(
+    "prompt-only",
+    ("prompt",),
+    (("prompt",),),
+    CHAT_EXTRAS,
+    row_reading.read_prompt_only,
+    row_encoding.prompt_only,
+    trains_tokens=False,
+)
+PROMPT_COMPLETION = RowFormat(
+    "prompt-completion",
+    ("text",),
+    (("prompt", "completion"),),
+    CHAT_EXTRAS,
+    row_reading.read_prompt_completion,
+    row_encoding.prompt_completion,
+    decided_by="completion",
+)
+PREFERENCE = RowFormat(
+    "preference",
+    ("chosen", "rejected"),
+    (("chosen", "rejected"),),
+    PAIR_OPTIONAL,
+    row_reading.read_preference,
+    row_encoding.preference,
+)
+SCORED_PREFERENCE = RowFormat(
+    "preference",
+    ("chosen", "rejected"),
+    (("chosen", "rejected"),),
+    PAIR_OPTIONAL,
+    row_reading.read_scored_preference,
+    row_encoding.scored_preference,
+    trains_tokens=False,
+)
+"""Preference pairs whose sides are scored as whole sequences, as reward models do."""
+UNPAIRED_PREFERENCE = RowFormat(
+    "unpaired preference",
+    ("completion",),
+    (("prompt", "completion", "label"),),
+    CHAT_EXTRAS,
+    row_reading.read_unpaired,
+    row_encoding.unpaired_preference,
+    decided_by="completion",
+)
+STEPWISE = RowFormat(
+    "stepwise supervision",
+    ("text",),
+    (("prompt", "completions", "labels"),),
+    CHAT_EXTRAS,
+    row_reading.read_stepwise,
+    row_encoding.stepwise,
+)
+TOKENISED = RowFormat(
+    "tokenised",
+    ("text",),
+    (("input_ids",),),
+    ("labels", "completion_mask", "assistant_masks", "attention_mask", "seq_lengths"),
+    row_reading.read_tokenised,
+    row_encoding.tokenised,
+    tokenised=True,
+)
+TOKENISED_PREFERENCE = RowFormat(
+    "tokenised preference",
+    ("chosen", "rejected"),
+    (("prompt_ids", "chosen_ids", "rejected_ids"),),
+    PAIR_NUMBERS,
+    row_reading.read_tokenised_preference,
+    row_encoding.tokenised_preference,
+    tokenised=True,
+)
+TOKENISED_SCORED_PREFERENCE = RowFormat(
+    "tokenised preference",
+    ("chosen", "rejected"),
+    (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")),
+    ("prompt_ids", "margin"),
+    row_reading.read_tokenised_preference,
+    row_encoding.tokenised_scored_preference,
+    trains_tokens=False,
+    tokenised=True,
+)
+
+FORMATS = (
+    TOKENISED_PREFERENCE,
+    TOKENISED_SCORED_PREFERENCE,
+    TOKENISED,
+    PREFERENCE,
+    SCORED_PREFERENCE,
+    UNPAIRED_PREFERENCE,
+    STEPWISE,
+    PROMPT_COMPLETION,
+    LANGUAGE_MODELLING,
+    PROMPT_ONLY,
+)
+"""In the order in which they are looked for: the more a format asks for, the earlier."""
+
+
+# ------------------------------------------------------------------------------------------------------------ detection
+
+
+@dataclass(frozen=True)
+class Detection:
+    """The format of a dataset, and why it was taken for it."""
+
+    format: RowFormat
+    conversational: bool
+    explanation: str
+    implicit_prompt: bool = False
+    text_field: str = "text"
+    foreign: ForeignFormat | None = None
+    from_value_columns: tuple[str, ...] = ()
+    columns: dict[str, str] = field(default_factory=dict)  # our column -> the user's, where they differ
+
+    def reading(self, vocab_size: int | None = None) -> Reading:
+        return Reading(self.conversational, self.implicit_prompt, self.text_field, vocab_size)
+
+    def read(self, row: Any, vocab_size: int | None = None) -> tuple[Row, list[Finding], set[tuple[str, str]]]:
+        """(clean row, findings, keys of messages that no template knows), under the user's names of columns."""
+        if not isinstance(row, dict):
+            return {}, [Finding("row_not_dict", "", f"the row is {describe(row)}, a dict of columns is needed")], set()
+        reading, row = self.reading(vocab_size), parsed_messages(row)
+        if self.from_value_columns:
+            row = convert_message_columns(row, self.from_value_columns)
+        if self.foreign is not None:
+            row = self.foreign.read(row, reading.found, self.conversational)
+        clean = row if reading.found else self.format.read(row, reading)
+        unknown = {(self.columns.get(column, column), key) for column, key in reading.unknown_keys}
+        if not reading.found:
+            return clean, [], unknown
+        found = [f._replace(column=self.columns.get(f.column, f.column)) for f in dict.fromkeys(reading.found)]
+        return clean, [self._explain_other_format(f, row) for f in found], unknown
+
+    def column_of_role(self, role: str) -> str:
+        """The user's column in which the sample that plays `role` ends."""
+        if self.format.tokenised:
+            return f"{role}_ids" if len(self.format.roles) > 1 else "input_ids"
+        if len(self.format.roles) > 1:
+            return self.columns.get(role, role)
+        column = self.format.decided_by or ("messages" if self.conversational else self.text_field)
+        return self.columns.get(column, column) if self.format.required[0] != ("prompt",) else "prompt"
+
+    def _explain_other_format(self, finding: Finding, row: Row) -> Finding:
+        """A null in a row that holds another format's columns is a mix of two files; say so."""
+        if finding.kind != "null":
+            return finding
+        signatures = [{self.columns.get(name, name) for name in names} for names in self.format.required]
+        needed = next((names for names in signatures if finding.column in names), set())
+        known = {name for fmt in FORMATS for names in fmt.required for name in names} | {"conversations", "instruction"}
+        foreign = known - needed - set(self.format.optional)
+        others = [c for c, v in row.items() if c in foreign and value_kind(v) != NOTHING]
+        if not others:
+            return finding
+        reason = f"{finding.reason}; the row has {', '.join(map(repr, others))}, the columns of another format"
+        return finding._replace(kind="mixed_formats", reason=reason)
+
+
+def detect_format(
+    rows: Iterable[Row],
+    wanted: tuple[RowFormat, ...],
+    *,
+    text_field: str = "text",
+    has_template: bool = True,
+    name: str = "the dataset",
+) -> Detection:
+    """Which of the `wanted` formats a dataset is in, decided by all the rows given (its first hundred or so)."""
+    rows = [row for row in rows if isinstance(row, dict)]
+    kinds = column_kinds(rows)
+    candidates = [fmt for fmt in FORMATS if fmt in wanted]
+    if text_field != "text" and text_field in kinds:  # a text column that the user names goes before all others
+        candidates.sort(key=lambda fmt: fmt is not LANGUAGE_MODELLING)
+    foreign = {True: [], False: []}
+    for theirs in FOREIGN_FORMATS:
+        fmt = next((f for f in candidates if any(set(names) <= theirs.columns.keys() for names in f.required)), None)
+        if fmt is not None and theirs.matches(kinds, rows):
+            foreign[theirs.before_ours].append(_foreign_detection(theirs, fmt, kinds, has_template))
+    ours = [found for fmt in candidates if (found := _match(fmt, kinds, text_field)) is not None]
+    detections = [*foreign[True], *ours, *foreign[False]]
+    if detections:
+        return detections[0]
+    alternatives = " or ".join(
+        f"{fmt.name} ({' or '.join(' + '.join(map(repr, names)) for names in fmt.required)})"
+        for fmt in dict.fromkeys(candidates)
+    )
+    raise FormatError(
+        f"The columns of {name} are {', '.join(map(repr, kinds)) or 'none'}; this method reads {alternatives}. "
+        f"{_renaming(kinds, candidates) or 'Rename the columns, or give a formatting function or a column mapping.'}"
+    )
+
+
+ALSO_CALLED = {
+    "prompt": ("question", "query", "instruction", "problem", "input", "user"),
+    "completion": ("answer", "response", "output", "target", "assistant"),
+    "chosen": ("preferred", "accepted", "winner", "good", "better"),
+    "rejected": ("dispreferred", "loser", "bad", "worse"),
+    "messages": ("chat", "dialog", "dialogue", "turns"),
+    "text": ("content", "document", "body"),
+}
+"""Our column -> what others call it; a column that is only spelled differently needs no entry."""
+
+
+def _renaming(kinds: dict[str, str], candidates: list[RowFormat]) -> str:
+    """The line to write where the columns fit a format but for their names; nothing where they do not."""
+    found: list[dict[str, str]] = []
+    for fmt in candidates:
+        for names in () if fmt.tokenised else fmt.required:
+            wanted = [*names, *(["prompt"] if "prompt" in fmt.optional else [])]
+            given = {name: _near_column(name, kinds, wanted) for name in wanted if name not in kinds}
+            if all(given.get(name, name) for name in names):
+                found.append({theirs: ours for ours, theirs in given.items() if theirs})
+    if not found:
+        return ""
+    columns = json.dumps(min(found, key=len), ensure_ascii=False)
+    return (
+        f"Did you mean {columns}? Write --dataset_columns '{columns}', or in Python dataset.rename_columns({columns})."
+    )
+
+
+def _near_column(name: str, kinds: dict[str, str], wanted: list[str]) -> str | None:
+    """The user's column that stands for `name`: of another spelling, or of a usual other name."""
+    spelled = {column.lower().strip().replace(" ", "_"): column for column in kinds if column not in wanted}
+    others = [*difflib.get_close_matches(name, spelled, n=1, cutoff=0.75), *ALSO_CALLED.get(name, ())]
+    return next((spelled[other] for other in others if other in spelled), None)
+
+
+def _match(fmt: RowFormat, kinds: dict[str, str], text_field: str) -> Detection | None:
+    for names in fmt.required:
+        columns = tuple(text_field if (name == "text" and fmt is LANGUAGE_MODELLING) else name for name in names)
+        empty = [c for c in columns if kinds.get(c, NOTHING) == NOTHING]
+        no_chat = columns == ("messages",) and kinds.get("messages") == TEXT  # and not the JSON of one
+        if not kinds.keys() >= set(columns) or no_chat or (empty and len(fmt.required) > 1):
+            continue
+        decider = fmt.decided_by or columns[0]
+        is_chat = not fmt.tokenised and kinds[decider] in (MESSAGES, SHAREGPT)
+        from_value = tuple(c for c in MESSAGE_COLUMNS if kinds.get(c) == SHAREGPT)
+        implicit = "chosen" in fmt.roles and _prompt_is_implicit(fmt, kinds, is_chat)
+        why = _explain(fmt, columns, kinds[decider], decider, is_chat, implicit, kinds)
+        return Detection(fmt, is_chat, why, implicit, text_field, from_value_columns=from_value)
+    return None
+
+
+def _prompt_is_implicit(fmt: RowFormat, kinds: dict[str, str], is_chat: bool) -> bool:
+    if fmt.tokenised:
+        return kinds.get("prompt_ids", NOTHING) == NOTHING
+    prompt = kinds.get("prompt", NOTHING)
+    return prompt == NOTHING or (is_chat and prompt not in (MESSAGES, SHAREGPT))
+
+
+def _explain(
+    fmt: RowFormat,
+    columns: tuple[str, ...],
+    kind: str,
+    decider: str,
+    is_chat: bool,
+    implicit: bool,
+    kinds: dict[str, str],
+) -> str:
+    plural = "s" * (len(columns) > 1)
+    sentence = f"read as {_style(fmt, is_chat)} because it has the column{plural} {' and '.join(map(repr, columns))}"
+    if not fmt.tokenised:
+        sentence += f" and {decider!r} holds {'lists of ' if is_chat else ''}{kind}"
+    if implicit and not fmt.tokenised:
+        beside = "the 'prompt' column is plain text beside them" if "prompt" in kinds else "there is no 'prompt' column"
+        whole = not fmt.trains_tokens and not is_chat
+        sentence += f"; {beside}, so {'each side is a whole text' if whole else 'the prompt is what both sides share'}"
+    return sentence
+
+
+def _style(fmt: RowFormat, is_chat: bool) -> str:
+    return fmt.name if fmt.tokenised else f"{'conversational' if is_chat else 'plain'} {fmt.name}"
+
+
+def _foreign_detection(foreign: ForeignFormat, fmt: RowFormat, kinds: dict[str, str], has_template: bool) -> Detection:
+    columns = {
+        ours: next((name for name in names if name in kinds), names[0]) for ours, names in foreign.columns.items()
+    }
+    is_chat = foreign.needs_template or has_template
+    sources = " and ".join(map(repr, dict.fromkeys(columns.values())))
+    why = f"read as {_style(fmt, is_chat)} because it has {foreign.name}'s columns {sources}"
+    return Detection(fmt, is_chat, why, foreign=foreign, columns=columns)

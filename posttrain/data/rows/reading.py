@@ -1,0 +1,254 @@
+"""Reading a row of each format: its clean form, and everything that is wrong with it.
+
+The clean form has text or messages in the format's own columns, tools as a list, token ids as arrays, and no None of Arrow's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from posttrain.data.rows.checks import (
+    Finding,
+    check_text,
+    describe,
+    read_ids,
+    read_integers,
+    read_label,
+    read_number,
+)
+from posttrain.data.rows.foreign_formats import Row
+from posttrain.data.rows.message_checks import (
+    check_turns,
+    read_messages,
+    read_template_kwargs,
+    read_tools,
+    read_trained_roles,
+)
+from posttrain.data.trl_helpers import split_shared_text, split_shared_turns
+
+REFERENCE_NUMBERS = ("ref_chosen_logps", "ref_rejected_logps")
+PAIR_NUMBERS = ("margin", *REFERENCE_NUMBERS)
+
+
+@dataclass
+class Reading:
+    """How the rows of one dataset are read, and what was found in the row that is being read."""
+
+    conversational: bool
+    implicit_prompt: bool = False
+    text_field: str = "text"
+    vocab_size: int | None = None
+    found: list[Finding] = field(default_factory=list)
+    unknown_keys: set[tuple[str, str]] = field(default_factory=set)  # (column, key of a message)
+
+    def text_or_messages(self, row: Row, column: str) -> Any:
+        """The value of a column that holds text in a plain dataset and messages in a conversational one."""
+        value = row.get(column)
+        if not self.conversational:
+            if isinstance(value, (list, dict)):
+                reason = f"is {describe(value)} where the dataset holds text"
+                self.found.append(Finding("mixed_kinds", column, reason))
+                return None
+            return value if check_text(value, column, self.found) else None
+        if isinstance(value, str):
+            reason = f"is {describe(value)} where the dataset holds lists of messages"
+            self.found.append(Finding("mixed_kinds", column, reason))
+            return None
+        return read_messages(value, column, self.found, self.unknown_keys)
+
+    def extras(self, row: Row) -> Row:
+        """The per-row `tools`, `chat_template_kwargs` and `trained_roles` of a conversation."""
+        extras: Row = {}
+        if self.conversational and row.get("tools") is not None:
+            extras["tools"] = read_tools(row["tools"], "tools", self.found)
+        if self.conversational and row.get("chat_template_kwargs") is not None:
+            extras["chat_template_kwargs"] = read_template_kwargs(
+                row["chat_template_kwargs"], "chat_template_kwargs", self.found
+            )
+        if self.conversational and row.get("trained_roles") is not None:
+            extras["trained_roles"] = read_trained_roles(row["trained_roles"], self.found)
+        return extras
+
+
+# -------------------------------------------------------------------------------------------------- reading, per format
+
+
+def read_language_modelling(row: Row, reading: Reading) -> Row:
+    if not reading.conversational:
+        return {"text": reading.text_or_messages(row, reading.text_field)}
+    messages = reading.text_or_messages(row, "messages")
+    if messages:
+        check_turns(messages, lambda i: "messages", reading.found)
+    return {"messages": messages, **reading.extras(row)}
+
+
+def read_prompt_only(row: Row, reading: Reading) -> Row:
+    prompt = reading.text_or_messages(row, "prompt")
+    if prompt and reading.conversational:
+        check_turns(prompt, lambda i: "prompt", reading.found, answer_from=None)
+    return {"prompt": prompt, **reading.extras(row)}
+
+
+def read_prompt_completion(row: Row, reading: Reading) -> Row:
+    prompt = reading.text_or_messages(row, "prompt")
+    completion = reading.text_or_messages(row, "completion")
+    if prompt and completion and reading.conversational:
+        _check_answer(prompt, completion, "completion", reading)
+    return {"prompt": prompt, "completion": completion, **reading.extras(row)}
+
+
+def _check_answer(prompt: list[Row], answer: list[Row], column: str, reading: Reading) -> None:
+    """The turns of a prompt and its answer, as one conversation."""
+
+    def column_of(i: int) -> str:
+        return "prompt" if i < len(prompt) else column
+
+    check_turns([*prompt, *answer], column_of, reading.found, answer_from=len(prompt))
+
+
+def read_preference(row: Row, reading: Reading) -> Row:
+    return _read_pair(row, reading, _split_text)
+
+
+def read_scored_preference(row: Row, reading: Reading) -> Row:
+    """As preference, but plain sides without a prompt are whole texts: they need not share a beginning."""
+    return _read_pair(row, reading, lambda clean, reading: {})
+
+
+def _read_pair(row: Row, reading: Reading, split_text: Callable[[Row, Reading], Row]) -> Row:
+    sides = {side: reading.text_or_messages(row, side) for side in ("chosen", "rejected")}
+    prompt = None if reading.implicit_prompt else reading.text_or_messages(row, "prompt")
+    clean = {"prompt": prompt, **sides, **reading.extras(row), **_pair_numbers(row, reading)}
+    if reading.found:
+        return clean
+    if sides["chosen"] == sides["rejected"]:
+        reason = "equals 'chosen': the pair says nothing about which is better"
+        reading.found.append(Finding("equal_pair", "rejected", reason))
+        return clean
+    split = _split_conversation if reading.conversational else split_text
+    return {**clean, **split(clean, reading)}
+
+
+def _pair_numbers(row: Row, reading: Reading) -> Row:
+    """The numbers that may stand beside a pair. A column that is there has to be there in every row."""
+    columns = [column for column in PAIR_NUMBERS if column in row]
+    if any(column in columns for column in REFERENCE_NUMBERS):
+        columns = list(dict.fromkeys([*columns, *REFERENCE_NUMBERS]))  # one side alone is of no use
+    return {column: read_number(row.get(column), column, reading.found) for column in columns}
+
+
+def _split_text(clean: Row, reading: Reading) -> Row:
+    if not reading.implicit_prompt:
+        return {}
+    parts = split_shared_text(clean["chosen"], clean["rejected"])
+    if parts is None:
+        reason = "shares no beginning with 'rejected' that could be the prompt of both"
+        reading.found.append(Finding("different_prompts", "chosen", reason))
+        return {}
+    return dict(zip(("prompt", "chosen", "rejected"), parts))
+
+
+def _split_conversation(clean: Row, reading: Reading) -> Row:
+    prompt, chosen, rejected = clean["prompt"], clean["chosen"], clean["rejected"]
+    if reading.implicit_prompt:
+        prompt, chosen, rejected = split_shared_turns(chosen, rejected)
+        if not prompt or any(side[0]["role"] == "user" for side in (chosen, rejected)):
+            reason = f"and 'rejected' have different prompts: they part at message {len(prompt)}, before an answer"
+            reading.found.append(Finding("different_prompts", "chosen", reason))
+            return {}
+    elif all(len(side) > len(prompt) and side[: len(prompt)] == prompt for side in (chosen, rejected)):
+        chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]  # the sides repeat the prompt
+    _check_answer(prompt, chosen, "chosen", reading)
+    if not any(finding.column == "prompt" for finding in reading.found):
+        _check_answer(prompt, rejected, "rejected", reading)
+    return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+
+
+def read_unpaired(row: Row, reading: Reading) -> Row:
+    clean = read_prompt_completion(row, reading)
+    return {**clean, "label": read_label(row.get("label"), "label", reading.found)}
+
+
+def read_stepwise(row: Row, reading: Reading) -> Row:
+    clean = read_prompt_only(row, reading)
+    steps, labels = row.get("completions"), row.get("labels")
+    for column, value in (("completions", steps), ("labels", labels)):
+        if not isinstance(value, list) or not value:
+            reading.found.append(Finding("wrong_type", column, f"is {describe(value)}, a non-empty list is needed"))
+            return clean
+    for i, step in enumerate(steps):
+        problems: list[Finding] = []
+        check_text(step, "completions", problems)
+        reading.found += [Finding(kind, column, f"step {i} {reason}") for kind, column, reason in problems]
+    if len(steps) != len(labels):
+        reason = f"has {len(labels)} entries for {len(steps)} steps in 'completions'"
+        reading.found.append(Finding("other_length", "labels", reason))
+    clean["completions"] = steps
+    clean["labels"] = [read_label(label, "labels", reading.found) for label in labels]
+    return clean
+
+
+def read_tokenised(row: Row, reading: Reading) -> Row:
+    ids = read_ids(row.get("input_ids"), "input_ids", reading.found, reading.vocab_size)
+    if ids is None:
+        return {}
+    trained = np.ones(len(ids), dtype=bool)
+    clean: Row = {"input_ids": ids}
+    if row.get("labels") is not None:
+        labels = read_integers(row["labels"], "labels", reading.found, len(ids))
+        if labels is not None:
+            _check_labels(ids, labels, reading.found)
+            trained = labels != -100
+    for column in ("completion_mask", "assistant_masks", "attention_mask"):
+        if row.get(column) is not None:
+            mask = read_integers(row[column], column, reading.found, len(ids))
+            if mask is not None and not np.isin(mask, (0, 1)).all():
+                reading.found.append(Finding("mask_not_binary", column, "holds numbers other than 0 and 1"))
+            clean[column] = mask
+    if row.get("seq_lengths") is not None:
+        lengths = read_integers(row["seq_lengths"], "seq_lengths", reading.found)
+        if lengths is not None and lengths.sum() != len(ids):
+            reason = f"adds up to {lengths.sum()} for {len(ids)} token ids"
+            reading.found.append(Finding("other_length", "seq_lengths", reason))
+        clean["seq_lengths"] = lengths
+    _check_attention_mask(clean.get("attention_mask"), reading.found)
+    return {**clean, "trained": trained, "has_labels": row.get("labels") is not None}
+
+
+def _check_labels(ids: np.ndarray, labels: np.ndarray, found: list[Finding]) -> None:
+    wrong = np.flatnonzero((labels != -100) & (labels != ids))
+    if len(wrong):
+        at = int(wrong[0])
+        reason = f"is {labels[at]} at {at}, neither -100 nor the token id {ids[at]}; labels are not shifted"
+        found.append(Finding("label_not_id", "labels", reason))
+    elif (labels == -100).all():
+        found.append(Finding("nothing_trained", "labels", "is -100 everywhere: no token is trained"))
+
+
+def _check_attention_mask(mask: np.ndarray | None, found: list[Finding]) -> None:
+    """Padding at the ends is cut off; a hole inside is not something that a model without padding can honour."""
+    if mask is None:
+        return
+    seen = np.flatnonzero(mask)
+    if not len(seen):
+        found.append(Finding("nothing_trained", "attention_mask", "is 0 everywhere: no token is left"))
+    elif len(seen) != seen[-1] - seen[0] + 1:
+        hole = int(seen[0] + np.argmin(mask[seen[0] :]))
+        found.append(Finding("attention_hole", "attention_mask", f"has a hole at {hole}, between tokens that count"))
+
+
+def read_tokenised_preference(row: Row, reading: Reading) -> Row:
+    clean = _pair_numbers(row, reading)
+    for column in ("prompt_ids", "chosen_ids", "rejected_ids"):
+        old_name = column.replace("_ids", "_input_ids")
+        name = column if column in row or old_name not in row else old_name
+        if name != "prompt_ids" or not reading.implicit_prompt:
+            clean[column] = read_ids(row.get(name), name, reading.found, reading.vocab_size)
+    if not reading.found and np.array_equal(clean["chosen_ids"], clean["rejected_ids"]):
+        reason = "equals 'chosen_ids': the pair says nothing about which is better"
+        reading.found.append(Finding("equal_pair", "rejected_ids", reason))
+    return clean

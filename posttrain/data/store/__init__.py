@@ -1,0 +1,1 @@
+"""Prepared datasets: encoded once, kept on disk, read as views."""

@@ -1,0 +1,76 @@
+"""PreparationReport: what became of the rows of a dataset, counted by reason."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from posttrain.data.rows.label_report import LabelReport
+from posttrain.data.store.packing import Packing
+
+
+@dataclass
+class PreparationReport:
+    """Counts of one prepared dataset. For a stream they grow while it is read."""
+
+    dataset: str
+    explanation: str  # why the rows were read as they were
+    source: str | None = None  # the name that the rows came under: a file, an id of the Hub
+    rows_read: int = 0
+    kept: int = 0  # rows
+    dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
+    truncated: int = 0  # samples that were cut to max_length
+    truncated_tokens: int = 0
+    tokens: int = 0
+    trained_tokens: int = 0
+    control_token_rows: int = 0
+    unusual_message_keys: dict[str, int] = field(default_factory=dict)  # key -> rows
+    notes: dict[str, int] = field(default_factory=dict)  # what the encoders counted, in words
+    labels: LabelReport | None = None
+    packing: str | None = None  # in words
+    bad_rows_file: str | None = None
+    warnings: list[str] = field(default_factory=list)  # problems of the dataset as a whole, where rows are dropped
+
+    def drop(self, reason: str, rows: int = 1) -> None:
+        if rows:
+            self.dropped[reason] = self.dropped.get(reason, 0) + rows
+
+    def packed(self, packing: Packing, strategy: str) -> PreparationReport:
+        """The same report after packing."""
+        words = f"{len(packing):,} blocks of {packing.capacity:,} tokens by {strategy}, {packing.filled:.1%} full"
+        if packing.dropped_tokens:
+            words += f"; {packing.dropped_tokens:,} tokens cut off {packing.cut_samples:,} samples longer than a block"
+        elif packing.cut_samples:
+            words += f"; {packing.cut_samples:,} samples split"
+        return replace(self, packing=words)
+
+    def name_and_rows(self) -> str:
+        return f"{self.source}, {self.kept:,} rows" if self.source else f"{self.kept:,} rows"
+
+    def _counted(self) -> str:
+        if not self.rows_read:
+            return "Its rows are checked and counted as they are read."
+        trained = f", {self.trained_tokens:,} of them trained" if self.trained_tokens else ""
+        return f"{self.rows_read:,} rows read, {self.kept:,} kept; {self.tokens:,} tokens{trained}."
+
+    def summary(self) -> str:
+        """A few lines for a person."""
+        lines = [f"{self.dataset}: {self.explanation}."]
+        lines.append(self._counted())
+        if self.dropped:
+            reasons = ", ".join(f"{rows:,} {reason}" for reason, rows in self.dropped.items())
+            where = f" (see {self.bad_rows_file})" if self.bad_rows_file else ""
+            lines.append(f"Dropped: {reasons}{where}.")
+        if self.truncated:
+            lines.append(f"Cut to max_length: {self.truncated:,} samples, {self.truncated_tokens:,} tokens lost.")
+        if self.packing:
+            lines.append(f"Packed: {self.packing}.")
+        if self.control_token_rows:
+            lines.append(f"Control tokens inside plain text: {self.control_token_rows:,} rows.")
+        if self.unusual_message_keys:
+            keys = ", ".join(f"{key!r} ({rows:,} rows)" for key, rows in self.unusual_message_keys.items())
+            lines.append(f"Message keys that templates rarely know: {keys}.")
+        lines += [f"Noted: {count:,} {what}." for what, count in self.notes.items() if count]
+        lines += [f"Warning: {warning}." for warning in self.warnings]
+        if self.labels:
+            lines += [f"Labels: {sentence}." for sentence in self.labels.sentences()]
+        return "\n".join(lines)

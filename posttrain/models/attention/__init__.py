@@ -1,0 +1,1 @@
+"""Attention over ragged rows and shared prefixes."""

@@ -1,0 +1,157 @@
+"""Attention of samples that share their beginning: the prefix is computed once, its continuations look back at it.
+
+With q, k, v of one row laid out as in `SharedPrefixes`, a continuation's query attends to (a) its own segment, causally, and (b)
+the whole prefix of its group. Softmax over the union of the two comes from the parts and their log-sum-exps L:
+
+    out = exp(La - L) out_a + exp(Lb - L) out_b,        L = log(exp La + exp Lb)
+
+The flash backward needs only out and L of the *whole* softmax, so it can be called for each part with the merged ones and its
+gradients added: exact, no copy of the prefix's keys and values, no mask. (Prefix Grouper, arXiv:2506.05433, shows that shared and
+repeated prefixes have one gradient; ring attention, arXiv:2310.01889, merges parts in this way.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from posttrain.core.batch import SharedPrefixes
+from posttrain.models.scoring.head_kernels import runs_triton
+
+
+@torch.compiler.disable  # a compiled layer is split around it: its arguments are different numbers in every batch
+def shared_prefix_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    prefixes: SharedPrefixes,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """(1, heads, tokens, dim) -> (tokens, heads, dim) with torch's varlen flash kernel."""
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    scale = q.shape[-1] ** -0.5 if scaling is None else scaling
+    return _SharedPrefixFlash.apply(q, k, v, bounds, longest, prefixes, scale, dropout)
+
+
+class _SharedPrefixFlash(torch.autograd.Function):
+    """Two flash calls, merged; see the module's docstring."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bounds: Tensor,
+        longest: int,
+        prefixes: SharedPrefixes,
+        scale: float,
+        dropout: float,
+    ) -> Tensor:
+        looking, seen = slice(prefixes.start, prefixes.stop), slice(0, prefixes.num_prefix_tokens)
+        out, sums, *own_seed = torch.ops.aten._flash_attention_forward(
+            q, k, v, bounds, bounds, longest, longest, dropout, True, False, scale=scale
+        )
+        back, back_sums, *back_seed = torch.ops.aten._flash_attention_forward(
+            q[looking], k[seen], v[seen], prefixes.cu_continuations, prefixes.cu_prefixes,
+            prefixes.longest_continuations, prefixes.longest_prefix, dropout, False, False, scale=scale,
+        )  # fmt: skip
+        merge = _triton_merge() if runs_triton(q) else merged_parts
+        out, sums = merge(out, sums, back, back_sums, prefixes.start)
+        ctx.save_for_backward(q, k, v, out, sums, bounds, *own_seed[:2], *back_seed[:2])
+        ctx.longest, ctx.prefixes, ctx.scale, ctx.dropout = longest, prefixes, scale, dropout
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, sums, bounds, seed, offset, back_seed, back_offset = ctx.saved_tensors
+        prefixes = ctx.prefixes
+        looking, seen = slice(prefixes.start, prefixes.stop), slice(0, prefixes.num_prefix_tokens)
+        grad_out = grad_out.contiguous()
+        grad_q, grad_k, grad_v = torch.ops.aten._flash_attention_backward(
+            grad_out, q, k, v, out, sums, bounds, bounds, ctx.longest, ctx.longest, ctx.dropout, True, seed, offset,
+            scale=ctx.scale,
+        )  # fmt: skip
+        back_q, back_k, back_v = torch.ops.aten._flash_attention_backward(
+            grad_out[looking], q[looking], k[seen], v[seen], out[looking], sums[:, looking].contiguous(),
+            prefixes.cu_continuations, prefixes.cu_prefixes, prefixes.longest_continuations, prefixes.longest_prefix,
+            ctx.dropout, False, back_seed, back_offset, scale=ctx.scale,
+        )  # fmt: skip
+        grad_q[looking] += back_q
+        grad_k[seen] += back_k
+        grad_v[seen] += back_v
+        return grad_q, grad_k, grad_v, None, None, None, None, None
+
+
+def merged_parts(own: Tensor, own_sums: Tensor, back: Tensor, back_sums: Tensor, start: int) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exps) of all tokens in new tensors: selective checkpointing keeps what the flash kernel returned.
+
+    `own` is (tokens, heads, dim) and its sums (heads, tokens) in float32; `back`, of what lies at `start` and behind, likewise.
+    """
+    looking = slice(start, start + len(back))
+    out, sums = own.clone(), own_sums.clone()
+    further = (own_sums[:, looking] - back_sums).T.unsqueeze(
+        -1
+    )  # exp(La - L) = sigmoid(La - Lb), without rounding L first
+    own_share, back_share = further.sigmoid(), (-further).sigmoid()
+    sums[:, looking] = torch.logaddexp(own_sums[:, looking], back_sums)
+    out[looking] = (own[looking] * own_share + back * back_share).to(own.dtype)
+    return out, sums
+
+
+def _triton_merge() -> Any:
+    from posttrain.models.attention import prefix_triton
+
+    return prefix_triton.merged_parts
+
+
+@torch.compiler.disable
+def shared_prefix_loop(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    prefixes: SharedPrefixes,
+    scaling: float | None,
+    dropout: float,
+) -> Tensor:
+    """The same with one SDPA call per segment; a continuation's keys are its prefix's and its own."""
+    is_grouped = query.shape[1] != key.shape[1]
+    parts, segments = [], _segments(bounds, prefixes)
+    # One split, whose backward is one `cat`: that of a slice fills the whole row with zeros, for every segment.
+    lengths = [stop - start for start, stop, _ in segments]
+    queries, keys, values = (x.split(lengths, dim=2) for x in (query, key, value))
+    for place, (start, stop, prefix) in enumerate(segments):
+        k, v, mask = keys[place], values[place], None
+        if prefix is not None:
+            k, v = (torch.cat([x[prefix], x[place]], dim=2) for x in (keys, values))
+            mask = torch.ones(stop - start, k.shape[2], dtype=torch.bool, device=key.device)
+            mask = mask.tril(k.shape[2] - (stop - start))
+        part = scaled_dot_product_attention(
+            queries[place], k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling,
+            enable_gqa=is_grouped,
+        )  # fmt: skip
+        parts.append(part)
+    return torch.cat(parts, dim=2).squeeze(0).transpose(0, 1)
+
+
+def _segments(bounds: Tensor, prefixes: SharedPrefixes) -> list[tuple[int, int, int | None]]:
+    """(start, stop, the prefix it continues or None) of every segment; the first segments are the prefixes."""
+    group_ends = [prefixes.start + edge for edge in prefixes.cu_continuations.tolist()[1:]]
+    found, group = [], 0
+    for start, stop in itertools.pairwise(bounds.tolist()):
+        if not prefixes.start <= start < prefixes.stop:
+            found.append((start, stop, None))
+            continue
+        while start >= group_ends[group]:
+            group += 1
+        found.append((start, stop, group))
+    return found

@@ -1,0 +1,200 @@
+"""Attention over ragged batches: one row, many segments, no padding and no dense mask.
+
+`install_ragged_attention` registers a function with transformers' AttentionInterface. When a call carries segment bounds
+(`cu_seq_lens_q`, as transformers names them for varlen flash) each segment attends causally to itself only: with torch's own
+varlen flash kernel on CUDA, with one SDPA call per segment elsewhere. Without bounds the call is passed on to transformers'
+`sdpa` and its masks, so that `generate`, padded batches and freshly loaded models behave as ever.
+
+Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/prefix_attention`. A call that
+carries `kv_cache` is one of the rollout engine, which keeps keys and values itself: see `rollout/native_engine`.
+
+transformers would build a dense mask from position ids that restart. It returns a mask of four dimensions as it is, so a ragged
+batch carries a four-dimensional placeholder of one element, which this module's function ignores.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from posttrain.core.batch import SharedPrefixes, TokenBatch
+from posttrain.models.attention.prefix import shared_prefix_flash, shared_prefix_loop
+
+RAGGED_ATTENTION = "posttrain_ragged"
+
+
+class KeyValueCache(Protocol):
+    """Keeps the keys and values of the tokens so far, and attends to them; travels as the forward argument `kv_cache`."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """(1, heads, tokens, dim) of the new tokens -> (1, tokens, heads, dim)."""
+
+
+def segment_kwargs(batch: TokenBatch) -> dict[str, Any]:
+    """Forward keyword arguments that keep the segments of a ragged row apart, and tie continuations to their prefixes.
+
+    They travel as arguments, never in a context variable: gradient checkpointing recomputes on autograd's own thread.
+    """
+    cu_segments, longest = batch.cu_segments, batch.longest
+    shared = {} if batch.prefixes is None else {"shared_prefixes": batch.prefixes}
+    return shared | {
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=cu_segments.device),
+        "cu_seq_lens_q": cu_segments,
+        "cu_seq_lens_k": cu_segments,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def install_ragged_attention() -> None:
+    """Make `attn_implementation="posttrain_ragged"` known to transformers. Safe to call more than once."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(RAGGED_ATTENTION, ragged_attention)
+    AttentionMaskInterface.register(RAGGED_ATTENTION, sdpa_mask)
+
+
+def ragged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    sliding_window: int | None = None,
+    shared_prefixes: SharedPrefixes | None = None,
+    kv_cache: KeyValueCache | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """(1, heads, tokens, dim) -> (1, tokens, heads, dim), segments apart where bounds are given."""
+    if kv_cache is not None:
+        return _attend_cached(kv_cache, module, query, key, value, scaling, sliding_window, kwargs), None
+    if cu_seq_lens_q is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+        )
+    if kwargs.get("softcap"):
+        raise NotImplementedError("Ragged attention has no soft-cap: this model must use the padded layout.")
+    if shared_prefixes is not None:
+        if sliding_window:
+            raise NotImplementedError("Prefixes are not shared under a sliding window: use the ragged layout.")
+        shared_attention = shared_prefix_flash if _flash_can_run(query) else shared_prefix_loop
+        return shared_attention(
+            query, key, value, cu_seq_lens_q, max_length_q, shared_prefixes, scaling, dropout
+        ).unsqueeze(0), None
+    return segment_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window), None
+
+
+@torch.compiler.disable  # a compiled layer is split around it: what it reads and writes is no argument of the layer
+def _attend_cached(
+    kv_cache: KeyValueCache,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    others: dict[str, Any],
+) -> Tensor:
+    if others.get("s_aux") is not None:
+        raise NotImplementedError("attention sinks are not known to a cache of keys and values")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return kv_cache.attend(module, query, key, value, scale, sliding_window, others.get("softcap"))
+
+
+def segment_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float | None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """(1, heads, tokens, dim) -> (1, tokens, heads, dim): each segment attends causally to itself."""
+    if _flash_can_run(query):
+        return _varlen_flash(query, key, value, bounds, longest, scaling, dropout, sliding_window)
+    return _segment_loop(query, key, value, bounds, scaling, dropout, sliding_window)
+
+
+def _flash_can_run(query: Tensor) -> bool:
+    width = query.shape[-1]
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
+
+
+def _varlen_flash(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """torch's own varlen flash op: differentiable, grouped-query heads, no flash-attn package."""
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    window = (sliding_window - 1) if sliding_window else -1
+    output = torch.ops.aten._flash_attention_forward(
+        q, k, v, bounds, bounds, longest, longest, dropout, True, False,
+        scale=scaling, window_size_left=window, window_size_right=0 if sliding_window else -1,
+    )[0]  # fmt: skip
+    return output.unsqueeze(0)
+
+
+def _segment_loop(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    scaling: float | None,
+    dropout: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """One causal SDPA call per segment. Exact, and on a CPU faster than one call over a padded batch."""
+    grouped = query.shape[1] != key.shape[1]
+    parts = []
+    # One split, whose backward is one `cat`: that of a slice fills the whole row with zeros, for every segment.
+    lengths = [stop - start for start, stop in itertools.pairwise(bounds.tolist())]
+    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value))):
+        window = _window_mask(q.shape[2], sliding_window, q)
+        parts.append(
+            scaled_dot_product_attention(
+                q,
+                k,
+                v,
+                attn_mask=window,
+                dropout_p=dropout,
+                is_causal=window is None,
+                scale=scaling,
+                enable_gqa=grouped,
+            )
+        )
+    return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def _window_mask(length: int, sliding_window: int | None, like: Tensor) -> Tensor | None:
+    if sliding_window is None or length <= sliding_window:
+        return None
+    distance = torch.arange(length, device=like.device)[:, None] - torch.arange(length, device=like.device)
+    return (distance >= 0) & (distance < sliding_window)

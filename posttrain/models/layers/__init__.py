@@ -1,0 +1,1 @@
+"""What decoder layers compute with: Liger, torch.compile, fused LoRA, selective checkpointing."""

@@ -1,0 +1,207 @@
+"""Which kernels the decoder layers run with: Liger's, torch.compile's, or transformers' own operations.
+
+Norms, rotary embeddings, activations and residuals move far more bytes than they compute. Liger fuses each of them in Triton;
+torch.compile fuses across them as well, at the price of some seconds at the start and whenever a new kind of call appears.
+Which is faster depends on the model and the device, so a probe runs one layer of the model's shape both ways.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.batch import RAGGED, TokenBatch
+from posttrain.models.attention.ragged import RAGGED_ATTENTION, install_ragged_attention, segment_kwargs
+from posttrain.models.layers.checkpointing import products_are_kept
+
+logger = logging.getLogger(__name__)
+
+LIGER, COMPILED, PLAIN = "liger", "compiled", "plain"
+EXPERT_AUTOTUNING = "LIGER_FUSED_MOE_AUTOTUNE"
+"""Liger's switch, read when it is imported: 0 gives each kernel for experts one configuration."""
+KERNELS_IN_WORDS = {
+    LIGER: "Norm, rotary and SwiGLU layers are Liger's",
+    COMPILED: "Decoder layers are compiled",
+    PLAIN: "Decoder layers are transformers' own",
+}
+PROBE_SEGMENTS, PROBE_SEGMENT_TOKENS, PROBE_REPEATS = 16, 512, 5
+VERSIONS_OF_A_LAYER = 64
+WORTH_COMPILING = 0.97  # of Liger's time
+
+
+def use_liger_layers(innermost: nn.Module) -> None:
+    """Liger's norm, rotary and SwiGLU; its fused losses stay off, our own head never keeps logits anyway.
+
+    Liger also replaces classes of the family's module, for models that are made later; those are put back. Functions, such as the
+    one that applies rotary embeddings, are looked up there by every model of the family and stay.
+
+    Kernels for experts are not autotuned unless the user says so: Liger would try up to 40 configurations of each in the first
+    step, which took two minutes for a small Mixtral on an H200.
+    """
+    os.environ.setdefault(EXPERT_AUTOTUNING, "0")
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
+
+    module = _family(innermost)
+    before = _pristine.setdefault(module.__name__, dict(vars(module)))
+    _apply_liger_kernel_to_instance(innermost, fused_linear_cross_entropy=False, cross_entropy=False)
+    _put_back(module, {name: value for name, value in before.items() if isinstance(value, type)})
+    for name, function in dict(vars(module)).items():
+        if "rotary" in name and function is not before.get(name):
+            setattr(module, name, on_copies_of_kept_products(function))
+
+
+def on_copies_of_kept_products(rotary: Callable[..., Any]) -> Callable[..., Any]:
+    """Liger rotates queries and keys in place. Under selective checkpointing these are products that are kept for the backward,
+    which would rotate them a second time: there, copies are rotated, and the products stay."""
+
+    @functools.wraps(rotary)
+    def apply(queries: Tensor, keys: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if products_are_kept():
+            queries, keys = queries.clone(), keys.clone()
+        return rotary(queries, keys, *args, **kwargs)
+
+    return apply
+
+
+def compile_layers(innermost: nn.Module) -> None:
+    """Compile every decoder layer, in place: names and state stay. Token counts are dynamic from the first call on.
+
+    Training, evaluation and scoring are different calls, policy and reference different models, and all of them share the code of
+    one layer: torch's default of eight versions would be used up, and the rest run uncompiled. Functions that Liger replaced for
+    an earlier model of this process are put back: torch.compile cannot look into them.
+    """
+    _put_back(_family(innermost), _pristine.get(_family(innermost).__name__, {}))
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, VERSIONS_OF_A_LAYER)
+    for layer in decoder_layers(innermost):
+        layer.compile(dynamic=True, backend=recomputing_inductor)
+
+
+def recomputing_inductor(graph: Any, inputs: list[Any]) -> Any:
+    """torch's own backend, with two changes.
+
+    Results that the backward can make again from what it reads anyway are not kept. By default a result that the backward writes
+    to memory is kept, such as the product of SwiGLU, which is a third of all that a layer keeps. H200, 1.5B: 2085 -> 1403 KiB a
+    token at the same speed (52.9k and 53.0k tokens/s).
+
+    Fused operations round to bfloat16 where the separate ones would. Scoring and training are fused differently, so that a policy
+    was not its own reference: the first loss of DPO was 0.6977 on an H200, now it is ln 2 to the last digit.
+    """
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx
+
+    with config.patch(ban_recompute_materialized_backward=False):
+        return compile_fx(graph, inputs, config_patches={"emulate_precision_casts": True})
+
+
+_pristine: dict[str, dict[str, Any]] = {}  # module of a family -> its names before Liger first changed it
+
+
+def _family(innermost: nn.Module) -> ModuleType:
+    return sys.modules[type(innermost).__module__]
+
+
+def _put_back(module: ModuleType, names: dict[str, Any]) -> None:
+    for name, value in names.items():
+        setattr(module, name, value)
+
+
+def uncompile_layers(innermost: nn.Module) -> None:
+    """Run the layers as they are again."""
+    for layer in decoder_layers(innermost):
+        layer._compiled_call_impl = None
+
+
+def decoder_layers(innermost: nn.Module) -> nn.ModuleList:
+    """The stack of layers of a transformers language model."""
+    for module in innermost.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == innermost.config.get_text_config().num_hidden_layers:
+            return module
+    raise ValueError(f"{type(innermost).__name__} has no list of decoder layers to compile.")
+
+
+APPLY = {LIGER: use_liger_layers, COMPILED: compile_layers, PLAIN: lambda innermost: None}
+
+
+def fastest_kernels(innermost: nn.Module, candidates: tuple[str, ...]) -> tuple[str, dict[str, float]]:
+    """(the fastest of `candidates`, milliseconds of one layer forward and backward with each); the first one wins ties.
+
+    Measured on a model of one layer and a vocabulary of a few words, so that it costs seconds and next to no memory.
+    """
+    times: dict[str, float] = {}
+    for name in candidates:
+        try:
+            times[name] = _milliseconds(innermost, name)
+        except Exception as error:  # an architecture may fail in any way of its own; the others are still measured
+            logger.info(f"Layers of {type(innermost).__name__} cannot run {name} ({type(error).__name__}: {error}).")
+    if not times:
+        return PLAIN, {}
+    best = next(iter(times))
+    for name, value in times.items():
+        if value < WORTH_COMPILING * times[best]:
+            best = name
+    return best, times
+
+
+def _milliseconds(innermost: nn.Module, name: str) -> float:
+    parameter = next(innermost.parameters())
+    with _module_kept(innermost):
+        model = _one_layer_model(innermost).to(parameter.device, parameter.dtype)
+        APPLY[name](model)
+        batch = _batch().to(parameter.device)
+        body = getattr(model, model.base_model_prefix)
+        kwargs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **segment_kwargs(batch)}
+        durations = []
+        for _ in range(PROBE_REPEATS + 2):  # two to warm up: the first compiles
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            body(**kwargs, use_cache=False).last_hidden_state.float().square().mean().backward()
+            torch.cuda.synchronize()
+            durations.append(1000 * (time.perf_counter() - started))
+    return statistics.median(durations[2:])
+
+
+def _one_layer_model(innermost: nn.Module) -> nn.Module:
+    config = copy.deepcopy(innermost.config)
+    text = config.get_text_config()
+    text.num_hidden_layers, text.vocab_size = 1, 64
+    if getattr(text, "layer_types", None):
+        text.layer_types = text.layer_types[:1]
+    for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        setattr(text, name, None)
+    install_ragged_attention()
+    model = type(innermost)(config)
+    model.set_attn_implementation(RAGGED_ATTENTION)
+    return model
+
+
+def _batch() -> TokenBatch:
+    tokens = PROBE_SEGMENTS * PROBE_SEGMENT_TOKENS
+    bounds = torch.arange(0, tokens + 1, PROBE_SEGMENT_TOKENS, dtype=torch.int32)
+    ids = (torch.arange(tokens) % 64)[None]
+    empty = torch.zeros(0, dtype=torch.long)
+    places = (torch.arange(tokens) % PROBE_SEGMENT_TOKENS)[None]
+    return TokenBatch(
+        RAGGED, ids, places, empty, empty, empty, empty, empty, 0, ("text",), (), bounds, PROBE_SEGMENT_TOKENS
+    )
+
+
+@contextmanager
+def _module_kept(innermost: nn.Module) -> Iterator[None]:
+    """What a probe changes in the family's module is put back."""
+    before = dict(vars(_family(innermost)))
+    try:
+        yield
+    finally:
+        _put_back(_family(innermost), before)

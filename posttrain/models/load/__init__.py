@@ -1,0 +1,1 @@
+"""Models as they are loaded, adapted, frozen as references and exported."""

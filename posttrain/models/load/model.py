@@ -1,0 +1,352 @@
+"""Path, hub id, GGUF file or module -> a model that is ready to be asked about tokens.
+
+Every quirk of dtype, quantisation, PEFT and attention is handled here, once, so that no method ever hears of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PretrainedConfig
+
+from posttrain.core.batch import PADDED, RAGGED, SHARED
+from posttrain.models.attention.ragged import install_ragged_attention
+from posttrain.models.layers.fused_lora import fuse_lora, lora_layers
+from posttrain.models.layers.kernels import (
+    APPLY,
+    COMPILED,
+    EXPERT_AUTOTUNING,
+    KERNELS_IN_WORDS,
+    LIGER,
+    PLAIN,
+    fastest_kernels,
+)
+from posttrain.models.load.adapters import add_adapter, is_peft_model, is_prompt_learning, is_quantized
+from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, sequence_head
+from posttrain.models.scoring.probe import why_not_ragged, why_not_shared
+from posttrain.models.scoring.token_scores import install_scores
+
+logger = logging.getLogger(__name__)
+
+ROUTER_LOSS = "router_aux_loss_coef"  # of the configuration of a mixture of experts
+AUTO_CLASSES = {CAUSAL_LM: AutoModelForCausalLM, SEQUENCE_REWARD: AutoModelForSequenceClassification}
+
+
+@dataclass
+class LoadOptions:
+    """What `load_model` needs to know; the trainer fills it from the config."""
+
+    dtype: torch.dtype = torch.float32
+    task: str = CAUSAL_LM
+    model_init_kwargs: dict[str, Any] = field(default_factory=dict)
+    trust_remote_code: bool = False
+    disable_dropout: bool = True
+    layer_kernels: tuple[str, ...] = (PLAIN,)  # candidates; of several the fastest
+    peft_config: Any = None
+    fuse_lora: bool = True
+    quantization_config: Any = None
+    layout: str | None = None  # None: ragged when the probe agrees
+    share_prefixes: bool = False  # samples of a unit that begin alike are computed once up to where they part
+    router_aux_loss_coef: float | None = None
+    device: torch.device | None = None  # None: the model stays where it is
+    sharded: bool = False  # FSDP or DeepSpeed will place the weights
+
+
+@dataclass
+class LoadedModel:
+    """A model, the layout its batches should have, and sentences about what was decided."""
+
+    model: nn.Module
+    layout: str
+    name: str
+    notes: list[str]
+    router_loss_weight: float = 0.0
+    kernels: str = PLAIN
+
+
+def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedModel:
+    """Load (or take) a model, adapt it, choose its layout, and teach it to answer about tokens."""
+    install_ragged_attention()
+    notes: list[str] = []
+    given = isinstance(model, nn.Module)
+    if given:
+        _refuse_arguments_for_a_module(options)
+        name = getattr(getattr(model, "config", None), "_name_or_path", "") or type(model).__name__
+    else:
+        name, model = str(model), load_pretrained(model, options)
+    innermost = innermost_model(model)
+    if options.task == SEQUENCE_REWARD and innermost.config.num_labels != 1:
+        raise ValueError(
+            f"A reward model has one output; {name} has num_labels={innermost.config.num_labels}. Load it with num_labels=1."
+        )
+    if options.device is not None and not options.sharded and not is_quantized(innermost):
+        model.to(options.device)  # the probe below, and Liger's kernels in it, run where training will
+    if options.disable_dropout:
+        disable_dropout(model)
+    # Weights that will be sharded wait on the CPU, where Liger's kernels do not run: they come after the probe then.
+    kernels = PLAIN if options.sharded else _choose_kernels(model, innermost, options, notes)
+    if options.peft_config is not None:
+        model = add_adapter(model, _adapter_config(options), _adapter_dtype(innermost, options, given))
+    if options.fuse_lora and is_peft_model(model):
+        _fuse_adapters(model, notes)
+    _install(innermost, options.task)
+    router_loss_weight = _router_loss_weight(innermost, options.router_aux_loss_coef, name)
+    layout = _choose_layout(model, innermost, options, notes)
+    if options.share_prefixes and layout == RAGGED:
+        layout = _shared_if_possible(model, innermost, options, router_loss_weight, notes)
+    if options.sharded:
+        kernels = _choose_kernels(model, innermost, options, notes)
+    return LoadedModel(model, layout, name, notes, router_loss_weight, kernels)
+
+
+def _adapter_config(options: LoadOptions) -> Any:
+    """A reward model's head is new: PEFT trains and saves it with the adapter when it is told what the task is."""
+    config = options.peft_config
+    if options.task == SEQUENCE_REWARD and getattr(config, "task_type", "") is None:
+        config = copy.deepcopy(config)
+        config.task_type = "SEQ_CLS"
+    return config
+
+
+def _adapter_dtype(innermost: nn.Module, options: LoadOptions, given: bool) -> torch.dtype:
+    """Adapters compute in the dtype of the model around them; a quantised base says nothing about it."""
+    if not given or is_quantized(innermost):
+        return options.dtype
+    return next(p.dtype for p in innermost.parameters() if p.is_floating_point())
+
+
+def _refuse_arguments_for_a_module(options: LoadOptions) -> None:
+    for name, value in (
+        ("model_init_kwargs", options.model_init_kwargs),
+        ("quantization_config", options.quantization_config),
+    ):
+        if value:
+            raise ValueError(
+                f"`{name}` is for models given by name or path; this model is loaded already. Leave it out."
+            )
+
+
+def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
+    """`from_pretrained` with our dtype policy; the class is the one the checkpoint names where the task is plain language."""
+    path, kwargs = locate(model, options.model_init_kwargs)
+    kwargs.setdefault("trust_remote_code", options.trust_remote_code)
+    kwargs.setdefault("dtype", options.dtype)
+    if isinstance(kwargs["dtype"], str) and kwargs["dtype"] != "auto":
+        kwargs["dtype"] = getattr(torch, kwargs["dtype"])
+    if options.quantization_config is not None:
+        if "quantization_config" in kwargs:
+            raise ValueError(
+                "`quantization_config` is given twice: as an argument and in `model_init_kwargs`. Give it once."
+            )
+        kwargs["quantization_config"] = options.quantization_config
+    if kwargs.get("quantization_config") is not None and not options.sharded and _is_cuda(options.device):
+        kwargs.setdefault("device_map", {"": options.device.index or 0})
+    if options.task == SEQUENCE_REWARD:
+        kwargs.setdefault("num_labels", 1)
+    with _named("model", path):
+        loaded = AUTO_CLASSES[options.task].from_pretrained(path, **kwargs)
+    return _as_plain_weights(loaded) if "gguf_file" in kwargs else loaded
+
+
+class CannotLoad(OSError, ValueError):
+    """A model or tokenizer that is not there, or whose files are damaged."""
+
+
+@contextmanager
+def _named(what: str, source: str) -> Iterator[None]:
+    """Whatever a library says about a file becomes one sentence that names the model."""
+    try:
+        yield
+    except (OSError, ValueError, SafetensorError, KeyError, IndexError) as error:
+        reason = " ".join(str(error).split())
+        if isinstance(error, LookupError):  # of a loader that trusts what a file should hold
+            reason = f"it lacks {reason}"
+        raise CannotLoad(f"The {what} of {source} cannot be loaded: {reason}") from error
+
+
+def _is_cuda(device: torch.device | None) -> bool:
+    return device is not None and device.type == "cuda"
+
+
+def _as_plain_weights(model: nn.Module) -> nn.Module:
+    """transformers unpacks a GGUF file into ordinary weights but may still call the model quantised, and refuse to save it."""
+    if any(type(module).__name__.lower().startswith("gguf") for module in model.modules()):
+        raise ValueError("This GGUF file was loaded in its packed form, which cannot be trained. Uninstall `kernels`.")
+    model.hf_quantizer = None
+    model.config.__dict__.pop("quantization_config", None)
+    return model
+
+
+def locate(model: str | Path, init_kwargs: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+    """(what `from_pretrained` is called with, its keyword arguments); a .gguf file is named by its folder and its name."""
+    kwargs = dict(init_kwargs or {})
+    path = Path(model)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise FileNotFoundError(f"There is no GGUF file at {path}.")
+        _check_gguf(path)
+        kwargs["gguf_file"] = path.name
+        return str(path.parent), kwargs
+    return str(model), kwargs
+
+
+def _check_gguf(path: Path) -> None:
+    if importlib.util.find_spec("gguf") is None:
+        raise ImportError("GGUF files are read with the `gguf` package: pip install posttrain[gguf].")
+    from posttrain.models.load.gguf_check import check_gguf_file
+
+    check_gguf_file(path)
+
+
+def load_tokenizer(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None, trust_remote_code: bool) -> Any:
+    """The tokenizer that belongs to a model."""
+    if isinstance(model, nn.Module):
+        source, kwargs = innermost_model(model).config._name_or_path, {}
+        if not source:
+            raise ValueError("This model does not know where it came from: pass its tokenizer as `processing_class`.")
+    else:
+        source, kwargs = locate(model, init_kwargs)
+    kept = {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
+    with _named("tokenizer", source):
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kept)
+
+
+def model_type_of(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None) -> str | None:
+    """`model_type` of a model's config, whether it is loaded or not; None where no config says."""
+    if isinstance(model, nn.Module):
+        return innermost_model(model).config.model_type
+    source, kwargs = locate(model, init_kwargs)
+    if (Path(source) / "adapter_config.json").is_file():
+        source = json.loads((Path(source) / "adapter_config.json").read_text())["base_model_name_or_path"]
+    kept = {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
+    try:
+        return PretrainedConfig.get_config_dict(source, **kept)[0].get("model_type")
+    except OSError:  # none there; loading the model will say so in its own words
+        return None
+
+
+def innermost_model(model: nn.Module) -> nn.Module:
+    """The transformers model inside DDP, torch.compile and PEFT wrappers."""
+    model = getattr(model, "module", model) if not hasattr(model, "config") else model
+    model = getattr(model, "_orig_mod", model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Set p = 0 in every dropout of a model, attention dropout of its config included."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+
+
+def _install(innermost: nn.Module, task: str) -> None:
+    if task == SEQUENCE_REWARD:
+        sequence_head(innermost)  # an error where it has none
+    install_scores(innermost)
+
+
+def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions, notes: list[str]) -> str:
+    """Ragged where a probe of two short segments gives the padded answer; padded, with a sentence, elsewhere."""
+    if options.layout == PADDED:
+        return PADDED
+    if is_prompt_learning(model):
+        reason = "its adapter puts virtual tokens in front of every row"
+    else:
+        reason = _of_the_first_process(why_not_ragged(model, innermost, options.task), options)
+    if reason is None:
+        return RAGGED
+    if options.layout == RAGGED:
+        raise ValueError(f"`padding_free=True` cannot be honoured: {reason}. Set it to False or leave it out.")
+    notes.append(f"Batches are padded, not ragged: {reason}.")
+    return PADDED
+
+
+def _shared_if_possible(
+    model: nn.Module, innermost: nn.Module, options: LoadOptions, router_loss_weight: float, notes: list[str]
+) -> str:
+    """SHARED where a probe of two samples that begin alike gives the ragged answer."""
+    if router_loss_weight:
+        reason = "the routers' loss counts the tokens of a prompt once for each answer"
+    else:
+        reason = _of_the_first_process(why_not_shared(model, innermost, options.task), options)
+    if reason is None:
+        return SHARED
+    notes.append(f"A prompt is computed once for each of its answers: {reason}.")
+    return RAGGED
+
+
+def _of_the_first_process(reason: str | None, options: LoadOptions) -> str | None:
+    """What a probe found. Where weights will be sharded, the first process alone may have read them (accelerate's
+    `cpu_ram_efficient_loading`): the others found out nothing.
+    """
+    if not options.sharded or not torch.distributed.is_initialized():
+        return reason
+    said = [reason]
+    torch.distributed.broadcast_object_list(said, src=0)
+    return said[0]
+
+
+def _choose_kernels(model: nn.Module, innermost: nn.Module, options: LoadOptions, notes: list[str]) -> str:
+    """Apply the one candidate, or the one that runs a layer fastest."""
+    candidates = options.layer_kernels
+    if options.peft_config is not None or is_peft_model(model) or is_quantized(innermost):
+        if candidates == (COMPILED,):
+            raise ValueError(
+                "`compile_layers` is for models that are trained whole: adapters come and go inside of a layer, and a quantised "
+                "one unpacks its weights there. Leave it out."
+            )
+        candidates = tuple(name for name in candidates if name != COMPILED)
+    chosen, times = candidates[0], {}
+    if len(candidates) > 1:
+        chosen, times = fastest_kernels(innermost, candidates)
+    APPLY[chosen](innermost)
+    if chosen != PLAIN or times:
+        measured = ", ".join(f"{name} {value:.2f} ms" for name, value in times.items())
+        notes.append(KERNELS_IN_WORDS[chosen] + (f" (one layer, forward and backward: {measured})." if times else "."))
+    if (
+        chosen == LIGER
+        and hasattr(innermost.config.get_text_config(), ROUTER_LOSS)
+        and os.environ[EXPERT_AUTOTUNING] == "0"
+    ):
+        notes.append(
+            f"Liger's kernels for experts run with one configuration each. {EXPERT_AUTOTUNING}=1 in the environment tries all of "
+            "them in the first step, which takes minutes and may pay off in a long run."
+        )
+    return chosen
+
+
+def _fuse_adapters(model: nn.Module, notes: list[str]) -> None:
+    fused, layers = fuse_lora(model), lora_layers(model)
+    if fused:
+        notes.append(f"{fused} LoRA linears are fused; `fuse_lora=False` leaves them to PEFT.")
+    if fused < layers:
+        notes.append(
+            f"{layers - fused} LoRA layers run PEFT's own, slower forward: for dropout, DoRA, a bias, an embedding, a quantised "
+            "base, or an adapter whose dtype is not its base's."
+        )
+
+
+def _router_loss_weight(innermost: nn.Module, wanted: float | None, name: str) -> float:
+    config = innermost.config.get_text_config()
+    own = getattr(config, ROUTER_LOSS, None)
+    if own is None:
+        if wanted:
+            raise ValueError(f"`router_aux_loss_coef` is {wanted}, but {name} is not a mixture of experts.")
+        return 0.0
+    if wanted is not None:
+        return wanted
+    return own if getattr(config, "output_router_logits", False) else 0.0

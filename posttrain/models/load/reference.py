@@ -1,0 +1,170 @@
+"""The reference policy: a frozen copy, the model with its adapter off, a frozen `ref` adapter, or numbers computed before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.core.batch import TokenBatch
+from posttrain.core.results import TokenScores
+from posttrain.models.load.adapters import adapter_in_use
+from posttrain.models.scoring.token_scores import score_tokens
+
+PRECOMPUTED = "reference_logps"
+"""Name under which a Sample keeps the reference's log-prob of each of its tokens."""
+
+
+GIVEN_SUMS = "ref_logps"
+"""Name of the scalar that a row's own reference log-probs become."""
+
+
+class Reference:
+    """Answers the policy's question with frozen weights. Which kind it is, no method ever asks."""
+
+    def scores(self, batch: TokenBatch) -> TokenScores:
+        raise NotImplementedError
+
+    def annotated(self, rows: Any) -> Any:
+        """Rows to evaluate on, with what this reference wants to find on them."""
+        return rows
+
+    def check_sync(self) -> None:
+        """Raise where `sync` cannot be; only a copy can move."""
+        raise ValueError(
+            f"`sync_ref_model` moves a reference that is a model of its own; here it is {self}. Pass `ref_model`, or turn it off."
+        )
+
+    def sync(self, policy: nn.Module, alpha: float) -> None:
+        """Move the reference towards the policy (TR-DPO)."""
+        self.check_sync()
+
+
+@dataclass
+class ModelReference(Reference):
+    """Another model, or another state of the trained one (`context` switches to it and back)."""
+
+    model: nn.Module
+    description: str
+    context: Callable[[], Any] = nullcontext
+    chunk_tokens: int | None = None
+    temperature: float = 1.0
+
+    def __str__(self) -> str:
+        return self.description
+
+    @torch.no_grad()
+    def scores(self, batch: TokenBatch) -> TokenScores:
+        training = self.model.training
+        self.model.eval()
+        try:
+            with self.context():
+                return score_tokens(self.model, batch, temperature=self.temperature, chunk_tokens=self.chunk_tokens)
+        finally:
+            self.model.train(training)
+
+
+@dataclass
+class FrozenCopy(ModelReference):
+    """A model of its own that never gets a gradient."""
+
+    def check_sync(self) -> None:
+        """It can move."""
+
+    @torch.no_grad()
+    def sync(self, policy: nn.Module, alpha: float) -> None:
+        """reference = (1 - alpha) reference + alpha policy, name by name (arXiv:2404.09656)."""
+        current = dict(policy.named_parameters())
+        for name, parameter in self.model.named_parameters():
+            parameter.lerp_(current[name].to(parameter.dtype), alpha)
+
+
+class Precomputed(Reference):
+    """Log-probs that were computed before training and travel with the samples; `annotate` computes those of other rows."""
+
+    def __init__(self, annotate: Callable[[Any], Any] | None = None) -> None:
+        self._annotate = annotate
+
+    def annotated(self, rows: Any) -> Any:
+        return rows if self._annotate is None else self._annotate(rows)
+
+    def __str__(self) -> str:
+        return "precomputed log-probs"
+
+    def scores(self, batch: TokenBatch) -> TokenScores:
+        if batch.num_units == 0:  # nobody's token: there was nothing to compute anything for
+            return TokenScores(logps=torch.zeros(batch.num_trained, device=batch.device))
+        if PRECOMPUTED not in batch.per_token:
+            raise ValueError(
+                "This batch carries no reference log-probs: its dataset was prepared without them. Evaluate with "
+                "`trainer.evaluate(dataset)`, or set `precompute_ref_log_probs=False`."
+            )
+        return TokenScores(logps=batch.per_token[PRECOMPUTED].to(torch.float32))
+
+
+class GivenSums(Reference):
+    """Sums that came with the rows (`ref_chosen_logps`, `ref_rejected_logps`), spread evenly over the tokens of an answer."""
+
+    def __str__(self) -> str:
+        return "the log-probs in the columns ref_chosen_logps and ref_rejected_logps"
+
+    def scores(self, batch: TokenBatch) -> TokenScores:
+        if GIVEN_SUMS not in batch.scalars:
+            raise ValueError(
+                "This dataset has no ref_chosen_logps and ref_rejected_logps, unlike the one that is trained on."
+            )
+        return TokenScores(logps=batch.expand(batch.scalars[GIVEN_SUMS] / batch.counts.clamp(min=1)))
+
+
+def adapter_off(model: nn.Module) -> ModelReference:
+    return ModelReference(model, "the base model under the adapter", lambda: adapter_in_use(model, None))
+
+
+def frozen_adapter(model: nn.Module, name: str) -> ModelReference:
+    return ModelReference(model, f"the frozen adapter {name!r}", lambda: adapter_in_use(model, name))
+
+
+def frozen_copy(model: nn.Module) -> FrozenCopy:
+    """Freeze a model and make it the reference."""
+    model.requires_grad_(False)
+    model.eval()
+    return FrozenCopy(model, "a frozen copy")
+
+
+def create_reference_model(
+    model: nn.Module, num_shared_layers: int | None = None, pattern: str | None = None
+) -> nn.Module:
+    """A frozen deep copy; with `num_shared_layers` the first layers are shared with (and frozen in) the given model."""
+    import copy
+
+    if num_shared_layers is None:
+        return copy.deepcopy(model).requires_grad_(False).eval()
+    prefixes = _layer_prefixes(model, num_shared_layers, pattern)
+    shared = {name: p for name, p in model.named_parameters() if _below(name, prefixes, model)}
+    memo = {id(parameter): parameter for parameter in shared.values()}
+    for parameter in shared.values():
+        parameter.requires_grad_(False)
+    return copy.deepcopy(model, memo).requires_grad_(False).eval()
+
+
+def _layer_prefixes(model: nn.Module, count: int, pattern: str | None) -> list[str]:
+    candidates = [pattern] if pattern else ["model.layers.{layer}", "transformer.h.{layer}", "gpt_neox.layers.{layer}"]
+    names = [name for name, _ in model.named_parameters()]
+    for candidate in candidates:
+        if any(name.startswith(candidate.format(layer=count)) for name in names):
+            return [candidate.format(layer=layer) + "." for layer in range(count)]
+    raise ValueError(
+        f"No layer {count} was found in {type(model).__name__} under {', '.join(candidates)}. Give `pattern`, with "
+        "{layer} in it, and fewer shared layers than the model has."
+    )
+
+
+def _below(name: str, prefixes: list[str], model: nn.Module) -> bool:
+    """Layers that are shared, and what comes before them (embeddings)."""
+    root = prefixes[0].rsplit(".", 3)[0] if prefixes else ""
+    is_embedding = ("embed" in name or "wte" in name or "wpe" in name) and name.startswith(root.split(".")[0])
+    return is_embedding or any(name.startswith(prefix) for prefix in prefixes)

@@ -1,0 +1,143 @@
+"""A model that was saved, by us or by others: its folder, its base where it is an adapter, and how to load it as it was trained."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from posttrain.models.load.model import LoadOptions, load_pretrained, load_tokenizer
+from posttrain.models.load.vocabulary import fit_embeddings
+from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD
+
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
+SAFETENSORS_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class NoModelError(ValueError):
+    """There is no model where one was looked for; the message says what is there."""
+
+
+@dataclass(frozen=True)
+class SavedModel:
+    """A model on disk or on the Hub."""
+
+    path: str  # folder, GGUF file or Hub id; of the adapter where `base` is set
+    base: str | None = None  # what the adapter is for
+    task: str = CAUSAL_LM
+
+    @property
+    def is_adapter(self) -> bool:
+        return self.base is not None
+
+    @property
+    def has_tokenizer(self) -> bool:
+        folder = Path(self.path)
+        return not folder.is_dir() or any(
+            (folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")
+        )
+
+    def own_dtype(self) -> torch.dtype | str:
+        """In which it was trained: a base is loaded in the dtype of its adapter, all else in its file's."""
+        weights = Path(self.path) / ADAPTER_WEIGHTS
+        if not self.is_adapter or not weights.exists():
+            return "auto"
+        from safetensors import safe_open
+
+        with safe_open(weights, "pt") as file:
+            kinds = [file.get_slice(name).get_dtype() for name in file.keys() if "magnitude" not in name]  # noqa: SIM118
+        return SAFETENSORS_DTYPES.get(kinds[0], "auto") if kinds else "auto"
+
+    def tokenizer(self, trust_remote_code: bool = False) -> Any:
+        source = self.path if self.has_tokenizer or self.base is None else self.base
+        return load_tokenizer(source, None, trust_remote_code)
+
+    def load(self, dtype: torch.dtype | str | None = None, trust_remote_code: bool = False) -> nn.Module:
+        """The weights, on the CPU; an adapter stands beside its base as in training, nothing is merged."""
+        options = LoadOptions(dtype=dtype or self.own_dtype(), task=self.task, trust_remote_code=trust_remote_code)
+        model = load_pretrained(self.base or self.path, options)
+        return self._with_adapter(model, trust_remote_code) if self.is_adapter else model
+
+    def _with_adapter(self, model: nn.Module, trust_remote_code: bool) -> nn.Module:
+        from peft import PeftModel
+
+        if self.has_tokenizer:
+            fit_embeddings(model, self.tokenizer(trust_remote_code))
+        # PEFT would turn adapters into float32, whatever they were trained in.
+        loaded = PeftModel.from_pretrained(model, self.path, autocast_adapter_dtype=False)
+        for name, parameter in loaded.named_parameters():
+            if "lora_" in name and "magnitude" not in name and parameter.dtype != model.dtype:
+                parameter.data = parameter.data.to(model.dtype)
+        return loaded.eval()
+
+
+def find_saved(where: str | Path, checkpoint: int | None = None) -> SavedModel:
+    """A run's folder, a checkpoint, a model's or an adapter's folder, a GGUF file, or a Hub id."""
+    path = Path(where).expanduser()
+    if path.suffix == ".gguf" and path.is_file():
+        return SavedModel(str(path))
+    if not path.exists():
+        if checkpoint is not None or str(where).startswith((".", "/", "~")) or str(where).count("/") > 1:
+            raise NoModelError(f"There is no folder {where}.")
+        return SavedModel(str(where))
+    folder = _folder(path, checkpoint)
+    if not (folder / ADAPTER_CONFIG).exists():
+        return SavedModel(str(folder), task=_task_of(folder))
+    config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    task = SEQUENCE_REWARD if config.get("task_type") == "SEQ_CLS" else CAUSAL_LM
+    return SavedModel(str(folder), _base(folder, config), task)
+
+
+def with_adapter(model: SavedModel, adapter: str | Path) -> SavedModel:
+    """A model with another adapter on top."""
+    if model.is_adapter:
+        raise NoModelError(f"{model.path} is an adapter itself; name its base, {model.base}, as the model.")
+    folder = Path(adapter).expanduser()
+    if not (folder / ADAPTER_CONFIG).exists():
+        raise NoModelError(f"{adapter} holds no adapter (no {ADAPTER_CONFIG}).")
+    return SavedModel(str(folder), model.path, model.task)
+
+
+def holds_model(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (CONFIG, ADAPTER_CONFIG))
+
+
+def _folder(path: Path, checkpoint: int | None) -> Path:
+    steps = {int(match[1]): one for one in path.iterdir() if (match := CHECKPOINT.fullmatch(one.name)) and one.is_dir()}
+    if checkpoint is not None:
+        if checkpoint not in steps:
+            known = f"it has {', '.join(map(str, sorted(steps)))}" if steps else "it has none"
+            raise NoModelError(f"{path} has no checkpoint {checkpoint}; {known}.")
+        return steps[checkpoint]
+    if holds_model(path):
+        return path
+    whole = [step for step in sorted(steps) if holds_model(steps[step])]
+    if not whole:
+        raise NoModelError(f"The folder {path} holds no model (no {CONFIG}, no {ADAPTER_CONFIG}) and no checkpoint.")
+    return steps[whole[-1]]
+
+
+def _task_of(folder: Path) -> str:
+    named = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("architectures") or [""]
+    return SEQUENCE_REWARD if named[0].endswith("ForSequenceClassification") else CAUSAL_LM
+
+
+def _base(folder: Path, config: dict[str, Any]) -> str:
+    """Where the base is: as it was written down, else seen from where the run was started."""
+    named = config.get("base_model_name_or_path")
+    if not named:
+        raise NoModelError(f"{folder / ADAPTER_CONFIG} does not say which model the adapter is for.")
+    if Path(named).is_absolute():
+        if not Path(named).exists():
+            raise NoModelError(f"The adapter in {folder} is for the model in {named}, and there is no such folder.")
+        return named
+    for start in (Path(), *folder.resolve().parents[:3]):
+        if (start / named).exists():
+            return str(start / named)
+    return named

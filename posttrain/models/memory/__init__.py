@@ -1,0 +1,1 @@
+"""What fits on a device, and what moves off it."""

@@ -1,0 +1,359 @@
+"""Will it fit? What a step needs is measured and added up before training, and the mildest measure that makes room is taken.
+
+A micro-batch may be run in several passes, which costs nothing as long as a pass fills the device. So the question to each rung of
+the ladder is whether it leaves room for a pass of that size, or of the longest row. The rungs, each slower than the one before it:
+keep all activations; recompute the cheap ones (selective checkpointing);
+recompute whole layers from their inputs (full checkpointing); park those inputs in host memory; keep the optimizer's moments in 8
+bits. What a user has set himself is left as it is: the ladder then has fewer rungs.
+
+Activations are not guessed: a probe of a few hundred tokens runs through the model and everything that autograd keeps is counted,
+storage by storage. What is kept grows with the tokens of a micro-batch, so two probes give the bytes of one token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from posttrain.core.batch import PADDED, RAGGED, TokenBatch
+from posttrain.models.attention.ragged import RAGGED_ATTENTION
+from posttrain.models.layers.checkpointing import KEPT
+from posttrain.models.scoring.token_scores import CHUNK_BYTES, forward_kwargs
+
+NONE, SELECTIVE, FULL = "none", "selective", "full"
+HEAD_ROOM = (
+    0.9  # share of the free memory that may be claimed: the allocator's gaps and the kernels' workspaces need the rest
+)
+PROBE_TOKENS = (128, 256)
+ENOUGH_TOKENS = 16384  # of one pass: more make a GPU no faster
+CHUNKS_IN_THE_HEAD = 2  # a chunk of logits and its gradient
+OFFLOAD_WINDOW = 3  # layer inputs on the device at once: the one in use, the next, and one on its way
+MOMENT_BYTES = {"adamw_8bit": 2 + 8 / 256, "sgd": 0, "lion_32bit": 4, "adafactor": 0.01, "adagrad": 4, "rmsprop": 4}
+"""Optimizer state of one trained weight, gradients and masters not counted; Adam's two float32 moments where nothing is said."""
+EIGHT_BIT = "adamw_8bit"
+
+
+# ---- what a token keeps -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ActivationCost:
+    """Bytes that one token keeps on the device until the backward, by level of checkpointing, and in one layer."""
+
+    kept: dict[str, float]
+    layer_input: float
+    layer: float
+    is_measured: bool = True
+
+    def waiting(self, level: str, offload: bool) -> float:
+        """Kept over the whole model from the forward to the backward."""
+        if offload:
+            return OFFLOAD_WINDOW * (self.layer_input if level == FULL else self.layer)
+        return self.kept[level]
+
+    def in_backward(self, level: str) -> float:
+        """What the backward of a single layer holds besides: its gradients, and what it recomputes."""
+        return self.layer * (1 if level == NONE else 2)
+
+    def of(self, level: str, offload: bool) -> float:
+        return self.waiting(level, offload) + self.in_backward(level)
+
+
+def activation_cost(
+    body: nn.Module, config: Any, is_sharded: bool = False, dtype: torch.dtype | None = None
+) -> ActivationCost:
+    """What `body` (the model without its head) keeps for a token. Sharded weights are not there to be run: a formula estimates.
+
+    `dtype` that it computes in, where that is not its weights'.
+    """
+    text = config.get_text_config()
+    layers, width = text.num_hidden_layers, text.hidden_size
+    item = dtype.itemsize if dtype else next(p.element_size() for p in body.parameters() if p.is_floating_point())
+    inputs = layers * width * item
+    if is_sharded:
+        inner = getattr(text, "intermediate_size", None) or 4 * width
+        everything = layers * (12 * width + 4 * inner) * item
+        kept = {NONE: everything, SELECTIVE: 0.55 * everything, FULL: inputs}
+        return ActivationCost(kept, width * item, everything / layers, is_measured=False)
+    (few_saved, few_dear), (saved, dear) = (_kept_by(body, config, tokens) for tokens in PROBE_TOKENS)
+    tokens = PROBE_TOKENS[1] - PROBE_TOKENS[0]
+    everything = (saved - few_saved) / tokens
+    kept = {NONE: everything, SELECTIVE: min((dear - few_dear) / tokens + inputs, everything), FULL: inputs}
+    return ActivationCost(kept, width * item, everything / layers)
+
+
+class _Results(TorchDispatchMode):
+    """Bytes of the results of the operations that selective checkpointing keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operation(*args, **(kwargs or {}))
+        if operation in KEPT:
+            for tensor in result if isinstance(result, (tuple, list)) else (result,):
+                if isinstance(tensor, Tensor):
+                    self.storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return result
+
+
+def _kept_by(body: nn.Module, config: Any, tokens: int) -> tuple[int, int]:
+    """(bytes that autograd keeps, bytes that selective checkpointing would keep beside layer inputs) for one row of `tokens`.
+
+    Storages are held until the end, so that none is counted twice and no address is used again.
+    """
+    own = {t.untyped_storage().data_ptr() for t in (*body.parameters(), *body.buffers())}
+    saved: dict[int, Any] = {}
+
+    def pack(tensor: Tensor) -> None:
+        """Nothing is handed back: an operation that keeps its own result would own itself, and a graph without a backward stay."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage
+
+    device = next(body.parameters()).device
+    inputs = _probe_inputs(config, tokens, device)
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        with saved_tensors_hooks(pack, lambda nothing: nothing):
+            output = body(**inputs, use_cache=False)
+        del output
+        # A compiled layer has no single operations to look at, and selective checkpointing runs without it.
+        with torch.compiler.set_stance("force_eager"), _Results() as results:
+            body(**inputs, use_cache=False)
+    return sum(s.nbytes() for s in saved.values()), sum(s.nbytes() for s in results.storages.values())
+
+
+def _probe_inputs(config: Any, tokens: int, device: torch.device) -> dict[str, Any]:
+    """One row of `tokens` tokens, in the layout that the model runs, as keyword arguments."""
+    is_ragged = config._attn_implementation == RAGGED_ATTENTION
+    places, size = torch.arange(tokens), torch.tensor([tokens])
+    batch = TokenBatch(
+        layout=RAGGED if is_ragged else PADDED,
+        input_ids=(places % config.get_text_config().vocab_size)[None],
+        position_ids=places[None],
+        positions=places,
+        targets=places,
+        counts=size,
+        lengths=size,
+        ends=size - 1,
+        num_units=1,
+        roles=("text",),
+        rows=(0,),
+        cu_segments=torch.tensor([0, tokens], dtype=torch.int32) if is_ragged else None,
+        longest=tokens,
+        attention_mask=None if is_ragged else torch.ones_like(places)[None],
+    )
+    return forward_kwargs(batch.to(device))
+
+
+# ---- what does not grow with the tokens ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StateCost:
+    """Bytes of everything else that training adds to the loaded weights."""
+
+    trained: int  # weights
+    masters: int  # float32 copies of low-precision weights
+    gradients: int
+    head: int
+
+    def moments(self, optim: str) -> float:
+        return self.trained * MOMENT_BYTES.get(optim, 8)
+
+    def total(self, optim: str) -> float:
+        return self.masters + self.gradients + self.head + self.moments(optim)
+
+
+def state_cost(parameters: Iterable[nn.Parameter], head: nn.Module | None, world_size: int = 1) -> StateCost:
+    """float32 masters and accumulators for low-precision weights, float32 gradients elsewhere; only trained weights count."""
+    trained = [p for p in parameters if p.requires_grad]
+    low = [p for p in trained if p.element_size() < 4]
+    gradients = sum(p.numel() * max(p.element_size(), 4) for p in trained)
+    # a low-precision gradient lives until it is added to its accumulator; DDP keeps a bucket of each
+    gradients += max((p.numel() * p.element_size() for p in low), default=0)
+    if world_size > 1:
+        gradients += sum(p.numel() * p.element_size() for p in trained)
+    device = trained[0].device.type if trained else "cpu"
+    return StateCost(
+        sum(p.numel() for p in trained), sum(4 * p.numel() for p in low), gradients, _head_bytes(head, device)
+    )
+
+
+def sharded_state_cost(
+    model: nn.Module, layers: Iterable[nn.Module], head: nn.Module | None, shards: int, dtype: torch.dtype, device: str
+) -> StateCost:
+    """A process's part under FSDP. The weights are counted too ("masters"): they are not on the device yet.
+
+    Gathered at once, with gradients of their own: two layers, and everything outside of the layers.
+    """
+    everything = {id(p): p for p in model.parameters()}
+    within = [{id(p): p for p in layer.parameters()} for layer in layers]
+    outside = [p for key, p in everything.items() if not any(key in layer for layer in within)]
+    largest = max(within, key=lambda layer: sum(p.numel() for p in layer.values()), default={})
+    gathered = sum(
+        times * p.numel() * (dtype.itemsize + (4 if p.requires_grad else 0))
+        for times, part in ((1, outside), (2, largest.values()))
+        for p in part
+    )
+    trained = sum(p.numel() for p in everything.values() if p.requires_grad) // shards
+    weights = sum(p.numel() * (4 if p.requires_grad else p.element_size()) for p in everything.values()) // shards
+    return StateCost(trained, weights, 4 * trained + gathered, _head_bytes(head, device))
+
+
+def _head_bytes(head: nn.Module | None, device: str) -> int:
+    """Chunks of logits, and the head's own float32 gradient where it is trained."""
+    weight = getattr(head, "weight", None)
+    own = 4 * weight.numel() if weight is not None and weight.requires_grad else 0
+    return CHUNKS_IN_THE_HEAD * CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) + own
+
+
+# ---- the decision -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user has set himself; None: decided here."""
+
+    checkpointing: str | None = None  # NONE, SELECTIVE or FULL
+    offload: bool | None = None
+    optim: str | None = None  # a name: stays. None: AdamW, in 8 bits if it must be
+    tokens_per_pass: int | None = None
+    keep_logits: bool | None = None
+
+
+@dataclass(frozen=True)
+class BatchTokens:
+    """How many tokens come together: in the largest micro-batch, and in the longest unit, which cannot be split."""
+
+    largest: int
+    longest: int
+    can_split: bool = True
+
+    @property
+    def wanted(self) -> int:
+        """Tokens of a pass that is as fast as any."""
+        return min(self.largest, max(self.longest, ENOUGH_TOKENS)) if self.can_split else self.largest
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What is done about memory, and the sentence that says why."""
+
+    checkpointing: str
+    offload: bool
+    eight_bit: bool
+    sentence: str
+    tokens_per_pass: int | None = None  # None: every micro-batch is one pass
+    keep_logits: bool = False
+
+
+IN_WORDS = {
+    (NONE, False): "kept",
+    (SELECTIVE, False): "kept where they are dear and recomputed where they are cheap",
+    (FULL, False): "recomputed in the backward",
+    (FULL, True): "recomputed in the backward from layer inputs that wait in host memory",
+    (NONE, True): "kept in host memory",
+    (SELECTIVE, True): "kept in host memory where they are dear and recomputed where they are cheap",
+}
+DECIDING = ("gradient_checkpointing", "activation_offloading", "max_tokens_per_pass", "keep_logits", "optim")
+"""Options that overrule the plan."""
+LADDER = ((NONE, False), (SELECTIVE, False), (FULL, False), (FULL, True))
+
+
+def rungs(wishes: Wishes, can_recompute: bool = True) -> list[tuple[str, bool, bool]]:
+    """(level of checkpointing, offload, 8-bit moments), mildest first, of what the user has left open."""
+    pairs = list(LADDER)
+    if wishes.offload:
+        pairs = [(wishes.checkpointing or (FULL if can_recompute else NONE), True)]
+    elif wishes.checkpointing is not None:
+        pairs = [pair for pair in LADDER if pair[0] == wishes.checkpointing]
+    if wishes.offload is False or (not can_recompute and wishes.offload is None):
+        pairs = [pair for pair in pairs if not pair[1]]
+    if not can_recompute and wishes.checkpointing is None:
+        pairs = [pair for pair in pairs if pair[0] == NONE]
+    eight_bit = (False, True) if wishes.optim is None else (wishes.optim == EIGHT_BIT,)
+    return [(*pair, bits) for bits in eight_bit for pair in pairs]
+
+
+def memory_plan(
+    free: float,
+    batch: BatchTokens,
+    activations: ActivationCost,
+    state: StateCost,
+    wishes: Wishes,
+    can_recompute: bool = True,
+    logit_bytes: float = 0.0,
+) -> MemoryPlan:
+    """The mildest rung whose passes fit into `free` bytes and are large enough; the last one if none is.
+
+    `logit_bytes`: of one token, where the loss would profit from keeping them. They are, if passes are still large enough then.
+    """
+    room = HEAD_ROOM * free
+    optim = wishes.optim or "adamw"
+    if wishes.tokens_per_pass is not None:
+        batch = replace(batch, largest=min(batch.largest, max(wishes.tokens_per_pass, batch.longest)))
+    asked_for = logit_bytes if wishes.keep_logits else 0.0
+    for level, offload, eight_bit in rungs(wishes, can_recompute):
+        fixed = state.total(EIGHT_BIT if eight_bit else optim)
+        fitting = int((room - fixed) // (activations.of(level, offload) + asked_for))
+        if fitting >= batch.wanted:
+            break
+    keep_logits = bool(wishes.keep_logits)
+    if wishes.keep_logits is None and logit_bytes and level == NONE:
+        beside_them = int((room - fixed) // (activations.of(level, offload) + logit_bytes))
+        # A micro-batch that is one pass stays one: adding gradients up would cost more than the logits save.
+        keep_logits = beside_them >= (batch.wanted if fitting < batch.largest else batch.largest)
+        fitting = beside_them if keep_logits else fitting
+    tokens = max(min(fitting, batch.largest), batch.wanted)
+    terms = {
+        "the optimizer's moments": state.moments(EIGHT_BIT if eight_bit else optim),
+        "masters": state.masters,
+        "gradients": state.gradients,
+        "the head": state.head,
+        "activations": tokens * activations.of(level, offload),
+        "logits": tokens * logit_bytes if keep_logits else 0.0,
+    }
+    is_split = tokens < batch.largest
+    sentence = (
+        f"Activations are {IN_WORDS[level, offload]}{', and the moments have 8 bits' if eight_bit else ''}: "
+        f"{_passes_in_words(batch, tokens)} would keep {_gib(tokens * activations.of(NONE, False))} "
+        f"({activations.of(NONE, False) / 2**10:.0f} KiB a token, "
+        f"{'measured' if activations.is_measured else 'estimated'}). {_needs_in_words(terms, room, free)}"
+    )
+    missing = sum(terms.values()) - room
+    if missing > 0:
+        sentence += f" That is {_gib(missing)} too much: lower `per_device_train_batch_size` or `max_length` if memory runs out."
+    sentence += f" {', '.join(f'`{name}`' for name in DECIDING[:-1])} and `{DECIDING[-1]}` decide otherwise."
+    return MemoryPlan(level, offload, eight_bit, sentence, tokens if is_split else wishes.tokens_per_pass, keep_logits)
+
+
+def _passes_in_words(batch: BatchTokens, tokens: int) -> str:
+    if tokens < batch.largest:
+        return f"micro-batches of up to {batch.largest} tokens, run in passes of up to {tokens},"
+    return f"micro-batches of up to {batch.largest} tokens"
+
+
+def _needs_in_words(terms: dict[str, float], room: float, free: float) -> str:
+    said = ", ".join(f"{name} {_gib(size)}" for name, size in terms.items() if size >= 2**20)
+    return (
+        f"Needed now: {said}; {_gib(room)} of {_gib(free)} free may be used. "
+        f"The largest term is {max(terms, key=terms.get)}."
+    )
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that the device has free, those included that torch holds and does not use."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,0 +1,1 @@
+"""Asking a model about tokens without keeping its logits."""

@@ -1,0 +1,25 @@
+"""Rewards for the form of an answer."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from posttrain.rewards.builtin.completion_text import final_text
+
+# One <think> block at the very start, and something or nothing after it.
+THINK = re.compile(r"<think>(?!.*<think>)(.*?)</think>.*", re.DOTALL)
+
+# The same, then one <answer> block at the very end; neither kind of tag occurs a second time.
+_INNER = r"(?:(?!</?think>|</?answer>).)*"
+THINK_THEN_ANSWER = re.compile(rf"<think>{_INNER}</think>\s*<answer>{_INNER}</answer>\s*", re.DOTALL)
+
+
+def think_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """1 where the completion starts with its only `<think>` block, else 0."""
+    return [float(THINK.fullmatch(final_text(completion)) is not None) for completion in completions]
+
+
+def answer_format_reward(completions: list[Any], **kwargs: Any) -> list[float]:
+    """1 where the completion is `<think>...</think>` followed by `<answer>...</answer>` and nothing else, else 0."""
+    return [float(THINK_THEN_ANSWER.fullmatch(final_text(completion)) is not None) for completion in completions]

@@ -1,0 +1,276 @@
+"""RewardSet: functions, async functions and reward models, judged together, beside generation.
+
+    rewards = RewardSet([accuracy_reward, my_function, "org/reward-model"], weights=[1.0, 0.5, 0.1])
+    with rewards.open(trainer_state) as round:
+        round.add(group)              # as groups are finished: work starts at once, in worker processes
+        results = round.finish()      # waits; every call has a deadline
+
+A function has TRL's signature, `f(prompts, completions, completion_ids, **columns, trainer_state, log_extra, log_metric,
+environments)`, and is given the arguments that it accepts: all of them where it takes **kwargs. It returns a list with one
+number, or None for "does not apply", for each completion; what else it may return is ruled on in `values.py`. It is called
+with one group at a time. When such a call raises, hangs or kills its worker, the samples of the group are called one by one,
+so that only the guilty one is lost. In a worker `trainer_state` is a copy of the state's plain fields. `environments` are live
+objects of the trainer's process: a function that names this argument runs there; one that takes **kwargs alone runs in a worker
+without them.
+
+Reward models run in the trainer's process when the round is finished, in micro-batches by tokens.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+import os
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from posttrain.rewards.runtime.invoke import OURS, Wants
+from posttrain.rewards.runtime.options import ALL_AT_ONCE, AUTO, BY_SAMPLE, IN_PROCESS, RewardOptions
+from posttrain.rewards.runtime.outcomes import Outcomes
+from posttrain.rewards.runtime.results import Judged, RewardError, RewardFailure, RewardResults, too_many_failures
+from posttrain.rewards.runtime.runner import Call, FunctionReward, Runner, stays_in_process
+from posttrain.rewards.runtime.statistics import RewardWatch
+from posttrain.rewards.runtime.travel import CannotTravel, packed
+
+if TYPE_CHECKING:
+    from posttrain.rewards.reward_model import ModelReward
+
+__all__ = ["Judged", "RewardError", "RewardFailure", "RewardOptions", "RewardResults", "RewardRound", "RewardSet"]
+
+logger = logging.getLogger(__name__)
+
+ALSO_CALLED = {"solution": ("answer", "ground_truth", "target", "label", "final_answer")}
+"""Argument of a built-in reward -> what datasets call that column."""
+ENOUGH_TO_STOP = 8  # samples of a round; in fewer, a large share of failures is bad luck
+
+
+class Notes:
+    """Sentences, each reported once. Not a method of RewardSet: its runner would keep a forgotten set alive."""
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self.report = report
+        self.sentences: list[str] = []
+
+    def __call__(self, sentence: str) -> None:
+        if sentence not in self.sentences:
+            self.sentences.append(sentence)
+            self.report(sentence)
+
+
+class RewardSet:
+    """The rewards of a run and their workers, which live until `close`.
+
+    `rewards` are functions, or sequence classifiers as ids, paths or modules, or ModelReward objects, which say more about how
+    a model is run; `tokenizers` (one entry for each reward) and `model_options` (arguments of ModelReward: device, dtype,
+    max_tokens, ...) are for those given by id or module. `report` gets sentences about what was
+    decided and, with `watch`, about rewards that look wrong (see `statistics.py`); they are kept in `notes` too.
+    """
+
+    def __init__(
+        self,
+        rewards: Any,
+        weights: Sequence[float] | None = None,
+        options: RewardOptions | None = None,
+        *,
+        tokenizers: Sequence[Any] | None = None,
+        model_options: dict[str, Any] | None = None,
+        report: Callable[[str], None] = logger.warning,
+        watch: bool = True,
+    ) -> None:
+        rewards = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
+        if tokenizers is None:
+            tokenizers = [None] * len(rewards)
+        tokenizers = list(tokenizers) if isinstance(tokenizers, list | tuple) else [tokenizers]
+        self.options = options or RewardOptions()
+        self._say, self._model_options = Notes(report), model_options or {}
+        self.notes = self._say.sentences
+        self._watch = RewardWatch() if watch else None
+        self.weights = _checked_weights(weights, rewards, tokenizers)
+        self.rewards = [self._reward(key, *pair) for key, pair in enumerate(zip(rewards, tokenizers))]
+        self.names = _distinct([reward.name for reward in self.rewards])
+        for reward, name in zip(self.rewards, self.names):
+            reward.name = name
+        self._runner = Runner(self.options, self._say)
+        self._end = weakref.finalize(self, self._runner.close)  # also when the interpreter ends
+
+    def open(self, trainer_state: Any = None) -> RewardRound:
+        """A new round; use it as a context manager, so that what still runs is given up after an error."""
+        if not self._end.alive:
+            raise RuntimeError("This RewardSet was closed, and its workers have ended. Make a new one.")
+        if os.getpid() != self._runner.owner:
+            raise RuntimeError("This RewardSet belongs to the process that this one was forked from. Make one here.")
+        return RewardRound(self, trainer_state)
+
+    def close(self) -> None:
+        """End the workers. Safe to call twice."""
+        self._end()
+
+    def __enter__(self) -> RewardSet:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def look_at(self, samples: list[Judged], results: RewardResults) -> None:
+        """Say what is remarkable about a round."""
+        if self._watch is None:
+            return
+        lengths = np.array([len(sample.completion_ids) for sample in samples])
+        valid = ~results.masked
+        for sentence in self._watch.look(self.names, results.values[valid], lengths[valid]):
+            self._say(sentence)
+
+    def _reward(self, key: int, reward: Any, tokenizer: Any) -> FunctionReward | ModelReward:
+        if _is_model(reward):
+            from posttrain.rewards.reward_model import ModelReward  # torch and transformers, for those who use a model
+
+            made = reward if isinstance(reward, ModelReward) else ModelReward(reward, tokenizer, **self._model_options)
+            for note in made.notes:
+                self._say(note)
+            return made
+        if not callable(reward):
+            raise TypeError(f"A reward is a function, a model or the id of a model, not {reward!r}.")
+        made = FunctionReward(key, reward_name(reward), reward, Wants(reward), None)
+        made.packed = self._packed(made)
+        return made
+
+    def _packed(self, reward: FunctionReward) -> bytes | None:
+        if self.options.isolation == IN_PROCESS:
+            return None
+        try:
+            if not sys.executable:
+                raise CannotTravel("this Python does not know its own executable")
+            if reward.takes_environments:
+                raise CannotTravel("it takes `environments`, which are live objects")
+            return packed(reward.function)
+        except CannotTravel as error:
+            if self.options.isolation != AUTO:
+                raise ValueError(
+                    f'Reward {reward.name} cannot run in a worker process: {error}. Use isolation="auto" or "in_process".'
+                ) from error
+            self._say(stays_in_process(reward.name, str(error)))
+            return None
+
+
+class RewardRound:
+    """The samples of one step: groups are added as they are finished, and judged meanwhile."""
+
+    def __init__(self, rewards: RewardSet, trainer_state: Any) -> None:
+        self._set, self._runner = rewards, rewards._runner
+        self._functions = [reward for reward in rewards.rewards if isinstance(reward, FunctionReward)]
+        self._outcomes = Outcomes(rewards.names, rewards.options, trainer_state)
+        self._samples: list[Judged] = []
+        self._running: list[concurrent.futures.Future[None]] = []
+
+    def add(self, group: list[Judged]) -> None:
+        """Take the samples of one prompt and start to judge them. Does not block."""
+        if not group:
+            return
+        numbers = list(range(len(self._samples), len(self._samples) + len(group)))
+        self._samples += group
+        self._check_arguments(group)
+        if self._set.options.reward_batching != ALL_AT_ONCE:
+            self._start(numbers, group)
+
+    def finish(self) -> RewardResults:
+        """Wait for every call; the results have the samples in the order in which they were added."""
+        if self._set.options.reward_batching == ALL_AT_ONCE and self._samples:
+            self._start(list(range(len(self._samples))), self._samples)
+        self._score_models()
+        done, _ = concurrent.futures.wait(self._running, return_when=concurrent.futures.FIRST_EXCEPTION)
+        for future in done:
+            future.result()
+        results = self._outcomes.results(len(self._samples))
+        self._stop_if_too_many_failed(results)
+        self._set.look_at(self._samples, results)
+        return results
+
+    def __enter__(self) -> RewardRound:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give up what still runs: after an error, or when the round is not wanted any more."""
+        for future in self._running:
+            future.cancel()
+
+    def _start(self, numbers: list[int], samples: list[Judged]) -> None:
+        size = 1 if self._set.options.reward_batching == BY_SAMPLE else len(samples)
+        parts = [slice(start, start + size) for start in range(0, len(samples), size)]
+        calls = [
+            Call(reward, numbers[part], samples[part], self._outcomes) for part in parts for reward in self._functions
+        ]
+        if calls:
+            self._running.append(self._runner.start(self._runner.judge(calls)))
+
+    def _score_models(self) -> None:
+        for key, reward in enumerate(self._set.rewards):
+            if not isinstance(reward, FunctionReward):
+                reward.judge(key, self._samples, self._outcomes)
+
+    def _check_arguments(self, group: list[Judged]) -> None:
+        columns = {name for sample in group for name in sample.columns}
+        with_environments = any(sample.environment is not None for sample in group)
+        for reward in self._functions:
+            if told := missing_arguments(reward.name, reward.wants, columns, with_environments):
+                raise ValueError(told)
+
+    def _stop_if_too_many_failed(self, results: RewardResults) -> None:
+        samples, failed = len(self._samples), len({failure.sample for failure in results.failures})
+        if samples >= ENOUGH_TO_STOP and failed > self._set.options.stop_above * samples:
+            raise RewardError(too_many_failures(results.failures, samples, self._set.options.stop_above))
+
+
+def missing_arguments(name: str, wants: Wants, columns: set[str], with_environments: bool) -> str | None:
+    """The sentence about arguments of a reward that are no columns beside the prompt; None where all are there."""
+    missing = wants.missing(columns | (set(OURS) if with_environments else set(OURS) - {"environments"}))
+    if not missing:
+        return None
+    near = [other for other in ALSO_CALLED.get(missing[0], ()) if other in columns]
+    rename = f"Rename the column: --dataset_columns '{{\"{near[0]}\": \"{missing[0]}\"}}'." if near else (
+        "Rename the argument or the column, or give it a default."
+    )  # fmt: skip
+    return (
+        f"Reward {name} needs the argument{'s' * (len(missing) > 1)} {', '.join(map(repr, missing))}, but there is no such "
+        f"column in the dataset; it has {', '.join(sorted(columns)) or 'none'} beside the prompt. {rename}"
+    )
+
+
+def reward_name(function: Callable[..., Any]) -> str:
+    """As in TRL the name of the function; of a partial that of its function, of an object that of its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _is_model(reward: Any) -> bool:
+    if isinstance(reward, str | Path):
+        return True
+    torch = sys.modules.get("torch")  # who has no torch imported has no module
+    if torch is not None and isinstance(reward, torch.nn.Module):
+        return True
+    return type(reward).__module__ == "posttrain.rewards.reward_model"
+
+
+def _distinct(names: list[str]) -> list[str]:
+    """Two rewards of one name would be one metric: the second is called name_2."""
+    return [f"{name}_{names[:i].count(name) + 1}" if name in names[:i] else name for i, name in enumerate(names)]
+
+
+def _checked_weights(weights: Sequence[float] | None, rewards: list[Any], tokenizers: list[Any]) -> list[float]:
+    if not rewards:
+        raise ValueError("There is no reward: give at least one function or model.")
+    if len(tokenizers) != len(rewards):
+        raise ValueError(
+            f"There are {len(tokenizers)} reward tokenizers for {len(rewards)} rewards; give one each or None."
+        )
+    if weights is None:
+        return [1.0] * len(rewards)
+    if len(weights) != len(rewards):
+        raise ValueError(f"There are {len(weights)} reward weights for {len(rewards)} rewards.")
+    return [float(weight) for weight in weights]

@@ -1,0 +1,1 @@
+"""Running reward functions: processes, threads, retries, limits."""

@@ -1,0 +1,236 @@
+"""Runs the calls of a RewardSet on a thread of its own: workers, lanes, retries, and the search for the guilty sample."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import cloudpickle
+
+from posttrain.rewards.runtime.cache import RewardCache, cache_key
+from posttrain.rewards.runtime.in_process import InProcess
+from posttrain.rewards.runtime.invoke import ERROR, INVALID, Wants, is_async
+from posttrain.rewards.runtime.options import ALL_AT_ONCE, AUTO, RewardOptions
+from posttrain.rewards.runtime.outcomes import Outcomes
+from posttrain.rewards.runtime.results import Judged
+from posttrain.rewards.runtime.worker_pool import PackedCall, SuspectDied, WorkerPool
+from posttrain.rewards.runtime.worker_process import Unloadable
+
+JOIN_SECONDS = 10.0
+
+
+@dataclass
+class FunctionReward:
+    """A reward function and how it is run."""
+
+    key: int  # its column
+    name: str
+    function: Callable[..., Any]
+    wants: Wants
+    packed: bytes | None  # None: it runs in this process
+
+    @property
+    def takes_environments(self) -> bool:
+        """Live environments stay in this process: a function that names them runs there."""
+        return "environments" in self.wants.names
+
+
+@dataclass
+class Call:
+    """One call of one function about some samples of a round."""
+
+    reward: FunctionReward
+    numbers: list[int]  # of the samples, in the round
+    samples: list[Judged]
+    outcomes: Outcomes
+    alone: bool = False  # it gets a worker for itself, after one that held several calls has died
+
+    def part(self, places: list[int], alone: bool = False) -> Call:
+        numbers, samples = ([items[i] for i in places] for items in (self.numbers, self.samples))
+        return Call(self.reward, numbers, samples, self.outcomes, alone)
+
+
+class Runner:
+    """An event loop on a daemon thread, started with the first call."""
+
+    def __init__(self, options: RewardOptions, say: Callable[[str], None]) -> None:
+        self.options, self.say = options, say
+        self.owner = os.getpid()
+        self.cache = RewardCache(options.cache_size) if options.cache else None
+        self.pool = WorkerPool(options)
+        self.in_process = InProcess(options.concurrency)
+        self.judging: set[asyncio.Task[Any]] = set()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.thread: threading.Thread | None = None
+
+    def start(self, work: Coroutine[Any, Any, None]) -> concurrent.futures.Future[None]:
+        """Begin some work beside the caller's."""
+        if self.loop is None:
+            self.loop = asyncio.new_event_loop()
+            # The workers live as long as this thread: Linux ends them with the thread that started them.
+            self.thread = threading.Thread(target=_run, args=(self.loop,), daemon=True, name="rewards")
+            self.thread.start()
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def close(self) -> None:
+        """End all work and all workers. A forked child, which has neither, leaves its parent's alone."""
+        if self.loop is None or os.getpid() != self.owner:
+            return
+        loop, self.loop = self.loop, None
+        asyncio.run_coroutine_threadsafe(self._end(), loop)
+        if threading.current_thread() is not self.thread:  # the garbage collector may run there
+            self.thread.join(JOIN_SECONDS)
+
+    async def _end(self) -> None:
+        for task in self.judging:
+            task.cancel()
+        await asyncio.gather(*self.judging, return_exceptions=True)
+        await self.pool.close()
+        self.in_process.close()
+        asyncio.get_running_loop().stop()
+
+    # -------------------------------------------------------------------------------------------------- judging
+
+    async def judge(self, calls: list[Call]) -> None:
+        """See to it that every sample of every call has an outcome."""
+        task = asyncio.current_task()
+        self.judging.add(task)
+        task.add_done_callback(self.judging.discard)
+        await _together([self._judge_one(call) for call in calls])
+
+    async def _judge_one(self, call: Call) -> None:
+        if self.cache is None:
+            await self._judge_unknown(call, [None] * len(call.samples))
+            return
+        keys = [self._cache_key(call, place) for place in range(len(call.samples))]
+        known = [self.cache.get(key) for key in keys]
+        for number, found in zip(call.numbers, known):
+            if found is not None:
+                call.outcomes.settle(call.reward.key, number, found[0], found[1])
+        rest = [place for place, found in enumerate(known) if found is None]
+        if rest:
+            await self._judge_unknown(call.part(rest), [keys[place] for place in rest])
+
+    async def _judge_unknown(self, call: Call, keys: list[bytes | None]) -> None:
+        answer = await self._answer(call)
+        call.outcomes.spent(call.reward.key, answer["seconds"])
+        if "values" in answer:
+            self._settle(call, answer, keys)
+            return
+        kind, message = answer["fault"]
+        cannot_split = len(call.samples) == 1 or self.options.reward_batching == ALL_AT_ONCE
+        if kind == INVALID or cannot_split:
+            for number in call.numbers:
+                call.outcomes.fail(call.reward.key, number, kind, message)
+            return
+        # One of the samples is guilty. Each alone, so that the others keep their values.
+        parts = [(call.part([place]), keys[place : place + 1]) for place in range(len(call.samples))]
+        await _together([self._judge_unknown(part, key) for part, key in parts])
+
+    def _settle(self, call: Call, answer: dict[str, Any], keys: list[bytes | None]) -> None:
+        outcomes, reward = call.outcomes, call.reward.key
+        for place, (number, value) in enumerate(zip(call.numbers, answer["values"], strict=True)):
+            if isinstance(value, dict):
+                outcomes.fail(reward, number, INVALID, value["invalid"])
+                continue
+            extras = {column: values[place] for column, values in answer["extras"].items()}
+            outcomes.settle(reward, number, value, extras)
+            if self.cache is not None:
+                self.cache.put(keys[place], value, extras)
+        for name, value in answer["metrics"]:
+            outcomes.metric(reward, call.numbers[0], name, value)
+
+    async def _answer(self, call: Call) -> dict[str, Any]:
+        """The answer of a call; that about a sample alone after as many tries as `retries` allows."""
+        answer = await self._try(call)
+        tries = self.options.retries if len(call.samples) == 1 or self.options.reward_batching == ALL_AT_ONCE else 0
+        while tries and "fault" in answer and answer["fault"][0] != INVALID:
+            tries -= 1
+            answer = await self._try(call)
+        return answer
+
+    async def _try(self, call: Call) -> dict[str, Any]:
+        if call.reward.packed is None:
+            return await self._in_process(call)
+        try:
+            return await self._in_worker(call)
+        except SuspectDied:
+            if len(call.samples) > 1 and self.options.reward_batching != ALL_AT_ONCE:
+                return {"fault": [ERROR, "a neighbour died"], "seconds": 0.0}  # its samples are called one by one
+            call.alone = True
+            return await self._in_worker(call)
+        except Unloadable as error:
+            return await self._stay(call, f"a worker cannot load it ({error})")
+
+    async def _in_worker(self, call: Call) -> dict[str, Any]:
+        try:
+            arguments = cloudpickle.dumps(arguments_of(call, environments=False))
+        except Exception as error:  # every type refuses to be pickled in its own way
+            return await self._stay(call, f"a column cannot be sent to a worker ({type(error).__name__}: {error})")
+        reward = call.reward
+        state = call.outcomes.packed_state() if reward.wants.accepts("trainer_state") else None
+        packed = PackedCall(reward.key, reward.packed, arguments, state, is_async(reward.function))
+        return await self.pool.call(packed, call.alone)
+
+    async def _stay(self, call: Call, reason: str) -> dict[str, Any]:
+        """Under "auto", run the function in this process from here on."""
+        if self.options.isolation != AUTO:
+            return {
+                "fault": [ERROR, f'it is to run in a worker process (isolation="process"), but {reason}.'],
+                "seconds": 0,
+            }
+        if call.reward.packed is not None:  # several calls may find out at once
+            call.reward.packed = None
+            self.say(stays_in_process(call.reward.name, reason))
+        return await self._in_process(call)
+
+    async def _in_process(self, call: Call) -> dict[str, Any]:
+        arguments = {**arguments_of(call, environments=True), "trainer_state": call.outcomes.trainer_state}
+        reward = call.reward
+        return await self.in_process.call(reward.key, reward.function, arguments, self.options.timeout)
+
+    def _cache_key(self, call: Call, place: int) -> bytes | None:
+        """Samples with an environment are never alike."""
+        if call.samples[place].environment is not None:
+            return None
+        return cache_key(call.reward.key, arguments_of(call.part([place]), environments=False))
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.close()
+
+
+async def _together(work: list[Coroutine[Any, Any, None]]) -> None:
+    """All at once; an error of one, which means that the round has failed, ends the others."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def arguments_of(call: Call, environments: bool) -> dict[str, Any]:
+    """The arguments of a call that the function accepts, but for those that are made where it runs."""
+    samples, wants = call.samples, call.reward.wants
+    columns = dict.fromkeys(name for sample in samples for name in sample.columns if wants.accepts(name))
+    arguments = {name: [sample.columns.get(name) for sample in samples] for name in columns}
+    arguments["prompts"] = [sample.prompt for sample in samples]
+    arguments["completions"] = [sample.completion for sample in samples]
+    arguments["completion_ids"] = [sample.completion_ids for sample in samples]
+    if environments and any(sample.environment is not None for sample in samples):
+        arguments["environments"] = [sample.environment for sample in samples]
+    return arguments
+
+
+def stays_in_process(name: str, reason: str) -> str:
+    return (
+        f"Reward {name} runs in the trainer's process, not in a worker: {reason}. A time limit cannot stop it there, and a "
+        "crash of it ends the run."
+    )

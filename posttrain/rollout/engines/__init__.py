@@ -1,0 +1,1 @@
+"""What writes completions: the protocol, sampling, and one engine per module or room."""

@@ -1,0 +1,139 @@
+"""What the attention function does for the engine: it keeps keys and values on pages, and attends to them.
+
+Both passes are handed to the model as the forward argument `kv_cache` (see `models/attention`); tokens are one ragged row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.attention.ragged import segment_attention
+from posttrain.models.scoring.head_kernels import runs_triton
+from posttrain.rollout.engines.native.cache import KeyValueStore, LayerShape
+from posttrain.rollout.engines.native.decode_attention import decode_attention, write_token
+from posttrain.rollout.engines.native.dense_rows import DenseRows
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Which tokens of a ragged row belong together."""
+
+    bounds: Tensor  # (segments + 1,) int32
+    longest: int
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """(1, heads, tokens, width) -> (1, tokens, heads, width), causally inside of each segment."""
+        if not softcap:
+            return segment_attention(query, key, value, self.bounds, self.longest, scale, 0.0, window)
+        edges = itertools.pairwise(self.bounds.tolist())
+        parts = [_capped(*(x[0, :, a:b] for x in (query, key, value)), scale, window, softcap) for a, b in edges]
+        return torch.cat(parts)[None]
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int | None, softcap: float) -> Tensor:
+    """softmax(cap tanh(scale q k / cap)) v of one segment: (heads, tokens, width) -> (tokens, heads, width)."""
+    groups = query.shape[0] // key.shape[0]
+    key, value = (x.repeat_interleave(groups, 0) for x in (key, value))
+    scores = softcap * torch.tanh((query @ key.transpose(-1, -2)).float() * scale / softcap)
+    place = torch.arange(scores.shape[-1], device=scores.device)
+    distance = place[:, None] - place
+    hidden = (distance < 0) | (distance >= window) if window else distance < 0
+    return (scores.masked_fill(hidden, float("-inf")).softmax(-1).to(value.dtype) @ value).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What the model is handed, whichever pass it is: a compiled layer is compiled again for each type of its arguments."""
+
+    how: ShapeReader | Prefill | DecodeStep
+
+    def attend(self, *call: Any) -> Tensor:
+        return self.how.attend(*call).contiguous()
+
+
+class ShapeReader:
+    """Keeps nothing: finds out which layers attend, and what their keys look like."""
+
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *how: Any) -> Tensor:
+        if module.layer_idx in self.shapes or key.shape != value.shape or query.shape[-1] != key.shape[-1]:
+            raise NotImplementedError(
+                f"layer {module.layer_idx} attends twice, or its keys {tuple(key.shape)} are not shaped as its values "
+                f"{tuple(value.shape)}"
+            )
+        self.shapes[module.layer_idx] = LayerShape(key.shape[1], key.shape[-1], key.dtype)
+        return self._segments.attend(query, key, value, *how)
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Whole prefixes, one segment each: their keys and values are put on pages."""
+
+    store: KeyValueStore
+    segments: Segments
+    pages: Tensor  # (tokens,) where each token lies
+    offsets: Tensor  # (tokens,)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        place = self.store.place_of_layer[module.layer_idx]
+        self.store.keys[place][self.pages, :, self.offsets] = key[0].transpose(0, 1)
+        self.store.values[place][self.pages, :, self.offsets] = value[0].transpose(0, 1)
+        return self.segments.attend(query, key, value, scale, window, softcap if self.store.softcaps else None)
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One token of each row: it is put on its page, or in its column of the dense rows, then looks back."""
+
+    store: KeyValueStore
+    table: Tensor  # (rows, pages) int32
+    positions: Tensor  # (rows,) int64
+    prefixes: Tensor  # (rows,) int64
+    remaining: Tensor  # (rows,) int64; 0: the row is not in use
+    dense: DenseRows | None = None
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        place = self.store.place_of_layer[module.layer_idx]
+        softcap = softcap if self.store.softcaps else None
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # (rows, heads, width)
+        if self.dense is not None:
+            return self.dense.attend(place, query, key, value, scale, window, softcap)[None]
+        if runs_triton(query):
+            from posttrain.rollout.engines.native.decode_triton import decode_attention_triton
+
+            return decode_attention_triton(
+                query, key, value, self.store.addresses[place], self.table, self.positions, self.prefixes,
+                self.remaining, scale, window, softcap,
+            ).view(1, *query.shape)  # fmt: skip
+        keys, values = self.store.keys[place], self.store.values[place]
+        where = (self.table, self.positions, self.prefixes)
+        write_token(keys, values, key, value, *where, self.remaining > 0)
+        return decode_attention(query.contiguous(), keys, values, *where, scale, window, softcap)[None]

@@ -1,0 +1,159 @@
+"""Triton: one query a row against the pages of its sequence, the new token's keys and values put on their page on the way.
+
+One program for a row, a key head and a part of the context (flash-decoding: long contexts are split, and the parts merged by their
+log-sum-exps). All query heads that share the key head are one tile, so keys and values are read once. The pages are found through
+a table of addresses: a CUDA graph stays right when they move. Imported where triton is.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from posttrain.rollout.engines.native.cache import PAGE
+
+BLOCK = 64
+PROGRAMS = 528  # four for each of an H200's multiprocessors
+MAX_SPLITS = 32
+ELEMENTS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def decode_attention_triton(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    addresses: Tensor,
+    table: Tensor,
+    positions: Tensor,
+    prefixes: Tensor,
+    remaining: Tensor,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    splits: int | None = None,
+) -> Tensor:
+    """(rows, heads, width) of the new tokens -> (rows, heads, width); `addresses` (2,): of this layer's keys and values."""
+    rows, heads, width = query.shape
+    key_heads = key.shape[1]
+    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
+    splits = splits or _splits(rows * key_heads)
+    output = torch.empty(rows, heads, width, dtype=query.dtype, device=query.device)
+    partial = (
+        torch.empty(rows, heads, splits, width, dtype=torch.float32, device=query.device) if splits > 1 else output
+    )
+    sums = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device) if splits > 1 else output
+    decode_kernel[(rows, key_heads, splits)](
+        query, key, value, addresses, table, positions, prefixes, remaining, partial, sums,
+        query.stride(0), query.stride(1), key.stride(0), key.stride(1), value.stride(0), value.stride(1), table.stride(0),
+        scale, softcap or 1.0, window or 0,
+        KEY_HEADS=key_heads, GROUP=heads // key_heads, TILE=max(16, triton.next_power_of_2(heads // key_heads)),
+        WIDTH=width, LANES=max(16, triton.next_power_of_2(width)), PAGE=PAGE, BLOCK=BLOCK, SPLITS=splits,
+        CAPPED=bool(softcap), WINDOWED=bool(window), ELEMENT=ELEMENTS[query.dtype], num_warps=4,
+    )  # fmt: skip
+    if splits > 1:
+        merge_kernel[(rows, heads)](
+            partial, sums, output, heads, WIDTH=width, LANES=triton.next_power_of_2(width), SPLITS=splits, num_warps=1
+        )
+    return output
+
+
+def _splits(programs: int) -> int:
+    """Parts of the context, a power of two: enough programs to fill the device."""
+    return min(1 << max((PROGRAMS // programs).bit_length() - 1, 0), MAX_SPLITS) if programs < PROGRAMS else 1
+
+
+@triton.jit
+def decode_kernel(
+    query, key, value, addresses, table, positions, prefixes, remaining, output, sums,
+    query_row, query_head, key_row, key_head, value_row, value_head, table_row, scale, softcap, window,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
+    PAGE: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr,
+    ELEMENT: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row).to(tl.int32)
+    prefix = tl.load(prefixes + row).to(tl.int32)
+    gap = (PAGE - prefix % PAGE) % PAGE
+    keys = tl.multiple_of(
+        tl.load(addresses).to(tl.pointer_type(ELEMENT)), 16
+    )  # torch aligns: whole vectors can be read
+    values = tl.multiple_of(tl.load(addresses + 1).to(tl.pointer_type(ELEMENT)), 16)
+    lanes = tl.arange(0, LANES)
+    inside = lanes < WIDTH
+    members = tl.arange(0, TILE)
+    is_member = members < GROUP
+    heads = head * GROUP + members
+    both = is_member[:, None] & inside[None, :]
+    q = tl.load(query + row * query_row + heads[:, None] * query_head + lanes[None, :], mask=both, other=0.0)
+
+    first = 0
+    if WINDOWED:
+        oldest = tl.maximum(position - window + 1, 0)
+        first = tl.where(oldest < prefix, oldest, oldest + gap)
+    last = position + gap  # the place of the new token, which is not on its page yet
+    blocks = tl.cdiv(tl.maximum(last - first, 0), BLOCK)
+    share = tl.cdiv(blocks, SPLITS)
+    peak = tl.full([TILE], -1.0e30, tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    summed = tl.zeros([TILE, LANES], tl.float32)
+    for block in range(split * share, tl.minimum((split + 1) * share, blocks)):
+        places = first + block * BLOCK + tl.arange(0, BLOCK)
+        seen = (places < last) & ((places < prefix) | (places >= prefix + gap))
+        page = tl.load(table + row * table_row + places // PAGE, mask=seen, other=0).to(tl.int64)
+        offsets = ((page * KEY_HEADS + head) * PAGE + places % PAGE) * WIDTH
+        filled = seen[:, None] & inside[None, :]
+        k = tl.load(keys + offsets[:, None] + lanes[None, :], mask=filled, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAPPED:
+            scores = softcap * (1.0 - 2.0 / (tl.exp(2.0 * scores / softcap) + 1.0))
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        above = tl.maximum(peak, tl.max(scores, 1))
+        shrink = tl.exp(peak - above)
+        weights = tl.exp(scores - above[:, None])
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(values + offsets[:, None] + lanes[None, :], mask=filled, other=0.0)
+        summed = summed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        peak = above
+
+    if split == SPLITS - 1:  # the new token itself, from registers, and onto its page
+        new_key = tl.load(key + row * key_row + head * key_head + lanes, mask=inside, other=0.0)
+        new_value = tl.load(value + row * value_row + head * value_head + lanes, mask=inside, other=0.0)
+        if tl.load(remaining + row) > 0:
+            page = tl.load(table + row * table_row + last // PAGE).to(tl.int64)
+            offset = ((page * KEY_HEADS + head) * PAGE + last % PAGE) * WIDTH
+            tl.store(keys + offset + lanes, new_key, mask=inside)
+            tl.store(values + offset + lanes, new_value, mask=inside)
+        score = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+        if CAPPED:
+            score = softcap * (1.0 - 2.0 / (tl.exp(2.0 * score / softcap) + 1.0))
+        above = tl.maximum(peak, score)
+        shrink, weight = tl.exp(peak - above), tl.exp(score - above)
+        total = total * shrink + weight
+        summed = summed * shrink[:, None] + weight[:, None] * new_value.to(tl.float32)[None, :]
+        peak = above
+
+    place = (row * KEY_HEADS * GROUP + heads) * SPLITS + split
+    if SPLITS == 1:
+        summed = summed / total[:, None]
+    else:
+        tl.store(sums + place * 2, peak, mask=is_member)
+        tl.store(sums + place * 2 + 1, total, mask=is_member)
+    tl.store(output + place[:, None] * WIDTH + lanes[None, :], summed, mask=both)
+
+
+@triton.jit
+def merge_kernel(partial, sums, output, heads, WIDTH: tl.constexpr, LANES: tl.constexpr, SPLITS: tl.constexpr):
+    """out = sum_s exp(m_s - M) o_s / sum_s exp(m_s - M) l_s."""
+    place = tl.program_id(0) * heads + tl.program_id(1)
+    splits, lanes = tl.arange(0, SPLITS), tl.arange(0, LANES)
+    inside = lanes < WIDTH
+    peaks = tl.load(sums + (place * SPLITS + splits) * 2)
+    totals = tl.load(sums + (place * SPLITS + splits) * 2 + 1)
+    weights = tl.exp(peaks - tl.max(peaks, 0))
+    parts = tl.load(
+        partial + (place * SPLITS + splits)[:, None] * WIDTH + lanes[None, :], mask=inside[None, :], other=0.0
+    )
+    merged = tl.sum(parts * weights[:, None], 0) / tl.sum(totals * weights, 0)
+    tl.store(output + place * WIDTH + lanes, merged, mask=inside)

@@ -1,0 +1,378 @@
+"""NativeEngine: completions by the trainer's own model, in the trainer's process, without a copy of its weights."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.load.model import innermost_model
+from posttrain.models.scoring.head_kernels import runs_triton
+from posttrain.rollout.engines.model_state import as_for_generation, context_length, inference
+from posttrain.rollout.engines.native import probe
+from posttrain.rollout.engines.native.attention import Prefill, Segments, ShapeReader
+from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, PagePool, pages_for
+from posttrain.rollout.engines.native.graphs import StepGraphs
+from posttrain.rollout.engines.native.packed_weights import PackedWeights
+from posttrain.rollout.engines.native.scheduler import Prefix, Running, Scheduler
+from posttrain.rollout.engines.native.step import DecodeProgram, Drawing, Rows
+from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, RolloutEngine, SamplingParams
+from posttrain.rollout.engines.request import EndOfText, Request, request_or_error
+from posttrain.rollout.engines.sampling import DrawRule
+from posttrain.rollout.engines.structured import Grammar, GrammarReader
+from posttrain.rollout.engines.transformers import BATCH_SIZE, TransformersEngine
+
+logger = logging.getLogger(__name__)
+
+MAX_SLOTS = {"cuda": 1024, "cpu": 64}
+STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}
+PREFILL_TOKENS = {"cuda": 16384, "cpu": 2048}
+CPU_KV_BYTES = 4 * 2**30
+SHARE_OF_FREE_MEMORY = 0.6
+DENSE_SHARE = 0.5
+"""Of the memory for pages, that a CPU may take besides for rows side by side."""
+SHAPE_TOKENS = 21  # no number of heads: a compiled layer would take the two for one
+LONGEST_CONTEXT = 131072
+"""Where a family sets no bound."""
+
+
+def native_or_plain_engine(
+    model: nn.Module, decode: Decode | None = None, max_context: int | None = None, **options: Any
+) -> RolloutEngine:
+    """The native engine where a probe shows that it can run this model; the plain one, and a sentence, elsewhere."""
+    engine = NativeEngine(model, decode, max_context=max_context, **options)
+    reason = engine.why_not()
+    if reason is None:
+        return engine
+    logger.warning(f"{type(engine.innermost).__name__} is generated from by transformers, which is slower: {reason}.")
+    return TransformersEngine(model, decode, options.get("max_slots") or BATCH_SIZE, max_context)
+
+
+class NativeEngine:
+    """Slots, pages of keys and values, and one decode step over all slots."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decode: Decode | None = None,
+        *,
+        kv_memory: int | None = None,  # bytes; None: a share of what is free when a session needs it
+        max_slots: int | None = None,
+        max_context: int | None = None,
+        prefill_tokens: int | None = None,
+        steps_per_look: int | None = None,
+        use_graphs: bool = True,
+    ) -> None:
+        self.version = 0
+        self.model, self.decode, self.kv_memory = model, decode, kv_memory
+        self.innermost = innermost_model(model)
+        self.device = next(model.parameters()).device
+        kind = "cuda" if self.device.type == "cuda" else "cpu"
+        self.max_slots = max_slots or MAX_SLOTS[kind]
+        self.steps_per_look = steps_per_look or STEPS_PER_LOOK[kind]
+        self.prefill_tokens = prefill_tokens or PREFILL_TOKENS[kind]
+        self.context = context_length(self.innermost, max_context) or LONGEST_CONTEXT
+        self.vocabulary = self.innermost.config.get_text_config().vocab_size
+        self.use_graphs = use_graphs and runs_triton(next(model.parameters()))
+        self._made: tuple[DecodeProgram, StepGraphs] | None = None
+        self.packed = PackedWeights(self.innermost)
+        self._drawings: dict[Any, Drawing] = {}
+        self._in_session = False
+
+    def why_not(self) -> str | None:
+        """None when the native engine gives this model's own answers; else the reason, as the end of a sentence."""
+        reason = probe.why_not_by_config(self.model, self.innermost)
+        if reason is not None:
+            return reason
+        try:
+            with as_for_generation(self.model), inference(self.device):
+                gap, allowed = probe.difference(self.innermost, self._probe_answers)
+        except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
+            return f"the native engine could not run two short prompts ({type(error).__name__}: {error})"
+        return None if gap <= allowed else f"the native engine's answers differ from a full forward's by {gap:.2g}"
+
+    def _probe_answers(self, sequences: list[np.ndarray]) -> list[Tensor]:
+        """Prefill all but the last tokens of each sequence, then feed those one by one."""
+        steps = probe.CONTINUED
+        params = SamplingParams(max_tokens=steps)
+        pool = PagePool()
+        with self._memory() as (program, _), self.running():
+            session = NativeSession(self, params, program, None, pool)
+            session.grow(1 + sum(pages_for(len(tokens)) + 1 for tokens in sequences))
+            for ticket, tokens in enumerate(sequences):
+                session.scheduler.add(request_or_error(ticket, Prompt(tokens[:-steps]), params, None, self.vocabulary))
+            session.prefill(session.scheduler.admit(steps))
+            running = session.scheduler.running
+            found = []
+            for step in range(steps):
+                session.scheduler.reserve(1)
+                width = program.rows.put(running, len(running))
+                program.lay_out(len(running), width, 1, are_others=True)
+                found.append(program.logits(len(running), width).clone())
+                program.keep()
+                for run, tokens in zip(running, sequences):
+                    run.request.extend([int(tokens[len(tokens) - steps + step])], [0.0], [0.0])
+        return list(torch.stack(found, 1))
+
+    @contextmanager
+    def session(self, params: SamplingParams) -> Iterator[NativeSession]:
+        if self._in_session:
+            raise RuntimeError("This engine has an open session already; add to that one, or close it first.")
+        self._in_session = True
+        try:
+            with as_for_generation(self.model), self._memory() as (program, graphs):
+                yield NativeSession(self, params, program, graphs, PagePool())
+        finally:
+            self._in_session = False
+
+    @contextmanager
+    def _memory(self) -> Iterator[tuple[DecodeProgram, StepGraphs]]:
+        if self._made is None:
+            self._made = self._make()
+        try:
+            yield self._made
+        finally:
+            self._made[0].free()
+            self.packed.free()
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """The model as a session runs it; outside of the block nobody sees anything of that."""
+        with (
+            inference(self.device),
+            probe.cached_attention(self.innermost),
+            self.packed.in_use(self.version),
+        ):
+            yield
+
+    def _make(self) -> tuple[DecodeProgram, StepGraphs]:
+        rows = Rows(self.max_slots, pages_for(self.context) + 2, self.steps_per_look, self.device)
+        program = DecodeProgram(self.innermost, KeyValueStore({}, self.device), rows)
+        ids = torch.arange(1, 1 + SHAPE_TOKENS, device=self.device)
+        bounds = torch.tensor([0, SHAPE_TOKENS], dtype=torch.int32, device=self.device)
+        reader = ShapeReader(Segments(bounds, SHAPE_TOKENS))
+        with inference(self.device), probe.cached_attention(self.innermost):
+            program.hidden(ids, ids - 1, reader)
+        layers = self.innermost.config.get_text_config().num_hidden_layers
+        if len(reader.shapes) != layers:
+            raise NotImplementedError(f"{len(reader.shapes)} of {layers} layers attend to keys and values of their own")
+        # transformers' SDPA attention leaves out soft-caps: then so does the policy that is being trained.
+        softcaps = self.innermost.config._attn_implementation != "sdpa"
+        program.store = KeyValueStore(reader.shapes, self.device, softcaps)
+        return program, StepGraphs(self.model, program)
+
+    def drawing(self, params: SamplingParams) -> Drawing:
+        """The same object for the same way to draw: graphs read its tensors."""
+        rule = DrawRule.of(params)
+        key = (params.stop_ids, params.regex is None, *sorted(rule.logit_bias.items()), *rule.numbers)
+        if key not in self._drawings:
+            shape = (self.max_slots, self.vocabulary)
+            seen = torch.zeros(shape, dtype=torch.bool, device=self.device) if rule.penalises else None
+            allowed = torch.ones(shape, dtype=torch.bool, device=self.device) if params.regex is not None else None
+            stop_ids = torch.tensor(params.stop_ids, dtype=torch.int64, device=self.device)
+            bias = rule.bias(self.vocabulary, self.device)
+            self._drawings = dict([*self._drawings.items()][-1:]) | {key: Drawing(rule, stop_ids, bias, seen, allowed)}
+        return self._drawings[key]
+
+    def page_budget(self) -> int:
+        """Pages that a session may have, page 0 included."""
+        store = self._made[0].store
+        if self.kv_memory is not None:
+            budget = self.kv_memory
+        elif self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+            budget = int(SHARE_OF_FREE_MEMORY * (free + unused)) + store.pages * store.page_bytes
+        else:
+            budget = CPU_KV_BYTES
+        return max(budget // store.page_bytes, 3)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        if weights is not None:
+            raise ValueError("This engine reads the trainer's weights in place: call load_weights(None, version).")
+        self.version = version
+
+    def sleep(self) -> None:
+        """Keys and values, the large part, exist inside of a session only. Graphs are kept: to capture them takes seconds."""
+        if self._in_session:
+            raise RuntimeError("This engine has an open session; close it before `sleep`.")
+
+    def wake(self) -> None:
+        """Nothing was given back."""
+
+
+class NativeSession:
+    """One running batch."""
+
+    def __init__(
+        self,
+        engine: NativeEngine,
+        params: SamplingParams,
+        program: DecodeProgram,
+        graphs: StepGraphs | None,
+        pool: PagePool,
+    ) -> None:
+        self.engine, self.params, self.program, self.graphs, self.pool = engine, params, program, graphs, pool
+        self.scheduler = Scheduler(pool, engine.max_slots, engine.prefill_tokens)
+        self.end = EndOfText(params, engine.decode)
+        self.grammar = Grammar(params, engine.decode, engine.vocabulary) if params.regex is not None else None
+        self.readers: dict[int, GrammarReader] = {}
+        self.drawing = engine.drawing(params)
+        if engine.use_graphs and graphs is not None:
+            graphs.begin(self.drawing)
+        self.steps = 1 if self.grammar is not None else engine.steps_per_look
+        self.budget = engine.page_budget()
+        program.dense_bytes = int(DENSE_SHARE * self.budget * program.store.page_bytes)
+        self._failed: list[tuple[int, Completion]] = []
+        self._tickets = 0
+        self._laid_out, self._width = -1, 0  # the scheduler's count of changes when the rows were laid out
+
+    # ---- from outside ------------------------------------------------------------------------------------------------------
+
+    def add(self, prompt: Prompt) -> int:
+        ticket, self._tickets = self._tickets, self._tickets + 1
+        if prompt.media:
+            raise ValueError(
+                "The native engine completes texts only; prompts with images need the transformers engine."
+            )
+        made = request_or_error(ticket, prompt, self.params, self.engine.context, self.engine.vocabulary)
+        if isinstance(made, Request):
+            pages = 2 + pages_for(len(prompt.ids) - 1 + made.limit)  # wherever its prefix ends after it was put back
+            if pages <= self.budget:
+                self.scheduler.add(made)
+                return ticket
+            made = (
+                f"Prompt {prompt.key} has {len(prompt.ids)} tokens and may write {made.limit}; the memory for keys and values "
+                f"holds {(self.budget - 1) * PAGE}. Raise `kv_memory`."
+            )
+        self._failed.append((ticket, Completion.failed(made, self.engine.version)))
+        return ticket
+
+    @property
+    def in_flight(self) -> int:
+        return self.scheduler.in_flight + len(self._failed)
+
+    def advance(self) -> list[tuple[int, Completion]]:
+        finished, self._failed = self._failed, []
+        if self.scheduler.in_flight:
+            with self.engine.running():
+                self._fit_memory()
+                self.prefill(self.scheduler.admit(self.steps))
+                finished += self._decode()
+        return finished
+
+    # ---- inside ------------------------------------------------------------------------------------------------------------
+
+    def _fit_memory(self) -> None:
+        """Memory for all that is in flight, within the budget. It grows when more is added, never shrinks."""
+        if self._is_settled and not self.scheduler.is_waiting:
+            return
+        wanted = self.pool.size + max(self.scheduler.wanted_pages(), 0)
+        if wanted > self.pool.size and self.pool.size < self.budget:
+            self.grow(min(max(wanted, 2 * self.pool.size), self.budget))
+        self.scheduler.has_plenty = wanted <= self.pool.size
+
+    @property
+    def _is_settled(self) -> bool:
+        """Everyone who ran in the last steps still runs, on pages that last to its end."""
+        return self.scheduler.has_plenty and self.scheduler.changes == self._laid_out
+
+    def grow(self, pages: int) -> None:
+        self.program.store.grow(pages)
+        self.pool.grow(pages)
+
+    def prefill(self, prefixes: list[Prefix]) -> None:
+        """Compute prefixes, as many together as the token budget of one pass allows."""
+        began, batch, tokens = time.perf_counter(), [], 0
+        for prefix in prefixes:
+            if batch and tokens + len(prefix.ids) > self.engine.prefill_tokens:
+                self._prefill(batch)
+                batch, tokens = [], 0
+            if len(prefix.ids):  # a prompt of one token has nothing before that one
+                batch.append(prefix)
+                tokens += len(prefix.ids)
+        if batch:
+            self._prefill(batch)
+        if prefixes and self.engine.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.device)  # rare, and the times below are then those of the device
+        now, new = time.perf_counter(), {id(prefix) for prefix in prefixes}
+        for run in self.scheduler.running:
+            if run.request.started is None:
+                run.request.started = began
+            if id(run.prefix) in new:
+                run.request.prefill_seconds += now - began
+
+    def _prefill(self, prefixes: list[Prefix]) -> None:
+        device = self.engine.device
+        lengths = [len(prefix.ids) for prefix in prefixes]
+        places = [np.arange(length) for length in lengths]
+        pages = [np.asarray(prefix.pages)[place // PAGE] for prefix, place in zip(prefixes, places)]
+        ids, positions, pages = (
+            torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+            for parts in ([prefix.ids for prefix in prefixes], places, pages)
+        )
+        bounds = torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
+        cache = Prefill(self.program.store, Segments(bounds, max(lengths)), pages, positions % PAGE)
+        self.program.hidden(ids, positions, cache)
+
+    def _decode(self) -> list[tuple[int, Completion]]:
+        """Some steps of everyone who runs, then one look at what they drew."""
+        steps = min(self.steps, max(run.request.remaining for run in self.scheduler.running))
+        if not self._is_settled:
+            self.scheduler.reserve(steps)
+        running = self.scheduler.running
+        count = self.graphs.bucket(len(running)) if self.engine.use_graphs else len(running)
+        is_other = self._lay_out(running, count)
+        self._lay_out_masks(running)
+        if self.engine.use_graphs:
+            self.graphs.run(count, steps, self.drawing)
+        else:
+            self.program.lay_out(count, self._width, steps, is_other)
+            for _ in range(steps):
+                self.program.run(count, self._width, self.drawing)
+            self.program.keep()
+        return self._hand_over(running, *self.program.rows.drawn(steps, len(running)))
+
+    def _lay_out(self, running: list[Running], count: int) -> bool:
+        """On the device every row has moved on by itself: it is told only of what has changed besides. Returns whether it has."""
+        has_changed = self.scheduler.changes != self._laid_out
+        if has_changed:
+            self._width = self.program.rows.put(running, count)
+            self._laid_out = self.scheduler.changes
+        else:
+            self.program.rows.restart()
+        return has_changed
+
+    def _lay_out_masks(self, running: list[Running]) -> None:
+        """What the rows have said already, for the penalty; what a grammar lets them say next."""
+        if self.drawing.seen is not None:
+            tokens = [run.request.tokens().astype(np.int64) for run in running]
+            places = np.repeat(np.arange(len(tokens)), [len(part) for part in tokens])
+            self.drawing.seen.zero_()
+            rows, ids = (torch.from_numpy(x).to(self.engine.device) for x in (places, np.concatenate(tokens)))
+            self.drawing.seen[rows, ids] = True
+        if self.grammar is not None:
+            for run in running:
+                if run.request.ticket not in self.readers:
+                    self.readers[run.request.ticket] = self.grammar.reader()
+            masks = [self.readers[run.request.ticket].allowed() for run in running]
+            self.drawing.allowed[: len(masks)] = torch.stack(masks).to(self.engine.device)
+
+    def _hand_over(self, running: list[Running], ids: np.ndarray, logps: np.ndarray) -> list[tuple[int, Completion]]:
+        reasons = self.end.take_all([run.request for run in running], ids, logps)
+        finished, done = [], []
+        for row, (run, reason) in enumerate(zip(running, reasons)):
+            if self.grammar is not None:
+                self.readers[run.request.ticket].take(int(ids[0, row]))
+            if reason is not None:
+                self.readers.pop(run.request.ticket, None)
+                done.append(run)
+                finished.append((run.request.ticket, run.request.completion(reason, self.engine.version)))
+        self.scheduler.release(done)
+        return finished

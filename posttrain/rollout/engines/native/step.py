@@ -1,0 +1,171 @@
+"""One decode step, whole on the device: model, head, draw, stop test, positions. The host looks at it every few steps.
+
+Everything the step reads and writes lies in tensors that stay where they are, so that it can be captured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.scoring.head_kernels import runs_triton
+from posttrain.models.scoring.token_scores import LanguageHead
+from posttrain.rollout.engines.native.attention import DecodeStep, Pass, Prefill, ShapeReader
+from posttrain.rollout.engines.native.cache import KeyValueStore
+from posttrain.rollout.engines.native.dense_rows import DenseRows, columns_for
+from posttrain.rollout.engines.native.scheduler import Running
+from posttrain.rollout.engines.noise import words
+from posttrain.rollout.engines.sampling import Drawn, DrawRule, draw
+
+FIELDS = ("tokens", "positions", "prefixes", "bases", "numbers", "remaining")
+"""Of each row: its last token, where that stands, how long the prefix is, where its noise begins, the number of the token to be
+drawn, and how many may still be drawn (0: the row is not in use)."""
+
+
+class Rows:
+    """The rows of a step, on the host and on the device."""
+
+    def __init__(self, slots: int, pages: int, steps: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        self.host = torch.zeros(len(FIELDS), slots, dtype=torch.int64, pin_memory=pinned)
+        self.host_table = torch.zeros(slots, pages, dtype=torch.int32, pin_memory=pinned)
+        self.device = torch.zeros_like(self.host, device=device)
+        self.table = torch.zeros_like(self.host_table, device=device)
+        self.step = torch.zeros(1, dtype=torch.int64, device=device)
+        self.ids = torch.zeros(steps, slots, dtype=torch.int64, device=device)
+        self.logps = torch.zeros(2, steps, slots, dtype=torch.float32, device=device)  # sampling, policy
+
+    def field(self, name: str, rows: int) -> Tensor:
+        return self.device[FIELDS.index(name), :rows]
+
+    def put(self, running: Sequence[Running], rows: int) -> int:
+        """Lay out who runs; the rest of the `rows` is out of use. Returns the width of the table in use."""
+        fields, table = self.host.numpy(), self.host_table.numpy()
+        widest = max((len(run.table) for run in running), default=1)
+        fields[:, len(running) : rows] = 0
+        table[:rows, :widest] = 0
+        lines = [_fields_of(run) for run in running]
+        fields[:, : len(running)] = np.array(lines, np.int64).T if lines else 0
+        for row, run in enumerate(running):
+            table[row, : len(run.table)] = run.table
+        self.device.copy_(self.host, non_blocking=True)
+        self.table[:rows].copy_(self.host_table[:rows], non_blocking=True)  # whole lines are one piece of memory
+        self.restart()
+        return widest
+
+    def restart(self) -> None:
+        """The rows go on from where the steps before have left them; results are written from the first line on again."""
+        self.step.zero_()
+
+    def drawn(self, steps: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
+        """(steps, rows) ids and (2, steps, rows) log-probs; the one place where the host waits."""
+        return self.ids[:steps, :rows].cpu().numpy(), self.logps[:, :steps, :rows].cpu().numpy()
+
+
+def _fields_of(run: Running) -> tuple[int, ...]:
+    """In the order of FIELDS."""
+    request = run.request
+    return run.last_token, run.position, len(run.prefix.ids), request.base, request.number, request.remaining
+
+
+@dataclass
+class Drawing:
+    """How a session draws: its rule, and the tensors that the rule needs."""
+
+    rule: DrawRule
+    stop_ids: Tensor  # (n,) int64
+    bias: Tensor | None = None  # (V,)
+    seen: Tensor | None = None  # (slots, V) bool
+    allowed: Tensor | None = None  # (slots, V) bool
+
+    def part(self, tensor: Tensor | None, rows: int) -> Tensor | None:
+        return None if tensor is None else tensor[:rows]
+
+
+class DecodeProgram:
+    """The step of one model over one store."""
+
+    def __init__(self, innermost: nn.Module, store: KeyValueStore, rows: Rows) -> None:
+        self.innermost, self.store, self.rows = innermost, store, rows
+        self.body = getattr(innermost, innermost.base_model_prefix)
+        self.placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=rows.device.device)
+        self.dense: DenseRows | None = None
+        self.dense_bytes = 0  # that dense rows may take, on a CPU; with 0 its steps attend to pages
+
+    def lay_out(self, rows: int, table_width: int, steps: int, are_others: bool) -> None:
+        """Before `steps` steps: the rows side by side, where the device is a CPU and they fit. `are_others`: than before."""
+        if not are_others and (self.dense is None or self.dense.column + steps <= self.dense.columns):
+            return
+        self.dense = None  # frees it before the next is made
+        positions, prefixes = self.rows.field("positions", rows), self.rows.field("prefixes", rows)
+        if self.store.device.type != "cpu":
+            return
+        if rows * columns_for(positions, steps) * self.store.token_bytes <= self.dense_bytes:
+            table = self.rows.table[:rows, :table_width]
+            self.dense = DenseRows(self.store, table, positions, prefixes, steps)
+
+    def keep(self) -> None:
+        """After the steps: what they have written goes to its pages, if it is not there already."""
+        if self.dense is not None:
+            self.dense.keep()
+
+    def free(self) -> None:
+        self.dense = None
+        self.store.free()
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, kv_cache: ShapeReader | Prefill | DecodeStep) -> Tensor:
+        """(tokens,) ids of one ragged row -> (tokens, width)."""
+        # A copy, since a compiled layer is compiled again for a view of something of another shape.
+        output = self.body(
+            input_ids=input_ids[None], position_ids=position_ids[None].clone(), attention_mask=self.placeholder,
+            use_cache=False, kv_cache=Pass(kv_cache),
+        )  # fmt: skip
+        return output.last_hidden_state[0]
+
+    def logits(self, rows: int, table_width: int) -> Tensor:
+        """(rows, V) of the next token."""
+        positions, prefixes, remaining = (self.rows.field(n, rows) for n in ("positions", "prefixes", "remaining"))
+        table = self.rows.table[:rows, :table_width]
+        cache = DecodeStep(self.store, table, positions, prefixes, remaining, self.dense)
+        hidden = self.hidden(self.rows.field("tokens", rows), positions, cache)
+        if self.dense is not None:
+            self.dense.move_on()
+        return LanguageHead.of(self.innermost)(hidden)
+
+    def run(self, rows: int, table_width: int, drawing: Drawing) -> None:
+        """One step: the drawn tokens and their log-probs go to the next line of the results, rows move on by one."""
+        logits = self.logits(rows, table_width)
+        if runs_triton(logits) and drawing.rule.is_plain and drawing.allowed is None:
+            from posttrain.rollout.engines.native.sampling_triton import draw_and_move_on_triton
+
+            draw_and_move_on_triton(logits, self.rows, rows, drawing.rule.temperature, drawing.stop_ids)
+        else:
+            noise = words(self.rows.field("bases", rows), self.rows.field("numbers", rows))
+            seen, allowed = (drawing.part(x, rows) for x in (drawing.seen, drawing.allowed))
+            drawn = draw(logits, noise, drawing.rule, drawing.bias, seen, allowed)
+            move_on(self.rows, rows, drawn, drawing.stop_ids)
+            if seen is not None:
+                seen.scatter_(1, drawn.ids[:, None], True)
+        self.rows.step += 1
+
+
+def move_on(rows: Rows, count: int, drawn: Drawn, stop_ids: Tensor) -> None:
+    """Note what was drawn; each row in use takes its token as its next input, or goes out of use by a stop id."""
+    rows.ids[:, :count].index_copy_(0, rows.step, drawn.ids[None])
+    rows.logps[0, :, :count].index_copy_(0, rows.step, drawn.sampling_logps[None])
+    rows.logps[1, :, :count].index_copy_(0, rows.step, drawn.policy_logps[None])
+    tokens, positions, numbers, remaining = (
+        rows.field(name, count) for name in ("tokens", "positions", "numbers", "remaining")
+    )
+    in_use = remaining > 0
+    stops = (drawn.ids[:, None] == stop_ids).any(-1)
+    left = torch.where(stops, 0, (remaining - 1).clamp(min=0))
+    goes_on = left > 0
+    tokens.copy_(torch.where(goes_on, drawn.ids, tokens))
+    positions += goes_on
+    numbers += in_use
+    remaining.copy_(left)

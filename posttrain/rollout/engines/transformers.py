@@ -1,0 +1,233 @@
+"""The plain engine: the model's ordinary forward with transformers' own cache, batch by batch.
+
+It is the oracle of the native engine, and what runs the architectures that that one cannot: recurrent states, shared keys and
+values, images. The loop is ours, so noise and log-probs are those of every other engine.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.models.load.model import innermost_model
+from posttrain.rollout.engines.model_state import as_for_generation, context_length, inference
+from posttrain.rollout.engines.native import probe
+from posttrain.rollout.engines.noise import words
+from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, SamplingParams
+from posttrain.rollout.engines.request import EndOfText, Request, request_or_error
+from posttrain.rollout.engines.sampling import Drawn, DrawRule, draw
+from posttrain.rollout.engines.structured import Grammar
+
+BATCH_SIZE = 32
+STATES = ("past_key_values", "cache_params", "state")
+"""Names under which families hand over what they remember of the tokens so far."""
+
+
+class TransformersEngine:
+    """Completes prompts with the trainer's own model and transformers' cache."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        decode: Decode | None = None,
+        batch_size: int = BATCH_SIZE,
+        max_context: int | None = None,
+    ) -> None:
+        innermost = innermost_model(model)
+        if getattr(innermost.config, "is_encoder_decoder", False):
+            raise ValueError(
+                f"{type(innermost).__name__} is an encoder-decoder; rollouts are written by decoder-only models."
+            )
+        self.version = 0
+        self.model, self.decode, self.batch_size = model, decode, batch_size
+        self.context = context_length(innermost, max_context)
+        self.vocabulary = innermost.config.get_text_config().vocab_size
+        self.takes_positions = "position_ids" in inspect.signature(type(innermost).forward).parameters
+        # A recurrent state has seen the padding in front of a row: only prompts of one length go together.
+        self.pads = not getattr(innermost, "_is_stateful", False)
+        gap, allowed = self._difference()
+        if gap > allowed and self.pads:
+            self.pads = False
+            gap, allowed = self._difference()
+        if gap > allowed:
+            raise ValueError(
+                f"{type(innermost).__name__} cannot write rollouts here: continued token by token with transformers' cache, its "
+                f"answers differ from those of a full forward by {gap:.2g} ({allowed:.1g} is rounding), so that log-probs would be "
+                "wrong. Use vLLM if it runs this family (`use_vllm=True`), or another model."
+            )
+
+    def _difference(self) -> tuple[float, float]:
+        """How far two short prompts, continued token by token, are from a full forward, and what rounding may amount to."""
+        with as_for_generation(self.model), inference(next(self.model.parameters()).device):
+            return probe.difference(self.model, self._probe_answers)
+
+    def _probe_answers(self, sequences: list[np.ndarray]) -> list[Tensor]:
+        """Prefill all but the last tokens of each sequence, then feed those one by one; together where rows may be padded."""
+        params, steps = SamplingParams(max_tokens=probe.CONTINUED), probe.CONTINUED
+        groups = [sequences] if self.pads else [[tokens] for tokens in sequences]
+        answers: list[Tensor] = []
+        for group in groups:
+            prompts = [Prompt(tokens[:-steps]) for tokens in group]
+            requests = [request_or_error(n, prompt, params, None, self.vocabulary) for n, prompt in enumerate(prompts)]
+            batch = PlainBatch(self, params, EndOfText(params, self.decode), None, requests)
+            fed = torch.from_numpy(np.stack([tokens[-steps:] for tokens in group])).long().to(batch.device)
+            logits = [batch.logits(batch.ids), *(batch.logits(fed[:, n : n + 1]) for n in range(steps - 1))]
+            answers += torch.stack(logits, 1)
+        return answers
+
+    @contextmanager
+    def session(self, params: SamplingParams) -> Iterator[PlainSession]:
+        with as_for_generation(self.model):
+            yield PlainSession(self, params)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        if weights is not None:
+            raise ValueError("This engine reads the trainer's weights in place: call load_weights(None, version).")
+        self.version = version
+
+    def sleep(self) -> None:
+        """Nothing is held between sessions."""
+
+    def wake(self) -> None:
+        """Nothing was given back."""
+
+
+class PlainSession:
+    """Prompts wait in a queue; each `advance` runs one batch of them to its end."""
+
+    def __init__(self, engine: TransformersEngine, params: SamplingParams) -> None:
+        self._engine, self._params = engine, params
+        self._end = EndOfText(params, engine.decode)
+        self._grammar = Grammar(params, engine.decode, engine.vocabulary) if params.regex is not None else None
+        self._waiting: deque[Request] = deque()
+        self._failed: list[tuple[int, Completion]] = []
+        self._tickets = 0
+
+    def add(self, prompt: Prompt) -> int:
+        ticket, self._tickets = self._tickets, self._tickets + 1
+        made = request_or_error(ticket, prompt, self._params, self._engine.context, self._engine.vocabulary)
+        if isinstance(made, str):
+            self._failed.append((ticket, Completion.failed(made, self._engine.version)))
+        else:
+            self._waiting.append(made)
+        return ticket
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiting) + len(self._failed)
+
+    def advance(self) -> list[tuple[int, Completion]]:
+        finished, self._failed = self._failed, []
+        if self._waiting:
+            batch = PlainBatch(self._engine, self._params, self._end, self._grammar, self._next_batch())
+            with inference(batch.device):
+                finished += batch.run()
+        return finished
+
+    def _next_batch(self) -> list[Request]:
+        first = self._waiting[0].prompt
+        fits = [
+            request
+            for request in self._waiting
+            if not (first.media or request.prompt.media or not self._engine.pads)
+            or (len(request.prompt.ids) == len(first.ids) and request.prompt.media is first.media)
+        ][: self._engine.batch_size]
+        taken = {id(request) for request in fits}
+        self._waiting = deque(request for request in self._waiting if id(request) not in taken)
+        return fits
+
+
+class PlainBatch:
+    """Rows padded on their left, run until the last of them has ended."""
+
+    def __init__(
+        self,
+        engine: TransformersEngine,
+        params: SamplingParams,
+        end: EndOfText,
+        grammar: Grammar | None,
+        requests: list[Request],
+    ) -> None:
+        self.engine, self.end, self.requests = engine, end, requests
+        self.device = next(engine.model.parameters()).device
+        self.rule = DrawRule.of(params)
+        self.bias = self.rule.bias(engine.vocabulary, self.device)
+        self.readers = [grammar.reader() for _ in requests] if grammar is not None else None
+        width = max(len(request.prompt.ids) for request in requests)
+        ids = np.zeros((len(requests), width), np.int64)
+        mask = np.zeros((len(requests), width), np.int64)
+        for row, request in enumerate(requests):
+            ids[row, width - len(request.prompt.ids) :] = request.prompt.ids
+            mask[row, width - len(request.prompt.ids) :] = 1
+        self.ids, self.mask = torch.from_numpy(ids).to(self.device), torch.from_numpy(mask).to(self.device)
+        self.bases = torch.tensor([request.base for request in requests], device=self.device)
+        self.numbers = torch.tensor([request.number for request in requests], device=self.device)
+        self.seen = self._seen() if self.rule.penalises else None
+        self._states: dict[str, Any] = dict(requests[0].prompt.media)
+
+    def run(self) -> list[tuple[int, Completion]]:
+        began = time.perf_counter()
+        for request in self.requests:
+            request.started = began
+        rows, finished = dict(enumerate(self.requests)), []
+        inputs = self.ids
+        while rows:
+            drawn = self._draw(self.logits(inputs))
+            if inputs is self.ids:
+                for request in self.requests:
+                    request.prefill_seconds = time.perf_counter() - began
+            finished += self._hand_out(drawn, rows)
+            inputs = drawn.ids[:, None]
+            self.numbers = self.numbers + 1
+            if self.seen is not None:
+                self.seen.scatter_(1, inputs, True)
+        return finished
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """(rows, V) after `inputs`: first the prompts, then a token a row."""
+        if inputs is not self.ids:
+            self.mask = torch.cat([self.mask, torch.ones_like(inputs)], 1)
+        output = self.engine.model(**self._arguments(inputs), **self._states, use_cache=True)
+        self._states = {name: output[name] for name in STATES if output.get(name) is not None}
+        return output.logits[:, -1]
+
+    def _arguments(self, inputs: Tensor) -> dict[str, Tensor]:
+        arguments = {"input_ids": inputs}
+        if self.engine.pads:  # families with a recurrent state read a mask as one of the new tokens alone
+            arguments["attention_mask"] = self.mask
+        if self.engine.takes_positions:
+            arguments["position_ids"] = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
+        return arguments
+
+    def _draw(self, logits: Tensor) -> Drawn:
+        allowed = None
+        if self.readers is not None:
+            allowed = torch.stack([reader.allowed() for reader in self.readers]).to(self.device)
+        return draw(logits, words(self.bases, self.numbers), self.rule, self.bias, self.seen, allowed)
+
+    def _hand_out(self, drawn: Drawn, rows: dict[int, Request]) -> list[tuple[int, Completion]]:
+        """Give the drawn tokens to the rows that are still running, and take the finished ones out."""
+        ids, sampling, policy = (x.tolist() for x in (drawn.ids, drawn.sampling_logps, drawn.policy_logps))
+        finished = []
+        for row, request in list(rows.items()):
+            reason = self.end.take(request, ids[row : row + 1], sampling[row : row + 1], policy[row : row + 1])
+            if reason is not None:
+                finished.append((request.ticket, request.completion(reason, self.engine.version)))
+                del rows[row]
+            elif self.readers is not None:
+                self.readers[row].take(ids[row])
+        return finished
+
+    def _seen(self) -> Tensor:
+        seen = torch.zeros(len(self.ids), self.engine.vocabulary, dtype=torch.bool, device=self.device)
+        for row, request in enumerate(self.requests):
+            seen[row, torch.from_numpy(request.prompt.ids.astype(np.int64)).to(self.device)] = True
+        return seen

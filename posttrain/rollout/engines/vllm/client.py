@@ -1,0 +1,318 @@
+"""The client of `posttrain vllm-serve`: one method per thing that the server does, checked answers, typed errors."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.rollout.engines.protocol import LENGTH, STOP, SamplingParams
+from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights
+from posttrain.rollout.engines.vllm.transport import Deadlines, ServerAnswer, ServerRefused, Token, Transport, checked
+from posttrain.rollout.engines.vllm.weight_channel import AUTO, NOT_OFFERED, WeightChannel
+from posttrain.rollout.engines.vllm.weight_senders import Sides, Wire
+from posttrain.rollout.engines.vllm.workers import side_by_side
+from posttrain.serve.wire.payload import CUDA_IPC, Manifest, encode_manifest
+
+ABORTED = "aborted"
+PROTOCOL = 2
+MARGIN_SECONDS = 10.0
+"""How much longer than the server itself the client waits: the server's own refusal says more than a silence."""
+DRAIN, ABORT = "drain", "abort"
+"""What a commit does with requests that still run: let them end first, or end them."""
+
+
+@dataclass(frozen=True)
+class ServerInfo:
+    """What a server says about itself."""
+
+    model: str
+    engine: str
+    context_length: int
+    vocabulary: int | None
+    logprobs_mode: str
+    version: int | None  # of the weights that serve
+    fingerprint: str | None  # None: as loaded from the model's folder
+    not_ready: str | None = None
+    capabilities: dict[str, bool] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    checksums: tuple[str, ...] = ("blake2b",)
+    part_bytes: int = BUCKET_BYTES
+    most_seconds: float = math.inf
+    in_flight: int = 0
+    dtype: str | None = None  # in which it computes
+    transports: dict[str, Any] = field(default_factory=dict)  # the ways by which it takes weights, see `weight_senders`
+    world_size: int = 1  # GPUs that hold its model, the first of those that it sees
+
+    @property
+    def gpus(self) -> list[str]:
+        """Ids of the GPUs that it works on; none where it does not say."""
+        return (self.transports.get(CUDA_IPC) or {}).get("gpus", [])[: self.world_size]
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """One completion. Sent again under the same id it is not written again but joined, or its answer given again."""
+
+    request_id: str
+    ids: Sequence[int]
+    seed: int
+    max_tokens: int
+    params: SamplingParams
+    version: int  # of the weights that must write it, as the servers count
+
+
+@dataclass(frozen=True)
+class Written:
+    """A completion as it came from a server."""
+
+    ids: list[int]
+    logps: list[float]
+    finish_reason: str  # stop, length or aborted
+    version: int | None
+    logprobs_mode: str
+    error: str | None = None
+
+
+class ServerClient:
+    """Calls of one server, each with its deadline. Any number of threads may use it."""
+
+    def __init__(
+        self,
+        base_url: str,
+        token: Token = None,
+        deadlines: Deadlines | None = None,
+        weight_transport: str = AUTO,
+    ) -> None:
+        self.deadlines = deadlines or Deadlines()
+        self._transport = Transport(base_url, token, self.deadlines.connect)
+        address = self._transport.address
+        self.name = str(address)
+        wire = Wire(self._post, address.host, address.port, self.deadlines.part)
+        self.channel = WeightChannel(self.name, wire, weight_transport)
+        self._transports: dict[str, Any] = {}  # as the server last said
+        self._most_seconds = math.inf
+
+    def __repr__(self) -> str:
+        return f"ServerClient({self.name})"
+
+    def break_off(self, why: str) -> None:
+        """End all calls that are under way, with ServerGone."""
+        self._transport.break_off(why)
+
+    def close(self) -> None:
+        """Let go of connections, shared memory and groups. A later call opens what it needs."""
+        self.break_off("this client was closed.")
+        self.channel.close()
+
+    def use_token(self, token: str) -> None:
+        """From now on: the server was started anew."""
+        self._transport.use_token(token)
+
+    def _get(self, path: str, seconds: float) -> Any:
+        return self._transport.ask("GET", path, None, seconds)
+
+    def _post(self, path: str, body: Any, seconds: float) -> Any:
+        return self._transport.ask("POST", path, body, seconds)
+
+    def _checked(self, path: str, read: Callable[[Any], Any], value: Any) -> Any:
+        return checked(f"{path} of {self.name}", read, value)
+
+    # state ----------------------------------------------------------------------------------------------------------
+
+    def health(self) -> None:
+        """Returns where the process can do its work at all; ServerRefused (503) says why it cannot."""
+        answer = self._get("/health", self.deadlines.health)
+        self._checked("/health", lambda fields: bool(fields["healthy"]), answer)
+
+    def info(self) -> ServerInfo:
+        info = self._checked("/info", _info, self._get("/info", self.deadlines.control))
+        self._most_seconds, self._transports = info.most_seconds, info.transports
+        return info
+
+    def reset_cache(self, running: bool = False) -> None:
+        """Forget cached keys and values."""
+        self._post("/reset_prefix_cache", {"running": running}, self.deadlines.control)
+
+    def sleep(self, level: int) -> str | None:
+        """None, or the sentence that says why no memory was given back."""
+        answer = self._post("/sleep", {"level": level}, self.deadlines.control)
+        return self._checked("/sleep", lambda fields: fields["reason"], answer)
+
+    def wake(self) -> None:
+        self._post("/wake", {}, self.deadlines.control)
+
+    def shutdown(self, seconds: float) -> None:
+        """Take nothing new, let running requests end for at most `seconds`, then end the process."""
+        self._post("/shutdown", {"deadline_s": seconds}, self.deadlines.control)
+
+    # tokens ---------------------------------------------------------------------------------------------------------
+
+    def generate(self, request: GenerateRequest) -> Written:
+        seconds = min(self.deadlines.completion, self._most_seconds)
+        body = {
+            "request_id": request.request_id,
+            "prompts": [{"ids": list(request.ids), "seeds": [request.seed], "max_tokens": request.max_tokens}],
+            "sampling": sampling_fields(request.params),
+            "accept": {"min": request.version, "max": request.version},
+            "deadline_s": seconds,
+        }
+        answer = self._post("/generate", body, seconds + MARGIN_SECONDS)
+        return self._checked("/generate", lambda fields: _written(fields, request), answer)
+
+    def score(
+        self, sequences: Sequence[Sequence[int]], version: int | None = None, start: int = 1
+    ) -> list[list[float]]:
+        """The log-probs of the tokens from number `start` on of each sequence, at temperature 1."""
+        seconds = min(self.deadlines.completion, self._most_seconds)
+        body: dict[str, Any] = {
+            "request_id": f"score-{uuid.uuid4().hex}",
+            "sequences": [{"ids": [int(token) for token in ids], "start": start} for ids in sequences],
+            "deadline_s": seconds,
+        }
+        if version is not None:
+            body["accept"] = {"min": version, "max": version}
+        answer = self._post("/score", body, seconds + MARGIN_SECONDS)
+        wanted = [len(ids) - start for ids in sequences]
+        return self._checked("/score", lambda fields: _scores(fields, wanted, version), answer)
+
+    # weights --------------------------------------------------------------------------------------------------------
+
+    def stage(self, kept: KeptWeights, version: int, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Send all parts of a version. What serves is not touched."""
+        plan = kept.plan(bucket_bytes)
+        manifest = encode_manifest(Manifest(version, len(plan), kept.specs))
+        body = {"manifest": manifest, "replace": True, "rollback": True, "adapter_config": kept.adapter_config}
+        self._post("/weights/begin", body, self.deadlines.control)
+        if not self._transports:
+            self.info()
+        self.channel.prepare(Sides(self._transports, kept.device))
+        missing = [len(plan)]
+
+        def send(number: int) -> None:
+            state = self.channel.send(*kept.split_payload(version, plan, number))
+            missing.append(self._checked("/weights/part", lambda fields: int(fields["missing"]), state))
+
+        try:
+            side_by_side(len(plan), send, self.channel.at_once)
+        finally:
+            self.channel.rest()
+        if min(missing):  # answers to parts that went side by side come in any order
+            raise ServerAnswer(
+                f"{self.name} was sent all parts of version {version} and says that {min(missing)} are missing."
+            )
+
+    def commit(self, kept: KeptWeights, version: int, in_flight: str = DRAIN) -> None:
+        """Let the staged version serve; returns when it does."""
+        seconds = self.deadlines.commit
+        body = {"version": version, "in_flight": in_flight, "deadline_s": min(seconds / 2, 3600.0)}
+        state = self._post("/weights/commit", body, seconds)
+        serves = self._checked(
+            "/weights/commit", lambda fields: (fields["serving_version"], fields["fingerprint"]), state
+        )
+        if serves != (version, kept.fingerprint):
+            raise ServerAnswer(
+                f"{self.name} took version {version} with the fingerprint {kept.fingerprint} and says that version "
+                f"{serves[0]} with {serves[1]} serves."
+            )
+
+    def abort(self, version: int) -> None:
+        """Drop the staged version."""
+        self._post("/weights/abort", {"version": version}, self.deadlines.control)
+
+    def push(self, kept: KeptWeights, version: int, bucket_bytes: int = BUCKET_BYTES) -> None:
+        """Stage and commit on this server alone."""
+        self.stage(kept, version, bucket_bytes)
+        self.commit(kept, version)
+
+    def refuse_if_not_offered(self, kept: KeptWeights, info: ServerInfo) -> None:
+        """Whether this server takes such an update at all."""
+        what = "weights" if kept.adapter_config is None else "adapters"
+        if not info.capabilities.get(what):
+            notes = " ".join(info.notes) or "Adapters need --adapter-folder at its start."
+            raise ServerRefused(f"{self.name} cannot take {what}. {notes}", NOT_OFFERED)
+        self.channel.refuse_if_impossible(Sides(info.transports, kept.device))
+
+
+def sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """The `sampling` field of a body; every option is written out, so nothing depends on defaults of the server."""
+    return {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "min_p": params.min_p,
+        "repetition_penalty": params.repetition_penalty,
+        "stop_ids": list(params.stop_ids),
+        "stop": list(params.stop),
+        "logit_bias": [[int(token), float(value)] for token, value in params.logit_bias.items()],
+        "regex": params.regex,
+    }
+
+
+def _info(fields: Any) -> ServerInfo:
+    if fields["protocol"] != PROTOCOL:
+        raise ValueError(f"it speaks protocol {fields['protocol']}, this client {PROTOCOL}")
+    limits = fields["limits"]
+    return ServerInfo(
+        model=str(fields["model"]),
+        engine=str(fields["engine"]),
+        context_length=int(fields["context_length"]),
+        vocabulary=int(fields["vocabulary"]),
+        logprobs_mode=str(fields["logprobs_mode"]),
+        version=None if fields["version"] is None else int(fields["version"]),
+        fingerprint=fields["fingerprint"],
+        not_ready=fields["not_ready"],
+        capabilities=dict(fields["capabilities"]),
+        notes=tuple(fields["notes"]),
+        checksums=tuple(fields["checksums"]),
+        part_bytes=int(limits["part_bytes"]),
+        most_seconds=float(limits["seconds"]),
+        in_flight=int(fields["in_flight"]),
+        dtype=str(fields["dtype"]),
+        transports=dict(fields["transports"]),
+        world_size=int(fields["world_size"]),
+    )
+
+
+def _written(fields: Any, request: GenerateRequest) -> Written:
+    """The one completion that was asked for, and nothing else."""
+    if fields["request_id"] != request.request_id:
+        raise ValueError(f"it is that of request {str(fields['request_id'])[:60]}")
+    ((completion,),) = fields["completions"]
+    ids, logps = completion["ids"], completion["logps"]
+    check_tokens(ids, logps, request.max_tokens)
+    reason = completion["finish_reason"]
+    if reason not in (STOP, LENGTH, ABORTED) or (not ids and reason != ABORTED):
+        raise ValueError(f"it ends with {str(reason)[:60]!r} after {len(ids)} tokens")
+    end = 0
+    for first, last, version in completion["spans"]:
+        if first != end or version != request.version:
+            raise ValueError(f"tokens {first} to {last} are of version {version}, and {request.version} was asked for")
+        end = last
+    if end != len(ids):
+        raise ValueError(f"it says which weights wrote {end} of {len(ids)} tokens")
+    mode = fields["logprobs_mode"]
+    return Written(ids, [float(x) for x in logps], reason, completion["version"], str(mode), completion["error"])
+
+
+def check_tokens(ids: Any, logps: Any, most: int) -> None:
+    """ValueError unless these are at most `most` token ids with a log-prob each (NaN among them: the caller's affair)."""
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
+        raise ValueError("its ids are no token ids")
+    if len(logps) != len(ids) or not all(type(x) in (int, float) for x in logps):
+        raise ValueError(f"it has {len(ids)} tokens and {len(logps)} log-probs")
+    if len(ids) > most:
+        raise ValueError(f"it has {len(ids)} tokens, more than the {most} allowed")
+
+
+def _scores(fields: Any, wanted: list[int], version: int | None) -> list[list[float]]:
+    scores = [[float(x) for x in entry["logps"]] for entry in fields["scores"]]
+    if [len(logps) for logps in scores] != wanted:
+        raise ValueError(f"it has log-probs of {[len(logps) for logps in scores]} tokens instead of {wanted}")
+    others = {entry["version"] for entry in fields["scores"]} - {version}
+    if version is not None and others:
+        raise ValueError(f"version {others.pop()} scored, and {version} was asked for")
+    return scores

@@ -1,0 +1,429 @@
+"""Rollouts by vLLM in other processes: `ServedVLLM` is an engine over one or several servers.
+
+Every prompt that is added comes back exactly once. All that is known about a prompt belongs to the caller's thread; the
+threads that wait for servers only hand over what came, and a prompt whose server went away is sent again, to whichever
+server is up. Its seed depends on the prompt alone, so it does not matter which one writes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import queue
+import threading
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.rollout.engines.protocol import Completion, Prompt, SamplingParams
+from posttrain.rollout.engines.request import Request, request_or_error
+from posttrain.rollout.engines.vllm.client import ABORT, ABORTED, DRAIN, GenerateRequest, Written
+from posttrain.rollout.engines.vllm.fleet import Fleet
+from posttrain.rollout.engines.vllm.fleet_members import Client, Member, Target
+from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights, common_checksum, spec_of
+from posttrain.rollout.engines.vllm.launcher import ServerProcess
+from posttrain.rollout.engines.vllm.params import completion_logps, refuse_unknown_to_vllm, request_seed
+from posttrain.rollout.engines.vllm.sync_probe import BOUNDS
+from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused, ServerSlow
+from posttrain.rollout.engines.vllm.workers import Workers
+from posttrain.serve.wire.host_memory import HostMemory
+
+log = logging.getLogger(__name__)
+
+PER_SERVER = 256
+MOST_TRIES = 20
+POLL_SECONDS = 0.1
+BUSY_SECONDS = 0.2
+MOST_PAUSE_SECONDS = 5.0
+
+Weights = Iterable[tuple[str, Tensor]]
+Export = Callable[[], Weights]
+AdapterExport = Callable[[], tuple[dict[str, Any], Weights]]
+
+
+@dataclass(frozen=True)
+class ServedOptions:
+    """What a user may set about server mode."""
+
+    deadlines: Deadlines = Deadlines()
+    per_server: int = PER_SERVER  # completions in flight at one server
+    watch_seconds: float = 1.0  # between two looks at a server that is up
+    bucket_bytes: int = BUCKET_BYTES  # of one part of the weights
+    keep_folder: Path | None = None  # holds the copy of the serving version, instead of this process's memory
+    sleep_level: int = 0  # 0: servers have GPUs of their own and stay awake while the trainer works
+
+
+class ServedVLLM:
+    """Completes prompts with servers.
+
+    `servers`: clients of servers that run, or `ServerProcess`es that are this trainer's own. `export` gives the weights
+    when `load_weights(None, version)` is called; `adapter_export` (config, tensors) instead where only the adapter travels.
+    """
+
+    is_foreign: ClassVar[bool] = True  # another program than the trainer: its log-probs are not quite the trainer's
+
+    def __init__(
+        self,
+        servers: Sequence[Client | ServerProcess],
+        export: Export | None = None,
+        adapter_export: AdapterExport | None = None,
+        vocabulary: int | None = None,
+        options: ServedOptions | None = None,
+    ) -> None:
+        self.options = options or ServedOptions()
+        self._export, self._adapter_export = export, adapter_export
+        members = [Member(s.client, s) if isinstance(s, ServerProcess) else Member(s) for s in servers]
+        self.fleet = Fleet(members, self.options.deadlines, self.options.watch_seconds, self.options.bucket_bytes)
+        self.fleet.attach()
+        # An engine that nobody has any more must not send its weights over those of a later one. In a thread, because garbage
+        # may be collected in any, at any moment, with any of the locks held that closing needs.
+        self._when_dropped = weakref.finalize(self, _close_in_background, self.fleet)
+        self._when_dropped.atexit = False
+        about = members[0].info
+        self.context, self.logprobs_mode = about.context_length, about.logprobs_mode
+        self.vocabulary = about.vocabulary or vocabulary or 1 << 31
+        self.workers = Workers("completions")
+        self._memory = HostMemory()  # of the versions that are kept
+        self._abandoned = False
+
+    def send(self, export: Export | None = None, adapter_export: AdapterExport | None = None) -> None:
+        """What `load_weights(None, version)` sends from now on; for those who ask the servers first what they take."""
+        self._export, self._adapter_export = export, adapter_export
+
+    @property
+    def version(self) -> int:
+        """Of the weights that write, as the trainer counts."""
+        return self.fleet.target.label
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the servers compute, the coarsest of theirs; one that does not say is taken for bfloat16."""
+        named = [getattr(torch, member.info.dtype or "", None) for member in self.fleet.members]
+        return max((one if one in BOUNDS else torch.bfloat16 for one in named), key=BOUNDS.__getitem__)
+
+    def close(self) -> None:
+        """End the watch, and the server processes that are this trainer's own; let go of the weights."""
+        self._when_dropped.detach()
+        self.fleet.close()
+
+    def __enter__(self) -> ServedVLLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def session(self, params: SamplingParams) -> Iterator[ServedSession]:
+        refuse_unknown_to_vllm(params)
+        if self.fleet.target.version is None:
+            raise RuntimeError(
+                "The servers have no weights in common yet, so nothing can be written: call load_weights first."
+            )
+        if self.fleet.asleep:
+            raise RuntimeError("The servers sleep: call wake() before prompts are added.")
+        session = ServedSession(self, params)
+        try:
+            yield session
+        finally:
+            self._abandoned |= session.close() > 0
+
+    # weights --------------------------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: Weights | None, version: int) -> None:
+        """Stage on all servers, then commit on all. Where it raises, all keep (or return to) the version before."""
+        kept = self._kept(weights)
+        target = self.fleet.target
+        if version == self.version and target.kept is not None and target.fingerprint == kept.fingerprint:
+            return  # asked again for the same version, and nothing has changed since
+        self.fleet.load(kept, version, ABORT if self._abandoned else DRAIN)
+        self._abandoned = False
+
+    def _kept(self, weights: Weights | None) -> KeptWeights:
+        kind = common_checksum([member.info.checksums for member in self.fleet.members])
+        config, weights = (None, weights) if weights is not None else self._exported()
+        return KeptWeights.of(weights, kind, self.options.keep_folder, config, self._memory)
+
+    def _exported(self) -> tuple[dict[str, Any] | None, Weights]:
+        """(config of the adapter or None, tensors) as the trainer has them now."""
+        if self._adapter_export is not None:
+            return self._adapter_export()
+        if self._export is None:
+            raise ValueError("The servers need the weights themselves: this engine was given no way to export them.")
+        return None, self._export()
+
+    @property
+    def target(self) -> Target:
+        """What the servers serve; other processes of the same run hand it to `follow`."""
+        return self.fleet.target
+
+    def follow(self, target: Target) -> None:
+        """Use the weights that another process of this run has sent with `load_weights`."""
+        self.fleet.follow(target)
+
+    # what a sync probe asks -----------------------------------------------------------------------------------------
+
+    def scores_by_server(self, sequences: Sequence[Sequence[int]]) -> dict[str, list[np.ndarray]]:
+        """Log-probs of every token after the first at temperature 1, from every server that is up."""
+        failed: list[ServerError] = []
+
+        def ask(member: Member, version: int | None) -> list[list[float]]:
+            try:
+                return member.client.score(sequences, version)
+            except ServerError as error:
+                failed.append(error)
+                raise
+
+        tries, deadlines = 0, self.options.deadlines
+        end = time.monotonic() + deadlines.completion + deadlines.back
+        while True:
+            found = self.fleet.ask_up(ask)
+            if found:
+                return {member.name: [np.asarray(one, np.float32) for one in scores] for member, scores in found}
+            tries += bool(failed)
+            if failed and (tries >= MOST_TRIES or time.monotonic() > end):
+                raise ServerSlow(
+                    f"No server has scored the tokens of the probe, which were sent {tries} times; the last time {failed[-1]}"
+                ) from failed[-1]
+            time.sleep(min(POLL_SECONDS * 2**tries, MOST_PAUSE_SECONDS))
+            self.fleet.wait_until_up()
+
+    def differing_tensors(self, at_most: int = 1) -> list[str]:
+        """The first names of tensors that the trainer has otherwise than the servers, by the checksums that those verified."""
+        sent = self.fleet.target.kept
+        if sent is None:
+            return []
+        held = {spec.name: spec for spec in sent.specs}
+        kind = (sent.specs[0].checksum or "").partition(":")[0]
+        found: list[str] = []
+        for name, tensor in self._exported()[1]:
+            if held.pop(name, None) != spec_of(name, tensor, kind):
+                found.append(name)
+        return (found + list(held))[:at_most]
+
+    def probed(
+        self, sequences: Sequence[np.ndarray]
+    ) -> list[tuple[list[np.ndarray], Callable[[int], list[str]] | None]]:
+        """For a sync probe: the scores of every server that is up, and a function that compares all tensors."""
+        compared: list[Callable[[int], list[str]] | None] = [
+            self.differing_tensors
+        ]  # one version was sent to all of them
+        scored = self.scores_by_server(sequences).values()
+        return list(zip(scored, compared + [None] * (len(scored) - 1)))
+
+    def sleep(self) -> None:
+        if self.options.sleep_level:
+            self.fleet.sleep(self.options.sleep_level)
+
+    def wake(self) -> None:
+        if self.options.sleep_level:
+            self.fleet.wake()
+
+
+def _close_in_background(fleet: Fleet) -> None:
+    threading.Thread(target=fleet.close, name="close servers", daemon=True).start()
+
+
+@dataclass(eq=False)
+class _Ticket:
+    """A prompt on its way. In exactly one of: waiting, sent, handed over."""
+
+    request: Request
+    seed: int
+    tries: int = 0  # that a server did not survive, or did not answer
+    sent_at: float = 0.0
+    label: int = 0  # of the version that it was sent to, as the trainer counts
+    refused_since: float | None = None  # because servers were busy
+    attempt: int = 0  # counts answers that were no completion: those are kept by the server under the old id
+
+    @property
+    def tokens(self) -> int:
+        return len(self.request.prompt.ids) + self.request.limit
+
+
+Outcome = Written | Exception
+
+
+class ServedSession:
+    """Prompts go out as soon as a server has room, and come back in the order in which they finish."""
+
+    def __init__(self, engine: ServedVLLM, params: SamplingParams) -> None:
+        self._engine, self._params, self._fleet = engine, params, engine.fleet
+        self._id = uuid.uuid4().hex
+        self._tickets = 0
+        self._waiting: deque[_Ticket] = deque()
+        self._sent: dict[int, _Ticket] = {}
+        self._finished: list[tuple[int, Completion]] = []
+        self._came: queue.SimpleQueue[tuple[int, Member, Outcome]] = queue.SimpleQueue()
+        self._pause_until = 0.0
+        self._last_finished = 0.0  # when a completion came
+
+    def add(self, prompt: Prompt) -> int:
+        number, self._tickets = self._tickets, self._tickets + 1
+        made: Request | str = "Servers of this kind take token ids only, and this prompt has images or other media."
+        if not prompt.media:
+            made = request_or_error(number, prompt, self._params, self._engine.context, self._engine.vocabulary)
+        if isinstance(made, str):
+            self._finished.append((number, Completion.failed(made, self._engine.version)))
+        else:
+            self._waiting.append(_Ticket(made, request_seed(self._params, prompt)))
+            self._send_what_fits()
+        return number
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._waiting) + len(self._sent) + len(self._finished)
+
+    def advance(self) -> list[tuple[int, Completion]]:
+        while not self._finished and self.in_flight:
+            self._send_what_fits()
+            self._collect()
+            self._fleet.raise_if_unrecoverable()
+        finished, self._finished = self._finished, []
+        return finished
+
+    def close(self) -> int:
+        """How many prompts were left behind; what servers still write for them is not listened to."""
+        return len(self._sent)
+
+    # out ------------------------------------------------------------------------------------------------------------
+
+    def _send_what_fits(self) -> None:
+        while self._waiting and time.monotonic() >= self._pause_until:
+            ticket = self._waiting[0]
+            found = self._fleet.take(ticket.tokens, self._engine.options.per_server)
+            if found is None:
+                return
+            self._waiting.popleft()
+            self._send(ticket, *found)
+
+    def _send(self, ticket: _Ticket, member: Member, target: Target) -> None:
+        number = ticket.request.ticket
+        self._sent[number] = ticket
+        ticket.sent_at = time.monotonic()
+        if ticket.request.started is None:
+            ticket.request.started = time.perf_counter()
+        ids = ticket.request.prompt.ids.tolist()
+        ticket.label = target.label
+        request_id = f"{self._id}-{number}-{ticket.attempt}"
+        request = GenerateRequest(request_id, ids, ticket.seed, ticket.request.limit, self._params, target.version)
+        tokens, came, release = ticket.tokens, self._came, self._fleet.release
+
+        def call() -> None:
+            try:
+                outcome: Outcome = member.client.generate(request)
+            except Exception as error:  # judged in the caller's thread
+                outcome = error
+            release(member, tokens)
+            came.put((number, member, outcome))
+
+        self._engine.workers.submit(call)
+
+    # back -----------------------------------------------------------------------------------------------------------
+
+    def _collect(self) -> None:
+        """Take in what came; wait a little where nothing has."""
+        try:
+            came = self._came.get(timeout=POLL_SECONDS)
+            while True:
+                number, member, outcome = came
+                self._judge(self._sent.pop(number), member, outcome)
+                came = self._came.get_nowait()
+        except queue.Empty:
+            return
+
+    def _judge(self, ticket: _Ticket, member: Member, outcome: Outcome) -> None:
+        if isinstance(outcome, Written) and outcome.finish_reason != ABORTED:
+            self._hand_over(ticket, outcome)
+        elif isinstance(outcome, Written):
+            ticket.attempt += 1
+            self._again(ticket, member, f"{member.name} ended it: {outcome.error}")
+        elif isinstance(outcome, ServerRefused):
+            AFTER_REFUSAL.get(outcome.status, ServedSession._raise)(self, ticket, member, outcome)
+        elif isinstance(outcome, ServerSlow) and self._is_overdue(ticket, member):
+            self._too_slow(ticket, member, outcome)
+        elif isinstance(outcome, ServerError):
+            self._look_after(ticket, member, outcome)
+        else:
+            raise outcome
+
+    def _hand_over(self, ticket: _Ticket, written: Written) -> None:
+        request, version, self._last_finished = ticket.request, ticket.label, time.monotonic()
+        if any(math.isnan(logp) for logp in written.logps):
+            sentence = f"The logits after prompt {request.prompt.key} are not numbers: the weights are broken."
+            self._finished.append((request.ticket, Completion.failed(sentence, version)))
+            return
+        sampling, policy = completion_logps(self._params, written.logprobs_mode, written.logps)
+        whole = request.completion(written.finish_reason, version)
+        completion = Completion(
+            np.asarray(written.ids, np.int32), sampling, policy, written.finish_reason, None, whole.seconds, version
+        )
+        self._finished.append((request.ticket, completion))
+
+    def _again(self, ticket: _Ticket, member: Member, why: str) -> None:
+        ticket.tries += 1
+        if ticket.tries >= MOST_TRIES:
+            raise ServerSlow(
+                f"Prompt {ticket.request.prompt.key} was sent {ticket.tries} times and never completed; the last time {why}"
+            )
+        self._waiting.appendleft(ticket)
+
+    def _look_after(self, ticket: _Ticket, member: Member, error: ServerError) -> None:
+        """The server is gone, silent, talks nonsense or lost its weights: its watcher sees to it, the prompt goes out again."""
+        self._fleet.report(member, str(error))
+        self._again(ticket, member, str(error))
+
+    def _fail(self, ticket: _Ticket, member: Member, error: ServerRefused) -> None:
+        """This prompt cannot be run; the others can."""
+        self._finished.append((ticket.request.ticket, Completion.failed(str(error), self._engine.version)))
+
+    def _wait_a_little(self, ticket: _Ticket, member: Member, error: ServerRefused) -> None:
+        """Busy with our own prompts, or with another's; where nothing of ours comes back meanwhile it has an end."""
+        now, seconds = time.monotonic(), member.client.deadlines.completion
+        if ticket.refused_since is None:
+            ticket.refused_since = now
+        if now - max(ticket.refused_since, self._last_finished) > seconds:
+            raise ServerSlow(
+                f"Prompt {ticket.request.prompt.key} was refused for more than {seconds:g} s (the deadline of one completion), in "
+                f"which no other one was completed: {error}"
+            ) from error
+        self._pause_until = now + BUSY_SECONDS
+        self._waiting.appendleft(ticket)
+
+    def _raise(self, ticket: _Ticket, member: Member, error: ServerRefused) -> None:
+        raise error
+
+    @staticmethod
+    def _is_overdue(ticket: _Ticket, member: Member) -> bool:
+        """Sent again it would be as slow; a connection that nobody takes is another matter."""
+        return time.monotonic() - ticket.sent_at >= member.client.deadlines.completion
+
+    def _too_slow(self, ticket: _Ticket, member: Member, error: ServerError) -> None:
+        seconds = member.client.deadlines.completion
+        raise ServerSlow(
+            f"The completion of prompt {ticket.request.prompt.key} took more than {seconds:g} s (the deadline of one "
+            f"completion): {error}"
+        ) from error
+
+
+AFTER_REFUSAL: dict[int, Callable[[ServedSession, _Ticket, Member, ServerRefused], None]] = {
+    400: ServedSession._fail,
+    413: ServedSession._fail,
+    408: ServedSession._look_after,
+    409: ServedSession._look_after,
+    429: ServedSession._wait_a_little,
+    500: ServedSession._look_after,
+    502: ServedSession._look_after,
+    503: ServedSession._look_after,
+    504: ServedSession._too_slow,
+}
+"""What follows a refusal, by its status; all others end the run with their sentence (401: the token is wrong)."""

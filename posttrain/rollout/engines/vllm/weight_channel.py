@@ -1,0 +1,133 @@
+"""Which way the weights take to one server, and what happens when that way fails."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from posttrain.rollout.engines.vllm.transport import ServerError, ServerRefused
+from posttrain.rollout.engines.vllm.weight_senders import HTTP, SENDERS, HttpSender, Sender, Sides, Wire
+from posttrain.serve.errors import TransportFailed
+
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+TRANSPORTS = (AUTO, *SENDERS)
+NOT_OFFERED = 0
+"""The "status" of a refusal by a client itself: this kind of server does not do that, now or later."""
+WRONG_BYTES, NOT_FETCHED, BUSY = 400, 424, 429
+FALLS_BACK = frozenset({WRONG_BYTES, NOT_FETCHED, BUSY})
+"""Refusals of a part that may be the fault of the way it took. Over HTTP it is judged once more."""
+
+
+class WeightChannel:
+    """Sends parts to one server, `at_once` side by side. A way that fails is left for HTTP, with one sentence in the log.
+
+    `send` is called by any thread, between `prepare` and `rest`, which are called by one.
+    """
+
+    def __init__(self, name: str, wire: Wire, wanted: str = AUTO) -> None:
+        if wanted not in TRANSPORTS:
+            raise ValueError(f"`{wanted}` is no way for weights; choose one of {', '.join(TRANSPORTS)}.")
+        self._name, self._wire, self._wanted = name, wire, wanted
+        self._http = HttpSender(wire, Sides({}, torch.device("cpu")))
+        self._sender: Sender | None = None
+        self._failed: Sender | None = None  # other threads may still be using it; closed when they have ended
+        self._lock = threading.Lock()  # of the step from a way to HTTP
+        self._instance: str | None = None  # of the server's process that the sender speaks to
+        self._has_worked = self._ever_worked = False
+        self._given_up = False
+        self.in_use = HTTP
+
+    def refuse_if_impossible(self, sides: Sides) -> None:
+        """Where a way was asked for by name, it is that one or an error."""
+        if self._wanted == AUTO:
+            return
+        if why_not := SENDERS[self._wanted].why_not(sides):
+            raise ServerRefused(
+                f"Weights cannot go to {self._name} by {self._wanted}: {why_not} Leave `vllm_weight_transport` at 'auto', or "
+                "choose another.",
+                NOT_OFFERED,
+            )
+
+    def prepare(self, sides: Sides) -> None:
+        """Before the parts of a version: have a sender for the process that serves now."""
+        instance = sides.server.get("instance")
+        if instance != self._instance:  # started anew: a group with the old process is of no use
+            self.close()
+            self._instance = instance
+        if self._sender is not None:
+            return
+        self.refuse_if_impossible(sides)
+        self.in_use = HTTP if self._given_up else self._chosen(sides)
+        try:
+            self._sender, self._has_worked = SENDERS[self.in_use](self._wire, sides), False
+            log.info("Weights go to %s by %s.", self._name, self.in_use)
+        except (TransportFailed, ServerError) as error:
+            self._fall_back_or_raise(error)
+
+    def _chosen(self, sides: Sides) -> str:
+        if self._wanted != AUTO:
+            return self._wanted
+        return next(name for name, sender in SENDERS.items() if sender.suits(sides))
+
+    @property
+    def at_once(self) -> int:
+        """How many parts may be on their way at the same time."""
+        return (self._sender or self._http).at_once
+
+    def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
+        """What the server answers to the part."""
+        sender = self._sender
+        if sender is None or self.in_use == HTTP or not any(len(chunk) for chunk in chunks):
+            return self._http.send(head, chunks)
+        try:
+            answer = sender.send(head, chunks)
+            self._has_worked = self._ever_worked = True
+            return answer
+        except (TransportFailed, ServerError) as error:
+            with self._lock:
+                if sender is self._sender:
+                    self._failed = sender
+                    self._fall_back_or_raise(error)
+                elif not _falls_back(error):
+                    raise
+        return self._http.send(head, chunks)  # also where another part has found out, and said so
+
+    def _fall_back_or_raise(self, error: Exception) -> None:
+        way, worked = self.in_use, self._has_worked
+        self._sender, self.in_use = None, HTTP
+        if not _falls_back(error):
+            raise error  # the server itself is gone, slow, or would refuse it over HTTP, too
+        if not self._ever_worked and self._wanted != AUTO:
+            raise ServerRefused(
+                f"Weights cannot go to {self._name} by {way}, which `vllm_weight_transport` asks for: {error}",
+                NOT_OFFERED,
+            ) from error
+        self._given_up = not worked and getattr(error, "status", None) != BUSY
+        rest = "the rest of this version goes" if worked else "weights go"
+        log.warning("Sending weights to %s by %s failed; %s over HTTP instead. %s", self._name, way, rest, error)
+
+    def rest(self) -> None:
+        """After the parts of a version: let go of what the next one can do without, and of a way that failed."""
+        for sender in (self._http, self._sender):
+            if sender is not None:
+                sender.rest()
+        failed, self._failed = self._failed, None
+        if failed is not None:
+            failed.close()
+
+    def close(self) -> None:
+        """Let go of blocks, buffers and groups; the next version begins with new ones."""
+        senders, self._sender, self._failed, self.in_use = (self._sender, self._failed), None, None, HTTP
+        for sender in senders:
+            if sender is not None:
+                sender.close()
+
+
+def _falls_back(error: Exception) -> bool:
+    return not isinstance(error, ServerError) or (isinstance(error, ServerRefused) and error.status in FALLS_BACK)

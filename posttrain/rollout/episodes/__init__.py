@@ -1,0 +1,1 @@
+"""Episodes: who speaks when, with which tools, in which environment."""

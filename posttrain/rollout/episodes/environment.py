@@ -1,0 +1,184 @@
+"""Environments: objects with a state that an episode plays with. Public methods are tools, `reset` begins an episode.
+
+    class Guessing:
+        def reset(self, secret, **row):          # the columns of the row; may be async
+            self.secret = secret
+            return "Guess a number."             # goes to the end of the prompt's last message; or None
+        def guess(self, number: int) -> str:     # a tool, described by its docstring
+            ...
+        def get_reward(self) -> float:           # optional, may be async: a reward named after the class
+            ...
+
+Instances are pooled: one serves one episode at a time and is reset for the next one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.rewards.runtime.invoke import Wants, is_async
+from posttrain.rollout.episodes.call_threads import Pending
+from posttrain.rollout.episodes.tools import RunningCall, Tool, Toolbox
+from posttrain.rollout.prompt_rows import PromptRow
+
+RESET, GET_REWARD = "reset", "get_reward"
+COLUMN = "environment"
+"""The column that chooses, where there are several."""
+ONLY = ""
+"""Name of the environment where there is one."""
+
+Factory = Callable[[], Any]
+
+
+class EnvironmentKind:
+    """What one factory makes: its tools, its reward, and the instances that are free."""
+
+    def __init__(self, name: str, factory: Factory, shared: Toolbox) -> None:
+        """`shared` are the tools that belong to no environment; its limits hold for the methods too."""
+        if not callable(factory):
+            raise TypeError(f"`environment_factory` must be callable without arguments; {factory!r} is not.")
+        self.name, self.factory, self.shared = name, factory, shared
+        first = factory()
+        self.cls = type(first)
+        if not callable(getattr(first, RESET, None)):
+            raise TypeError(f"An environment needs a method `reset`; {self.cls.__name__} has none.")
+        self.methods = [
+            Tool.of(getattr(first, method), owner=self.cls.__name__)
+            for method, _ in inspect.getmembers(self.cls, inspect.isroutine)
+            if not method.startswith("_") and method not in (RESET, GET_REWARD)
+        ]
+        self.wants = Wants(first.reset)
+        self.has_reward = callable(getattr(first, GET_REWARD, None))
+        self.schemas = self._toolbox(first).schemas  # and a refusal of two tools of one name
+        self._free = [first]
+        self.made = 1
+
+    @property
+    def needed_columns(self) -> list[str]:
+        """Columns that `reset` cannot do without."""
+        return sorted(self.wants.required - {"prompt"})
+
+    def take(self) -> Environment:
+        if not self._free:
+            self.made += 1
+        instance = self._free.pop() if self._free else self.factory()
+        return Environment(self, instance, self._toolbox(instance))
+
+    def give_back(self, environment: Environment) -> None:
+        """For another episode; an instance in which a call still runs is not used again."""
+        if not environment.is_busy:
+            self._free.append(environment.instance)
+
+    def _toolbox(self, instance: Any) -> Toolbox:
+        bound = [Tool(tool.name, tool.schema, getattr(instance, tool.name)) for tool in self.methods]
+        limits = {"timeout": self.shared.timeout, "max_result": self.shared.max_result}
+        return Toolbox([*self.shared.tools.values(), *bound], self.shared.threads, **limits)
+
+
+class Environment:
+    """One instance during one episode."""
+
+    def __init__(self, kind: EnvironmentKind, instance: Any, toolbox: Toolbox) -> None:
+        self.kind, self.instance, self.toolbox = kind, instance, toolbox
+        self._started: list[Pending] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call that was given up still runs in it."""
+        return any(call.hangs or not call.over.is_set() for call in self._started)
+
+    def start_reset(self, row: PromptRow) -> Pending:
+        offered = {"prompt": row.prompt, **row.columns}
+        given = {name: value for name, value in offered.items() if self.kind.wants.accepts(name)}
+        reset = self.instance.reset
+        self._started = [
+            self.toolbox.threads.start(functools.partial(reset, **given), self.toolbox.timeout, is_async(reset))
+        ]
+        return self._started[0]
+
+    def start(self, name: Any, arguments: Any) -> RunningCall:
+        """A call of one of its tools; none while an earlier one hangs in it, since nobody promised that two may run at once."""
+        if any(call.hangs for call in self._started):
+            call = self.toolbox.start(None, {})
+            call.call.name, call.fault = (
+                str(name),
+                "An earlier call is still running; nothing else can be done meanwhile.",
+            )
+            return call
+        running = self.toolbox.start(name, arguments)
+        if running.pending is not None:
+            self._started.append(running.pending)
+        return running
+
+
+class Environments:
+    """All kinds of a run, and what is lent out."""
+
+    def __init__(self, factories: Factory | Mapping[str, Factory], shared: Toolbox) -> None:
+        self.several = isinstance(factories, Mapping)
+        if self.several and not factories:
+            raise ValueError("`environment_factory` is an empty dict: there is no environment.")
+        named = factories if self.several else {ONLY: factories}
+        self.kinds = {name: EnvironmentKind(name, factory, shared) for name, factory in named.items()}
+        self._lent: list[Environment] = []
+
+    def take(self, row: PromptRow) -> Environment:
+        name = row.columns[COLUMN] if self.several else ONLY
+        self._lent.append(self.kinds[name].take())
+        return self._lent[-1]
+
+    def give_back(self) -> None:
+        """Everything that was lent: its episodes are over and have their rewards."""
+        for environment in self._lent:
+            environment.kind.give_back(environment)
+        self._lent = []
+
+    def rewards(self) -> list[Callable[..., Any]]:
+        """A reward for each class that has `get_reward`, named after it; samples of others get None."""
+        classes = dict.fromkeys(kind.cls for kind in self.kinds.values() if kind.has_reward)
+        return [reward_of(cls) for cls in classes]
+
+
+def reward_of(cls: type) -> Callable[..., Any]:
+    """A reward function that asks the environments of one class. Each is asked on its own, so that they do not wait for another."""
+
+    async def reward(environments: Sequence[Any], **_: Any) -> list[float | None]:
+        return list(await asyncio.gather(*[_asked(environment, cls) for environment in environments]))
+
+    reward.__name__ = cls.__name__
+    return reward
+
+
+async def _asked(environment: Any, cls: type) -> float | None:
+    if type(environment) is not cls:
+        return None
+    if is_async(environment.get_reward):
+        return await environment.get_reward()
+    return await asyncio.to_thread(environment.get_reward)
+
+
+def extended_prompt(prompt: Sequence[dict[str, Any]], told: Any) -> list[dict[str, Any]]:
+    """The prompt with what `reset` returned at the end of its last message."""
+    text = told if isinstance(told, str) else _joined(told)
+    *before, last = prompt
+    content = last.get("content") or ""
+    if not isinstance(content, str):
+        content = _joined(content)
+    return [*before, {**last, "content": content + text}]
+
+
+def _joined(blocks: Any) -> str:
+    """Texts of content blocks; a sentence where there is something else."""
+    if not isinstance(blocks, Sequence):
+        raise TypeError(f"`reset` returned a {type(blocks).__name__}; it may return a text, text blocks or None.")
+    texts = []
+    for block in blocks:
+        text = block.get("text") if isinstance(block, Mapping) else block
+        if not isinstance(text, str):
+            raise TypeError(f"`reset` returned a block that is no text: {str(block)[:100]}.")
+        texts.append(text)
+    return "".join(texts)

@@ -1,0 +1,124 @@
+"""Episodes: a prompt, the model's words, perhaps somebody's answer, the model's words again. Each advances on its own.
+
+An Episode says which tokens the engine is to continue, hears what was written, and decides whether it is over. Its Sample grows by
+appending token ids: nothing is ever decoded and tokenised again, so what was sampled is what is trained.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from posttrain.core.sample import Sample
+from posttrain.rollout.engines.protocol import Completion, Prompt, RolloutEngine, SamplingParams
+from posttrain.rollout.prompt_rows import PromptRow
+from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout
+
+Decode = Callable[[Any], str]  # token ids -> text without control tokens
+IDLE_SECONDS = 0.002
+
+
+class Episode(Protocol):
+    """One rollout in the making."""
+
+    request: Request
+
+    def prompt(self) -> Prompt | None:
+        """What the engine is to continue next; None as long as somebody else (a tool) has not answered, and when it is over."""
+
+    def hear(self, completion: Completion) -> None:
+        """What the engine wrote."""
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def rollout(self) -> Rollout:
+        """The finished episode."""
+
+
+def run_episodes(
+    engine: RolloutEngine,
+    episodes: Sequence[Episode],
+    params: SamplingParams,
+    on_finished: Callable[[int, Rollout], None],
+) -> None:
+    """Run all of them to their ends; `on_finished(index, rollout)` is called for each as soon as it is over."""
+    running: dict[int, int] = {}  # ticket of the session -> index
+    waiting = list(range(len(episodes)))
+    with engine.session(params) as session:
+        while running or waiting:
+            still_waiting = []
+            for index in waiting:
+                prompt = episodes[index].prompt()
+                if prompt is not None:
+                    running[session.add(prompt)] = index
+                elif episodes[index].is_over:  # the answer was the end of it
+                    on_finished(index, episodes[index].rollout())
+                else:
+                    still_waiting.append(index)
+            waiting = still_waiting
+            finished = session.advance() if running else []
+            for ticket, completion in finished:
+                index = running.pop(ticket)
+                episodes[index].hear(completion)
+                if episodes[index].is_over:
+                    on_finished(index, episodes[index].rollout())
+                else:
+                    waiting.append(index)
+            if waiting and not running:
+                time.sleep(IDLE_SECONDS)  # everybody waits for tools
+
+
+class SingleTurn:
+    """The usual episode: one prompt, one completion."""
+
+    def __init__(self, row: PromptRow, request: Request, decode: Decode) -> None:
+        self.row, self.request, self.decode = row, request, decode
+        self.completion: Completion | None = None
+
+    def prompt(self) -> Prompt:
+        return Prompt(self.row.ids, key=self.request.number, sample=self.request.sample)
+
+    def hear(self, completion: Completion) -> None:
+        self.completion = completion
+
+    @property
+    def is_over(self) -> bool:
+        return self.completion is not None
+
+    def rollout(self) -> Rollout:
+        completion = self.completion
+        return Rollout(
+            self.request,
+            prompt=self.row.prompt,
+            completion=as_completion(self.row.prompt, self.decode(completion.ids)),
+            sample=written_sample(self.row, self.request, completion),
+            prompt_length=len(self.row.ids),
+            finish_reason=completion.finish_reason,
+            error=completion.error,
+            columns=self.row.columns,
+            seconds=dict(completion.seconds),
+            masked=completion.error is not None,
+        )
+
+
+def written_sample(row: PromptRow, request: Request, completion: Completion) -> Sample:
+    """Prompt and completion as a Sample; the completion is trained, with the engine's log-probs beside it."""
+    prompt = Sample(row.ids, np.zeros(len(row.ids), dtype=bool), row=row.row, group=request.number)
+    prompt.policy_version = completion.version
+    return prompt.append(
+        completion.ids,
+        trained=True,
+        **{SAMPLING_LOGPS: completion.sampling_logps, POLICY_LOGPS: completion.policy_logps},
+    )
+
+
+def as_completion(prompt: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:
+    """Text as rewards see it: of a conversation, the message that it is; a message that the prompt began is shown whole."""
+    if isinstance(prompt, str):
+        return text
+    opening = prompt[-1].get("content") if prompt and prompt[-1].get("role") == "assistant" else ""
+    return [{"role": "assistant", "content": f"{opening}{text}" if isinstance(opening, str) else text}]

@@ -1,0 +1,1 @@
+"""What an online trainer has: agents, engines, weight sync, rollout logs."""

@@ -1,0 +1,174 @@
+"""Agents: tools and environments as a trainer uses them: schemas in prompts, episodes, rewards of environments, metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from datasets import Dataset
+
+from posttrain.data.render.turn_suffix import TurnSuffix
+from posttrain.rollout.collector import Collected
+from posttrain.rollout.episodes.environment import COLUMN, Environments
+from posttrain.rollout.episodes.tool_episode import EpisodeRules, ToolEpisode
+from posttrain.rollout.episodes.tools import Toolbox
+from posttrain.rollout.episodes.writing import AnyRows
+from posttrain.rollout.prompt_rows import PromptRow
+from posttrain.rollout.rollout import Request
+from posttrain.trainer.online.rollout_metrics import Numbers, tool_metrics
+
+if TYPE_CHECKING:
+    from posttrain.data.render.renderer import Renderer
+    from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
+    from posttrain.trainer.options.online import OnlineConfig
+
+AGENT_OPTIONS = ("max_tool_calling_iterations", "tool_timeout", "max_tool_result", "episode_timeout")
+"""Options that mean nothing without tools or an environment."""
+
+
+class Agents:
+    """Made before anything is loaded: a tool without a description must not cost a model's loading time."""
+
+    suffix: TurnSuffix | None = None  # none where there is nothing to call, as in an environment of one turn
+
+    def __init__(self, tools: Sequence[Callable[..., Any]] | Toolbox | None, environment_factory: Any) -> None:
+        if callable(tools) or isinstance(tools, str):
+            raise TypeError(f"`tools` must be a list of functions, not {type(tools).__name__}.")
+        self.toolbox = tools if isinstance(tools, Toolbox) else Toolbox(list(tools or ()))
+        self.environments: Environments | None = None
+        if environment_factory is not None:
+            self.environments = Environments(environment_factory, self.toolbox)
+
+    def set_up(self, renderer: Renderer, args: OnlineConfig, dataset: Any) -> Any:
+        """Takes the limits, and gives the dataset or what stands for a missing one.
+
+        A template that cannot carry on after a tool's result is refused here, before a prompt is read.
+        """
+        self.toolbox.timeout, self.toolbox.max_result = args.tool_timeout, args.max_tool_result
+        if self.schemas:
+            self.suffix = TurnSuffix(renderer, self.schemas, args.chat_template_kwargs)
+        return self._placeholder(args) if dataset is None else dataset
+
+    # ---- data --------------------------------------------------------------------------------------------------------
+
+    @property
+    def several(self) -> bool:
+        return self.environments is not None and self.environments.several
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of everything that may be called in some episode."""
+        if self.environments is None:
+            return self.toolbox.schemas
+        return [schema for kind in self.environments.kinds.values() for schema in kind.schemas]
+
+    def prepare_options(self) -> dict[str, Any]:
+        """Arguments of PrepareOptions."""
+        if self.environments is None:
+            return {"tools": self.schemas}
+        kinds = self.environments.kinds
+        if self.several:  # each row has the tools of its own environment: see ToolEpisode
+            needed, allowed, tools = (COLUMN,), {COLUMN: tuple(kinds)}, None
+        else:
+            (kind,) = kinds.values()
+            needed, allowed, tools = tuple(kind.needed_columns), {}, self.schemas or None
+        return {
+            "tools": tools,
+            "allow_blank_prompts": True,
+            "required_columns": needed,
+            "allowed_values": allowed,
+        }
+
+    def _placeholder(self, args: OnlineConfig) -> Dataset | None:
+        """Empty prompts for an environment that brings its own; None where a dataset is needed."""
+        if self.environments is None or self.several or args.max_steps <= 0:
+            return None
+        schedule = args.schedule()
+        windows = -(-args.max_steps * schedule.accumulation // schedule.window)
+        return Dataset.from_dict({"prompt": [[{"role": "user", "content": ""}]] * (windows * schedule.prompts)})
+
+    # ---- rewards -----------------------------------------------------------------------------------------------------
+
+    def with_rewards(
+        self, rewards: Any, weights: Sequence[float] | None, tokenizers: Any
+    ) -> tuple[list[Any], list[float] | None, list[Any] | None]:
+        """The user's rewards and those of the environments, which weigh 1."""
+        given = [] if rewards is None else list(rewards) if isinstance(rewards, list | tuple) else [rewards]
+        own = [] if self.environments is None else self.environments.rewards()
+        if weights is not None and len(weights) == len(given):
+            weights = [*weights, *[1.0] * len(own)]
+        if tokenizers is not None:
+            tokenizers = [*(tokenizers if isinstance(tokenizers, list | tuple) else [tokenizers]), *[None] * len(own)]
+        return [*given, *own], weights, tokenizers
+
+    # ---- episodes ----------------------------------------------------------------------------------------------------
+
+    def stop_ids(self, stop_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """A turn that calls a tool may end with a token of its own."""
+        closing = () if self.suffix is None else (self.suffix.closing,)
+        return tuple(dict.fromkeys((*stop_ids, *closing)))
+
+    def episodes(
+        self,
+        renderer: Renderer,
+        engine: RolloutEngine,
+        args: OnlineConfig,
+        rows: Sequence[PromptRow],
+        requests: Sequence[Request],
+        params: SamplingParams,
+    ) -> list[ToolEpisode]:
+        rules = EpisodeRules(
+            renderer,
+            self.suffix,
+            self.toolbox,
+            frozenset(params.stop_ids),
+            max_completion=params.max_tokens,
+            max_rounds=args.max_tool_calling_iterations,
+            max_prompt=args.max_length,
+            context=getattr(engine, "context", None),
+            timeout=args.episode_timeout,
+            template_kwargs=args.chat_template_kwargs or {},
+            renders_by_row=self.several,
+        )
+        lend = None if self.environments is None else self.environments.take
+        return [ToolEpisode(row, request, rules, lend) for row, request in zip(rows, requests)]
+
+    def collected(self) -> None:
+        """The episodes have their rewards, so their environments are free."""
+        if self.environments is not None:
+            self.environments.give_back()
+
+    def metrics(self, collected: Collected) -> Numbers:
+        names = list(dict.fromkeys(schema["function"]["name"] for schema in self.schemas))
+        return tool_metrics(collected.rollouts, names, self.environments is not None)
+
+
+def make_agents(
+    tools: Sequence[Callable[..., Any]] | Toolbox | None,
+    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None,
+    rollout_func: Any,
+) -> Agents | None:
+    """None where there is nothing to call."""
+    if not tools and environment_factory is None:
+        return None
+    if rollout_func is not None:
+        raise ValueError("`rollout_func` writes rollouts itself: `tools` and `environment_factory` would not be used.")
+    return Agents(tools, environment_factory)
+
+
+def refuse_agent_options(args: OnlineConfig) -> None:
+    ignored = sorted(set(AGENT_OPTIONS) & args.set_by_user())
+    if ignored:
+        raise ValueError(
+            f"`{ignored[0]}` is set, but there are neither `tools` nor an `environment_factory`. Leave it out."
+        )
+
+
+def rows_for(agents: Agents | None, rows: AnyRows, name: str) -> AnyRows:
+    """The rows, where they suit agents: calls and results are messages, and plain text has no place for them."""
+    if agents is not None and not rows.prepared.detection.conversational:
+        raise ValueError(
+            f"Tools and environments need prompts that are lists of messages; those of {name} are plain texts. Give "
+            '[{"role": "user", "content": ...}].'
+        )
+    return rows

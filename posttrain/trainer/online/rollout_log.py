@@ -1,0 +1,196 @@
+"""RolloutLog: every rollout is kept, some are shown, and what looks wrong about their rewards is said."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import TrainerCallback
+
+from posttrain.rewards.runtime.statistics import RewardWatch
+from posttrain.rollout.collector import Collected
+from posttrain.rollout.rollout import Rollout
+from posttrain.rollout.store import RolloutStore, record_of
+from posttrain.trainer.checkpoints.background_save import CheckpointNotSaved
+from posttrain.trainer.online.rollout_metrics import as_tensors
+from posttrain.trainer.online.rollout_push import RolloutPush
+from posttrain.trainer.report.progress import number, say, wants_live
+
+if TYPE_CHECKING:
+    from posttrain.trainer.online_trainer import OnlineTrainer
+
+SHOWN_CHARACTERS = 400
+
+
+class RolloutLog(TrainerCallback):
+    """Is given every collection; writes to the store from the beginning of training to its end."""
+
+    def __init__(self, trainer: OnlineTrainer) -> None:
+        self.trainer = trainer
+        self.store: RolloutStore | None = None
+        self.push: RolloutPush | None = None
+        self.watch = RewardWatch()
+        self.latest: list[Rollout] = []
+        self._step_began = 0.0
+        self._failed: set[tuple[str, str]] = set()  # rewards whose failure was told, and its kind
+
+    # ---- the run -----------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_began = time.perf_counter()
+        if args.keep_rollouts:
+            self.store = RolloutStore(args.output_dir, args.process_index)
+            if state.is_world_process_zero:  # a resumed run makes later ones again; a new one begins with none
+                self.store.forget_after(state.global_step)
+                if args.log_completions_hub_repo is not None:
+                    self.push = RolloutPush(self.store.folder, args)
+            self.trainer.accelerator.wait_for_everyone()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        self.trainer.metrics.add("train", as_tensors({"step_time": now - self._step_began}))
+        self._step_began = now
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._close_store()
+        self.trainer.accelerator.wait_for_everyone()  # what is pushed are the files of all processes
+        self.close()
+
+    def _close_store(self) -> None:
+        if self.store is not None:
+            store, self.store = self.store, None
+            try:
+                store.close()
+            except OSError as error:
+                self.trainer.tell_unwritten(f"{error.strerror} ({error.filename}).")
+
+    def close(self) -> None:
+        self._close_store()
+        if self.push is not None:
+            self.push.close()
+            self.push = None
+
+    def on_collected(self, collected: Collected) -> None:
+        """Keep a collection that will be trained on, under the number of the step that it is made for."""
+        state = self.trainer.state
+        self.latest = collected.rollouts
+        if self.store is not None:
+            try:
+                self.store.write(state.global_step + 1, [record_of(r, state.epoch or 0.0) for r in collected.rollouts])
+            except OSError as error:
+                raise CheckpointNotSaved(f"{error.strerror} ({error.filename}).") from error
+        self._tell_failures(collected)
+        if self.trainer.args.alerts and self.trainer.is_world_process_zero():
+            table = collected.table
+            values = table.rewards.masked_fill(table.masked[:, None], float("nan")).numpy()
+            for sentence in self.watch.look(self.trainer.rewards.names, values, table.lengths.numpy()):
+                say(f"alert  {sentence}")
+
+    def _tell_failures(self, collected: Collected) -> None:
+        """The first of each kind; how many there are, the log says."""
+        for failure in collected.results.failures:
+            if (failure.reward, failure.kind) not in self._failed:
+                self._failed.add((failure.reward, failure.kind))
+                policy = self.trainer.args.reward_on_error
+                said = " ".join(failure.message.split())
+                say(f"alert  reward {failure.reward} failed ({failure.kind}): {said} (reward_on_error={policy!r})")
+
+    # ---- what is shown -----------------------------------------------------------------------------------------------
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if args.log_completions and state.is_world_process_zero and self.latest and logs and "reward" in logs:
+            listed = one_of_each_prompt(self.latest) if args.log_unique_prompts else self.latest
+            shown = listed[: args.num_completions_to_print]
+            show(shown, self.trainer.rewards.names, state.global_step, args.disable_tqdm)
+            if "wandb" in args.report_to:
+                _to_wandb(listed, self.trainer.rewards.names, state.global_step)
+
+
+def one_of_each_prompt(rollouts: list[Rollout]) -> list[Rollout]:
+    """The first completion of each."""
+    return list({rollout.group: rollout for rollout in reversed(rollouts)}.values())[::-1]
+
+
+def show(rollouts: list[Rollout], names: list[str], step: int, disable_tqdm: bool) -> None:
+    """A table in a terminal, plain lines elsewhere. The store has all of them."""
+    console = Console()
+    if wants_live(disable_tqdm, console):
+        with console.capture() as drawn:
+            console.print(_rich_table(rollouts, names, step))
+        say(drawn.get().rstrip("\n"))
+        return
+    lines = [f"completions at step {step}"]
+    for rollout in rollouts:
+        said = [f"{name} {number(value)}" for name, value in numbers_of(rollout, names).items()]
+        said += [f"{name} {text}" for name, text in extras_of(rollout, list(rollout.extras)).items()]
+        lines += [f"  > {clipped(rollout.prompt)!r}", f"    {clipped(rollout.completion)!r}  ({', '.join(said)})"]
+    say("\n".join(lines))
+
+
+def numbers_of(rollout: Rollout, names: list[str]) -> dict[str, float]:
+    rewards = {name: rollout.rewards.get(name, float("nan")) for name in names}
+    return {**rewards, "advantage": rollout.advantage}
+
+
+def extra_columns(rollouts: list[Rollout]) -> list[str]:
+    """Names that rewards gave to `log_extra`, in the order in which they came."""
+    return list(dict.fromkeys(name for rollout in rollouts for name in rollout.extras))
+
+
+def extras_of(rollout: Rollout, columns: list[str]) -> dict[str, str]:
+    """As texts; an empty one where nothing was said."""
+    return {name: clipped(str(rollout.extras.get(name, ""))) for name in columns}
+
+
+def clipped(said: str | list[dict[str, Any]]) -> str:
+    """Text, or the messages of a conversation one after the other, of a bounded length."""
+    if not isinstance(said, str):
+        said = "\n".join(f"{message.get('role')}: {_spoken(message)}" for message in said)
+    return said if len(said) <= SHOWN_CHARACTERS else said[: SHOWN_CHARACTERS - 3] + "..."
+
+
+def _spoken(message: dict[str, Any]) -> str:
+    """What a message says, and the tools that it calls."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or []]
+    parts = [str(message.get("content") or ""), *(f"{call.get('name')}({_arguments(call)})" for call in calls)]
+    return " ".join(filter(None, parts))
+
+
+def _arguments(call: dict[str, Any]) -> str:
+    given = call.get("arguments")
+    return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False, default=str)
+
+
+def _rich_table(rollouts: list[Rollout], names: list[str], step: int) -> Table:
+    extra = extra_columns(rollouts)
+    title = f"completions at step {step}"
+    table = Table("prompt", "completion", *names, "advantage", *extra, title=title, show_lines=True)
+    for rollout in rollouts:
+        numbers = [number(value) if np.isfinite(value) else "-" for value in numbers_of(rollout, names).values()]
+        said = [Text(text) for text in extras_of(rollout, extra).values()]
+        table.add_row(Text(clipped(rollout.prompt)), Text(clipped(rollout.completion)), *numbers, *said)
+    return table
+
+
+def _to_wandb(rollouts: list[Rollout], names: list[str], step: int) -> None:
+    import wandb
+
+    if wandb.run is not None:
+        extra = extra_columns(rollouts)
+        columns = ["step", "prompt", "completion", *names, "advantage", *extra]
+        rows = [
+            [
+                step,
+                clipped(r.prompt),
+                clipped(r.completion),
+                *numbers_of(r, names).values(),
+                *extras_of(r, extra).values(),
+            ]
+            for r in rollouts
+        ]
+        wandb.log({"completions": wandb.Table(columns=columns, data=rows)})

@@ -1,0 +1,421 @@
+"""OnlineTrainer: a BaseTrainer whose batches are what the model itself has written.
+
+A method adds `credit` (rewards -> advantages) and `loss`. Generation happens in the dataloader's `next()` (see rollout/loader), so
+that transformers.Trainer's loop stays as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from datasets import IterableDataset
+from torch import Tensor, nn
+
+from posttrain.core.batch import SHARED, StepTotals, TokenBatch
+from posttrain.core.results import TokenScores
+from posttrain.core.sample import Sample, Unit
+from posttrain.data.render.byte_decoding import text_decoder
+from posttrain.data.render.templates import adopt_chat_format
+from posttrain.data.rows.formats import PROMPT_ONLY
+from posttrain.models.load.model import innermost_model
+from posttrain.models.load.reference import PRECOMPUTED, ModelReference, Precomputed
+from posttrain.models.scoring.float32_head import compute_head_in_float32
+from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.rewards.reward_set import RewardSet
+from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector, joined
+from posttrain.rollout.engines.protocol import ENGINES, RolloutEngine
+from posttrain.rollout.episodes.writing import Writer, evaluating
+from posttrain.rollout.eval_loader import EvalRolloutLoader
+from posttrain.rollout.loader import RolloutLoader
+from posttrain.rollout.prompt_rows import PromptRows
+from posttrain.rollout.replay_buffer import ReplayBuffer
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
+from posttrain.rollout.source import Prompts, PromptStream, RolloutSource
+from posttrain.rollout.streamed_prompts import StreamedPrompts, StreamOrder
+from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.checkpoints import checkpoint as files
+from posttrain.trainer.online.agents import Agents, rows_for
+from posttrain.trainer.online.gathered_engine import GatheredEngine
+from posttrain.trainer.online.joint_export import JointExport
+from posttrain.trainer.online.rollout_log import RolloutLog
+from posttrain.trainer.online.rollout_metrics import as_tensors, rollout_metrics
+from posttrain.trainer.online.rollout_scoring import write_logps
+from posttrain.trainer.online.skipping import skipping_by_position
+from posttrain.trainer.online.vllm_setup import refuse_correction_without_logps, vllm_engine
+from posttrain.trainer.online.weight_sync import WeightSync
+from posttrain.trainer.options.base import DEEPSPEED
+from posttrain.trainer.options.online import OnlineConfig
+from posttrain.trainer.plan.memory_fit import fit_memory
+from posttrain.trainer.references.setup import follow_policy, live_reference
+from posttrain.trainer.report.progress import count, several
+
+logger = logging.getLogger(__name__)
+
+ROLLOUTS_FILE = "rollouts_{rank}"
+FAILURES = "reward_failures/"  # and the kind: how many calls of rewards have failed since the beginning of the run
+EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time
+
+
+class OnlineTrainer(BaseTrainer):
+    """Trains on completions of a dataset's prompts. See the module's docstring for what a method provides."""
+
+    config_class: ClassVar[type[OnlineConfig]] = OnlineConfig
+    formats = (PROMPT_ONLY,)
+    roles = ("completion",)
+    token_stats: ClassVar[tuple[str, ...]] = ("entropy",)
+    loads_more: ClassVar[bool] = True  # reward models
+
+    agents: Agents | None = None  # methods with tools set it before they call this class's __init__
+    replay: ReplayBuffer | None = None
+    live: ModelReference | None = None
+    collector: RolloutCollector | None = None  # there is none where a run is only explained
+    source: RolloutSource | None = None
+    loader: RolloutLoader | None = None
+    eval_loader: EvalRolloutLoader | None = None
+    joint_export: JointExport | None = None  # where FSDP holds weights that an engine is sent
+
+    def __init__(
+        self,
+        model: str | Path | nn.Module,
+        reward_funcs: Any = None,
+        args: OnlineConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        *,
+        rollout_func: Callable[..., dict[str, Any]] | None = None,
+        engine: RolloutEngine | None = None,
+        ref_model: Any = None,
+    ) -> None:
+        """`engine` writes the completions; None: the one that `rollout_engine` names, reading this model's weights in place."""
+        self.rollout_func = rollout_func
+        super().__init__(
+            model,
+            args,
+            None,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            None,
+            callbacks,
+            optimizers,
+            quantization_config=quantization_config,
+            peft_config=peft_config,
+            ref_model=ref_model,
+        )
+        rewards = (reward_funcs, self.args.reward_weights, reward_processing_classes)
+        funcs, weights, tokenizers = rewards if self.agents is None else self.agents.with_rewards(*rewards)
+        self.rewards = RewardSet(
+            funcs,
+            weights,
+            self.args.reward_options(),
+            tokenizers=tokenizers,
+            model_options={"device": self.args.device, "dtype": self.args.compute_dtype},
+            report=self.loaded.notes.append,
+            watch=False,  # the log of rollouts looks at those of all processes
+        )
+        fit_memory(self)
+        self.engine = engine if engine is not None else self._make_engine()
+        refuse_correction_without_logps(self)
+        self.weight_sync = WeightSync(self)
+        if self.args.replay_buffer_size:
+            self.replay = ReplayBuffer(self.args.replay_buffer_size, self.args.seed)
+        self.log_of_rollouts = RolloutLog(self)
+        self.add_callback(self.log_of_rollouts)
+        self.collector = self._make_collector()
+
+    def reserved_bytes(self) -> float:
+        return self.args.vllm_resident_share * torch.cuda.get_device_properties(self.args.device).total_memory
+
+    # ---- what a method provides --------------------------------------------------------------------------------------
+
+    def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
+        """(N,) advantages of the samples of all processes; `totals` are their weighted rewards, NaN where there is none."""
+        raise NotImplementedError
+
+    def spread(self, rollouts: list[Rollout]) -> None:
+        """Write the advantage of each token, and whatever else is the method's, on rollouts that have their `advantage`."""
+        for rollout in rollouts:
+            rollout.sample.per_token[ADVANTAGES] = np.full(len(rollout.sample), rollout.advantage, dtype=np.float32)
+
+    def arranged(self, groups: list[list[Rollout]]) -> list[Unit | None]:
+        """The units that are trained on; None for what takes part in nothing. As many for each group."""
+        return [None if rollout.masked else (rollout.sample,) for group in groups for rollout in group]
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.args.beta != 0.0
+
+    @property
+    def needs_old_logps(self) -> bool:
+        """Whether the trainer's own log-probs at the time of generation are computed in a pass of their own."""
+        return not self.args.schedule().is_on_policy or self.replay is not None
+
+    # ---- construction ------------------------------------------------------------------------------------------------
+
+    def prepare_reference(self, ref_model: Any, policy: Any) -> None:
+        if self.args.cast_lm_head_to_fp32:  # before a copy is made of it
+            compute_head_in_float32(innermost_model(self.model))
+        if not self.needs_reference:
+            if ref_model is not None:
+                raise ValueError(
+                    "`beta` is 0: a reference model would be loaded and never asked. Leave `ref_model` out."
+                )
+            return
+        self.live = live_reference(self, ref_model, policy)
+        if self.args.cast_lm_head_to_fp32:
+            compute_head_in_float32(innermost_model(self.live.model))
+        self.live.temperature, self.live.chunk_tokens = self.args.temperature, self.args.chunk_tokens
+        self.reference = ScoredWithRollouts(self.live)
+        follow_policy(self, self.live)
+
+    def prepare_options(self, is_training: bool) -> dict[str, Any]:
+        of_agents = {} if self.agents is None else self.agents.prepare_options()
+        return {"shuffle_seed": None, **of_agents}  # the order of prompts is the stream's
+
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        if self.agents is not None and name == "train":
+            if self.agents.schemas and not self.renderer.has_template:  # tools are called in messages
+                logger.warning(f"{adopt_chat_format(self.renderer)}.".capitalize())
+            dataset = self.agents.set_up(self.renderer, self.args, dataset)
+        if dataset is None or isinstance(dataset, PromptRows | StreamedPrompts):
+            return dataset
+        if isinstance(dataset, IterableDataset):
+            self._refuse_stream(name)
+            rows = StreamedPrompts(super()._prepared(dataset, name))
+        else:
+            rows = PromptRows(super()._prepared(dataset, name), dataset)
+        return rows_for(self.agents, rows, name)
+
+    def _refuse_stream(self, name: str) -> None:
+        """Where a stream cannot serve, before anything of it is read."""
+        if name != "train":
+            raise ValueError(
+                f"The dataset {name} is a stream; evaluation answers all prompts of a set each time. Give a datasets.Dataset, such "
+                "as Dataset.from_list(list(stream.take(100)))."
+            )
+        if self.args.max_steps <= 0:
+            raise ValueError("`train_dataset` is a stream, whose length is not known: set `max_steps`.")
+
+    def _make_engine(self) -> RolloutEngine:
+        if self.args.use_vllm:
+            return vllm_engine(self)
+        if self.args.sharding == DEEPSPEED:
+            raise ValueError(
+                f"The {self.args.rollout_engine!r} engine reads whole weights; under DeepSpeed they are in pieces. Use FSDP "
+                "(`fsdp=True`), or one process per GPU without sharding."
+            )
+        slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
+        make = functools.partial(ENGINES[self.args.rollout_engine], decode=self.decode_exactly, **slots)
+        if self.is_fully_sharded:
+            return GatheredEngine(self.model, make, self.args.device, self.args.compute_dtype)
+        return make(self.model)
+
+    def _make_collector(self) -> RolloutCollector:
+        """It owns what a window needs; of this trainer it calls what is the method's (MethodHooks)."""
+        agents, function = self.agents, self.rollout_func
+        writer = Writer(
+            self.engine,
+            self.model,
+            lambda: self.weight_sync.ready(self.state.global_step),
+            text_decoder(self.processing_class),
+            None if agents is None else functools.partial(agents.episodes, self.renderer, self.engine, self.args),
+            None if function is None else lambda prompts: function(prompts, self),
+        )
+        release = {} if agents is None else {"release": agents.collected}
+        return RolloutCollector(writer, self.rewards, self, lambda: self.state, self.args.world_size, **release)
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """What ends a completion: the tokenizer's end of text, and those that the model's generation config names."""
+        named = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
+        named = named if isinstance(named, (list, tuple)) else [named]
+        ids = tuple(dict.fromkeys(i for i in (self.processing_class.eos_token_id, *named) if i is not None))
+        return ids if self.agents is None else self.agents.stop_ids(ids)
+
+    def plan_lines(self, max_steps: int) -> dict[str, str]:
+        args, report = self.args, self.train_dataset.report
+        has_length = hasattr(self.train_dataset, "__len__")
+        engine = "your rollout_func" if self.rollout_func is not None else f"{type(self.engine).__name__}"
+        return {
+            "data": f"{report.kept:,} prompts, {count(report.tokens)} tokens" if has_length else "a stream of prompts",
+            "steps": f"{args.schedule().sentence(args.max_completion_length)}; {several(max_steps, 'step')}",
+            "rollouts": f"written by {engine}; rewards: {', '.join(self.rewards.names)}",
+        }
+
+    def longest_row(self) -> int:
+        return self._longest_prompt() + self.args.max_completion_length
+
+    def _longest_prompt(self) -> int:
+        return getattr(self.train_dataset, "longest", self.args.max_length or 1024)
+
+    def largest_batch(self) -> int:
+        """Completions as long as they may be; the prompt of a group lies once in a micro-batch, where the model allows it."""
+        size, group = self.args.per_device_train_batch_size, self.args.num_generations
+        if self.data_collator.layout != SHARED:
+            return super().largest_batch()
+        fits_evenly = size % group == 0 or group % size == 0
+        groups = -(-size // group) + (0 if fits_evenly else 1)
+        return groups * self._longest_prompt() + size * self.args.max_completion_length
+
+    # ---- rollouts ----------------------------------------------------------------------------------------------------
+
+    def decode_exactly(self, ids: Any) -> str:
+        return self.processing_class.decode(ids, skip_special_tokens=False)
+
+    def annotate(self, samples: list[Sample]) -> None:
+        """The trainer's own log-probs, and the reference's, written on the samples."""
+        collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
+        how = (collator, self.args.device, self.most_of_any_process if self.is_fully_sharded else int)
+        if self.needs_old_logps:
+            write_logps(samples, OLD_LOGPS, self._policy_logps, *how)
+        if self.live is not None:
+            write_logps(samples, PRECOMPUTED, lambda batch: self.live.scores(batch).logps, *how)
+        self.annotated(samples)
+
+    def annotated(self, samples: list[Sample]) -> None:
+        """A method may write further numbers on samples that have their log-probs."""
+
+    def _policy_logps(self, batch: TokenBatch) -> Tensor:
+        with evaluating(self.model):
+            return score_tokens(
+                self.model_wrapped, batch, temperature=self.args.temperature, chunk_tokens=self.args.chunk_tokens
+            ).logps
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> StepTotals | None:
+        """The micro-batches of a step are here: what was collected for them is counted, shown and kept."""
+        for collected in [] if self.source is None else self.source.take_finished():
+            self._measure(collected, "train")
+            self.metrics.count("num_tokens", sum(len(rollout.sample) for rollout in collected.rollouts))
+            for kind, number in collected.table.failures.items():
+                self.metrics.count(f"{FAILURES}{kind}", number)
+            self.log_of_rollouts.on_collected(collected)
+        return super()._get_num_items_in_batch(batch_samples, device)
+
+    def add_evaluation_metrics(self) -> None:
+        """The numbers of all prompts together: the last ones of many are not a batch of their own."""
+        if self.eval_loader is not None and self.eval_loader.collected:
+            self._measure(joined(self.eval_loader.collected), "eval")
+        self.eval_loader = None
+
+    def _measure(self, collected: Collected, mode: str) -> None:
+        found = rollout_metrics(collected, self.rewards.names)
+        if self.agents is not None:
+            found |= self.agents.metrics(collected)
+        self.metrics.add(mode, as_tensors(found))
+
+    # ---- as dataloaders ----------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> RolloutLoader:
+        if self.train_dataset is None:
+            raise ValueError(f"{type(self).__name__}.train() needs a `train_dataset`.")
+        args = self.args
+        if isinstance(self.train_dataset, StreamedPrompts):
+            self.train_dataset.rewind()
+            order = StreamOrder()
+        else:
+            order = PromptStream(len(self.train_dataset), args.seed, args.shuffle_dataset)
+        schedule = args.schedule()
+        prompts = Prompts(order, schedule, args.process_index)
+        if self.collector is not None:
+            params, rules = args.sampling(self.stop_ids), args.window_rules()
+            self.source = RolloutSource(prompts, self.train_dataset, params, self.collector, rules, self.replay)
+        collator = replace(self.data_collator, max_tokens=args.max_tokens_per_pass)
+        pins = args.dataloader_pin_memory and args.device.type == "cuda"
+        self.loader = RolloutLoader(self.source or prompts, schedule, collator, pins)
+        return self.loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalRolloutLoader:
+        args, rows = self.args, self.evaluation_rows(eval_dataset)
+        params = None if self.collector is None else args.sampling(self.stop_ids)
+        self.eval_loader = EvalRolloutLoader(
+            rows,
+            args.num_generations_eval or args.num_generations,
+            args.eval_batch_size,
+            None if params is None else replace(params, seed=params.seed ^ EVALUATION_SEED),
+            self.collector,
+            args.window_rules(),
+            self.data_collator,
+            args.process_index,
+            args.world_size,
+        )
+        return self.eval_loader
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
+        return score_tokens(model, batch, stats, temperature=self.args.temperature, **self.scoring_options())
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "learning_rate" in logs:
+            logs |= {name: total for name, total in self.metrics.totals.items() if name.startswith(FAILURES)}
+        super().log(logs, start_time)
+
+    def count_tokens(self, batch: TokenBatch) -> None:
+        """Tokens are counted when they are written, once, however often they are trained on."""
+
+    # ---- resuming ----------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As BaseTrainer's. What waits to be written to the store of rollouts is written however it ends."""
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            self.log_of_rollouts.close()
+
+    def close(self) -> None:
+        """Give back what outlives the trainer: workers of rewards, and vLLM. It cannot train or evaluate afterwards."""
+        self.rewards.close()
+        if hasattr(self.engine, "close"):
+            self.engine.close()
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        with skipping_by_position():
+            super()._run_epoch(*args, **kwargs)
+
+    def identity_parts(self) -> dict[str, Any]:
+        return super().identity_parts() | {"rewards": self.rewards.names}
+
+    def rollout_state(self) -> dict[str, Any]:
+        """What decides the coming rollouts and is no weight."""
+        replay = {} if self.replay is None else {"replay": self.replay.state()}
+        return {"loader": self.loader.state(), **replay}
+
+    def load_rollout_state(self, state: dict[str, Any]) -> None:
+        self.loader.load_state(state["loader"])
+        if self.replay is not None:
+            self.replay.load_state(state["replay"])
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        name = ROLLOUTS_FILE.format(rank=self.args.process_index)
+        files.save_tree(Path(output_dir) / name, self.rollout_state())
+
+    def restore_run_state(self) -> None:
+        super().restore_run_state()
+        if self.resumed_from is not None:
+            name = ROLLOUTS_FILE.format(rank=self.args.process_index)
+            self.load_rollout_state(files.load_tree(self.resumed_from / name))
+
+
+class ScoredWithRollouts(Precomputed):
+    """A live reference that was asked when the rollouts were collected; its answers travel with the samples."""
+
+    def __init__(self, live: ModelReference) -> None:
+        super().__init__()
+        self.live = live
+
+    def __str__(self) -> str:
+        return f"{self.live}, asked once for each rollout"

@@ -1,0 +1,1 @@
+"""Options of trainers, declared and documented once."""

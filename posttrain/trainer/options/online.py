@@ -1,0 +1,232 @@
+"""Options of methods that train on what the model itself writes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.sample import KEEP_END
+from posttrain.rewards.runtime.options import AUTO, IN_PROCESS, RewardOptions
+from posttrain.rollout.engines.protocol import ENGINES, SamplingParams
+from posttrain.rollout.schedule import Schedule
+from posttrain.rollout.source import WindowRules
+from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig, check_choice, check_range, option
+from posttrain.trainer.options.refused_options import RefusedOptions, refuse_options
+from posttrain.trainer.options.vllm import VLLMConfig
+from posttrain.trainer.references.setup import MovingReferenceConfig
+
+GENERATION_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop", "stop_token_ids": "stop_ids"}
+"""Keys of `generation_kwargs` under the names of transformers and vLLM -> ours."""
+
+
+@dataclass
+class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedPromptsConfig, BaseConfig):
+    """Options of online methods: sampling, groups and windows, rewards, and what is kept of rollouts."""
+
+    learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
+    disable_dropout: bool = option(False, "Set every dropout probability of the model to 0.")
+    shuffle_dataset: bool = option(
+        True, "Another order of prompts in each epoch. False, and always of a stream: the dataset's own."
+    )
+    cast_lm_head_to_fp32: bool = option(
+        False, "Compute logits in float32, in training and in generation, where the other weights are in less."
+    )
+    max_length: int | None = option(
+        None, "Longest prompt in tokens; longer ones are cut as `truncation_mode` says. None: no limit."
+    )
+
+    max_prompt_length: int | None = option(
+        None,
+        "Old name of `max_length`; prompts are cut at their beginning then, unless `truncation_mode` says otherwise.",
+    )
+
+    # ---- what is generated
+    num_generations: int = option(8, "Completions of each prompt: the size of a group.")
+    num_generations_eval: int | None = option(None, "The same in evaluation. None: `num_generations`.")
+    max_completion_length: int = option(512, "Most tokens of a completion; with tools, of all its turns together.")
+    generation_batch_size: int | None = option(
+        None, "Completions that are generated at once, over all processes. None: `steps_per_generation` micro-batches."
+    )
+    steps_per_generation: int | None = option(
+        None, "Micro-batches that one generation feeds. None: `gradient_accumulation_steps`, one optimizer step."
+    )
+    num_iterations: int = option(1, "Passes over each generated batch (mu in the GRPO paper).")
+    rollout_engine: str = option(
+        "native", f"Who writes completions: {', '.join(ENGINES)}. 'native' falls back to 'transformers' where it must."
+    )
+    max_rollout_slots: int | None = option(
+        None, "Completions that the native engine writes side by side. None: as memory allows."
+    )
+
+    # ---- how
+    temperature: float = option(1.0, "Divides the logits, in sampling and in training.")
+    top_p: float = option(1.0, "Sample from the most likely tokens that make up this much probability. 1: all.")
+    top_k: int = option(0, "Sample from this many most likely tokens. 0: all.")
+    min_p: float | None = option(None, "Leave out tokens less likely than this share of the likeliest. None: none.")
+    repetition_penalty: float = option(1.0, "Above 1: tokens that occurred become less likely. 1: off.")
+    generation_kwargs: dict[str, Any] | str | None = option(
+        None,
+        "Further sampling options (stop_strings, stop_token_ids, logit_bias, seed, regex); they override the above.",
+    )
+    vllm_structured_outputs_regex: str | None = option(
+        None, "Completions match this regular expression, whichever engine writes them. None: any text."
+    )
+    vllm_guided_decoding_regex: str | None = option(None, "Old name of `vllm_structured_outputs_regex`.")
+
+    # ---- rewards
+    reward_weights: list[float] | None = option(None, "One weight for each reward. None: 1 each.")
+    reward_on_error: str = option(
+        "mask", "A reward that fails: 'mask' leaves the sample out, 'default' gives `reward_default`, 'fail' stops."
+    )
+    reward_default: float = option(0.0, "Value of a failed reward under `reward_on_error='default'`.")
+    reward_timeout: float | None = option(60.0, "Seconds that one call of a reward may take. None: any time.")
+    reward_workers: int | None = option(
+        None, "Processes that rewards run in. None: by cores, at most 8; 0: in this one."
+    )
+    reward_retries: int = option(0, "Further tries of a call that failed.")
+    reward_batching: str = option(
+        "group",
+        "Rewards are called with each 'group' or 'sample' as soon as it is written, or once with 'all' completions.",
+    )
+    reward_cache: bool = option(False, "Remember the values of rewards by their arguments (pure functions only).")
+
+    # ---- what is trained
+    beta: float = option(0.0, "Weight of the divergence from the reference. 0: there is none.")
+    mask_truncated_completions: bool = option(
+        False, "Completions that were cut off by their length are not trained on (they count as sequences)."
+    )
+    drop_zero_variance: bool = option(
+        False, "Groups whose rewards are all equal teach nothing: leave them out and generate others in their place."
+    )
+    refill_rounds: int = option(4, "How often, at most, groups are generated in the place of those left out.")
+
+    replay_buffer_size: int = option(
+        0, "Groups that are remembered and take the place of new ones whose rewards are all equal. 0: none."
+    )
+
+    # ---- what is kept
+    keep_rollouts: bool = option(True, "Write every rollout to parquet files in `<output_dir>/rollouts`.")
+    log_completions: bool = option(False, "Print some prompts, completions, rewards and advantages with each log.")
+    num_completions_to_print: int | None = option(None, "Completions in that table. None: all.")
+    log_unique_prompts: bool = option(False, "One completion of each prompt in that table.")
+    log_completions_hub_repo: str | None = option(
+        None, "A dataset on the Hub that the files of `keep_rollouts` are pushed to, every two minutes. None: none."
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.generation_kwargs, str):
+            self.generation_kwargs = json.loads(self.generation_kwargs)
+        refuse_options(self)
+        super().__post_init__()
+        self._take_old_names()
+        for name in ("num_generations", "max_completion_length"):
+            if getattr(self, name) is None:
+                raise ValueError(f"`{name}` is None; engines and losses need a number.")
+        check_range("num_generations", self.num_generations, self.smallest_group)
+        if self.num_generations_eval is not None:
+            check_range("num_generations_eval", self.num_generations_eval, 1)
+        check_range("max_completion_length", self.max_completion_length, 1)
+        check_range("beta", self.beta, 0)
+        if self.sync_ref_model and self.beta == 0:
+            raise ValueError("`sync_ref_model` moves a reference; with `beta=0` there is none.")
+        check_range("num_iterations", self.num_iterations, 1)
+        check_range("refill_rounds", self.refill_rounds, 0)
+        check_choice("rollout_engine", self.rollout_engine, tuple(ENGINES))
+        self.check_vllm_options()
+        if self.temperature <= 0:
+            raise ValueError(f"`temperature` is {self.temperature}; training needs samples that differ: above 0.")
+        if self.ignore_data_skip:
+            raise ValueError("`ignore_data_skip` would train on prompts twice after a resume; leave it out.")
+        if self.dataloader_num_workers:
+            raise ValueError("Rollouts are made in this process: leave `dataloader_num_workers` at 0.")
+        if self.log_completions_hub_repo is not None and not self.keep_rollouts:
+            raise ValueError("`log_completions_hub_repo` pushes the files of `keep_rollouts`, which is off.")
+        check_range("replay_buffer_size", self.replay_buffer_size, 0)
+        if self.drop_zero_variance and self.replay_buffer_size:
+            raise ValueError(
+                "`drop_zero_variance` and `replay_buffer_size` both replace groups that teach nothing: choose one."
+            )
+        if (self.drop_zero_variance or self.replay_buffer_size) and self.schedule().share % self.num_generations:
+            raise ValueError(
+                f"Groups are replaced as a whole, so each process must hold whole ones: its {self.schedule().share} samples of a "
+                f"generation are no multiple of `num_generations`={self.num_generations}."
+            )
+        self.schedule()
+        self.sampling(())
+        self.reward_options()
+
+    def _take_old_names(self) -> None:
+        self.max_length = _renamed("max_prompt_length", self.max_prompt_length, "max_length", self.max_length)
+        self.vllm_structured_outputs_regex = _renamed(
+            "vllm_guided_decoding_regex",
+            self.vllm_guided_decoding_regex,
+            "vllm_structured_outputs_regex",
+            self.vllm_structured_outputs_regex,
+        )
+        if self.max_prompt_length is not None and "truncation_mode" not in self.set_by_user():
+            self.truncation_mode = KEEP_END
+
+    smallest_group = 2
+
+    def schedule(self) -> Schedule:
+        """How generation and optimisation interlock; raises where the numbers do not divide."""
+        return Schedule.of(
+            num_generations=self.num_generations,
+            batch_size=self.per_device_train_batch_size,
+            world_size=self.world_size,
+            accumulation=self.gradient_accumulation_steps,
+            num_iterations=self.num_iterations,
+            generation_batch_size=self.generation_batch_size,
+            steps_per_generation=self.steps_per_generation,
+        )
+
+    def window_rules(self) -> WindowRules:
+        return WindowRules(self.drop_zero_variance, self.refill_rounds, self.mask_truncated_completions)
+
+    def sampling(self, stop_ids: tuple[int, ...]) -> SamplingParams:
+        """What engines are asked for."""
+        given = {GENERATION_NAMES.get(name, name): value for name, value in (self.generation_kwargs or {}).items()}
+        named = {
+            "max_tokens": self.max_completion_length,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+            "repetition_penalty": self.repetition_penalty,
+            "regex": self.vllm_structured_outputs_regex,
+            "seed": self.seed,
+        }
+        unknown = given.keys() - SamplingParams.__dataclass_fields__.keys()
+        if unknown:
+            raise ValueError(
+                f"`generation_kwargs` holds {', '.join(sorted(unknown))}; known are "
+                f"{', '.join(SamplingParams.__dataclass_fields__)} and {', '.join(GENERATION_NAMES)}."
+            )
+        if given.get("temperature", self.temperature) != self.temperature:
+            raise ValueError(
+                f"`generation_kwargs` holds temperature={given['temperature']}, but training divides the logits by "
+                f"`temperature`={self.temperature}: set that one, for both."
+            )
+        more = given.pop("stop_ids", ())
+        stops = (*stop_ids, *([more] if isinstance(more, int) else more))
+        return SamplingParams(**{**named, **given, "stop_ids": stops})
+
+    def reward_options(self) -> RewardOptions:
+        return RewardOptions(
+            timeout=self.reward_timeout,
+            workers=self.reward_workers or None,
+            retries=self.reward_retries,
+            on_error=self.reward_on_error,
+            default_value=self.reward_default,
+            reward_batching=self.reward_batching,
+            isolation=IN_PROCESS if self.reward_workers == 0 else AUTO,
+            cache=self.reward_cache,
+        )
+
+
+def _renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:
+    """The value of an option that may be given under either name."""
+    if None not in (old_value, new_value) and old_value != new_value:
+        raise ValueError(f"`{old}` is {old_value!r} and `{new}`, its new name, is {new_value!r}: give one of them.")
+    return new_value if old_value is None else old_value

@@ -1,0 +1,1 @@
+"""The reference policy of a run and its cached log-probs."""

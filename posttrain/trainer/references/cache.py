@@ -1,0 +1,190 @@
+"""The reference's log-probs of a dataset's rows, from the cache where a row was seen before, else computed and kept.
+
+The cache is a RowStore for each reference (its weights, not its name), keyed by what a row is: a dataset with new rows, in another
+order or split, in the next epoch or the next run, costs a pass over the rows that are new.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import xxhash
+
+from posttrain.core.batch import PADDED
+from posttrain.data.collate import collate
+from posttrain.data.store.annotated import AnnotatedDataset
+from posttrain.data.store.row_store import RowStore, row_key
+from posttrain.models.load.reference import PRECOMPUTED, ModelReference
+from posttrain.models.load.weights import weights_fingerprint
+
+if TYPE_CHECKING:
+    from posttrain.trainer.base import BaseTrainer
+
+TOKENS_OF_A_BATCH = {"cuda": 32768, "cpu": 4096}
+"""A forward without autograd keeps little: batches are large enough to fill the device, small enough for its memory."""
+SECONDS_BETWEEN_SAVES = 30  # what a kill in the middle of a long pass costs
+SECONDS_BETWEEN_LINES = 10
+
+
+@dataclass(frozen=True)
+class Work:
+    """Samples of one unit that are not in the cache; they stay together, so that a shared prompt is computed once."""
+
+    unit: int
+    samples: tuple[int, ...]
+    longest: int
+    tokens: int
+
+
+def store_of(reference: ModelReference, folder: Path, world_size: int) -> RowStore:
+    """The cache of this reference: of its weights as they are now, and its temperature."""
+    with reference.context():
+        fingerprint = weights_fingerprint(reference.model)
+    if world_size > 1:  # shards of one model have fingerprints of their own; copies have one
+        every: list[Any] = [None] * world_size
+        torch.distributed.all_gather_object(every, fingerprint)
+        fingerprint = every[0] if len(set(every)) == 1 else "-".join(every)
+    name = xxhash.xxh3_128_hexdigest(f"{fingerprint}|{reference.temperature}".encode())
+    return RowStore(folder / "reference_logps" / name)
+
+
+def with_reference_logps(
+    trainer: BaseTrainer, reference: ModelReference, store: RowStore, dataset: Any, name: str
+) -> AnnotatedDataset:
+    """The dataset with the reference's log-prob on every trained token. Each process computes its share of what is missing."""
+    args = trainer.args
+    work = missing(dataset, store)
+    if args.should_log:
+        found = len(dataset) - len({item.unit for item in work})
+        print(
+            f"Reference log-probs: {found} of {len(dataset)} {name} rows were in the cache {store.folder}.", flush=True
+        )
+    _compute(trainer, reference, store, dataset, _share(work, args.process_index, args.world_size), name)
+    if args.world_size > 1:
+        trainer.accelerator.wait_for_everyone()
+        store.refresh()  # what the others have written; on a machine without their disk it is computed again
+        _compute(trainer, reference, store, dataset, missing(dataset, store), name)
+    return AnnotatedDataset(dataset, PRECOMPUTED, store)
+
+
+def missing(dataset: Any, store: RowStore) -> list[Work]:
+    """What the store does not hold, each row once, longest first: memory that is too small shows at once."""
+    work, seen = [], set()
+    for index in range(len(dataset)):
+        unit = dataset[index]
+        places = []
+        for place, sample in enumerate(unit):
+            key = row_key(sample) if sample.num_trained else None
+            if key is not None and key not in store and key not in seen:
+                seen.add(key)
+                places.append(place)
+        if places:
+            lengths = [len(unit[place]) for place in places]
+            work.append(Work(index, tuple(places), max(lengths), sum(lengths)))
+    return sorted(work, key=lambda item: (-item.tokens, item.unit))
+
+
+def _share(work: list[Work], rank: int, world_size: int) -> list[Work]:
+    return work[rank::world_size]
+
+
+def batches_by_tokens(work: list[Work], layout: str, tokens: int, rows: int | None) -> Iterator[list[Work]]:
+    """Runs of `work` up to `tokens` laid-out tokens, or of `rows` rows where the user wants it so."""
+    batch: list[Work] = []
+    for item in work:
+        both = [*batch, item]
+        if layout == PADDED:
+            size = max(part.longest for part in both) * sum(len(part.samples) for part in both)
+        else:
+            size = sum(part.tokens for part in both)
+        if batch and (size > tokens if rows is None else len(batch) >= rows):
+            yield batch
+            both = [item]
+        batch = both
+    if batch:
+        yield batch
+
+
+def _compute(
+    trainer: BaseTrainer, reference: ModelReference, store: RowStore, dataset: Any, work: list[Work], name: str
+) -> None:
+    args = trainer.args
+    tokens = TOKENS_OF_A_BATCH.get(args.device.type, TOKENS_OF_A_BATCH["cuda"])
+    batches = list(batches_by_tokens(work, trainer.loaded.layout, tokens, args.precompute_ref_batch_size))
+    rounds = _most_rounds(trainer, len(batches))
+    progress = _Progress(len(work), name, args.should_log)
+    rows: list[tuple[bytes, np.ndarray]] = []
+    saved = time.monotonic()
+    for number in range(rounds):
+        batch = (
+            batches[number] if number < len(batches) else []
+        )  # a sharded reference needs every process in every round
+        rows += _scored(trainer, reference, dataset, batch)
+        progress.advance(len(batch))
+        if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
+            store.add(rows)
+            rows, saved = [], time.monotonic()
+    store.add(rows)
+    progress.end()
+
+
+def _most_rounds(trainer: BaseTrainer, own: int) -> int:
+    if trainer.args.world_size == 1:
+        return own
+    most = torch.tensor(own, device=trainer.args.device)
+    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
+    return int(most)
+
+
+def _scored(
+    trainer: BaseTrainer, reference: ModelReference, dataset: Any, batch: list[Work]
+) -> list[tuple[bytes, np.ndarray]]:
+    """(key, log-probs of its trained tokens) for every sample of a batch."""
+    units = []
+    for item in batch:
+        unit = dataset[item.unit]
+        units.append(tuple(unit[place] for place in item.samples))
+    collator = trainer.data_collator
+    laid_out = collate(units, ("row",), collator.layout, collator.pad_token_id, collator.pad_to_multiple_of)
+    logps = reference.scores(laid_out.to(trainer.args.device)).logps.float().cpu().numpy()
+    samples = [sample for unit in units for sample in unit]
+    parts = np.split(logps, np.cumsum([sample.num_trained for sample in samples]))
+    for sample, part in zip(samples, parts):
+        if not np.isfinite(part).all():
+            raise ValueError(
+                f"The reference ({reference}) gives a log-prob that is not finite to a token of row {sample.row}. Check its "
+                "weights, and that its vocabulary holds every token of the data."
+            )
+    return [(row_key(sample), part) for sample, part in zip(samples, parts)]
+
+
+class _Progress:
+    """A line every few seconds of a long pass."""
+
+    def __init__(self, total: int, name: str, is_shown: bool) -> None:
+        self.total, self.name, self.is_shown = total, name, is_shown and total > 0
+        self.done = 0
+        self.begin = self.last = time.monotonic()
+
+    def advance(self, rows: int) -> None:
+        self.done += rows
+        now = time.monotonic()
+        if self.is_shown and now - self.last >= SECONDS_BETWEEN_LINES:
+            self.last = now
+            rate = self.done / (now - self.begin)
+            left = (self.total - self.done) / max(rate, 1e-9)
+            print(
+                f"Reference log-probs: {self.done} of {self.total} {self.name} rows, {rate:.1f} rows/s, {left:.0f} s left.",
+                flush=True,
+            )
+
+    def end(self) -> None:
+        if self.is_shown:
+            taken = time.monotonic() - self.begin
+            print(f"Reference log-probs of {self.done} {self.name} rows were computed in {taken:.1f} s.", flush=True)

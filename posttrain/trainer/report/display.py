@@ -1,0 +1,280 @@
+"""What a person sees of a run: what will happen, how it goes, how it went; and the file that keeps every metric."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+from transformers import trainer as transformers_trainer
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils import logging as transformers_logging
+
+from posttrain.core.batch import PADDED, RAGGED, SHARED
+from posttrain.core.secrets import write_whole
+from posttrain.trainer.checkpoints.checkpoint import spared
+from posttrain.trainer.checkpoints.step_file import StepFile
+from posttrain.trainer.report.alerts import AlertsCallback
+from posttrain.trainer.report.model_card import may_be_overwritten
+from posttrain.trainer.report.progress import RichProgressCallback, count, duration, number, say, several
+
+if TYPE_CHECKING:
+    from posttrain.data.store.report import PreparationReport
+    from posttrain.trainer.base import BaseTrainer
+
+METRICS_FILE, DATA_FILE = "metrics.jsonl", "prepared_data.json"
+LAYOUTS = {RAGGED: "ragged batches", SHARED: "ragged batches with shared prompts", PADDED: "padded batches"}
+
+
+def display_callbacks(trainer: BaseTrainer) -> None:
+    """Replace Trainer's own progress bar and printer by ours, and always keep the metrics on disk."""
+    for callback in (ProgressCallback, PrinterCallback, transformers_trainer.DEFAULT_PROGRESS_CALLBACK):
+        trainer.remove_callback(callback)
+    # Callbacks are called in this order: the plan comes before the live display begins, the summary after it ended.
+    trainer.add_callback(MetricsFile(trainer))
+    trainer.add_callback(DataPointer(trainer))
+    trainer.add_callback(RunPlan(trainer))
+    trainer.add_callback(RichProgressCallback().stand_back_for(trainer.callback_handler.callbacks))
+    if trainer.args.alerts:
+        trainer.add_callback(AlertsCallback(trainer.args.output_dir))
+    trainer.add_callback(CardWriter(trainer))
+    trainer.add_callback(RunSummary(trainer))
+    trainer.add_callback(QuietSaving())
+
+
+class MetricsFile(TrainerCallback):
+    """One JSON line per log in `metrics.jsonl`. A resumed run first drops what was logged after its checkpoint."""
+
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
+        self.file = StepFile(Path(trainer.args.output_dir) / METRICS_FILE)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            self.file.begin(state.global_step, self._comes_again)
+
+    def _comes_again(self, entry: dict[str, Any]) -> bool:
+        """The totals of a run, and what a stopped run logged though its checkpoint still adds it up."""
+        is_partial = "learning_rate" in entry and entry["step"] > self.trainer.run_state.last_logged_step
+        return "train_runtime" in entry or is_partial
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and logs:
+            self.file.append(state.global_step, logs)
+
+
+class DataPointer(TrainerCallback):
+    """`prepared_data.json`: where the tokens of the rows lie, so that `posttrain view` can show them as they were trained on."""
+
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        datasets = {"train": self.trainer.train_dataset, "eval": self.trainer.eval_dataset}
+        places = {name: store_of(rows) for name, rows in datasets.items()}
+        known = {name: {"store": str(place)} for name, place in places.items() if place is not None}
+        if state.is_world_process_zero and known:
+            path = Path(args.output_dir) / DATA_FILE
+            with spared(f"{path}, which leads `posttrain view` to the rows,"):
+                write_whole(path, json.dumps(known, indent=1) + "\n")
+
+
+def store_of(rows: Any) -> Path | None:
+    """The folder of a prepared dataset's tokens, be it of prompts, of packed samples or plain; a stream has none."""
+    rows = getattr(rows, "prepared", rows)
+    rows = getattr(rows, "samples", rows)
+    return getattr(getattr(rows, "store", None), "folder", None)
+
+
+class CardWriter(TrainerCallback):
+    """A run folder, and whatever is pushed from it, has a card that says how the model was made."""
+
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero and may_be_overwritten(args.output_dir):
+            with spared(f"The model card in {args.output_dir}"):
+                self.trainer.create_model_card()
+
+    on_push_begin = on_train_end
+
+
+class QuietSaving(TrainerCallback):
+    """transformers draws a bar of its own whenever weights are written, in the middle of ours. Not while a run is shown."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.was_on = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.was_on:
+            transformers_logging.enable_progress_bar()
+
+
+class RunPlan(TrainerCallback):
+    """Says what will happen, before the first step."""
+
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            say("\n".join(plan(self.trainer, state.global_step, state.max_steps)))
+
+
+class RunSummary(TrainerCallback):
+    """Says how the run went, when it has reached its end or was stopped."""
+
+    def __init__(self, trainer: BaseTrainer) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.began, self.first_step, self.first_tokens = time.monotonic(), state.global_step, self._tokens()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        tokens = self.trainer._over_processes(self._tokens() - self.first_tokens)  # collective: all processes come here
+        if state.is_world_process_zero:
+            took = time.monotonic() - self.began
+            say("\n".join(summary(self.trainer, state.global_step - self.first_step, tokens, took)))
+
+    def _tokens(self) -> float:
+        return self.trainer.metrics.totals.get("num_tokens", 0)
+
+
+# ---- before --------------------------------------------------------------------------------------------------------------
+
+
+def plan(trainer: BaseTrainer, step: int, max_steps: int) -> list[str]:
+    """The lines of the block that opens a run."""
+    args = trainer.args
+    begins = f", from step {step}" if step else ""
+    told = {
+        "data": f"{_data(trainer.train_dataset)}{_evaluation(trainer)}",
+        "steps": batch_arithmetic(trainer, max_steps),
+        "compute": _compute(trainer),
+        **({} if trainer.reference is None else {"reference": str(trainer.reference)}),
+        **trainer.plan_lines(max_steps),
+    }
+    lines = [f"{trainer.method.upper()} of {trainer.loaded.name} ({_weights(trainer)}){begins}"]
+    lines += [f"  {name:<12}{line}" for name, line in told.items()]
+    lines += [f"  note        {note}" for note in trainer.loaded.notes]
+    lines.append(f"  run         {args.output_dir} ({_kept(args)})")
+    return lines
+
+
+def batch_arithmetic(trainer: BaseTrainer, max_steps: int) -> str:
+    """What one optimizer step is made of, in one sentence."""
+    args, noun = trainer.args, _noun(trainer)
+    rows, accumulation, processes = trainer._train_batch_size, args.gradient_accumulation_steps, args.world_size
+    return (
+        f"{rows} {noun} x {accumulation} accumulation x {several(processes, 'process')} = {rows * accumulation * processes} {noun} "
+        f"an optimizer step, {several(max_steps, 'step')}"
+    )
+
+
+def _noun(trainer: BaseTrainer) -> str:
+    if getattr(trainer.args, "packing", False):
+        return "blocks"
+    return "pairs" if len(trainer.roles) == 2 else "rows"
+
+
+def _weights(trainer: BaseTrainer) -> str:
+    total = sum(parameter.numel() for parameter in trainer.model.parameters())
+    trained = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    if trained == total:
+        return f"{count(total)} weights, all trained"
+    return f"{count(total)} weights, {count(trained)} ({trained / max(total, 1):.2%}) of them trained"
+
+
+def _data(dataset: Any) -> str:
+    if not hasattr(dataset, "__len__"):
+        return "a stream"
+    report: PreparationReport | None = getattr(dataset, "report", None)
+    if report is None:
+        return f"{len(dataset):,} rows"
+    trained = f", {count(report.trained_tokens)} of them trained" if report.trained_tokens else ""
+    return f"{report.kept:,} rows, {count(report.tokens)} tokens{trained}"
+
+
+def _evaluation(trainer: BaseTrainer) -> str:
+    dataset = trainer.eval_dataset
+    if dataset is None or str(trainer.args.eval_strategy.value) == "no":
+        return ""
+    parts = dataset.values() if isinstance(dataset, dict) else [dataset]
+    return f"; evaluated on {sum(len(part) for part in parts if hasattr(part, '__len__')):,}"
+
+
+def _compute(trainer: BaseTrainer) -> str:
+    args = trainer.args
+    dtype = str(args.compute_dtype).removeprefix("torch.")
+    masters = " with float32 masters" if trainer.masters is not None else ""
+    checkpointing = "activations recomputed" if args.gradient_checkpointing else "activations kept"
+    return f"{dtype}{masters} on {args.device.type}, {LAYOUTS[trainer.loaded.layout]}, {checkpointing}"
+
+
+def _kept(args: Any) -> str:
+    trackers = f", reported to {', '.join(args.report_to)}" if args.report_to else ""
+    saves = {
+        "no": "no checkpoints",
+        "steps": "a checkpoint every " + ("step" if args.save_steps == 1 else f"{number(args.save_steps)} steps"),
+        "epoch": "a checkpoint every epoch",
+        "best": "a checkpoint when evaluation improves",
+    }
+    return saves[args.save_strategy.value] + trackers
+
+
+# ---- after ---------------------------------------------------------------------------------------------------------------
+
+
+def summary(trainer: BaseTrainer, steps: int, tokens: float, took: float) -> list[str]:
+    """The lines of the block that closes a run."""
+    state, args = trainer.state, trainer.args
+    ended = (
+        "finished"
+        if state.global_step >= state.max_steps
+        else f"stopped at step {state.global_step} of {state.max_steps}"
+    )
+    if not steps and trainer.resumed_from is not None and state.global_step >= state.max_steps:
+        ended = f"had ended at step {state.global_step} already"
+    speed = f", {count(tokens / took)} tokens/s" if took > 0 and tokens else ""
+    lines = [
+        f"{trainer.method.upper()} {ended}: {several(steps, 'step')}, {count(tokens)} tokens in {duration(took)}{speed}"
+    ]
+    lines += [
+        f"  {name:<12}{number(first)} -> {number(last)}"
+        for name in _followed(state.log_history)
+        for first, last in [first_and_last(state.log_history, name)]
+    ]
+    if trainer.run_state.skipped_total:
+        lines.append(f"  skipped     {several(trainer.run_state.skipped_total, 'step')} whose gradient was not finite")
+    lines += _losses_of_data(trainer.train_dataset)
+    lines.append(f"  run         {args.output_dir} (every metric in {METRICS_FILE})")
+    return lines
+
+
+def _followed(history: list[dict[str, Any]]) -> list[str]:
+    """What the run is to improve: the reward where there is one (the loss of a policy gradient says nothing), else the loss."""
+    names = dict.fromkeys(name for entry in history for name in entry)
+    aim = "reward" if "reward" in names else "loss"
+    return [name for name in names if name == aim or (name.startswith("eval_") and name.endswith(f"_{aim}"))]
+
+
+def first_and_last(history: list[dict[str, Any]], name: str) -> tuple[float, float]:
+    values = [entry[name] for entry in history if name in entry]
+    return values[0], values[-1]
+
+
+def _losses_of_data(dataset: Any) -> list[str]:
+    """What of the data was cut or left out; nothing is said where all of it was used."""
+    report: PreparationReport | None = getattr(dataset, "report", None)
+    if report is None:
+        return []
+    lines = []
+    if report.truncated:
+        lines.append(f"  truncated   {report.truncated:,} samples, {report.truncated_tokens:,} tokens")
+    if report.dropped:
+        lines.append("  dropped     " + ", ".join(f"{rows:,} rows {why}" for why, rows in report.dropped.items()))
+    return lines

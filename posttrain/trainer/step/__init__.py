@@ -1,0 +1,1 @@
+"""The optimizer step: optimizers, masters, averages, metrics, skipped steps."""
