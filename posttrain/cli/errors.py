@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import json
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
 
 from posttrain.methods.table import PLANNED
 
 EXIT_CODE = 2
+PACKAGE = str(Path(__file__).resolve().parents[1])
+T = TypeVar("T")
 
 
 class UsageError(Exception):
@@ -24,3 +30,16 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """ " Did you mean ...?", or nothing."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def or_usage_error(step: Callable[[], T]) -> T:
+    """`step()`, where a ValueError (or alike) of our own is a sentence for the user; anybody else's keeps its traceback."""
+    try:
+        return step()
+    except json.JSONDecodeError as error:
+        raise UsageError(f"An option is not valid JSON: {error} in {error.doc[:80]!r}.") from error
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        if frames and frames[-1].filename.startswith(PACKAGE):
+            raise UsageError(str(error)) from error
+        raise

@@ -71,7 +71,8 @@ def until(condition, process=None, seconds=120.0):
 
 def with_a_child(folder, kind):
     (folder / "child.py").write_text(CHILD)
-    code = f"import sys; from posttrain.cli.commands.launch import run; sys.exit(run([sys.executable, 'child.py', {kind!r}], {{}}))"
+    run = f"run([sys.executable, 'child.py', {kind!r}], {{}})"
+    code = f"import sys; from posttrain.cli.running.processes import run; sys.exit({run})"
     process = started(folder, sys.executable, "-c", code, stderr=subprocess.PIPE, text=True)
     until((folder / "started").exists, process)
     return process, [int(pid) for pid in (folder / "started").read_text().split()]
@@ -114,7 +115,7 @@ sys.exit(command.wait())
 def test_below_a_launcher_that_dies_of_the_signal_the_run_saves(tmp_path, outer):
     (tmp_path / "child.py").write_text(CHILD)
     (tmp_path / "launcher.py").write_text(LAUNCHER)
-    code = "import sys; from posttrain.cli.commands import launch; sys.exit(launch.run([sys.executable, 'launcher.py'], {}))"
+    code = "import sys; from posttrain.cli.running import processes; sys.exit(processes.run([sys.executable, 'launcher.py'], {}))"
     (tmp_path / "command.py").write_text(code)
     (tmp_path / "container.py").write_text(CONTAINER)
     process = started(tmp_path, sys.executable, outer, stderr=subprocess.PIPE, text=True)
@@ -140,7 +141,7 @@ def test_a_second_control_c_kills_the_whole_tree(tmp_path):
 
 
 def test_exit_codes_of_children_are_handed_on(tmp_path):
-    code = "import sys; from posttrain.cli.commands import launch; sys.exit(launch.run([sys.executable, '-c', {!r}], {{}}))"
+    code = "import sys; from posttrain.cli.running import processes; sys.exit(processes.run([sys.executable, '-c', {!r}], {{}}))"
     for script, wanted in (("exit(0)", 0), ("exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)):
         assert started(tmp_path, sys.executable, "-c", code.format(script)).wait(timeout=60) == wanted
 

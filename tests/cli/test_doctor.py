@@ -31,7 +31,7 @@ def test_a_kernel_that_raises_is_named():
 
     line = doctor._tried("attention", "torch's", fail)
     assert line.mark == doctor.BAD
-    assert "no kernel image" in line.told
+    assert "no kernel image" in line.text
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

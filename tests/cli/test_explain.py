@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from posttrain.cli.commands.explain import Explained
-from posttrain.cli.commands.explain_text import counts_lines
+from posttrain.cli.commands.explain import Explained, counts_lines
 from posttrain.cli.options.arguments import parse
 from posttrain.cli.options.needs import notes_on_servers
 from posttrain.cli.running.assemble import trainer_of
@@ -314,7 +313,7 @@ def test_what_the_run_will_not_find_is_said(here, capsys, monkeypatch):
 
 def test_a_server_that_shares_the_gpu_is_said(here, monkeypatch):
     changes = {**GROUPS, "use_vllm": True, "vllm_mode": "server"}
-    monkeypatch.setattr("posttrain.cli.commands.launch.visible_gpus", lambda ids: 1)
+    monkeypatch.setattr("posttrain.cli.running.processes.visible_gpus", lambda ids: 1)
     (note,) = [note for note in explained("grpo", "grpo", changes).counts.notes if "127.0.0.1:8000" in note]
     assert "shares a GPU with the trainer, which takes all 1 of this machine" in note
     assert "may share a GPU" in notes_on_servers(["http://localhost:1"], 1, 2)[0]

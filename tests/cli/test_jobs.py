@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli.running import job_files
+from posttrain.cli.commands import job_files
 from tests.cli.runs import posttrain
 from tests.cli.test_child_process import until
 

@@ -9,21 +9,21 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 from torch.distributed.run import get_args_parser
 
-from posttrain.cli.commands import launch
 from posttrain.cli.errors import UsageError
 from posttrain.cli.options.arguments import parse
+from posttrain.cli.running import processes
 
 RUN = ["--model_name_or_path", "m", "--dataset_name", "d.jsonl"]
 
 
 def command(*words, gpus=8, monkeypatch=None):
-    monkeypatch.setattr(launch, "visible_gpus", lambda ids: gpus)
-    monkeypatch.setattr(launch, "_has_gpu", lambda: gpus > 0)
+    monkeypatch.setattr(processes, "visible_gpus", lambda ids: gpus)
+    monkeypatch.setattr(processes, "_has_gpu", lambda: gpus > 0)
     given = [*RUN, *words]
-    return launch.command_of(parse("sft", given), given)
+    return processes.command_of(parse("sft", given), given)
 
 
-@pytest.mark.parametrize("profile", launch.PROFILES)
+@pytest.mark.parametrize("profile", processes.PROFILES)
 def test_accelerate_reads_every_profile(profile, monkeypatch):
     several = [
         "--num_machines",
@@ -85,9 +85,9 @@ def test_a_config_of_ones_own_and_names_of_trl(tmp_path, monkeypatch):
 
 
 def test_one_gpu_that_is_named_is_the_one_that_is_used(monkeypatch):
-    monkeypatch.setattr(launch, "_has_gpu", lambda: True)
+    monkeypatch.setattr(processes, "_has_gpu", lambda: True)
     words = [*RUN, "--gpu_ids", "3"]
-    made = launch.command_of(parse("sft", words), words)
+    made = processes.command_of(parse("sft", words), words)
     read, *_ = _validate_launch_command(launch_command_parser().parse_args(made[made.index("launch") + 1 :]))
     environment = prepare_simple_launcher_cmd_env(read)[1]
     assert (environment["CUDA_VISIBLE_DEVICES"], read.num_processes) == ("3", 1)

@@ -25,7 +25,7 @@ def sft(**options) -> int:
         ({"use_peft": True, "lora_r": 0}, "`lora_r` is 0"),
         ({"use_peft": True, "lora_dropout": 1.5}, "`lora_dropout` is 1.5"),
         ({"use_peft": True, "lora_target_modules": ["nonexist"]}, "The adapter does not fit"),
-        ({"model_init_kwargs": "{bad json}"}, "An option is no JSON"),
+        ({"model_init_kwargs": "{bad json}"}, "An option is not valid JSON"),
     ],
 )
 def test_values_that_mean_nothing(folder, capsys, options, sentence):

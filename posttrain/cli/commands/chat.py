@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from jinja2 import TemplateError
 
-from posttrain.cli.errors import UsageError
+from posttrain.cli.errors import UsageError, or_usage_error
 from posttrain.cli.options.words import Parser
 
 UNANSWERABLE = (ValueError, TemplateError)
@@ -49,14 +49,13 @@ def main(words: list[str]) -> int:
     ):
         if not holds:
             raise UsageError(f"--{name} is {getattr(options, name.replace('-', '_'))}; it must be {wanted}.")
-    from posttrain.cli.running.assemble import told
     from posttrain.cli.running.loaded_model import open_model
 
     is_piped = not sys.stdin.isatty()
     prompt = sys.stdin.read().strip() if is_piped else ""
     if is_piped and not prompt:
         raise UsageError("The standard input is empty; pipe a prompt into `posttrain chat`, or start it in a terminal.")
-    opened = told(lambda: open_model(options))
+    opened = or_usage_error(lambda: open_model(options))
     speaker = Speaker(opened.load(), opened.tokenizer, options)
     chat = Chat(speaker.say, options.system)
     if is_piped:  # all of it is the prompt: /reset is no command here

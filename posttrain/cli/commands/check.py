@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.errors import UsageError
+from posttrain.cli.errors import UsageError, or_usage_error
 from posttrain.cli.options.arguments import RunConfig, config_named
 from posttrain.cli.options.words import own_options
 from posttrain.cli.running.output import no_bars, write_json
@@ -52,7 +52,8 @@ class Checked:
 
     def __init__(self, config: RunConfig) -> None:
         from posttrain.cli.options.needs import missing_packages
-        from posttrain.cli.running.assemble import config_of, model_name, told
+        from posttrain.cli.running.assemble import config_of
+        from posttrain.cli.running.loaded_model import model_name
         from posttrain.data.store.audit import WARNING, AuditFinding, audit, of_columns, of_tokenizer, overlap
         from posttrain.methods.table import METHODS
 
@@ -60,11 +61,11 @@ class Checked:
         config.values["dataset_streaming"] = config.values["streaming"] = False
         no_bars()
         self.config = config
-        self.args = told(lambda: config_of(config))
+        self.args = or_usage_error(lambda: config_of(config))
         named = config.get("tokenizer_name_or_path") or model_name(config)
-        self.side = told(lambda: METHODS[config.method].trainer_class.without_model(named, self.args))
+        self.side = or_usage_error(lambda: METHODS[config.method].trainer_class.without_model(named, self.args))
         packages = missing_packages(config, self.args)
-        self.findings = [AuditFinding(WARNING, "package", "run", told) for told in packages]
+        self.findings = [AuditFinding(WARNING, "package", "run", missing) for missing in packages]
         self.rewards = self._rewards()
         self.audits: list[Audit] = []
         self.prepared: list[Any] = []
@@ -86,12 +87,12 @@ class Checked:
     def _rewards(self) -> RewardColumns | None:
         """The rewards, tools and environments of an online method, imported; what cannot be is a finding."""
         from posttrain.cli.options.needs import RewardColumns, give_agents
-        from posttrain.cli.running.assemble import rewards_of, told
+        from posttrain.cli.running.assemble import rewards_of
         from posttrain.data.store.audit import ERROR, AuditFinding
 
         try:
             given = rewards_of(self.config)
-            told(lambda: give_agents(self.side, given, self.args))
+            or_usage_error(lambda: give_agents(self.side, given, self.args))
         except UsageError as error:
             self.findings.append(AuditFinding(ERROR, "rewards", "run", str(error).rstrip(".")))
             return None
@@ -188,11 +189,11 @@ class Checked:
             console.print(marked(tokenizer, sample.input_ids, kinds), markup=False)
 
     def as_json(self) -> dict[str, Any]:
-        told = [{**asdict(finding), "rows": list(finding.rows)} for finding in self.findings]
+        findings = [{**asdict(finding), "rows": list(finding.rows)} for finding in self.findings]
         datasets = [
             {name: value for name, value in each.as_json().items() if name != "findings"} for each in self.audits
         ]
-        return {"method": self.config.method, "errors": len(self.errors), "findings": told, "datasets": datasets}
+        return {"method": self.config.method, "errors": len(self.errors), "findings": findings, "datasets": datasets}
 
 
 def histogram(audit: Audit, max_length: int | None) -> list[str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from posttrain.cli.commands import commands
 from posttrain.cli.errors import UsageError
+from posttrain.cli.options.table import method_names, table_of
 
 USAGE = """usage: posttrain completion bash|zsh|fish
 
@@ -36,14 +38,10 @@ def main(words: list[str]) -> int:
 
 
 def _options() -> dict[str, list[str]]:
-    from posttrain.cli.options.table import method_names, table_of
-
     return {method: [f"--{name}" for name in table_of(method).shown] for method in method_names()}
 
 
 def bash() -> str:
-    from posttrain.cli.main import commands
-
     cases = "\n".join(f'    {method}) local options="{" ".join(options)}";;' for method, options in _options().items())
     return BASH.format(commands=" ".join(commands()), cases=cases)
 
@@ -53,11 +51,9 @@ def zsh() -> str:
 
 
 def fish() -> str:
-    from posttrain.cli.main import commands
-
     lines = [
-        f"complete -c posttrain -n __fish_use_subcommand -f -a {name} -d '{told.replace(chr(39), '')}'"
-        for name, (_, told) in commands().items()
+        f"complete -c posttrain -n __fish_use_subcommand -f -a {name} -d '{summary.replace(chr(39), '')}'"
+        for name, (_, summary) in commands().items()
     ]
     for method, options in _options().items():
         lines += [f"complete -c posttrain -n '__fish_seen_subcommand_from {method}' -l {name[2:]}" for name in options]

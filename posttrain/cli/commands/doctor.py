@@ -28,7 +28,7 @@ OPTIONAL = {
 class Line:
     mark: str
     name: str
-    told: str
+    text: str
 
 
 def main(words: list[str]) -> int:
@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
         return 0
     lines = [line for part in (packages, devices, kernels, engines, disk) for line in part()]
     for line in lines:
-        print(f"{line.mark:>2}  {line.name:<18} {line.told}")
+        print(f"{line.mark:>2}  {line.name:<18} {line.text}")
     broken = [line for line in lines if line.mark == BAD]
     print()
     for advice in next_steps(broken):
@@ -56,8 +56,8 @@ def packages() -> list[Line]:
     lines.append(Line(GOOD, "packages", versions))
     for name, (purpose, how) in OPTIONAL.items():
         there = importlib.util.find_spec(name) is not None
-        told = f"{_version(name.replace('_', '-'))}: {purpose}" if there else f"for {purpose}: {how}"
-        lines.append(Line(GOOD if there else MISSING, name, told))
+        text = f"{_version(name.replace('_', '-'))}: {purpose}" if there else f"for {purpose}: {how}"
+        lines.append(Line(GOOD if there else MISSING, name, text))
     return lines
 
 
@@ -79,8 +79,8 @@ def devices() -> list[Line]:
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
         bf16 = "bfloat16" if torch.cuda.is_bf16_supported() else "no bfloat16: trains in float16 or float32"
-        told = f"{properties.name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free, {bf16}"
-        lines.append(_tried(f"gpu {index}", told, lambda i=index: torch.ones(8, device=f"cuda:{i}").sum().item()))
+        text = f"{properties.name}, {free / 2**30:.0f} of {total / 2**30:.0f} GiB free, {bf16}"
+        lines.append(_tried(f"gpu {index}", text, lambda i=index: torch.ones(8, device=f"cuda:{i}").sum().item()))
     if torch.cuda.device_count() > 1:
         nccl = torch.distributed.is_nccl_available()
         lines.append(
@@ -105,8 +105,8 @@ def kernels() -> list[Line]:
         from posttrain.models.scoring.head_kernels import runs_triton
 
         works = runs_triton(torch.zeros(1, device="cuda"))
-        told = "fused head, AdamW and decoding" if works else "no Triton: everything runs in plain torch, slower"
-        lines.append(Line(GOOD if works else MISSING, "triton", told))
+        text = "fused head, AdamW and decoding" if works else "no Triton: everything runs in plain torch, slower"
+        lines.append(Line(GOOD if works else MISSING, "triton", text))
     return lines
 
 
@@ -115,8 +115,8 @@ def engines() -> list[Line]:
     python = os.environ.get("POSTTRAIN_VLLM_PYTHON")
     if python:
         there = shutil.which(python) is not None
-        told = f"servers run with {python}" if there else f"POSTTRAIN_VLLM_PYTHON names {python}, which is not there"
-        lines.append(Line(GOOD if there else BAD, "vllm server", told))
+        text = f"servers run with {python}" if there else f"POSTTRAIN_VLLM_PYTHON names {python}, which is not there"
+        lines.append(Line(GOOD if there else BAD, "vllm server", text))
     return lines
 
 
@@ -130,12 +130,12 @@ def disk() -> list[Line]:
     return lines
 
 
-def _tried(name: str, told: str, attempt: Callable[[], object]) -> Line:
+def _tried(name: str, text: str, attempt: Callable[[], object]) -> Line:
     try:
         attempt()
     except Exception as error:  # whatever a driver or a kernel raises is what the person has to read
-        return Line(BAD, name, f"{told}; it fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
-    return Line(GOOD, name, told)
+        return Line(BAD, name, f"{text}; it fails: {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    return Line(GOOD, name, text)
 
 
 def next_steps(broken: list[Line]) -> list[str]:

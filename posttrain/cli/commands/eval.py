@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.errors import UsageError
+from posttrain.cli.errors import UsageError, or_usage_error
 from posttrain.cli.options.words import Parser, pairs
 from posttrain.cli.running.output import ready_to_write
 
@@ -75,9 +75,8 @@ def main(words: list[str]) -> int:
         if path:
             ready_to_write(path, option)
     specs = specs_of(options)
-    from posttrain.cli.running.assemble import told
 
-    results = told(lambda: run(options, specs))
+    results = or_usage_error(lambda: run(options, specs))
     report(options, results)
     unjudged = [result for result in results if bool((result.answers.totals != result.answers.totals).all())]
     for result in unjudged:
@@ -168,8 +167,8 @@ def save_samples(path: str, results: list[EvalResult]) -> None:
 
 
 def report(options: argparse.Namespace, results: list[EvalResult]) -> None:
-    told = [{"model": options.model, **result.as_json()} for result in results]
-    text = json.dumps(told[0] if len(told) == 1 else told, indent=1) + "\n"
+    shown = [{"model": options.model, **result.as_json()} for result in results]
+    text = json.dumps(shown[0] if len(shown) == 1 else shown, indent=1) + "\n"
     if options.json == "-":
         sys.stdout.write(text)
         return

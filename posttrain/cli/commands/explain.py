@@ -7,12 +7,17 @@ import functools
 import io
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.errors import UsageError
+from posttrain.cli.errors import UsageError, or_usage_error
 from posttrain.cli.options.arguments import RunConfig, config_named
 from posttrain.cli.options.words import own_options
 from posttrain.cli.running.output import no_bars, write_json
+
+if TYPE_CHECKING:
+    from posttrain.trainer.plan.arithmetic import Range, RunCounts
+    from posttrain.trainer.plan.memory import MemoryReport
+    from posttrain.trainer.plan.work import Work
 
 USAGE = """usage: posttrain explain [METHOD] [CONFIG.yaml] [--gpu 24GB] [--json FILE|-] [--option value ...]
 
@@ -21,6 +26,9 @@ will make the batches), the loss with its numbers, the work, and the memory by p
 --gpu SIZE   whether it fits a device of that size, and the largest settings that do
 --json FILE  the same as JSON; - is the screen
 Exit code 0: explained; 2: the command cannot be done."""
+LEVELS = {"none": "activations kept", "selective": "selective checkpointing", "full": "full checkpointing"}
+ROW_NAMES = {1: "rows", 2: "pairs", 3: "triples"}
+"""Samples of a row -> what rows are called."""
 OWN = {"--gpu": "80GB", "--json": "explained.json"}
 
 
@@ -34,8 +42,6 @@ def main(words: list[str]) -> int:
     if own["--json"]:
         write_json(own["--json"], found.as_json())
     if own["--json"] != "-":
-        from posttrain.cli.commands.explain_text import show
-
         show(found)
     return 0
 
@@ -52,10 +58,11 @@ class Explained:
     """A run's options, data and model shape, and what follows from them."""
 
     def __init__(self, config: RunConfig, gpu: int | None = None) -> None:
-        from posttrain.cli.commands.launch import command_of
         from posttrain.cli.options.needs import give_agents
-        from posttrain.cli.running.assemble import config_of, model_name, parts_of, rewards_of, told
+        from posttrain.cli.running.assemble import config_of, parts_of, rewards_of
         from posttrain.cli.running.evals_of import evals_of
+        from posttrain.cli.running.loaded_model import model_name
+        from posttrain.cli.running.processes import command_of
         from posttrain.methods.table import METHODS
         from posttrain.trainer.plan.arithmetic import complete, count_run
 
@@ -65,23 +72,23 @@ class Explained:
         as_planned = functools.partial(as_processes, method.config_class, self.processes)
         with _quiet():
             with as_planned():
-                self.args = told(lambda: config_of(config))
+                self.args = or_usage_error(lambda: config_of(config))
             self.model = model_name(config)
             command_of(config, [])  # a profile that does not exist
             self.given = rewards_of(config)
-            self.parts = told(lambda: parts_of(config))
+            self.parts = or_usage_error(lambda: parts_of(config))
             named = config.get("tokenizer_name_or_path") or self.model
-            self.side = told(lambda: method.trainer_class.without_model(named, self.args))
-            told(lambda: give_agents(self.side, self.given, self.args))
-            train, evaluation = told(self._datasets)
-            evals = told(lambda: evals_of(config, self.args))
+            self.side = or_usage_error(lambda: method.trainer_class.without_model(named, self.args))
+            or_usage_error(lambda: give_agents(self.side, self.given, self.args))
+            train, evaluation = or_usage_error(self._datasets)
+            evals = or_usage_error(lambda: evals_of(config, self.args))
             with as_planned():
-                told(lambda: complete(self.side, train, evaluation))
-                self.counts = told(lambda: count_run(self.side, evals))
-                self._explain_model(told)
+                or_usage_error(lambda: complete(self.side, train, evaluation))
+                self.counts = or_usage_error(lambda: count_run(self.side, evals))
+                self._explain_model()
             self._note_needs(train)
 
-    def _explain_model(self, told: Any) -> None:
+    def _explain_model(self) -> None:
         """The formula, and what follows from the model's shape."""
         from posttrain.trainer.plan.memory import Demands, explain_memory, meta_model, reward_model_bytes, shape_of
         from posttrain.trainer.plan.work import COPY, PRECOMPUTED, explain_work, reference_of
@@ -90,7 +97,7 @@ class Explained:
         self.formula = side.formula(self.args, totals_in_words(counts))
         dtype = self._dtype()
         quantised = next((name for name in ("load_in_4bit", "load_in_8bit") if self.config.get(name)), None)
-        self.shape = told(
+        self.shape = or_usage_error(
             lambda: shape_of(meta_model(side, self.model, self.parts, dtype), quantised, side.args.fuse_lora)
         )
         side.engine.is_foreign = getattr(self.args, "use_vllm", False)
@@ -100,7 +107,9 @@ class Explained:
         size, has_copy = self.shape.weight_bytes, self.parts.get("peft_config") is None
         judges = self.config.get("reward_model_name_or_path") if counts.rollouts is not None else None
         demands = Demands(
-            reward_models=sum(told(lambda name=name: reward_model_bytes(side, name, dtype)) for name in judges or ()),
+            reward_models=sum(
+                or_usage_error(lambda name=name: reward_model_bytes(side, name, dtype)) for name in judges or ()
+            ),
             reference=size if reference == COPY else 0.0,
             loaded_reference=size if reference == PRECOMPUTED and has_copy else 0.0,
             scores=scores,
@@ -121,10 +130,10 @@ class Explained:
 
     def _note_needs(self, train: Any) -> None:
         """What would end the run at its start, or at its first rewards."""
-        from posttrain.cli.commands.launch import visible_gpus
         from posttrain.cli.options.needs import RewardColumns, missing_packages, notes_on_servers
+        from posttrain.cli.running.processes import visible_gpus
 
-        self.counts.notes += [f"{told}." for told in missing_packages(self.config, self.args)]
+        self.counts.notes += [f"{missing}." for missing in missing_packages(self.config, self.args)]
         if getattr(self.args, "use_vllm", False) and self.args.vllm_mode == "server":
             self.counts.notes += notes_on_servers(
                 self.args.vllm_addresses(), self.processes, visible_gpus(self.config.get("gpu_ids"))
@@ -166,7 +175,7 @@ class Explained:
 
 def processes_of(config: RunConfig) -> int:
     """Of the run: those named, or one for each GPU that `posttrain METHOD` would find here."""
-    from posttrain.cli.commands.launch import visible_gpus
+    from posttrain.cli.running.processes import visible_gpus
 
     named = config.get("num_processes")
     if named or config.get("accelerate_config") or config.get("use_cpu"):
@@ -207,3 +216,155 @@ def _quiet() -> Iterator[None]:
     no_bars()
     with contextlib.redirect_stdout(io.StringIO()):
         yield
+
+
+# ---- what is printed -------------------------------------------------------------------------------------------------------
+
+
+def show(found: Explained) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False, soft_wrap=True)
+    sections = {
+        f"{found.config.method} of {found.model}": counts_lines(found),
+        "the loss": found.formula.lines(),
+        "passes of an optimizer step": work_lines(found.work, found.shape),
+        "memory of one process (estimated)": memory_lines(found.memory),
+    }
+    for title, lines in sections.items():
+        console.rule(title, align="left")
+        for line in lines:
+            console.print(line, markup=False)
+    if found.counts.notes:
+        console.rule("to know", align="left")
+    for note in found.counts.notes:
+        console.print(note, markup=False)
+
+
+# ---- counts ----------------------------------------------------------------------------------------------------------------
+
+
+def counts_lines(found: Explained) -> list[str]:
+    counts = found.counts
+    packed = getattr(found.args, "packing", False)
+    rows = "blocks" if packed else "prompts" if counts.rollouts is not None else ROW_NAMES[len(found.side.roles)]
+    known = "a stream" if counts.rows_of_dataset is None else f"{counts.rows_of_dataset:,} {rows}"
+    lines = [
+        f"data             {known}",
+        f"optimizer steps  {counts.optimizer_steps:,} ({counts.steps_per_epoch:,} an epoch, {counts.epochs:g} epochs, "
+        f"{counts.warmup_steps:,} of warmup)",
+        f"processes        {counts.processes}",
+        f"logs             {counts.logs:,}",
+        f"evaluations      {counts.evaluations:,}" + _evaluation(counts),
+        f"checkpoints      {'when best' if counts.checkpoints_kept is None else f'{counts.checkpoints:,}'}"
+        + (f", {counts.checkpoints_kept:,} kept" if counts.checkpoints_kept not in (None, counts.checkpoints) else ""),
+        "",
+    ]
+    return lines + step_lines(counts, rows) + rollout_lines(counts) + task_lines(counts)
+
+
+def _evaluation(counts: RunCounts) -> str:
+    if not counts.evaluations or counts.eval_rows is None:
+        return ""
+    answers = "" if counts.eval_completions is None else f", {counts.eval_completions:,} completions"
+    return f" of {counts.eval_rows:,} rows{answers}"
+
+
+def step_lines(counts: RunCounts, rows: str) -> list[str]:
+    online = counts.rollouts is not None
+    shown = {
+        "samples" if online else rows: "samples" if online else "rows",
+        "samples": "samples",
+        "tokens (at most)" if online else "tokens": "tokens",
+        "trained tokens": "trained",
+        "micro-batches": "micro_batches",
+        "passes": "passes",
+    }
+    header = f"{'in a step':<18}{'mean':>12}{'smallest':>12}{'largest':>12}{'whole run':>16}"
+    wanted = {
+        name: counts.per_step[key] for name, key in shown.items() if key != "trained" or counts.per_step[key].total
+    }
+    return [header, *(table_line(name, found) for name, found in wanted.items())]
+
+
+def table_line(name: str, found: Range) -> str:
+    return f"{name:<18}{found.mean:>12,.1f}{found.smallest:>12,}{found.largest:>12,}{found.total:>16,}"
+
+
+def rollout_lines(counts: RunCounts) -> list[str]:
+    rollouts = counts.rollouts
+    if rollouts is None:
+        return []
+    least = "at least " if rollouts.is_at_least else ""
+    tokens = "not known" if rollouts.prompt_tokens is None else (
+        f"{rollouts.prompt_tokens:,} of prompts (once for each completion), at most {rollouts.most_tokens:,} in all"
+    )  # fmt: skip
+    return [
+        "",
+        f"generations      {rollouts.generations:,} of {rollouts.prompts_per_generation:,} prompts and "
+        f"{rollouts.completions_per_generation:,} completions, for {rollouts.steps_per_generation:g} optimizer steps each",
+        f"prompts          {least}{rollouts.prompts:,}",
+        f"completions      {least}{rollouts.completions:,}",
+        f"tokens           {tokens}",
+        f"reward calls     {least}{rollouts.reward_calls:,} of each function",
+    ]
+
+
+def task_lines(counts: RunCounts) -> list[str]:
+    return ["", *(
+        f"evals            {task.name}: {task.answers:,} answers to {task.prompts:,} prompts, {task.times:,} times; at most "
+        f"{task.most_tokens:,} tokens"
+        for task in counts.tasks
+    )] if counts.tasks else []  # fmt: skip
+
+
+# ---- work and memory -------------------------------------------------------------------------------------------------------
+
+
+def work_lines(work: Work, shape: Any) -> list[str]:
+    lines = [f"{one.line}, about {one.operations:.2e} operations" for one in work.per_step]
+    lines += [f"before training: {one.line}, about {one.operations:.2e} operations" for one in work.before_training]
+    lines.append(f"reference: {work.reference}")
+    lines.append(
+        f"{shape.parameters:,} parameters, {shape.trained:,} trained; about {work.operations_per_step:.2e} operations a step and "
+        f"{work.operations:.2e} in the run (estimated)"
+    )
+    return lines
+
+
+def gib(size: float) -> str:
+    return f"{size / 2**30:,.2f} GiB"
+
+
+def memory_lines(report: MemoryReport) -> list[str]:
+    how = LEVELS[report.level] + (", parked in host memory" if report.offload else "")
+    lines = [f"{report.dtype}, {report.kernels} layers, passes of up to {report.tokens:,} tokens, {how}"]
+    for phase in report.phases:
+        terms = ", ".join(
+            f"{name} {gib(size)}" for name, size in sorted(phase.terms.items(), key=lambda term: -term[1])
+        )
+        lines.append(f"{phase.name:<12}{gib(phase.peak):>12}  {terms}")
+    lines.append(f"The peak is in {report.worst.name}; its largest term is {report.worst.binding}.")
+    lines.append(
+        "update by level: " + ", ".join(f"{LEVELS[name]} {gib(size)}" for name, size in report.by_level.items())
+    )
+    return lines + fitting_lines(report)
+
+
+def fitting_lines(report: MemoryReport) -> list[str]:
+    if report.gpu is None:
+        return []
+    fits = report.worst.peak <= report.room
+    verdict = "fits" if fits else "does not fit"
+    lines = [
+        f"On {report.gpu / 2**30:g} GB it {verdict}: {gib(report.worst.peak)} needed in {report.worst.name}, "
+        f"{gib(report.room)} may be used."
+    ]
+    for name, found in report.fitting.items():
+        if found["rows"]:
+            lines.append(
+                f"  {LEVELS[name]}: passes of up to {found['tokens']:,} tokens ({found['rows']:,} rows of {report.longest:,})"
+            )
+        else:
+            lines.append(f"  {LEVELS[name]}: not even one row of {report.longest:,} tokens")
+    return [*lines, report.sentence]

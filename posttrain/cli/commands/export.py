@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from posttrain.cli.errors import UsageError
+from posttrain.cli.errors import UsageError, or_usage_error
 from posttrain.cli.options.words import Parser
 from posttrain.cli.running.output import no_bars
 
@@ -62,14 +62,13 @@ def main(words: list[str]) -> int:
         refuse_quantised(run)
     number = "" if options.checkpoint is None else f"-{options.checkpoint}"
     output = options.output or run.resolve().with_name(f"{run.resolve().name}{number}-{options.to}")
-    from posttrain.cli.running.assemble import told
     from posttrain.exporting.export import Export, export
     from posttrain.exporting.verification import ExportRefused
 
     no_bars()
     wanted = Export(saved, options.to, output, options.dtype, options.bound, options.trust_remote_code)
     try:
-        made = told(lambda: export(wanted))
+        made = or_usage_error(lambda: export(wanted))
     except ExportRefused as refusal:
         print(f"posttrain export: {refusal} Nothing was written.", file=sys.stderr)
         return 1

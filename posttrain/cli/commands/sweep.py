@@ -87,11 +87,11 @@ def main(words: list[str]) -> int:
     to_run = [trial.values for trial in trials if not trial.has_ended]
     to_run += sweep_file.extreme_values(sweep) if sweep.sampler == "tpe" and to_run else []
     if to_run:
-        labelled = [(told(values), options_of(sweep, values)) for values in to_run]
+        labelled = [(label_of(values), options_of(sweep, values)) for values in to_run]
         refuse_impossible(sweep.method, sweep.metric, labelled, {**os.environ, **sweep.environment})
     if "--dry-run" in words:
         for trial in trials:
-            print(f"{trial.folder.name}  {told(trial.values)}")
+            print(f"{trial.folder.name}  {label_of(trial.values)}")
         if sweep.sampler == "tpe" and sweep.trials > len(trials):
             print(f"and up to {sweep.trials - len(trials)} more, chosen from the results of those before")
         return 0
@@ -225,8 +225,8 @@ def folder_name(sweep: Sweep, values: dict[str, Any]) -> str:
 
     No number: a value that is put in front of the others must not make them run again.
     """
-    told = json.dumps({**sweep.options, **values}, sort_keys=True)
-    key = hashlib.blake2b(told.encode(), digest_size=4).hexdigest()
+    described = json.dumps({**sweep.options, **values}, sort_keys=True)
+    key = hashlib.blake2b(described.encode(), digest_size=4).hexdigest()
     shown = ",".join(f"{name}={_shown(values[name])}" for name in sorted(values))
     shown = re.sub(r"[^A-Za-z0-9_.,=+-]+", "_", shown)
     return f"{shown}-{key}" if len(shown) <= LONGEST_NAME else f"trial-{key}"
@@ -248,7 +248,7 @@ def run_trial(sweep: Sweep, trial: Trial, asked: optuna.Trial, total: int) -> in
     """Run it, unless it has ended before. An exit code: the sweep is to stop."""
     import yaml
 
-    label = f"trial {trial.number + 1}/{total}  {told(trial.values)}"
+    label = f"trial {trial.number + 1}/{total}  {label_of(trial.values)}"
     if trial.has_ended:
         print(f"{label}  {'stopped early' if trial.is_pruned else 'done'} before", flush=True)
         trial.result["metric"] = _metric(sweep, trial)  # another one may have been asked for then
@@ -373,7 +373,7 @@ def _logged(file: Path) -> list[dict[str, Any]]:
     return [entry for entry in entries if isinstance(entry, dict)]
 
 
-def told(values: dict[str, Any]) -> str:
+def label_of(values: dict[str, Any]) -> str:
     return "  ".join(f"{name}={_shown(value)}" for name, value in values.items())
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.errors import UsageError, nearest
+from posttrain.cli.errors import UsageError, nearest, or_usage_error
 from posttrain.cli.options.arguments import known_name
 from posttrain.cli.options.table import method_names, table_of
 from posttrain.cli.options.values import value_of
@@ -227,26 +227,27 @@ def first_problem(method: str, metric: str, trials: list[tuple[str, dict[str, An
         try:
             _check(method, metric, options, f"trial {label}")
         except UsageError as error:
-            told = str(error)
-            return told if label in told else f"trial {label}: {told}"
+            sentence = str(error)
+            return sentence if label in sentence else f"trial {label}: {sentence}"
     return None
 
 
 def _check(method: str, metric: str, options: dict[str, Any], where: str) -> None:
     """What `trainer_of` does before it reads data."""
     from posttrain.cli.commands.explain import as_processes, processes_of
-    from posttrain.cli.commands.launch import command_of
     from posttrain.cli.options.arguments import RunConfig
-    from posttrain.cli.running.assemble import config_of, model_name, parts_of, rewards_of, told
+    from posttrain.cli.running.assemble import config_of, parts_of, rewards_of
+    from posttrain.cli.running.loaded_model import model_name
+    from posttrain.cli.running.processes import command_of
     from posttrain.methods.table import METHODS
 
     config = RunConfig(method, dict(options), dict.fromkeys(options, where))
     command_of(config, [])
     with as_processes(METHODS[method].config_class, processes_of(config)):
-        args = told(lambda: config_of(config))
+        args = or_usage_error(lambda: config_of(config))
     model_name(config)
     rewards_of(config)
-    told(lambda: parts_of(config))
+    or_usage_error(lambda: parts_of(config))
     if not (config.get("dataset_name") or config.get("datasets")):
         raise UsageError(f"posttrain {method} needs rows: `dataset_name` or `datasets` in `options`.")
     _check_metric(metric, args)

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.commands import launch
-from posttrain.cli.errors import UsageError
+from posttrain.cli.errors import UsageError, or_usage_error
 from posttrain.cli.options.arguments import RunConfig, parse
-from posttrain.cli.options.help_text import help_of
+from posttrain.cli.options.table import OptionSpec, table_of
+from posttrain.cli.running import processes
 from posttrain.cli.running.output import no_bars
 from posttrain.core.options import resume_wish
 from posttrain.core.secrets import hidden_text
+
+GROUP_TITLES = {
+    "model": "Model and adapter",
+    "data": "Data",
+    "rewards": "Rewards, tools, environments",
+    "method": "{method}",
+    "shared": "All methods",
+    "launch": "Start, processes and machines",
+    "training": "Training (transformers.TrainingArguments)",
+}
+LEFT = 36
 
 
 def main(method: str, words: list[str]) -> int:
@@ -22,10 +35,10 @@ def main(method: str, words: list[str]) -> int:
         return 0
     config = parse(method, words)
     os.environ.update(config.environment)
-    if not launch.is_started():
-        command = launch.command_of(config, words)
+    if not processes.is_started():
+        command = processes.command_of(config, words)
         if command is not None:
-            return launch.run(command, config.environment)
+            return processes.run(command, config.environment)
     return train(config, words)
 
 
@@ -33,7 +46,7 @@ def train(config: RunConfig, words: list[str]) -> int:
     from safetensors import SafetensorError
     from transformers import TrainerCallback
 
-    from posttrain.cli.running.assemble import told, trainer_of
+    from posttrain.cli.running.assemble import trainer_of
     from posttrain.cli.running.run_record import write_record
     from posttrain.rewards.runtime.results import RewardError
     from posttrain.trainer.checkpoints.background_save import EXIT_CODE
@@ -53,7 +66,7 @@ def train(config: RunConfig, words: list[str]) -> int:
 
     trainer.add_callback(Record())
     try:
-        told(lambda: trainer.train(resume_from_checkpoint=_resume(config, folder)))
+        or_usage_error(lambda: trainer.train(resume_from_checkpoint=_resume(config, folder)))
     except RewardError as error:
         return _ended(config.method, str(error))
     if bad := trainer.nonfinite_weights():
@@ -95,3 +108,41 @@ def _resume(config: RunConfig, folder: Path) -> Any:
             )
         return False
     return resume_wish(config.get("resume_from_checkpoint")) if is_given else any(folder.glob("checkpoint-*"))
+
+
+# ---- --help, from the option table: no library is imported for it --------------------------------------------------
+
+
+def help_of(method: str) -> str:
+    table = table_of(method)
+    width = max(60, min(shutil.get_terminal_size((110, 40)).columns, 130))
+    parts = [
+        f"usage: posttrain {method} [CONFIG.yaml] [--option value ...]",
+        f"\n{table.summary}. Defaults < file < flags.",
+        "The same command again continues where the last one stopped; with --fresh it starts from the beginning.",
+        "A switch is --name or --no_name; a list is several words; a mapping is JSON. none stands for no value.",
+    ]
+    for group, title in GROUP_TITLES.items():
+        options = [spec for spec in table.options.values() if spec.group == group]
+        if options:
+            parts.append(f"\n{title.format(method=method.upper())}")
+            parts += [_entry(spec, width) for spec in options]
+    return "\n".join(parts)
+
+
+def _entry(spec: OptionSpec, width: int) -> str:
+    kinds = [kind for kind in spec.kinds if kind != "none"]
+    left = f"  --{spec.name} {'|'.join(kinds) if kinds != ['bool'] else ''}".rstrip()
+    choices = f" One of {', '.join(spec.choices)}." if spec.choices else ""
+    text = f"{spec.help}{choices} (default: {default_text(spec)})".strip()
+    lines = textwrap.wrap(text, width - LEFT)
+    pad = " " * LEFT
+    first = f"{left:<{LEFT - 1}} " if len(left) < LEFT else f"{left}\n{pad}"
+    return first + f"\n{pad}".join(lines)
+
+
+def default_text(spec: OptionSpec) -> str:
+    value = spec.default
+    if value is None or isinstance(value, bool):
+        return {None: "none", True: "true", False: "false"}[value]
+    return str(value) if not isinstance(value, str) or value else "''"

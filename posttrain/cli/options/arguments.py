@@ -138,8 +138,8 @@ def config_named(words: list[str], command: str) -> RunConfig:
         raise UsageError(
             f"Name a method ({', '.join(method_names())}) or a file of options that has the key `{METHOD_KEY}`."
         )
-    if told := planned(words[0]):
-        raise UsageError(told)
+    if sentence := planned(words[0]):
+        raise UsageError(sentence)
     try:
         method = read_config(words[0])[0].get(METHOD_KEY)
     except ConfigFileError as error:

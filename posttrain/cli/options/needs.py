@@ -90,8 +90,8 @@ class RewardColumns:
 
         columns = set(columns) - {"prompt"}
         with_environments = self.environments is not None
-        told = [missing_arguments(name, wants, columns, with_environments) for name, wants in self.wants.items()]
-        return [one for one in told if one is not None]
+        found = [missing_arguments(name, wants, columns, with_environments) for name, wants in self.wants.items()]
+        return [one for one in found if one is not None]
 
     def read(self, columns: Iterable[str]) -> set[str]:
         """Those of the columns that a reward or an environment takes."""

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.errors import UsageError
+from posttrain.cli.errors import UsageError, or_usage_error
+from posttrain.cli.running.loaded_model import model_name
 
 if TYPE_CHECKING:
     from posttrain.cli.options.arguments import RunConfig
 
-PACKAGE = str(Path(__file__).resolve().parents[2])
 CONFIG_GROUPS = ("method", "shared", "training", "refused")
 TASKS = {"sequence_reward": "SEQ_CLS"}
 """Task of a method -> PEFT's name of it, where it is not CAUSAL_LM."""
@@ -24,13 +22,13 @@ def trainer_of(config: RunConfig, **more: Any) -> Any:
     from posttrain.methods.table import METHODS
 
     method = METHODS[config.method]
-    args = told(lambda: config_of(config))
+    args = or_usage_error(lambda: config_of(config))
     model = model_name(config)
-    given = rewards_of(config) | told(lambda: parts_of(config))
-    train, evaluation = told(lambda: _datasets(config))
-    evals = told(lambda: _evals(config, args))
+    given = rewards_of(config) | or_usage_error(lambda: parts_of(config))
+    train, evaluation = or_usage_error(lambda: _datasets(config))
+    evals = or_usage_error(lambda: _evals(config, args))
     tokenizer = {"processing_class": _tokenizer(config)} if config.get("tokenizer_name_or_path") else {}
-    trainer = told(
+    trainer = or_usage_error(
         lambda: method.trainer_class(
             model=model, args=args, train_dataset=train, eval_dataset=evaluation, **tokenizer, **given, **more
         )
@@ -38,26 +36,13 @@ def trainer_of(config: RunConfig, **more: Any) -> Any:
     if evals:
         from posttrain.trainer.report.task_evals import TaskEvals
 
-        told(lambda: TaskEvals(trainer, evals))
+        or_usage_error(lambda: TaskEvals(trainer, evals))
     if config.get("ignore_bias_buffers"):
         import torch
 
         flags = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
         trainer.model._ddp_params_and_buffers_to_ignore = flags
     return trainer
-
-
-def told(step: Callable[[], Any]) -> Any:
-    """`step()`, where a ValueError (or alike) of our own is a sentence for the user; anybody else's keeps its traceback."""
-    try:
-        return step()
-    except json.JSONDecodeError as error:
-        raise UsageError(f"An option is no JSON: {error} in {error.doc[:80]!r}.") from error
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        if frames and frames[-1].filename.startswith(PACKAGE):
-            raise UsageError(str(error)) from error
-        raise
 
 
 def config_of(config: RunConfig) -> Any:
@@ -73,19 +58,6 @@ def config_of(config: RunConfig) -> Any:
     args = METHODS[config.method].config_class(**options)
     METHODS[config.method].trainer_class.check_options(args)
     return args
-
-
-def model_name(config: RunConfig) -> str:
-    name = config.get("model_name_or_path")
-    if not name:
-        raise UsageError(f"posttrain {config.method} needs a model: --model_name_or_path with a Hub id or a folder.")
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    path = Path(name).expanduser()
-    if looks_local and not path.exists():
-        raise UsageError(f"{config.where('model_name_or_path')}: there is no folder {name}.")
-    if path.is_dir() and not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
-        raise UsageError(f"{config.where('model_name_or_path')}: the folder {name} holds no model (no config.json).")
-    return str(path) if path.exists() else name
 
 
 def _model_arguments(config: RunConfig, given: Any) -> dict[str, Any] | str | None:

@@ -96,7 +96,7 @@ def _kinds(key: str, hint: Any) -> list[Any]:
 
 def _try_rows(config: RunConfig, args: Any, specs: list[EvalSpec]) -> None:
     """What is found wrong with the rows now is not found after minutes of loading. They are encoded once and kept."""
-    from posttrain.cli.running.assemble import model_name
+    from posttrain.cli.running.loaded_model import model_name
     from posttrain.data.render.renderer import Renderer
     from posttrain.models.load.model import load_tokenizer
     from posttrain.trainer.checkpoints.tokenizer import prepare_tokenizer

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.errors import UsageError
 from posttrain.cli.running.output import no_bars
 
 if TYPE_CHECKING:
+    from posttrain.cli.options.arguments import RunConfig
     from posttrain.models.load.saved_model import SavedModel
 
 
@@ -90,3 +92,17 @@ def device_named(name: str | None) -> Any:
             f"--device is {name!r}, and torch finds {count} devices of that kind here; use cpu, or leave it out."
         )
     return device
+
+
+def model_name(config: RunConfig) -> str:
+    """Hub id or folder that a run's options name; a folder must hold a model."""
+    name = config.get("model_name_or_path")
+    if not name:
+        raise UsageError(f"posttrain {config.method} needs a model: --model_name_or_path with a Hub id or a folder.")
+    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
+    path = Path(name).expanduser()
+    if looks_local and not path.exists():
+        raise UsageError(f"{config.where('model_name_or_path')}: there is no folder {name}.")
+    if path.is_dir() and not any((path / file).exists() for file in ("config.json", "adapter_config.json")):
+        raise UsageError(f"{config.where('model_name_or_path')}: the folder {name} holds no model (no config.json).")
+    return str(path) if path.exists() else name

@@ -33,8 +33,8 @@ def config_text(config: RunConfig) -> str:
 
     given = {name: _plain(value) for name, value in config.values.items()}
     given.pop("fresh", None)  # of one start: the file, given again, continues this run
-    told = {"method": config.method, **given} | ({"env": config.environment} if config.environment else {})
-    kept, left_out = _split(told, without_secrets(told))
+    record = {"method": config.method, **given} | ({"env": config.environment} if config.environment else {})
+    kept, left_out = _split(record, without_secrets(record))
     return (
         "# posttrain METHOD THIS_FILE starts the run again. Only what was given; all else is a default.\n"
         + "".join(
@@ -47,13 +47,13 @@ def config_text(config: RunConfig) -> str:
 def _split(given: dict[str, Any], shown: dict[str, Any], above: str = "") -> tuple[dict[str, Any], list[str]]:
     """(what is the same in both, names of the rest): a value with a hole in it would be another value."""
     kept, left_out = {}, []
-    for (name, value), (shown_name, told) in zip(given.items(), shown.items()):
+    for (name, value), (shown_name, masked) in zip(given.items(), shown.items()):
         if name != shown_name:
             left_out.append(f"{above}{shown_name}")
         elif isinstance(value, dict):
-            kept[name], inner = _split(value, told, f"{above}{name}.")
+            kept[name], inner = _split(value, masked, f"{above}{name}.")
             left_out += inner
-        elif value == told:
+        elif value == masked:
             kept[name] = value
         else:
             left_out.append(f"{above}{name}")

@@ -36,8 +36,8 @@ def default_profile(job: argparse.Namespace) -> str:
 
 def secret_options(config: RunConfig, origin: str) -> list[str]:
     """Options from `origin` whose values hold a secret."""
-    told = [(name, value) for name, value in config.values.items() if config.origin[name] == origin]
-    return [name for name, value in told if without_secrets({name: value}) != {name: value}]
+    given = [(name, value) for name, value in config.values.items() if config.origin[name] == origin]
+    return [name for name, value in given if without_secrets({name: value}) != {name: value}]
 
 
 def command_of(job: argparse.Namespace, words: list[str], config: RunConfig, address: str, port: str) -> str:
@@ -166,9 +166,9 @@ def _text_to_ship(where: str, file: Path) -> str:
 
 def slurm(job: argparse.Namespace, words: list[str], config: RunConfig) -> str:
     check_shared(job, config)
-    told = {name: getattr(job, name) for name in ("partition", "account", "qos")}
-    told["mem"] = job.memory and f"{job.memory}G"
-    extra = "".join(f"#SBATCH --{name}={value}\n" for name, value in told.items() if value)
+    requested = {name: getattr(job, name) for name in ("partition", "account", "qos")}
+    requested["mem"] = job.memory and f"{job.memory}G"
+    extra = "".join(f"#SBATCH --{name}={value}\n" for name, value in requested.items() if value)
     command = command_of(job, words, config, '"$ADDRESS_OF_MACHINE_0"', '"$PORT_OF_MACHINE_0"')
     return f"""#!/bin/bash
 {MARK}
@@ -197,7 +197,7 @@ PID_FILE=$(mktemp)
 export PID_FILE
 trap 'rm -f "$PID_FILE"' EXIT
 
-# {job.grace} seconds before the limit Slurm sends USR1 to this script alone. The run on this machine, the first, is told to stop:
+# {job.grace} seconds before the limit Slurm sends USR1 to this script alone. The run on this machine, the first, is asked to stop:
 # all processes agree on a step, save and end, the job is requeued, and the same command continues.
 # `scancel --batch --signal=USR1 JOB` does it by hand.
 again=no
