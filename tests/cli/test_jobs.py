@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from posttrain.cli.commands import job_files
+from posttrain.core import __version__
 from tests.cli.runs import posttrain
 from tests.cli.test_child_process import until
 
@@ -345,6 +349,36 @@ def test_a_skypilot_job_keeps_its_output_in_a_bucket(folder):
         "job_recovery": {"max_restarts_on_errors": 20},
     }
     assert (task["workdir"], task["setup"]) == (".", "pip install -e .\n")
+
+
+BARE = ["--to", "skypilot", "--accelerator", "H100", "--volume", "s3://mine:/data", "--name", "mine"]
+
+
+def test_a_skypilot_job_brings_the_wheel_of_this_checkout(folder):
+    assert posttrain("launch", *BARE, *RUN, "--hub_token", "hf_" + "a" * 34) == 0
+    task = yaml.safe_load(next(folder.glob("mine.*")).read_text())
+    wheel = f"posttrain-{__version__}-py3-none-any.whl"
+    assert task["file_mounts"][f"/tmp/posttrain/{wheel}"] == str(folder / wheel)
+    assert task["setup"].startswith(f"pip install /tmp/posttrain/{wheel}\n")
+    with zipfile.ZipFile(folder / wheel) as found:
+        assert {"posttrain/__init__.py", "posttrain/constraints.txt", "posttrain/cli/options.json"} <= set(
+            found.namelist()
+        )
+
+
+@pytest.mark.parametrize(
+    ("origin", "installs"),
+    [
+        (None, f"posttrain=={__version__}"),
+        ({"url": "https://example.org/posttrain.whl", "archive_info": {}}, "https://example.org/posttrain.whl"),
+        ({"url": "file:///home/me/my%20wheels/posttrain.whl", "archive_info": {}}, "/home/me/my wheels/posttrain.whl"),
+    ],
+)
+def test_a_package_is_installed_elsewhere_from_where_it_came(folder, monkeypatch, origin, installs):
+    text = None if origin is None else json.dumps(origin)
+    monkeypatch.setattr(job_files, "PACKAGE", str(folder / "site-packages" / "posttrain"))
+    monkeypatch.setattr(job_files, "distribution", lambda name: SimpleNamespace(read_text=lambda file: text))
+    assert job_files.this_package(folder) == installs
 
 
 # ---- all of them ----------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """docs/first-run.md, command by command in a shell, in an empty folder with an empty home, with the real 135M model.
 
 `tests/docs` runs the page too, in a fork and with a tiny model in the place of the real one. Here nothing is stood in for but the
-Hub, whose cache holds the model that `posttrain demo` makes.
+Hub, whose cache holds the model that `posttrain demo` makes. `make wheel` runs it with the commands of an environment that has the
+wheel and nothing else (POSTTRAIN_BIN names its folder of commands).
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ def newcomer(tmp_path_factory):
     folder, home = tmp_path_factory.mktemp("clone"), tmp_path_factory.mktemp("home")
     hub_with(demo.real_model(), home)
     shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("runs", "__pycache__"))
+    installed = os.environ.get("POSTTRAIN_BIN")
     environment = {
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(home), "HF_HOME": str(home),
-        "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "2",
+        "PATH": f"{installed or Path(sys.executable).parent}:{os.environ['PATH']}", "HOME": str(home), "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "1", "LANG": "C.UTF-8", "OMP_NUM_THREADS": "2", **({} if installed else {"PYTHONPATH": str(ROOT)}),
     }  # fmt: skip
     printed: dict[str, list[str]] = {}
     for block in blocks_of(PAGE):

@@ -9,9 +9,11 @@ import platform
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.resources import files
 from pathlib import Path
 
-GOOD, MISSING, BAD = "ok", "-", "!!"
+NO_VERSION = "(no version)"
+GOOD, MISSING, WARNED, BAD = "ok", "-", "!", "!!"
 NEEDED = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "pyarrow", "rich", "yaml")
 OPTIONAL = {
     "liger_kernel": ("faster layers on a GPU", "pip install 'posttrain[gpu]'"),
@@ -54,6 +56,10 @@ def packages() -> list[Line]:
             lines.append(Line(BAD, name, "is missing: pip install posttrain"))
     versions = ", ".join(f"{name} {_version(name)}" for name in ("posttrain", *NEEDED[:5]))
     lines.append(Line(GOOD, "packages", versions))
+    if others := untested():
+        shown = ", ".join(f"{name} {installed} (CI: {tested})" for name, (installed, tested) in others.items())
+        how = f"pip install -c {constraints_file()} posttrain"
+        lines.append(Line(WARNED, "versions", f"not those that CI tests: {shown}. `{how}` installs those."))
     for name, (purpose, how) in OPTIONAL.items():
         there = importlib.util.find_spec(name) is not None
         text = f"{_version(name.replace('_', '-'))}: {purpose}" if there else f"for {purpose}: {how}"
@@ -61,11 +67,38 @@ def packages() -> list[Line]:
     return lines
 
 
+def constraints_file() -> Path:
+    return Path(str(files("posttrain").joinpath("constraints.txt")))
+
+
+def untested() -> dict[str, tuple[str, str]]:
+    """Direct requirements that are installed in another version than CI's: name -> (installed, CI's)."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+    from packaging.version import Version
+
+    pins = (Requirement(line) for line in constraints_file().read_text().splitlines() if not line.startswith("#"))
+    tested = {canonicalize_name(pin.name): next(iter(pin.specifier)).version for pin in pins}
+    found = {}
+    for name in (Requirement(line).name for line in _requirements()):
+        installed, pinned = _version(name), tested.get(canonicalize_name(name))
+        if pinned and installed != NO_VERSION and Version(installed).public != pinned:  # 2.13.0+cpu is 2.13.0
+            found[name] = (installed, pinned)
+    return found
+
+
+def _requirements() -> list[str]:
+    try:
+        return importlib.metadata.requires("posttrain") or []
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is on the path and not installed
+        return []
+
+
 def _version(name: str) -> str:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
-        return "(no version)"
+        return NO_VERSION
 
 
 def devices() -> list[Line]:

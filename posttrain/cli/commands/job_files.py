@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import url2pathname
 
-from posttrain.cli.errors import EXIT_CODE, UsageError
+from posttrain.cli.errors import EXIT_CODE, PACKAGE, UsageError
 from posttrain.cli.options.arguments import RunConfig
+from posttrain.core import __version__
 from posttrain.core.secrets import hidden_text, without_secrets
 
 MARK = "# Written by `posttrain launch`, which will write over it."
 PORT = 29500
+WHEELS = "/tmp/posttrain"
+"""Where a wheel is put on machines that have no posttrain."""
 SHIPPED_TO = "/etc/posttrain"
 SHIPPED_BYTES = 200_000
 """`kubectl apply` keeps a copy of a ConfigMap in an annotation, which holds 262,144 bytes."""
@@ -47,6 +58,40 @@ def command_of(job: argparse.Namespace, words: list[str], config: RunConfig, add
     counts = ["--num_processes", str(job.nodes * job.gpus), "--num_machines", str(job.nodes)]
     master = f"--main_process_ip {address} --main_process_port {port}"
     return f"{shlex.join(['posttrain', *words, *profile, *counts])} {master}"
+
+
+def this_package(folder: Path) -> str:
+    """What `pip install` takes to install this posttrain elsewhere: its version where it came from an index, else its address, or
+    a wheel on this machine. That of a checkout is built in `folder`."""
+    source = Path(PACKAGE).parent
+    if not (source / "pyproject.toml").is_file():
+        origin = json.loads(distribution("posttrain").read_text("direct_url.json") or "{}")
+        url = urlsplit(origin.get("url", ""))
+        source = Path(url2pathname(url.path))
+        if url.scheme != "file" or not source.is_dir():
+            return str(source) if url.scheme == "file" else origin.get("url", f"posttrain=={__version__}")
+    # Built in place, a wheel would hold what an earlier build has left behind.
+    with tempfile.TemporaryDirectory() as clean:
+        for part in ("pyproject.toml", "README.md", "LICENSE"):
+            shutil.copy(source / part, clean)
+        shutil.copytree(source / "posttrain", Path(clean, "posttrain"), ignore=shutil.ignore_patterns("__pycache__"))
+        build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), clean]
+        done = subprocess.run([*build, *(["--no-build-isolation"] if find_spec("setuptools") else [])], check=False)
+    wheel = folder / f"posttrain-{__version__}-py3-none-any.whl"
+    if done.returncode or not wheel.is_file():
+        raise UsageError(f"No wheel could be built of {source}; name a --setup that installs posttrain.")
+    return str(wheel)
+
+
+def ship_package(job: argparse.Namespace) -> None:
+    """SkyPilot's machines are bare: where no --setup says how posttrain gets there, it is this one."""
+    job.wheels = {}
+    if job.to == "skypilot" and job.setup is None:
+        package = this_package(Path.cwd())
+        if Path(package).is_file():
+            package, wheel = f"{WHEELS}/{Path(package).name}", package
+            job.wheels[package] = wheel
+        job.setup = f"pip install {shlex.quote(package)}"
 
 
 def setup_of(job: argparse.Namespace) -> str:
@@ -245,7 +290,7 @@ exec {command} --machine_rank "$SKYPILOT_NODE_RANK"
     buckets = {mount: {"source": source, "mode": "MOUNT_CACHED"} for mount, source in job.mounts.items()}
     environment = {"HF_HOME": f"{next(iter(job.mounts))}/huggingface", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace)}
     task = {
-        "name": job.name, "num_nodes": job.nodes, "resources": resources, "workdir": ".", "file_mounts": buckets,
+        "name": job.name, "num_nodes": job.nodes, "resources": resources, "workdir": ".", "file_mounts": buckets | job.wheels,
         "envs": environment, "setup": setup_of(job), "run": run,
     }  # fmt: skip
     note = "# SkyPilot copies the working directory without what .skyignore, or else .gitignore, names.\n"

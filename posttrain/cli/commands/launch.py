@@ -9,7 +9,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from posttrain.cli.commands.job_files import MARK, WRITERS, default_profile, secret_options, setup_of
+from posttrain.cli.commands.job_files import MARK, WRITERS, default_profile, secret_options, setup_of, ship_package
 from posttrain.cli.errors import UsageError
 from posttrain.cli.options.arguments import RunConfig, known_name, parse
 from posttrain.cli.options.table import method_names
@@ -41,7 +41,6 @@ NEEDED = {
     "slurm": {},
     "skypilot": {
         "accelerator": "the kind of GPU, such as H100",
-        "setup": "how posttrain gets onto a bare machine, such as 'pip install -e .' where the working directory is its checkout",
         "volume": "the bucket that outlives the machines, and where it is mounted, such as s3://my-bucket:/data",
     },
     "kubernetes": {
@@ -71,6 +70,7 @@ def main(words: list[str]) -> int:
     check_restart(config)
     path = Path(job.write or f"{job.name}.{SUFFIX[job.to]}").expanduser()
     refuse_to_lose(path, config)
+    ship_package(job)
     rest = without_token(rest, job, config)
     text = WRITERS[job.to](job, rest, config)
     path.write_text(text, encoding="utf-8")
@@ -114,7 +114,8 @@ def make_parser() -> Parser:
         "Kubernetes: a file or folder of code that the job needs besides those that its options name; may be repeated"
     )
     add("--ship", action="append", help=ship)
-    add("--setup", help="commands before the run (default for Slurm: this Python environment; for Kubernetes: nothing)")
+    setup = "Slurm: this Python environment; SkyPilot: this posttrain is installed; Kubernetes: nothing"
+    add("--setup", help=f"commands before the run (default for {setup})")
     add("--write", help="file to write (default: NAME.sbatch, NAME.sky.yaml or NAME.k8s.yaml)")
     add("--submit", action="store_true", help="hand it to the scheduler; without it only the file is written")
     add("method", help="of the run, such as sft or grpo")
