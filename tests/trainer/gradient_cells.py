@@ -17,6 +17,9 @@ from posttrain.core.sample import Sample
 from posttrain.data.collate import Collator
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES
+from posttrain.methods.table import METHODS
+from posttrain.models.scoring.heads import SEQUENCE_REWARD
+from posttrain.trainer.online_trainer import OnlineTrainer
 from tests import tiny
 from tests.losses.test_preference_oracle import naive_total
 from tests.trainer import policy_cells
@@ -43,6 +46,8 @@ BETWEEN_PROCESSES = (
     ("grpo", "top_entropy"),  # a threshold over the micro-batches of all processes
 )
 """What a process has to know of the others is different for these, and for no other loss."""
+DEFAULT = "default"
+"""The loss of a method of which nothing is known here but its entry of METHODS: with its default options, held against itself."""
 DPO_EXTRAS = ("ld", "wpo", "mpo", "forward_kl", "js_divergence", "alpha_divergence")
 
 
@@ -74,11 +79,16 @@ def variants() -> list[tuple[str, str]]:
         *(("reward", loss) for loss in REWARD_LOSSES),
         *(("grpo", loss) for loss in policy_cells.GRPO_VARIANTS),
         ("rloo", "rloo"),
+        *((method, DEFAULT) for method in METHODS if method not in ORACLES),
     ]
 
 
 def layouts(method: str) -> tuple[str, ...]:
     return (RAGGED, PADDED, PACKED if method == "sft" else SHARED)
+
+
+def is_online(method: str) -> bool:
+    return issubclass(METHODS[method].trainer_class, OnlineTrainer)
 
 
 @lru_cache
@@ -157,23 +167,23 @@ def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
 
     The two samples of a pair begin with the same prompt, but for those of row 5, which have nothing in common.
     """
-    if method in POLICY_METHODS:  # what a policy said before is near what it says now: this depends on its adapter
+    if is_online(method):  # what a policy said before is near what it says now: this depends on its adapter
         policy, reference = models(method, torch.float64, lora)[0], models("dpo", torch.float64, False)[1]
         with torch.no_grad():
             return policy_cells.groups(partial(_log_probs, policy), partial(_log_probs, reference))
     rng = np.random.default_rng(7)
     made = []
     for row in range(8):
-        if method == "sft":
+        if len(METHODS[method].trainer_class.roles) == 1:
             length = int(rng.integers(2, 14))
             trained = rng.random(length) < 0.7
             trained[-1] = True
             made.append((Sample(rng.integers(0, 250, length), trained, row=row),))
         else:
             prompt = rng.integers(0, 250, int(rng.integers(1, 6)))
-            answers = [rng.integers(0, 250, int(rng.integers(1, 8))) for _ in range(2)]
+            answers = [rng.integers(0, 250, int(rng.integers(1, 8))) for _ in METHODS[method].trainer_class.roles]
             margin = {"margin": float(np.float32(rng.normal()))}  # scalars travel in float32
-            prompts = (prompt, prompt[::-1] + 1 if row == 5 else prompt)
+            prompts = (prompt, *[prompt[::-1] + 1 if row == 5 else prompt] * (len(answers) - 1))
             made.append(tuple(Sample.of_text(*texts, row=row, **margin) for texts in zip(prompts, answers)))
     return made
 
@@ -188,6 +198,8 @@ def packed(samples: list[tuple[Sample, ...]]) -> list[tuple[Sample, ...]]:
 
 
 def options(cell: Cell) -> dict[str, Any]:
+    if cell.loss == DEFAULT:
+        return {}
     if cell.method == "sft":
         return {"nll": {}, "dft": {"loss_type": "dft"}, "smoothed": {"label_smoothing_factor": 0.2}}[cell.loss]
     if cell.method in POLICY_METHODS:
@@ -210,17 +222,21 @@ def options(cell: Cell) -> dict[str, Any]:
 
 def models(method: str, dtype: torch.dtype, lora: bool) -> tuple[Any, Any]:
     """(policy, reference): different weights, so that log-ratios are not 0; equal in every process."""
-    make = tiny.reward_model if method == "reward" else tiny.causal_lm
+    make = tiny.reward_model if _scores_sequences(method) else tiny.causal_lm
     policy, reference = make(0, dtype), make(1, dtype)
     if dtype == torch.float64:
         policy, reference = tiny.with_exact_norms(policy), tiny.with_exact_norms(reference)
     return (with_adapter(policy, method) if lora else policy), (reference if method == "dpo" else None)
 
 
+def _scores_sequences(method: str) -> bool:
+    return METHODS[method].trainer_class.task == SEQUENCE_REWARD
+
+
 def with_adapter(model: Any, method: str) -> Any:
     """A LoRA whose B is not 0: at its initialisation half of the gradients would be."""
     torch.manual_seed(2)
-    task = "SEQ_CLS" if method == "reward" else "CAUSAL_LM"
+    task = "SEQ_CLS" if _scores_sequences(method) else "CAUSAL_LM"
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type=task))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:  # drawn in float64 whatever the dtype, so that float32 cells have the oracle's adapter
@@ -230,15 +246,13 @@ def with_adapter(model: Any, method: str) -> Any:
 
 @lru_cache(maxsize=12)
 def trainer(method: str, loss: str, lora: bool, dtype: torch.dtype) -> Any:
-    from posttrain.methods.table import METHODS
-
     policy, reference = models(method, dtype, lora)
     cell = Cell(method, loss)
     args = METHODS[method].config_class(
         output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=True, gradient_checkpointing=False, **options(cell)
     )
     extra = {"ref_model": reference} if reference is not None else {}
-    extra |= policy_cells.arguments() if method in POLICY_METHODS else {}
+    extra |= policy_cells.arguments() if is_online(method) else {}
     return METHODS[method].trainer_class(model=policy, args=args, processing_class=tiny.tokenizer(), **extra)
 
 
@@ -273,7 +287,7 @@ def micro_batches(cell: Cell, made: Any, rank: int) -> list[Any]:
 
 def windows(cell: Cell) -> list[list[list[tuple[Sample, ...]]]]:
     """The units of each micro-batch, for each process."""
-    rows, place, found = units(cell.method, cell.lora and cell.method in POLICY_METHODS), 0, []
+    rows, place, found = units(cell.method, cell.lora and is_online(cell.method)), 0, []
     bounds = np.concatenate([[0], np.cumsum(cell.shares)]) / sum(cell.shares)
     for size in SPLITS[cell.split]:
         window = rows[place : place + size]
@@ -301,10 +315,18 @@ def _collated(cell: Cell, made: Any, mine: list[tuple[Sample, ...]]) -> Any:
 
 
 def expected_gradient(cell: Cell) -> dict[str, torch.Tensor]:
-    """The oracle's. It does not depend on how a step is cut up, but for two policy losses that do by their definition."""
+    """The oracle's, or, of a method without one, that of all rows in one padded batch of one process. It does not depend on how a
+    step is cut up, but for two policy losses that do by their definition."""
+    if cell.method not in ORACLES:
+        return own(cell.method, cell.loss, cell.lora)
     if cell.loss not in policy_cells.DEPEND_ON_THE_CUT:
         return oracle(Cell(cell.method, cell.loss, lora=cell.lora))
     return oracle(Cell(cell.method, cell.loss, cell.layout, None, cell.split, cell.lora, shares=cell.shares))
+
+
+@lru_cache
+def own(method: str, loss: str, lora: bool) -> dict[str, torch.Tensor]:
+    return gradient(Cell(method, loss, PADDED, lora=lora))
 
 
 @lru_cache
@@ -412,9 +434,9 @@ ORACLES = {
 }
 
 
-def check(cell: Cell, found: dict[str, torch.Tensor]) -> None:
+def check(cell: Cell, found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor] | None = None) -> None:
     """Relative to the norm of the whole gradient, and of each tensor that matters in it."""
-    expected = expected_gradient(cell)
+    expected = expected or expected_gradient(cell)
     assert found.keys() == expected.keys(), f"tensors with a gradient differ: {found.keys() ^ expected.keys()}"
     whole = torch.sqrt(sum((g.double() ** 2).sum() for g in expected.values()))
     assert whole > 0

@@ -1,0 +1,157 @@
+"""A method is one file and one entry of METHODS: the rest of the library finds it there. Shown on a copy of the checkout."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import tiny
+from tests.docs.fenced_blocks import ROOT
+
+pytestmark = pytest.mark.slow
+FILE = '''"""Best answer: preferences without a reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch.nn.functional as F
+
+from posttrain.core.batch import TokenBatch
+from posttrain.core.results import LossOutput, TokenScores
+from posttrain.data.rows.formats import PREFERENCE
+from posttrain.losses.formulas import Formula, Totals, number
+from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.options.base import BaseConfig, option
+from posttrain.trainer.report.model_card import Paper
+
+
+@dataclass
+class BestConfig(BaseConfig):
+    """Options of best answer."""
+
+    keenness: float = option(2.0, "Scale of the mean log-prob of an answer.")
+
+
+class BestTrainer(BaseTrainer):
+    """-log sigmoid(keenness (mean log p(chosen) - mean log p(rejected)))."""
+
+    method, title = "best", "best-answer optimisation"
+    paper = Paper("someone2026best", "The Best Answer", "Someone", 2026, "2611.00001")
+    config_class = BestConfig
+    formats = (PREFERENCE,)
+    roles = ("chosen", "rejected")
+
+    def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
+        means = self.args.keenness * batch.sequence_mean(policy.logps)
+        chosen, rejected = (batch.role(means, name) for name in self.roles)
+        return LossOutput(-F.logsigmoid(chosen - rejected), per="unit", metrics={"rewards/margins": chosen - rejected})
+
+    @classmethod
+    def formula(cls, args: Any, totals: Totals) -> Formula:
+        term = f"-log sigmoid({number(args.keenness)} (m_c - m_r))"
+        return Formula((term,), (f"sum over pairs / {totals['units']} pairs of the step",), (("m", "mean log-prob"),))
+'''
+ENTRY = (
+    '    "best": Method("posttrain.methods.best", "BestTrainer", "BestConfig", "Preferences without a reference"),\n'
+)
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The tracked files with the new method, its pages written; (folder, a function that runs a command there)."""
+    folder = tmp_path_factory.mktemp("copy")
+    tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in filter(None, tracked.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / name)
+    (folder / "posttrain/methods/best.py").write_text(FILE)
+    table = folder / "posttrain/methods/table.py"
+    table.write_text(table.read_text().replace('    "sft": Method', ENTRY + '    "sft": Method', 1))
+    tiny.causal_lm(0).save_pretrained(folder / "model")
+    tiny.tokenizer().save_pretrained(folder / "model")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "120",
+    }
+
+    def run(*words: str) -> str:
+        ended = subprocess.run(
+            words if Path(words[0]).is_file() else [sys.executable, "-m", *words],
+            cwd=folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ended.returncode == 0, f"{' '.join(words)}:\n{(ended.stdout + ended.stderr)[-4000:]}"
+        return ended.stdout + ended.stderr
+
+    run("scripts.write_docs")
+    return folder, run
+
+
+OPTIONS = [
+    "--model_name_or_path",
+    "model",
+    "--dataset_name",
+    "examples/data/pairs.jsonl",
+    "--use_cpu",
+    "--report_to",
+    "none",
+]
+OPTIONS += ["--max_steps", "2", "--max_length", "64", "--per_device_train_batch_size", "2", "--output_dir", "runs/best"]
+
+
+def test_it_is_a_command_with_options_checks_and_arithmetic(copy):
+    _, run = copy
+    assert "Preferences without a reference" in run("posttrain.cli.main", "--help")
+    assert "--keenness" in run("posttrain.cli.main", "best", "--help")
+    assert "trained" in run("posttrain.cli.main", "check", "best", *OPTIONS)
+    explained = run("posttrain.cli.main", "explain", "best", *OPTIONS, "--keenness", "3")
+    assert "-log sigmoid(3 (m_c - m_r))" in explained
+    assert "2 pairs of the step" in explained
+
+
+def test_it_trains_and_its_card_names_it_and_its_paper(copy):
+    folder, run = copy
+    run("posttrain.cli.main", "best", *OPTIONS)
+    card = (folder / "runs/best/README.md").read_text()
+    assert "best-answer optimisation" in card
+    assert "The Best Answer" in card
+
+
+def test_it_has_a_page_with_its_options_and_stands_in_lists_and_menus(copy):
+    folder, run = copy
+    page = (folder / "docs/best.md").read_text()
+    assert "Scale of the mean log-prob of an answer." in page
+    assert "best.md" in (folder / "docs/index.md").read_text() + (folder / "README.md").read_text()
+    run("pytest", "-q", "tests/docs/test_method_pages.py", "tests/docs/test_option_tables.py")
+
+
+def test_its_names_are_public_and_the_contract_holds_for_it(copy):
+    _, run = copy
+    assert run("posttrain.cli.main", "--version").strip()
+    run("pytest", "-q", "tests/test_public_names.py")
+    assert "Methods do not import methods KEPT" in run(str(Path(sys.executable).parent / "lint-imports"), "--no-cache")
+
+
+def test_it_is_in_the_gradient_matrix_and_holds_there(copy):
+    _, run = copy
+    shown = run(
+        "pytest", "-q", "-rA", "tests/trainer/test_gradient_matrix.py", "-m", "not trust", "-k", "best or missing"
+    )
+    assert (
+        shown.count("PASSED tests/trainer/test_gradient_matrix.py::test_gradient_equals_the_oracle[best-default-") >= 15
+    )
+    assert "PASSED tests/trainer/test_gradient_matrix.py::test_no_method_and_no_loss_is_missing" in shown
