@@ -168,7 +168,7 @@ class Speaker:
             made = self.tokenizer.apply_chat_template(
                 messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
             )
-        else:  # a base model goes on with what it reads
+        else:  # a base model continues what it reads
             made = self.tokenizer("\n".join(message["content"] for message in messages), return_tensors="pt")
         context = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         length = made["input_ids"].shape[1]

@@ -173,7 +173,7 @@ def _tried(name: str, text: str, attempt: Callable[[], object]) -> Line:
 
 def next_steps(broken: list[Line]) -> list[str]:
     if broken:
-        return [f"Mend first: {', '.join(line.name for line in broken)}."]
+        return [f"Fix first: {', '.join(line.name for line in broken)}."]
     return [
         "Next: posttrain demo                                     a real model, three minutes",
         "      posttrain check sft --model_name_or_path MODEL --dataset_name FILE.jsonl",

@@ -75,18 +75,18 @@ class _Child:
         numbers = [getattr(signal, name) for name in HANDED_ON if hasattr(signal, name)]
         # what is ignored stays ignored: nohup, and a shell's background job
         before = {number: signal.getsignal(number) for number in numbers}
-        heard = [number for number in numbers if before[number] is not signal.SIG_IGN]
-        for number in heard:
+        handled = [number for number in numbers if before[number] is not signal.SIG_IGN]
+        for number in handled:
             signal.signal(number, self.hear)
         try:
             yield
         finally:
-            for number in heard:
+            for number in handled:
                 signal.signal(number, before[number])
 
     def start(self, command: list[str], popen: dict[str, Any]) -> None:
         self.process = subprocess.Popen(command, start_new_session=True, **popen)
-        if self.signal is not None:  # heard while it was being started
+        if self.signal is not None:  # received while it was being started
             self.hand_on()
 
     def wait(self, watch: Callable[[], bool] | None) -> int:

@@ -80,7 +80,7 @@ def _imported(module: str, name: str, option: str) -> ModuleType:
 def _guarded(load: Any, name: str, option: str) -> Any:
     try:
         return load()
-    except Exception as error:  # the user's code runs here: whatever it raises is told with its name
+    except Exception as error:  # the user's code runs here: whatever it raises is reported with its name
         place = _line_of(error)
         raise UsageError(f"`{option}`: {name} cannot be imported: {type(error).__name__}: {error}{place}.") from error
 
