@@ -19,8 +19,7 @@ from posttrain.losses.named_options import call, function_name, unused_options
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES, check_preference_losses, preference_loss
 from posttrain.trainer.base import BaseTrainer
-from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig, check_range, option
-from posttrain.trainer.references.setup import ReferenceConfig, make_reference
+from posttrain.trainer.options.base import BaseConfig, ReferenceConfig, SharedPromptsConfig, check_range, option
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.step.gathering import gathered_rows
 
@@ -98,9 +97,6 @@ class DPOTrainer(BaseTrainer):
             raise ValueError(
                 f"`{ignored[0]}` is set, but none of the losses {', '.join(losses)} reads it. Leave it out."
             )
-
-    def prepare_reference(self, ref_model: Any, policy: Any) -> None:
-        self.reference = make_reference(self, ref_model, policy)
 
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
         if self.args.use_weighting:

@@ -8,12 +8,7 @@ import pytest
 import transformers
 
 from posttrain.trainer.base import BaseTrainer
-from posttrain.trainer.checkpoints.hub import HubTrainer
-from posttrain.trainer.checkpoints.persistence import PersistentTrainer
-from posttrain.trainer.checkpoints.saving import SavingTrainer
-from posttrain.trainer.checkpoints.sharding import ShardingTrainer
 from posttrain.trainer.online_trainer import OnlineTrainer
-from posttrain.trainer.report.evaluation import EvaluatingTrainer
 
 SEAMS = {
     # how a step is computed
@@ -42,7 +37,6 @@ SEAMS = {
     "save_model": "output_dir _internal_call",
     # the hub
     "push_to_hub": "commit_message blocking token revision kwargs",
-    "_push_from_checkpoint": "checkpoint_folder",
     "create_model_card": None,  # ours takes what push_to_hub hands on, by name
     # saving and resuming
     "train": "resume_from_checkpoint trial ignore_keys_for_eval",
@@ -50,16 +44,14 @@ SEAMS = {
     "_save_checkpoint": "model trial",
     "_finalize_training": "trial num_train_samples start_time",
     "_save": "output_dir state_dict",
-    "_save_optimizer_and_scheduler": "output_dir",
     "_load_optimizer_and_scheduler": "checkpoint",
     "_load_from_checkpoint": "resume_from_checkpoint model",
     "_load_best_model": "",
-    "_save_rng_state": "output_dir",
     "_load_rng_state": "checkpoint",
 }
-TRAINERS = (
-    BaseTrainer, EvaluatingTrainer, OnlineTrainer, PersistentTrainer, SavingTrainer, ShardingTrainer, HubTrainer
-)  # fmt: skip
+OURS_INSTEAD = ("_save_optimizer_and_scheduler", "_save_rng_state", "_push_from_checkpoint")
+"""Parts of Trainer's own save and push, pickles among them. Nobody but the `_save_checkpoint` that we override may call them."""
+TRAINERS = (BaseTrainer, OnlineTrainer)
 RELIED_ON = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 """Attributes of Trainer's loop that a resume restores."""
 
@@ -79,6 +71,17 @@ def test_no_override_is_missing_from_the_list():
         if callable(value) and hasattr(transformers.Trainer, name) and not name.startswith("__")
     }
     assert own == set(SEAMS)
+
+
+def test_between_a_trainer_and_transformers_is_no_other_class():
+    assert BaseTrainer.__bases__ == (transformers.Trainer,)
+    assert OnlineTrainer.__bases__ == (BaseTrainer,)
+
+
+@pytest.mark.parametrize("name", OURS_INSTEAD)
+def test_what_trainers_own_save_calls_is_called_by_nothing_else(name):
+    calls = inspect.getsource(transformers.Trainer).count(f"self.{name}(")
+    assert calls == inspect.getsource(transformers.Trainer._save_checkpoint).count(f"self.{name}(") == 1
 
 
 def test_the_loop_still_keeps_its_sums_where_resume_puts_them():

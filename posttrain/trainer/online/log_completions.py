@@ -8,11 +8,12 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import pyarrow
 import pyarrow.parquet
 import torch
+from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,11 +22,8 @@ from transformers import GenerationConfig, TrainerCallback
 
 from posttrain.core.sample import Sample
 from posttrain.trainer.checkpoints.checkpoint import spared
-from posttrain.trainer.options.base import check_range
+from posttrain.trainer.options.base import BaseConfig, check_range
 from posttrain.trainer.report.progress import say, wants_live
-
-if TYPE_CHECKING:
-    from posttrain.trainer.base import BaseTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +47,15 @@ class Answers:
         return {"step": [self.step] * len(self.prompts), "prompt": self.prompts, "completion": self.completions}
 
 
+class AnsweringRun(Protocol):
+    """What is asked of the trainer."""
+
+    args: BaseConfig
+    accelerator: Accelerator
+    processing_class: Any
+    eval_dataset: Any
+
+
 class LogCompletionsCallback(TrainerCallback):
     """Answers evaluation prompts every `freq` steps: shown, and kept in `<output_dir>/completions/step_N.parquet`.
 
@@ -62,7 +69,7 @@ class LogCompletionsCallback(TrainerCallback):
 
     def __init__(
         self,
-        trainer: BaseTrainer,
+        trainer: AnsweringRun,
         generation_config: GenerationConfig | None = None,
         num_prompts: int | None = None,
         freq: int | None = None,

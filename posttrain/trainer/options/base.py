@@ -237,6 +237,10 @@ class BaseConfig(TrainingArguments):
             interval = min(interval, max(state.max_steps // LEAST_LOGS, 1))
         return step % interval == 0 or step >= state.max_steps or (step == 1 and self.logging_first_step)
 
+    def shows_next_step(self, state: TrainerState) -> bool:
+        """Whether a log will show the coming step: statistics that cost a pass over the vocabulary are taken on those alone."""
+        return self.logs_at(state.global_step + 1, state) or self.logging_strategy == "epoch"
+
     @property
     def layout(self) -> str | None:
         """The layout the user asked for, or None where the model decides."""
@@ -290,6 +294,39 @@ class SharedPromptsConfig:
         True,
         "Compute a prompt once for all answers to it in a micro-batch, wherever the model allows it. Same gradient, less work.",
     )
+
+
+@dataclass
+class MovingReferenceConfig:
+    """Options of methods whose reference may follow the policy; mixed into their configs."""
+
+    sync_ref_model: bool = option(False, "TR-DPO: move the reference towards the policy every `ref_model_sync_steps`.")
+    ref_model_mixup_alpha: float = option(0.6, "reference = alpha * policy + (1 - alpha) * reference.")
+    ref_model_sync_steps: int = option(512, "Optimizer steps between two moves of the reference.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("ref_model_mixup_alpha", self.ref_model_mixup_alpha, 0, 1)
+        check_range("ref_model_sync_steps", self.ref_model_sync_steps, 1)
+
+
+@dataclass
+class ReferenceConfig(MovingReferenceConfig):
+    """Options of methods that compare the policy with a reference on rows that are known; mixed into their configs."""
+
+    precompute_ref_log_probs: bool = option(
+        False, "Run the reference over the rows it has never seen, before training, and keep its log-probs on disk."
+    )
+    precompute_ref_batch_size: int | None = option(
+        None, "Rows per batch of that pass. None: as many as fill the device, by their tokens."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            raise ValueError(
+                "`sync_ref_model` moves the reference; `precompute_ref_log_probs` freezes its numbers. Choose one."
+            )
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -24,8 +24,8 @@ from posttrain.core.batch import PADDED, RAGGED, SHARED, passes_of
 from posttrain.data.collate import Collator, split_by_tokens
 from posttrain.data.loader import EpochBatches, StreamBatches
 from posttrain.rollout.loader import RolloutLoader
+from posttrain.trainer.online.task_evals import best_metric, is_due, is_read
 from posttrain.trainer.options.base import SharedPromptsConfig
-from posttrain.trainer.report.task_evals import best_metric, is_due, is_read
 
 if TYPE_CHECKING:
     from posttrain.evaluation.spec import EvalSpec

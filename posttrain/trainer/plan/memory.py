@@ -25,7 +25,7 @@ from posttrain.models.memory.fit import FULL, NONE, SELECTIVE
 from posttrain.models.scoring.head_kernels import STATISTICS
 from posttrain.models.scoring.token_scores import default_chunk_tokens
 from posttrain.rollout.engines.native.engine import MAX_SLOTS
-from posttrain.trainer.plan.memory_fit import batch_tokens, can_keep_logits, laid_out_share, wishes_of
+from posttrain.trainer.step.memory_fit import batch_tokens, can_keep_logits, laid_out_share, wishes_of
 
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer

@@ -9,7 +9,7 @@ from posttrain.losses.preference import PREFERENCE_LOSSES
 from posttrain.models.load.reference import GIVEN_SUMS
 from posttrain.models.memory.fit import FULL
 from posttrain.trainer.online_trainer import OnlineTrainer
-from posttrain.trainer.references.setup import ReferenceConfig
+from posttrain.trainer.options.base import ReferenceConfig
 
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
