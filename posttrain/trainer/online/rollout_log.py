@@ -10,9 +10,6 @@ from typing import Any, Protocol
 import numpy as np
 from accelerate import PartialState
 from huggingface_hub import CommitScheduler, HfApi
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from transformers import TrainerCallback, TrainerState
 
 from posttrain.core import __version__
@@ -25,7 +22,7 @@ from posttrain.trainer.checkpoints.background_save import CheckpointNotSaved
 from posttrain.trainer.checkpoints.saving import Checkpoints
 from posttrain.trainer.online.rollout_metrics import as_tensors
 from posttrain.trainer.options.online import OnlineConfig
-from posttrain.trainer.report.progress import number, say, wants_live
+from posttrain.trainer.report.progress import cut, number, say, show_table, table_to_wandb
 from posttrain.trainer.step.metrics import MetricStore
 
 SHOWN_CHARACTERS = 400
@@ -161,19 +158,18 @@ def one_of_each_prompt(rollouts: list[Rollout]) -> list[Rollout]:
 
 
 def show(rollouts: list[Rollout], names: list[str], step: int, disable_tqdm: bool) -> None:
-    """A table in a terminal, plain lines elsewhere. The store has all of them."""
-    console = Console()
-    if wants_live(disable_tqdm, console):
-        with console.capture() as drawn:
-            console.print(_rich_table(rollouts, names, step))
-        say(drawn.get().rstrip("\n"))
-        return
-    lines = [f"completions at step {step}"]
+    """The store has all of them."""
+    extra = extra_columns(rollouts)
+    title = f"completions at step {step}"
+    lines, rows = [title], []
     for rollout in rollouts:
-        said = [f"{name} {number(value)}" for name, value in numbers_of(rollout, names).items()]
+        prompt, completion, numbers = clipped(rollout.prompt), clipped(rollout.completion), numbers_of(rollout, names)
+        said = [f"{name} {number(value)}" for name, value in numbers.items()]
         said += [f"{name} {text}" for name, text in extras_of(rollout, list(rollout.extras)).items()]
-        lines += [f"  > {clipped(rollout.prompt)!r}", f"    {clipped(rollout.completion)!r}  ({', '.join(said)})"]
-    say("\n".join(lines))
+        lines += [f"  > {prompt!r}", f"    {completion!r}  ({', '.join(said)})"]
+        values = [number(value) if np.isfinite(value) else "-" for value in numbers.values()]
+        rows.append([prompt, completion, *values, *extras_of(rollout, extra).values()])
+    show_table(title, ("prompt", "completion", *names, "advantage", *extra), rows, lines, disable_tqdm)
 
 
 def numbers_of(rollout: Rollout, names: list[str]) -> dict[str, float]:
@@ -195,7 +191,7 @@ def clipped(said: str | list[dict[str, Any]]) -> str:
     """Text, or the messages of a conversation one after the other, of a bounded length."""
     if not isinstance(said, str):
         said = "\n".join(f"{message.get('role')}: {_spoken(message)}" for message in said)
-    return said if len(said) <= SHOWN_CHARACTERS else said[: SHOWN_CHARACTERS - 3] + "..."
+    return cut(said, SHOWN_CHARACTERS)
 
 
 def _spoken(message: dict[str, Any]) -> str:
@@ -210,31 +206,10 @@ def _arguments(call: dict[str, Any]) -> str:
     return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False, default=str)
 
 
-def _rich_table(rollouts: list[Rollout], names: list[str], step: int) -> Table:
-    extra = extra_columns(rollouts)
-    title = f"completions at step {step}"
-    table = Table("prompt", "completion", *names, "advantage", *extra, title=title, show_lines=True)
-    for rollout in rollouts:
-        numbers = [number(value) if np.isfinite(value) else "-" for value in numbers_of(rollout, names).values()]
-        said = [Text(text) for text in extras_of(rollout, extra).values()]
-        table.add_row(Text(clipped(rollout.prompt)), Text(clipped(rollout.completion)), *numbers, *said)
-    return table
-
-
 def _to_wandb(rollouts: list[Rollout], names: list[str], step: int) -> None:
-    import wandb
-
-    if wandb.run is not None:
-        extra = extra_columns(rollouts)
-        columns = ["step", "prompt", "completion", *names, "advantage", *extra]
-        rows = [
-            [
-                step,
-                clipped(r.prompt),
-                clipped(r.completion),
-                *numbers_of(r, names).values(),
-                *extras_of(r, extra).values(),
-            ]
-            for r in rollouts
-        ]
-        wandb.log({"completions": wandb.Table(columns=columns, data=rows)})
+    extra = extra_columns(rollouts)
+    rows = [
+        [step, clipped(r.prompt), clipped(r.completion), *numbers_of(r, names).values(), *extras_of(r, extra).values()]
+        for r in rollouts
+    ]
+    table_to_wandb("completions", ["step", "prompt", "completion", *names, "advantage", *extra], rows)
