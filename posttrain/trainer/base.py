@@ -39,12 +39,11 @@ from posttrain.trainer.checkpoints.skipped import SkippedSteps
 from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig, ReferenceConfig
 from posttrain.trainer.references.setup import ReferenceSetup
 from posttrain.trainer.report.display import display_callbacks
-from posttrain.trainer.report.evaluation import EvaluationLoss
 from posttrain.trainer.report.model_card import Paper, write_model_card
 from posttrain.trainer.step.adam8bit import adamw_8bit
 from posttrain.trainer.step.gathering import over_processes, step_totals
 from posttrain.trainer.step.memory_fit import fit_memory
-from posttrain.trainer.step.metrics import MetricStore
+from posttrain.trainer.step.metrics import EvaluationLoss, MetricStore
 from posttrain.trainer.step.optimizer import StepGuard
 
 STAT_METRICS = {"entropy": "entropy", "is_most_likely": "mean_token_accuracy"}
@@ -195,7 +194,7 @@ class BaseTrainer(transformers.Trainer):
         }
 
     def reserved_bytes(self) -> float:
-        """Of the device, which somebody else will take afterwards and keep during the update."""
+        """Memory of the device that another engine will take later and keep during the update."""
         return 0.0
 
     def recomputes_logits(self) -> bool:
@@ -370,7 +369,7 @@ class BaseTrainer(transformers.Trainer):
         """Trainer's loop; the loss is that of all rows as one batch, not a mean over batches of different size."""
         self.evaluation = EvaluationLoss()
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
-        loss = self.evaluation.value(self.args)
+        loss = self.evaluation.value(self.args.world_size)
         self.add_evaluation_metrics()
         shown = {} if loss is None else {"loss": loss}
         shown |= self.metrics.flush("eval", self.args.device, self.args.world_size)

@@ -1,8 +1,8 @@
 """What of a run folder goes to the Hub. The model does; the machine, secrets and the user's rows do not.
 
 transformers pushes the whole folder, and while training a pickle of the options with the token in it
-(`_push_from_checkpoint` saves `training_args.bin`). Both pushes are therefore written here, and name what they take: a file that
-nobody thought of stays on this machine.
+(`_push_from_checkpoint` saves `training_args.bin`). Both pushes are therefore written here, and name what they take: a file
+that is not listed stays on this machine.
 """
 
 from __future__ import annotations
@@ -190,10 +190,10 @@ def _content(path: Path) -> Path | bytes:
     if path.name in ("run_state.json", "trainer_state.json"):
         return files.json_text(published(json.loads(path.read_text(encoding="utf-8")))).encode()
     if path.name in ("config.json", "adapter_config.json", "tokenizer_config.json"):
-        told = json.loads(path.read_text(encoding="utf-8"))
-        places = {name: last_parts(value) for name, value in told.items() if name.endswith("name_or_path") and value}
-        if any(told[name] != value for name, value in places.items()):
-            return (json.dumps(told | places, indent=2, ensure_ascii=False) + "\n").encode()
+        config = json.loads(path.read_text(encoding="utf-8"))
+        places = {name: last_parts(value) for name, value in config.items() if name.endswith("name_or_path") and value}
+        if any(config[name] != value for name, value in places.items()):
+            return (json.dumps(config | places, indent=2, ensure_ascii=False) + "\n").encode()
     if path.name == CARD_FILE:
         return hidden_text(path.read_text(encoding="utf-8")).encode()
     return path

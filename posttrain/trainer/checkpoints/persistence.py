@@ -51,8 +51,8 @@ def current_run(output_dir: str | Path) -> str | None:
 
 
 def set_aside_other_runs(output_dir: str | Path, run_id: str | None, is_new: bool = False) -> None:
-    """Move checkpoints of other runs into folders of their own, so that nobody resumes, exports, rotates or shows them as this
-    run's. Where the run is new, the logs go with them, and checkpoints that do not say whose they are; such a checkpoint is
+    """Move checkpoints of other runs into folders of their own, so that they are not resumed, exported, rotated or shown as
+    this run's. Where the run is new, the logs go with them, and checkpoints that do not say whose they are; such a checkpoint is
     damaged, and a run that resumes reports that."""
     output_dir = Path(output_dir)
     owners = [(path, run_of(path)) for path in files.checkpoints(output_dir)]
@@ -144,7 +144,7 @@ class RunLifecycle(TrainerCallback):
         if wanted is True:
             if self.args.should_save:
                 set_aside_other_runs(self.args.output_dir, current_run(self.args.output_dir))
-            PartialState().wait_for_everyone()  # nobody chooses a checkpoint that is about to be moved
+            PartialState().wait_for_everyone()  # a checkpoint that is about to be moved must not be chosen
             found = files.newest_good_checkpoint(self.args.output_dir)
             if found is None:
                 logger.warning(f"{self.args.output_dir} holds no checkpoint: the run starts from its beginning.")

@@ -405,7 +405,7 @@ def _saved_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 def _ignores_checkpoints(callback: Any) -> bool:
-    """Trackers of transformers that have an `on_save` and do nothing in it (unless they were told to upload checkpoints)."""
+    """Trackers of transformers that have an `on_save` and do nothing in it (unless they are set to upload checkpoints)."""
     uploads = getattr(getattr(callback, "_log_model", None), "value", None) == "checkpoint"
     return type(callback).__name__ in ("TrackioCallback", "SwanLabCallback", "WandbCallback") and not uploads
 

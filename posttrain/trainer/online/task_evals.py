@@ -35,7 +35,7 @@ def is_read(spec: EvalSpec, metric: str | None) -> bool:
 
 
 def best_metric(args: Any, specs: Sequence[EvalSpec]) -> str | None:
-    """The metric of ours that says which checkpoint is best; None: somebody else's does."""
+    """The metric of ours that says which checkpoint is best; None: another one does."""
     named = args.metric_for_best_model
     if named is None:
         # With a limit of 1 transformers deletes the last checkpoint for the best: only where that was asked for.

@@ -127,7 +127,7 @@ def _served(owner: EngineOwner) -> RolloutEngine:
         own = [] if args.device.type != "cuda" else gpu_ids()[args.device.index or 0 :][:1]
         owner.loaded.notes += shared_gpu_notes({member.name: member.info for member in engine.fleet.members}, own)
     except BaseException:
-        engine.close()  # its watch would go on
+        engine.close()  # its watch would continue
         raise
     return engine
 

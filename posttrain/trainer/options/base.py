@@ -24,7 +24,7 @@ from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
 STEPS_WORTH_COMPILING_FOR = 300
 """Compiling costs about as much time as it saves in a few dozen steps."""
 LEAST_LOGS = 10
-"""A run logs at least so many times, where it has as many steps and nobody has set `logging_steps`."""
+"""A run logs at least so many times, where it has as many steps and `logging_steps` is not set."""
 FSDP, DEEPSPEED = "fsdp", "deepspeed"
 """Who holds weights in pieces; accelerate's environment variables name them so, too."""
 TRUNCATION_MODES = ("keep_start", "keep_end", "error", "drop")
@@ -180,7 +180,7 @@ class BaseConfig(TrainingArguments):
     def _defaults_of_posttrain(self) -> None:
         """Options of transformers whose meaning would contradict a promise of this library."""
         self.logging_nan_inf_filter = False  # a NaN is reported, never replaced (trl-gaps: a NaN is hidden)
-        if self.logging_strategy == "no":  # Trainer would log the first step all the same
+        if self.logging_strategy == "no":  # Trainer would log the first step regardless
             self.logging_first_step = False
         if isinstance(self.lr_scheduler_kwargs, str):
             self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
@@ -265,9 +265,11 @@ class BaseConfig(TrainingArguments):
 
     def to_dict(self) -> dict[str, Any]:
         """The options without secrets at any depth: it goes into files and to trackers."""
-        told = super().to_dict()
-        told |= {name: getattr(self, name) for name in told if name.endswith("_token")}  # not all of them are secrets
-        return without_secrets(told)
+        options = super().to_dict()
+        options |= {
+            name: getattr(self, name) for name in options if name.endswith("_token")
+        }  # not all of them are secrets
+        return without_secrets(options)
 
     def __str__(self) -> str:
         return (

@@ -204,7 +204,7 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
         if (self.drop_zero_variance or self.replay_buffer_size) and self.schedule().share % self.num_generations:
             raise ValueError(
                 f"Groups are replaced as a whole, so each process must hold whole ones: its {self.schedule().share} samples of a "
-                f"generation are no multiple of `num_generations`={self.num_generations}."
+                f"generation are not a multiple of `num_generations`={self.num_generations}."
             )
         self.schedule()
         self.sampling(())

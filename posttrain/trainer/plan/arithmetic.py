@@ -199,7 +199,7 @@ class StoredBatches:
 
 
 def figures_of_units(dataset: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(samples, tokens, trained tokens) of each unit. The first token of a sample is predicted by nobody."""
+    """(samples, tokens, trained tokens) of each unit. The first token of a sample is never predicted."""
     found = np.zeros((3, len(dataset)), dtype=np.int64)
     for index in range(len(dataset)):
         unit = dataset[index]

@@ -183,7 +183,7 @@ def _given(args: Any, ref_model: Any) -> Reference:
 
 
 class _LateRows:
-    """The reference's log-probs of rows that nobody had given when the others' were computed."""
+    """The reference's log-probs of rows that were given after the others' had been computed."""
 
     def __init__(self, setup: ReferenceSetup, reference: ModelReference, store: RowStore, source: Any) -> None:
         self.setup, self.store, self.source = setup, store, source

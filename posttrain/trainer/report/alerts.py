@@ -335,7 +335,7 @@ def _train_loss_fell_since(history: History, step: int) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a disease is seen, what it usually means, what to try."""
+    """How a symptom is recognised, what it usually means, what to try."""
 
     seen: Callable[[History], Seen]
     meaning: str
@@ -410,7 +410,7 @@ RULES: dict[str, Rule] = {
     ),
     "rate_zero": Rule(
         rate_zero,
-        "training goes on without changing a weight",
+        "training continues without changing a weight",
         "check `learning_rate`, the schedule, and whether `max_steps` grew after a resume",
     ),
     "overfitting": Rule(
@@ -460,7 +460,7 @@ class Watch:
 
 
 class AlertsCallback(TrainerCallback):
-    """Says and writes down (`alerts.jsonl`) what `Watch` notices. A resumed run goes on from the logs of its checkpoint."""
+    """Says and writes down (`alerts.jsonl`) what `Watch` notices. A resumed run continues from the logs of its checkpoint."""
 
     def __init__(self, output_dir: str, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> None:
         self.file = StepFile(Path(output_dir) / ALERTS_FILE)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,14 +68,11 @@ def display_callbacks(run: ShownRun) -> None:
         run.remove_callback(callback)
     # Callbacks are called in this order: the plan comes before the live display begins, the summary after it ended.
     run.add_callback(MetricsFile(run.args.output_dir, run.checkpoints))
-    run.add_callback(DataPointer(run))
     run.add_callback(RunPlan(run))
     run.add_callback(RichProgressCallback().stand_back_for(run.callback_handler.callbacks))
     if run.args.alerts:
         run.add_callback(AlertsCallback(run.args.output_dir))
-    run.add_callback(CardWriter(run.create_model_card))
     run.add_callback(RunSummary(run))
-    run.add_callback(QuietSaving())
 
 
 class MetricsFile(TrainerCallback):
@@ -99,20 +95,25 @@ class MetricsFile(TrainerCallback):
             self.file.append(state.global_step, logs)
 
 
-class DataPointer(TrainerCallback):
-    """`prepared_data.json`: where the tokens of the rows lie, so that `posttrain view` can show them as they were trained on."""
+class RunPlan(TrainerCallback):
+    """Says what will happen, before the first step.
+
+    `prepared_data.json` names the place of the rows' tokens, so that `posttrain view` can show them as they were trained on.
+    """
 
     def __init__(self, run: ShownRun) -> None:
         self.run = run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        datasets = {"train": self.run.train_dataset, "eval": self.run.eval_dataset}
-        places = {name: store_of(rows) for name, rows in datasets.items()}
+        if not state.is_world_process_zero:
+            return
+        places = {"train": store_of(self.run.train_dataset), "eval": store_of(self.run.eval_dataset)}
         known = {name: {"store": str(place)} for name, place in places.items() if place is not None}
-        if state.is_world_process_zero and known:
+        if known:
             path = Path(args.output_dir) / DATA_FILE
             with spared(f"{path}, which leads `posttrain view` to the rows,"):
                 write_whole(path, json.dumps(known, indent=1) + "\n")
+        say("\n".join(plan(self.run, state.global_step, state.max_steps)))
 
 
 def store_of(rows: Any) -> Path | None:
@@ -122,57 +123,34 @@ def store_of(rows: Any) -> Path | None:
     return getattr(getattr(rows, "store", None), "folder", None)
 
 
-class CardWriter(TrainerCallback):
-    """A run folder, and whatever is pushed from it, has a card that says how the model was made."""
-
-    def __init__(self, write: Callable[[], None]) -> None:
-        self.write = write
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero and may_be_overwritten(args.output_dir):
-            with spared(f"The model card in {args.output_dir}"):
-                self.write()
-
-    on_push_begin = on_train_end
-
-
-class QuietSaving(TrainerCallback):
-    """transformers draws a bar of its own whenever weights are written, in the middle of ours. Not while a run is shown."""
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.was_on = transformers_logging.is_progress_bar_enabled()
-        transformers_logging.disable_progress_bar()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.was_on:
-            transformers_logging.enable_progress_bar()
-
-
-class RunPlan(TrainerCallback):
-    """Says what will happen, before the first step."""
-
-    def __init__(self, run: ShownRun) -> None:
-        self.run = run
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.is_world_process_zero:
-            say("\n".join(plan(self.run, state.global_step, state.max_steps)))
-
-
 class RunSummary(TrainerCallback):
-    """Says how the run went, when it has reached its end or was stopped."""
+    """Says how the run went, when it has reached its end or was stopped, and writes the card of its folder.
+
+    transformers draws a bar of its own whenever weights are written, in the middle of ours: not while a run is shown.
+    """
 
     def __init__(self, run: ShownRun) -> None:
         self.run = run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.began, self.first_step, self.first_tokens = time.monotonic(), state.global_step, self._tokens()
+        self.draws_bars = transformers_logging.is_progress_bar_enabled()
+        transformers_logging.disable_progress_bar()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.on_push_begin(args, state, control)
         tokens = over_processes(self._tokens() - self.first_tokens, args)  # collective: all processes come here
         if state.is_world_process_zero:
             took = time.monotonic() - self.began
             say("\n".join(summary(self.run, state.global_step - self.first_step, tokens, took)))
+        if self.draws_bars:
+            transformers_logging.enable_progress_bar()
+
+    def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A run folder, and whatever is pushed from it, has a card that says how the model was made."""
+        if state.is_world_process_zero and may_be_overwritten(args.output_dir):
+            with spared(f"The model card in {args.output_dir}"):
+                self.run.create_model_card()
 
     def _tokens(self) -> float:
         return self.run.metrics.totals.get("num_tokens", 0)
@@ -185,7 +163,7 @@ def plan(run: ShownRun, step: int, max_steps: int) -> list[str]:
     """The lines of the block that opens a run."""
     args = run.args
     begins = f", from step {step}" if step else ""
-    told = {
+    parts = {
         "data": f"{_data(run.train_dataset)}{_evaluation(run)}",
         "steps": batch_arithmetic(run, max_steps),
         "compute": _compute(run),
@@ -193,7 +171,7 @@ def plan(run: ShownRun, step: int, max_steps: int) -> list[str]:
         **run.plan_lines(max_steps),
     }
     lines = [f"{run.method.upper()} of {run.loaded.name} ({_weights(run)}){begins}"]
-    lines += [f"  {name:<12}{line}" for name, line in told.items()]
+    lines += [f"  {name:<12}{line}" for name, line in parts.items()]
     lines += [f"  note        {note}" for note in run.loaded.notes]
     lines.append(f"  run         {args.output_dir} ({_kept(args)})")
     return lines

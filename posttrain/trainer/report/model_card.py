@@ -54,7 +54,7 @@ REPORTED_ELSEWHERE = frozenset(
     ("trackio_static_space_id", "batch_eval_metrics", "include_for_metrics", "log_on_each_node")
 )
 NOT_SHOWN = (FREE_TO_CHANGE | SETTLED_BY_THE_TRAINER | REPORTED_ELSEWHERE) - {"max_steps", "num_train_epochs"}
-"""Options that say nothing about how the model was made: where it lies, how often it was logged, who was told."""
+"""Options that say nothing about how the model was made: where it lies, how often it was logged, where that was reported."""
 NOT_METRICS = frozenset(("epoch", "step", "total_flos", "num_tokens"))
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
 
@@ -85,9 +85,7 @@ def write_model_card(
 ) -> Path:
     """Write the card into the output folder."""
     name = model_name or Path(run.args.output_dir).name
-    datasets = [
-        name for name in _as_list(dataset_name) if is_hub_id(name)
-    ]  # a file of this machine is nobody else's business
+    datasets = [name for name in _as_list(dataset_name) if is_hub_id(name)]  # names of local files are not published
     metadata = front_matter(run, name, datasets, _as_list(tags), license, _as_list(language))
     sections = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---\n{MARK}\n",

@@ -93,7 +93,7 @@ class MasterWeights:
     def all_reduce(self) -> None:
         """Average the accumulated float32 gradients over the processes, in buckets.
 
-        DDP is told not to reduce (it would see the last micro-batch only); the sums of whole steps are averaged here.
+        DDP does not reduce (it would see the last micro-batch only); the sums of whole steps are averaged here.
         """
         bucket: list[Tensor] = []
         size = 0

@@ -96,7 +96,7 @@ def _uncompile_if_selective(run: FittedRun) -> None:
 
 
 def can_keep_logits(run: FittedRun) -> bool:
-    """Whether keeping them takes one copy: autograd keeps several in float32, for which nobody asks without being told."""
+    """Whether keeping them takes one copy: autograd keeps several in float32, which only an explicit option may ask for."""
     return run.recomputes_logits() and not run.differentiable_stats()
 
 

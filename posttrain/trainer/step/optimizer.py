@@ -50,7 +50,7 @@ def over_shards(norm: Tensor, mesh: Any, placements: Any) -> Tensor:
 
 
 class FiniteSteps:
-    """Decides, on the device, whether an optimizer step is taken, and tells the host later without waiting for it."""
+    """Decides, on the device, whether an optimizer step is taken, and reports it to the host later without waiting."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, world_size: int = 1, masters: MasterWeights | None = None
