@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
@@ -58,16 +58,11 @@ class PushedRun(Protocol):
     callback_handler: CallbackHandler
     hub_model_id: str | None
     push_in_progress: PushInProgress | None
-
-    def is_world_process_zero(self) -> bool: ...
-
-    def init_hf_repo(self, token: str | None = None) -> None: ...
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None: ...
-
-    def create_model_card(self, model_name: str | None = None, **kwargs: Any) -> None: ...
-
-    def _finish_current_push(self) -> None: ...
+    is_world_process_zero: Callable[[], bool]
+    init_hf_repo: Callable[..., None]
+    save_model: Callable[..., None]
+    create_model_card: Callable[..., None]
+    _finish_current_push: Callable[[], None]
 
 
 def push_model(

@@ -7,7 +7,7 @@ import logging
 import signal
 import threading
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
@@ -92,13 +92,10 @@ class ResumableRun(Protocol):
     _total_loss_scalar: float
     _globalstep_last_logged: int
     _initial_global_step: int
-
-    def identity(self) -> RunIdentity:
-        """What this run is made of; two runs of equal identity take equal steps."""
-
-    def load_state_files(self, folder: Path) -> None: ...
-
-    def settle_skipped_steps(self, wait: bool = False) -> None: ...
+    # what it does
+    identity: Callable[[], RunIdentity]
+    load_state_files: Callable[[Path], None]
+    settle_skipped_steps: Callable[[], None]
 
 
 class RunLifecycle(TrainerCallback):

@@ -63,20 +63,14 @@ class SavedRun(Protocol):
     _tr_loss: Tensor
     _total_loss_scalar: float
     _globalstep_last_logged: int
-
-    def store_flos(self) -> None: ...
-
-    def settle_skipped_steps(self, wait: bool = False) -> None: ...
-
-    def nonfinite_weights(self) -> list[str]: ...
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None: ...
-
-    def save_state_files(self, folder: Path) -> None: ...
-
-    def _save_scaler(self, output_dir: str) -> None: ...
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None: ...
+    # what it does
+    store_flos: Callable[[], None]
+    settle_skipped_steps: Callable[..., None]
+    nonfinite_weights: Callable[[], list[str]]
+    save_model: Callable[..., None]
+    save_state_files: Callable[[Path], None]
+    _save_scaler: Callable[[str], None]
+    _save_optimizer_and_scheduler: Callable[[str], None]
 
 
 class Checkpoints:

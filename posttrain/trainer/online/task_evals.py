@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import nn
@@ -55,8 +55,7 @@ class EvaluatedRun(Protocol):
     processing_class: Any
     callback_handler: CallbackHandler
     is_fully_sharded: bool
-
-    def log(self, logs: dict[str, float]) -> None: ...
+    log: Callable[[dict[str, float]], None]
 
 
 class TaskEvals(TrainerCallback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -40,8 +41,7 @@ class EngineOwner(Protocol):
     joint_export: JointExport | None
     is_fully_sharded: bool
     stop_ids: tuple[int, ...]
-
-    def decode_exactly(self, ids: Any) -> str: ...
+    decode_exactly: Callable[[Any], str]
 
 
 def vllm_engine(owner: EngineOwner) -> RolloutEngine:

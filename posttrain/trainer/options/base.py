@@ -237,6 +237,11 @@ class BaseConfig(TrainingArguments):
             interval = min(interval, max(state.max_steps // LEAST_LOGS, 1))
         return step % interval == 0 or step >= state.max_steps or (step == 1 and self.logging_first_step)
 
+    @property
+    def steps_in_one_pass(self) -> bool:
+        """Whether an optimizer step is one pass of one process, so that gradients are never added up."""
+        return self.gradient_accumulation_steps == self.world_size == 1 and not self.max_tokens_per_pass
+
     def shows_next_step(self, state: TrainerState) -> bool:
         """Whether a log will show the coming step: statistics that cost a pass over the vocabulary are taken on those alone."""
         return self.logs_at(state.global_step + 1, state) or self.logging_strategy == "epoch"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -52,14 +53,10 @@ class ShownRun(Protocol):
     eval_dataset: Any
     callback_handler: CallbackHandler
     _train_batch_size: int
-
-    def add_callback(self, callback: Any) -> None: ...
-
-    def remove_callback(self, callback: Any) -> None: ...
-
-    def plan_lines(self, max_steps: int) -> dict[str, str]: ...
-
-    def create_model_card(self) -> None: ...
+    add_callback: Callable[[Any], None]
+    remove_callback: Callable[[Any], Any]
+    plan_lines: Callable[[int], dict[str, str]]
+    create_model_card: Callable[[], None]
 
 
 def display_callbacks(run: ShownRun) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -38,16 +39,11 @@ class FittedRun(Protocol):
     train_dataset: Any
     optimizer: torch.optim.Optimizer | None
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
-
-    def reserved_bytes(self) -> float: ...
-
-    def largest_batch(self) -> int: ...
-
-    def longest_row(self) -> int: ...
-
-    def recomputes_logits(self) -> bool: ...
-
-    def differentiable_stats(self) -> tuple[str, ...]: ...
+    reserved_bytes: Callable[[], float]
+    largest_batch: Callable[[], int]
+    longest_row: Callable[[], int]
+    recomputes_logits: Callable[[], bool]
+    differentiable_stats: Callable[[], tuple[str, ...]]
 
 
 def fit_memory(run: FittedRun) -> None:

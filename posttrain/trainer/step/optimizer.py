@@ -156,8 +156,7 @@ class StepGuard:
                 "they are, and lose small steps. Set `bf16=True`, or load the model in float32."
             )
         if is_low and args.sharding is None:
-            one_pass = args.gradient_accumulation_steps == args.world_size == 1 and not args.max_tokens_per_pass
-            self.masters = MasterWeights(optimizer, accumulates=not one_pass)
+            self.masters = MasterWeights(optimizer, accumulates=not args.steps_in_one_pass)
         self.finite = FiniteSteps(optimizer, args.world_size, self.masters)
         return optimizer
 
