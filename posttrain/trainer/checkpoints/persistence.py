@@ -224,9 +224,7 @@ class RunLifecycle(TrainerCallback):
         run._tr_loss = torch.tensor(loss, device=self.args.device, dtype=run._tr_loss.dtype)
         run._total_loss_scalar = state.loss_total
         run._globalstep_last_logged = state.last_logged_step
-        run._initial_global_step = (
-            0  # the mean loss of the run is over all of its steps, not over those since the resume
-        )
+        run._initial_global_step = 0  # the mean loss of the run is over all of its steps, not since the resume
 
     def on_pre_optimizer_step(self, args: BaseConfig, state: Any, control: Any, **kwargs: Any) -> None:
         fault_point("step.before")

@@ -136,9 +136,8 @@ class RunState:
 
     identity: RunIdentity
     run_id: str = ""  # "": of a version that had none
-    allowed_changes: list[dict[str, Any]] = dataclasses.field(
-        default_factory=list
-    )  # by `resume_allow_changes`, in order
+    # by `resume_allow_changes`, in order
+    allowed_changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     loss_total: float = 0.0
     last_logged_step: int = 0
     skipped_in_a_row: int = 0

@@ -134,7 +134,8 @@ class BaseConfig(TrainingArguments):
         requested_bf16 = self._resolve_precision()
         super().__post_init__()
         self.bf16 = requested_bf16
-        self._after_precision()
+        if self.sharding is None and not self.fp16:
+            self.mixed_precision = "no"
         self._check_shared_options()
 
     # ---- precision -----------------------------------------------------------------------------------------------
@@ -160,10 +161,6 @@ class BaseConfig(TrainingArguments):
         asked = {FSDP: self.fsdp, DEEPSPEED: self.deepspeed}
         launched = {name: os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true" for name in asked}
         return next((name for name in asked if asked[name] or launched[name]), None)
-
-    def _after_precision(self) -> None:
-        if self.sharding is None and not self.fp16:
-            self.mixed_precision = "no"
 
     @property
     def load_dtype(self) -> torch.dtype:

@@ -263,7 +263,7 @@ class PlannedRollouts(RolloutLoader):
             known = [0 if self.lengths is None else int(self.lengths[request.row]) for request in requests]
             self.shares.append([length + longest for length in known])
             found.completions += len(requests)
-            found.reward_calls += self._reward_calls([request.number for request in requests])
+            found.reward_calls += REWARD_CALLS[self.args.reward_batching]([request.number for request in requests])
             if self.lengths is not None:
                 found.prompt_tokens += sum(known)
                 found.most_tokens += sum(self.shares[-1])
@@ -273,9 +273,6 @@ class PlannedRollouts(RolloutLoader):
         if self.lengths is None:
             found.prompt_tokens = found.most_tokens = None
         return []
-
-    def _reward_calls(self, groups: list[int]) -> int:
-        return REWARD_CALLS[self.args.reward_batching](groups)
 
     def _units(self, micro_batch: int) -> list[Any]:
         size = self.schedule.batch_size

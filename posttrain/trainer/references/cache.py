@@ -122,9 +122,8 @@ def _compute(
     rows: list[tuple[bytes, np.ndarray]] = []
     saved = time.monotonic()
     for number in range(rounds):
-        batch = (
-            batches[number] if number < len(batches) else []
-        )  # a sharded reference needs every process in every round
+        # A sharded reference needs every process in every round.
+        batch = batches[number] if number < len(batches) else []
         rows += _scored(args, collator, reference, dataset, batch)
         progress.advance(len(batch))
         if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:

@@ -48,11 +48,9 @@ class Thresholds:
     reward_drift: float = 10.0  # mean reward of a reward model this far from 0 ...
     reward_drift_margins: float = 5.0  # ... and this many times its margin between good and bad answers
     hacking_errors: float = 8.0  # reward this many errors above its first window ...
-    hacking_length_ratio: float = (
-        2.0  # ... while completions became this many times longer or shorter, or the KL is above `kl_level`
-    )
+    hacking_length_ratio: float = 2.0  # ... while completions became so many times longer or shorter, or ...
     reward_fall_errors: float = 8.0  # reward this many errors below its best window
-    kl_level: float = 1.0  # median KL above this ...
+    kl_level: float = 1.0  # ... the median KL is above this; it grows where it is so ...
     kl_growth: float = 3.0  # ... and this many times that of the logs before
     rate_zero_logs: int = 3  # logs in a row with a learning rate of exactly 0
     overfit_share: float = 0.05  # evaluation loss this share above its best ...
@@ -141,9 +139,8 @@ def loss_exploded(history: History) -> Seen:
 
 def gradient_spike(history: History) -> Seen:
     limits, first = history.limits, history.first("grad_norm")
-    if not first or history.values("grad_norm")[-1] < median(
-        first
-    ):  # late in a run norms are small and jump harmlessly
+    # Late in a run norms are small and jump harmlessly.
+    if not first or history.values("grad_norm")[-1] < median(first):
         return None
     return _jump(history, "grad_norm", limits.gradient_spike_ratio, limits.gradient_spike_noise)
 

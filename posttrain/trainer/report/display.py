@@ -253,9 +253,9 @@ def summary(run: ShownRun, steps: int, tokens: float, took: float) -> list[str]:
         f"{run.method.upper()} {ended}: {several(steps, 'step')}, {count(tokens)} tokens in {duration(took)}{speed}"
     ]
     lines += [
-        f"  {name:<12}{number(first)} -> {number(last)}"
+        f"  {name:<12}{number(values[0])} -> {number(values[-1])}"
         for name in _followed(state.log_history)
-        for first, last in [first_and_last(state.log_history, name)]
+        for values in [[entry[name] for entry in state.log_history if name in entry]]
     ]
     if run.checkpoints.run_state.skipped_total:
         lines.append(
@@ -271,11 +271,6 @@ def _followed(history: list[dict[str, Any]]) -> list[str]:
     names = dict.fromkeys(name for entry in history for name in entry)
     aim = "reward" if "reward" in names else "loss"
     return [name for name in names if name == aim or (name.startswith("eval_") and name.endswith(f"_{aim}"))]
-
-
-def first_and_last(history: list[dict[str, Any]], name: str) -> tuple[float, float]:
-    values = [entry[name] for entry in history if name in entry]
-    return values[0], values[-1]
 
 
 def _losses_of_data(dataset: Any) -> list[str]:
