@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from posttrain.core.batch import SHARED, StepTotals, TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.core.sample import Sample, Unit
+from posttrain.data.collate import Collator, split_by_tokens
 from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.data.render.templates import adopt_chat_format
 from posttrain.data.rows.formats import PROMPT_ONLY
@@ -35,7 +36,7 @@ from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector,
 from posttrain.rollout.engines.protocol import ENGINES, RolloutEngine
 from posttrain.rollout.episodes.writing import Writer, evaluating
 from posttrain.rollout.eval_loader import EvalRolloutLoader
-from posttrain.rollout.loader import RolloutLoader
+from posttrain.rollout.loader import RolloutLoader, as_units
 from posttrain.rollout.prompt_rows import PromptRows
 from posttrain.rollout.replay_buffer import ReplayBuffer
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
@@ -49,7 +50,6 @@ from posttrain.trainer.online.gathered_engine import GatheredEngine
 from posttrain.trainer.online.joint_export import JointExport
 from posttrain.trainer.online.rollout_log import RolloutLog
 from posttrain.trainer.online.rollout_metrics import as_tensors, rollout_metrics
-from posttrain.trainer.online.rollout_scoring import write_logps
 from posttrain.trainer.online.vllm_setup import refuse_correction_without_logps, vllm_engine
 from posttrain.trainer.online.weight_sync import WeightSync
 from posttrain.trainer.options.base import DEEPSPEED
@@ -63,6 +63,8 @@ logger = logging.getLogger(__name__)
 ROLLOUTS_FILE = "rollouts_{rank}"
 FAILURES = "reward_failures/"  # and the kind: how many calls of rewards have failed since the beginning of the run
 EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time
+TOKENS_OF_A_PASS = {"cuda": 32768, "cpu": 4096}
+"""A forward without autograd keeps little: passes are large enough to fill the device."""
 
 
 class OnlineTrainer(BaseTrainer):
@@ -440,3 +442,31 @@ def skipping_by_position() -> Iterator[None]:
         yield
     finally:
         transformers.trainer.skip_first_batches = original
+
+
+@torch.no_grad()
+def write_logps(
+    samples: list[Sample],
+    name: str,
+    logps_of: Callable[[TokenBatch], Tensor],
+    collator: Collator,
+    device: torch.device,
+    passes: Callable[[int], int] = lambda needed: needed,
+) -> None:
+    """Write `logps_of` each trained token into `per_token[name]` of its sample; 0 where nothing is trained.
+
+    Passes have a bounded number of tokens: many rollouts need no more memory than an update. `passes` says how many are run where
+    this process needs so many: a sharded model is asked equally often by all.
+    """
+    budget = min(collator.max_tokens or 2**62, TOKENS_OF_A_PASS.get(device.type, TOKENS_OF_A_PASS["cuda"]))
+    collator = replace(collator, max_tokens=budget)
+    units = as_units(samples, collator)
+    parts = split_by_tokens(units, collator.layout, budget)
+    for part in [*parts, *[[]] * (passes(len(parts)) - len(parts))]:
+        batch = collator.one_pass(part)
+        found = logps_of(batch.to(device)).float().cpu().numpy()
+        ends = np.cumsum(batch.counts.numpy())
+        for sample, end, size in zip((s for unit in part for s in unit), ends, batch.counts.tolist()):
+            column = np.zeros(len(sample), dtype=np.float32)
+            column[1:][sample.trained[1:]] = found[end - size : end]
+            sample.per_token[name] = column
