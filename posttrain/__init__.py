@@ -59,16 +59,14 @@ _HOMES = {
         "get_soft_overlong_punishment",
     ),
     "posttrain.trainer.base": ("BaseTrainer",),
-    "posttrain.trainer.report.callbacks": (
-        "BEMACallback",
-        "LogCompletionsCallback",
-        "RichProgressCallback",
-        "SyncRefModelCallback",
-    ),
-    "posttrain.trainer.options.base": ("BaseConfig", "option"),
+    "posttrain.trainer.online.log_completions": ("LogCompletionsCallback",),
     "posttrain.trainer.online_trainer": ("OnlineTrainer",),
+    "posttrain.trainer.options.base": ("BaseConfig", "option"),
     "posttrain.trainer.options.online": ("OnlineConfig",),
-    "posttrain.trainer.report.task_evals": ("TaskEvals",),
+    "posttrain.trainer.references.bema": ("BEMACallback",),
+    "posttrain.trainer.references.setup": ("SyncRefModelCallback",),
+    "posttrain.trainer.report.progress": ("RichProgressCallback",),
+    "posttrain.trainer.online.task_evals": ("TaskEvals",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _HOME_OF |= {name: method.module for method in METHODS.values() for name in (method.config, method.trainer)}

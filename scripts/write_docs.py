@@ -22,7 +22,7 @@ from posttrain.methods.table import METHODS
 from posttrain.rewards import BUILT_IN_REWARDS
 from posttrain.rewards.runtime.invoke import OURS, Wants
 from posttrain.trainer.options.base import BaseConfig, default_of, is_ours
-from posttrain.trainer.options.refused_options import RefusedOptions
+from posttrain.trainer.options.online import RefusedOptions
 from scripts import gpu_receipt, method_pages, option_specs
 from scripts.method_pages import DOCS
 

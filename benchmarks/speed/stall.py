@@ -81,7 +81,7 @@ class TimedSFT(SFTTrainer):
 
     def _save_checkpoint(self, model, trial) -> None:
         began = time.perf_counter()
-        self.saver.wait()  # the save before: here they follow each other within seconds
+        self.checkpoints.writer.wait()  # the save before: here they follow each other within seconds
         self.waited[self.state.global_step] = time.perf_counter() - began
         synchronise()
         began = time.perf_counter()
@@ -129,7 +129,7 @@ def report(trainer: TimedSFT, clock: Clock, background: bool, size: int, total: 
     durations = {step: clock.ends[step] - clock.ends[step - 1] for step in clock.ends if step - 1 in clock.ends}
     quiet = [seconds for step, seconds in durations.items() if step > 2 and step - 1 not in stalls]
     after = [durations[step + 1] - stalls[step] - trainer.waited[step] for step in stalls if step + 1 in durations]
-    statistics = trainer.saver.statistics
+    statistics = trainer.checkpoints.writer.statistics
     summary = {
         "background": background,
         "checkpoint_bytes": size,

@@ -19,8 +19,7 @@ from posttrain.losses.named_options import call, function_name, unused_options
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES, check_preference_losses, preference_loss
 from posttrain.trainer.base import BaseTrainer
-from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig, check_range, option
-from posttrain.trainer.references.setup import ReferenceConfig, make_reference
+from posttrain.trainer.options.base import BaseConfig, ReferenceConfig, SharedPromptsConfig, check_range, option
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.step.gathering import gathered_rows
 
@@ -83,13 +82,13 @@ class DPOTrainer(BaseTrainer):
         loss: Callable[..., Tensor] | None = None,
         **named: Any,
     ) -> None:
-        """As BaseTrainer, and `ref_model` (None: the policy as it is now), and `loss(pair, ...)`, a function of one's own."""
+        """As BaseTrainer, and `ref_model` (None: the policy as it is now), and `loss(pair, ...)`, a custom function."""
         self.custom_loss = loss
         super().__init__(model, args, *given, ref_model=ref_model, **named)
 
     @classmethod
     def check_options(cls, args: Any, loss: Callable | None = None) -> None:
-        """Not the config's business: a loss of one's own reads whichever of them it names."""
+        """Not checked by the config: a custom loss reads whichever of them it names."""
         losses = {name: PREFERENCE_LOSSES[name].function for name in args.loss_type}
         if loss is not None:
             losses = {function_name(loss): loss}
@@ -98,9 +97,6 @@ class DPOTrainer(BaseTrainer):
             raise ValueError(
                 f"`{ignored[0]}` is set, but none of the losses {', '.join(losses)} reads it. Leave it out."
             )
-
-    def prepare_reference(self, ref_model: Any, policy: Any) -> None:
-        self.reference = make_reference(self, ref_model, policy)
 
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
         if self.args.use_weighting:
@@ -116,7 +112,7 @@ class DPOTrainer(BaseTrainer):
         metrics = pair.metrics(args.beta)
         if "mean_logit" in policy.stats:
             metrics |= {f"logits/{name}": batch.role_tokens(policy.stats["mean_logit"], name) for name in self.roles}
-        if "is_most_likely" in policy.stats:  # nobody wants the rejected tokens to be predicted
+        if "is_most_likely" in policy.stats:  # of the chosen tokens only: rejected ones are not to be predicted
             metrics["mean_token_accuracy"] = batch.role_tokens(policy.stats["is_most_likely"], "chosen")
         return LossOutput(terms, metrics=metrics)
 

@@ -218,10 +218,10 @@ class GRPOTrainer(OnlineTrainer):
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         logps = policy.logps
         old_logps = batch.per_token.get(OLD_LOGPS, logps.detach())
-        advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))  # of nobody's token there is none
+        advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))  # a pass without tokens has none
         sampling_logps = batch.per_token.get(SAMPLING_LOGPS, logps.detach())
         correction, mismatch = self._correction(batch, old_logps, sampling_logps)
-        drawn_logps = sampling_logps.where(~sampling_logps.isnan(), old_logps)  # what nobody knows is the trainer's own
+        drawn_logps = sampling_logps.where(~sampling_logps.isnan(), old_logps)  # where it is unknown, the trainer's own
         keep = self._kept_tokens(batch, policy, drawn_logps, advantages)
         tokens = PolicyTokens(batch, logps, old_logps, advantages, correction, keep)
         output = policy_loss(self.args.loss_type, tokens, self.args, None if reference is None else reference.logps)
@@ -271,7 +271,7 @@ class GRPOTrainer(OnlineTrainer):
         """Where a micro-batch may be run in several passes, their common threshold needs the entropies of all of them first.
 
         Not in the passes themselves: they would have one each, and processes with different numbers of passes would wait for
-        each other for ever.
+        each other indefinitely.
         """
         if self.args.top_entropy_quantile < 1 and self.args.max_tokens_per_pass is not None:
             self._entropy_threshold = self._threshold_of(self._entropies(model, passes_of(inputs)))

@@ -84,7 +84,7 @@ class SFTTrainer(BaseTrainer):
     roles = ("text",)
 
     def __init__(self, model: Any, *given: Any, loss: Callable[[Tensor], Tensor] | None = None, **named: Any) -> None:
-        """As BaseTrainer, and `loss`: a function of one's own from the log-probs of the trained tokens to their losses."""
+        """As BaseTrainer, and `loss`: a custom function from the log-probs of the trained tokens to their losses."""
         for name in ("compute_loss_func", "preprocess_logits_for_metrics"):
             if named.pop(name, None) is not None:
                 raise ValueError(

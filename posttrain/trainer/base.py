@@ -8,52 +8,49 @@ pairs of a whole optimizer step). None of them loads a model, pads a tensor, or 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
+import transformers
 from torch import Tensor, nn
-from torch.utils.data import IterableDataset
-from transformers import TrainingArguments, enable_full_determinism, set_seed
+from transformers import TrainingArguments, set_seed
 
 from posttrain.core import faults
-from posttrain.core.batch import PADDED, Passes, StepTotals, TokenBatch, passes_of
+from posttrain.core.batch import Passes, StepTotals, TokenBatch, passes_of
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.data.collate import Collator
-from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
+from posttrain.data.loader import UnitLoader
 from posttrain.data.rows.formats import RowFormat
-from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
-from posttrain.data.store.report import PreparationReport
 from posttrain.losses.formulas import Formula, Totals
 from posttrain.models.layers.checkpointing import allow_selective_checkpointing
 from posttrain.models.load.adapters import adapter_settings
-from posttrain.models.load.model import CAUSAL_LM, LoadOptions, load_model, load_tokenizer
+from posttrain.models.load.model import CAUSAL_LM, load_model
 from posttrain.models.load.reference import Reference
-from posttrain.models.memory.activation_offloading import offloaded_activations
 from posttrain.models.memory.fit import EIGHT_BIT
 from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.trainer import construction
+from posttrain.trainer.checkpoints import hub, run_state, sharding
 from posttrain.trainer.checkpoints.checkpoint import refuse_unwritable
-from posttrain.trainer.checkpoints.hub import HubTrainer
-from posttrain.trainer.checkpoints.persistence import PersistentTrainer, RunLifecycle
-from posttrain.trainer.checkpoints.run_state import RunIdentity, load_method_state, save_method_state
-from posttrain.trainer.checkpoints.tokenizer import adopt_vocabulary, prepare_tokenizer, renderer_of
-from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig
-from posttrain.trainer.plan.memory_fit import fit_memory
+from posttrain.trainer.checkpoints.persistence import RunLifecycle
+from posttrain.trainer.checkpoints.saving import Checkpoints, nonfinite_weights
+from posttrain.trainer.checkpoints.skipped import SkippedSteps
+from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig, ReferenceConfig
+from posttrain.trainer.references.setup import ReferenceSetup
 from posttrain.trainer.report.display import display_callbacks
-from posttrain.trainer.report.evaluation import EvaluatingTrainer
 from posttrain.trainer.report.model_card import Paper, write_model_card
 from posttrain.trainer.step.adam8bit import adamw_8bit
-from posttrain.trainer.step.metrics import MetricStore
-from posttrain.trainer.step.optimizer import FiniteSteps, MasterWeights, has_low_precision
-from posttrain.trainer.step.skipped import SkippedSteps
+from posttrain.trainer.step.gathering import over_processes, step_totals
+from posttrain.trainer.step.memory_fit import fit_memory
+from posttrain.trainer.step.metrics import EvaluationLoss, MetricStore
+from posttrain.trainer.step.optimizer import StepGuard
 
 STAT_METRICS = {"entropy": "entropy", "is_most_likely": "mean_token_accuracy"}
 """Token statistics that every language-model method logs, and TRL's names for them."""
 
 
-class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
+class BaseTrainer(transformers.Trainer):
     """transformers.Trainer on Samples. See the module's docstring for what a method provides."""
 
     method: ClassVar[str]
@@ -87,32 +84,27 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         formatting_func: Callable | None = None,
         ref_model: Any = None,
     ) -> None:
-        self.args = args = self._config(args, model)
+        name = type(self).__name__
+        self.args = args = construction.config_of(args, self.config_class, model, name, self.method)
         self.check_options(args, getattr(self, "custom_loss", None))
-        if args.n_gpu > 1:
-            raise ValueError(
-                "nn.DataParallel is not supported: start one process per GPU (accelerate launch or torchrun)."
-            )
-        if args.full_determinism:  # before the first kernel: cuBLAS reads its part of it once
-            enable_full_determinism(args.seed)
+        construction.prepare_process(args)
         if args.should_save and train_dataset is not None:
             refuse_unwritable(args.output_dir)
-        set_seed(args.seed)
         self.formatting_func = formatting_func
-        tokenizer = self._tokenizer(model, processing_class)
-        prepare_tokenizer(tokenizer, args)
-        self.renderer = renderer_of(tokenizer, model, args)
+        self.renderer = construction.renderer_of(model, processing_class, args, name)
+        tokenizer = self.renderer.tokenizer
         # Data first: a bad row must be found before minutes go into loading a model.
         train_dataset = self._prepared(train_dataset, "train")
         eval_dataset = self._prepared_evaluation(eval_dataset)
         set_seed(args.seed)  # adapters start from the same numbers whatever the preparation drew
-        self.loaded = load_model(model, self._load_options(peft_config, quantization_config, train_dataset))
-        adopt_vocabulary(self.loaded.model, self.renderer, args)
-        self.metrics = MetricStore()
+        loading = construction.load_options(args, self.task, peft_config, quantization_config, train_dataset)
+        self.loaded = load_model(model, loading)
+        construction.adopt_vocabulary(self.loaded.model, self.renderer, args)
+        layout = self.loaded.layout
         super().__init__(
             model=self.loaded.model,
             args=args,
-            data_collator=self._collator(data_collator, tokenizer),
+            data_collator=construction.collator_of(data_collator, self.roles, tokenizer.pad_token_id, layout, args),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=tokenizer,
@@ -122,7 +114,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
-        self._after_trainer_init()
+        self._make_parts()
         self.prepare_reference(ref_model, model)
         if not self.loads_more:
             fit_memory(self)
@@ -132,10 +124,26 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         """As much of a trainer as data need, to look at them beforehand: tokenizer, template and `prepared`, no model."""
         made = cls.__new__(cls)
         made.args, made.formatting_func = args, None
-        tokenizer = made._tokenizer(model, processing_class)
-        prepare_tokenizer(tokenizer, args)
-        made.renderer = renderer_of(tokenizer, model, args)
+        made.renderer = construction.renderer_of(model, processing_class, args, cls.__name__)
         return made
+
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Every process must take part in every forward, and in every look at a whole weight."""
+        return self.args.sharding == FSDP
+
+    def _make_parts(self) -> None:
+        """The objects that overrides of transformers.Trainer ask."""
+        args = self.args
+        self.model_accepts_loss_kwargs = True  # `compute_loss` divides; Trainer must not divide again
+        args.use_liger_kernel = False  # its layers are in place since loading; Trainer would patch our forward
+        self.metrics, self.evaluation, self.guard = MetricStore(), EvaluationLoss(), StepGuard(args)
+        self.skipped = SkippedSteps(args.output_dir, args.max_skipped_steps, args.should_save)
+        self.checkpoints = Checkpoints(self)
+        self.lifecycle = RunLifecycle(self, self.checkpoints, self.skipped)
+        self.add_callback(self.lifecycle)
+        display_callbacks(self)
+        allow_selective_checkpointing(self.model)
 
     # ---- what a method provides --------------------------------------------------------------------------------------
 
@@ -153,9 +161,24 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         return {}
 
     def prepare_reference(self, ref_model: Any, policy: Any) -> None:
-        """Methods with a reference make it here."""
-        if ref_model is not None:
+        """Make `reference`, where the method has one; its log-probs may be put on the rows of the datasets."""
+        if isinstance(self.args, ReferenceConfig):
+            setup, rows = self.reference_setup(), (self.train_dataset, self.eval_dataset)
+            self.reference, self.train_dataset, self.eval_dataset = setup.make(ref_model, policy, *rows)
+            for callback in setup.followers(self.reference):
+                self.add_callback(callback)
+        elif ref_model is not None:
             raise ValueError(f"{type(self).__name__} has no reference model; leave `ref_model` out.")
+
+    def reference_setup(self) -> ReferenceSetup:
+        return ReferenceSetup(self.args, self.loaded, self.data_collator, self.accelerator)
+
+    def predictions(self, batch: TokenBatch, policy: TokenScores, output: LossOutput) -> tuple[Any, Any]:
+        """What `compute_metrics` is given: (predictions, labels)."""
+        return None, None
+
+    def add_evaluation_metrics(self) -> None:
+        """What is known of an evaluation only when all of its rows have been seen."""
 
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
         """What is asked of the model about a batch."""
@@ -163,15 +186,15 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
 
     def scoring_options(self) -> dict[str, Any]:
         """How the policy's tokens are scored, whatever is asked about them."""
-        args = self.args
+        args, has_router_loss = self.args, self.loaded.router_loss_weight != 0
         return {
             "chunk_tokens": args.chunk_tokens,
             "keep_logits": bool(args.keep_logits),
-            "router_loss": self.uses_router_loss,
+            "router_loss": has_router_loss,
         }
 
     def reserved_bytes(self) -> float:
-        """Of the device, which somebody else will take afterwards and keep during the update."""
+        """Memory of the device that another engine will take later and keep during the update."""
         return 0.0
 
     def recomputes_logits(self) -> bool:
@@ -203,8 +226,8 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         return {}
 
     def method_state(self) -> dict[str, Any]:
-        """What the method has learnt that is no weight (a running mean, a controller): numbers and tensors, equal on all processes.
-        It is saved with every checkpoint."""
+        """What the method has learnt besides the weights (a running mean, a controller): numbers and tensors, equal on all
+        processes. It is saved with every checkpoint."""
         return {}
 
     def load_method_state(self, state: dict[str, Any]) -> None:
@@ -213,111 +236,12 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     def before_step(self, batches: list[TokenBatch]) -> None:
         """Sees all micro-batches of an optimizer step (on the host) before the first of them is used."""
 
-    # ---- construction ------------------------------------------------------------------------------------------------
-
-    def _config(self, args: BaseConfig | TrainingArguments | None, model: Any) -> BaseConfig:
-        if args is None:
-            name = type(model).__name__ if isinstance(model, nn.Module) else str(model).rstrip("/").split("/")[-1]
-            return self.config_class(output_dir=f"{name}-{self.method.upper()}")
-        if isinstance(args, self.config_class):
-            return args
-        if type(args) is TrainingArguments:
-            known = args.to_dict() | {"hub_token": args.hub_token}
-            names = [name for name, field in self.config_class.__dataclass_fields__.items() if field.init]
-            return self.config_class(**{name: known[name] for name in names if name in known})
-        raise TypeError(
-            f"`args` is a {type(args).__name__}; {type(self).__name__} takes a {self.config_class.__name__}."
-        )
-
-    def _tokenizer(self, model: Any, processing_class: Any) -> Any:
-        if processing_class is None:
-            return load_tokenizer(model, self.args.model_init_kwargs, self.args.trust_remote_code)
-        if not hasattr(processing_class, "convert_tokens_to_ids"):
-            raise TypeError(
-                f"`processing_class` is a {type(processing_class).__name__}; {type(self).__name__} trains text models and needs "
-                "their tokenizer."
-            )
-        return processing_class
-
-    def _load_options(self, peft_config: Any, quantization_config: Any, train_dataset: Any) -> LoadOptions:
-        args = self.args
-        return LoadOptions(
-            # A frozen base needs no masters: its shards are kept in the dtype that it computes in.
-            dtype=args.load_dtype if peft_config is None else args.compute_dtype,
-            task=self.task,
-            model_init_kwargs=dict(args.model_init_kwargs or {}),
-            trust_remote_code=args.trust_remote_code,
-            disable_dropout=args.disable_dropout,
-            layer_kernels=args.layer_kernels(self._steps_ahead(train_dataset)),
-            peft_config=peft_config,
-            fuse_lora=args.fuse_lora,
-            quantization_config=quantization_config,
-            layout=args.layout if args.neftune_noise_alpha is None else PADDED,
-            share_prefixes=isinstance(args, SharedPromptsConfig) and args.share_prompts,
-            router_aux_loss_coef=args.router_aux_loss_coef,
-            device=args.device,
-            sharded=args.sharding is not None,
-        )
-
-    def _steps_ahead(self, train_dataset: Any) -> int:
-        """Optimizer steps of the run, as far as they can be known before the model is there."""
-        args = self.args
-        if args.max_steps > 0 or not hasattr(train_dataset, "__len__"):
-            return max(args.max_steps, 0)
-        rows_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-        return int(args.num_train_epochs * len(train_dataset) / rows_a_step)
-
-    def _collator(self, given: Any, tokenizer: Any) -> Collator:
-        if given is None:
-            return Collator(self.roles, tokenizer.pad_token_id, self.loaded.layout, self.args.pad_multiple)
-        if not isinstance(given, Collator):
-            raise TypeError(
-                f"`data_collator` is a {type(given).__name__}; batches are made from Samples by posttrain.data.collate.Collator. "
-                "Change what goes into a Sample with `formatting_func`, or derive from Collator."
-            )
-        return given
-
-    def _after_trainer_init(self) -> None:
-        args = self.args
-        self.model_accepts_loss_kwargs = True  # `compute_loss` divides; Trainer must not divide again
-        args.use_liger_kernel = (
-            False  # the layers are in place since loading; Trainer would patch the forward over ours
-        )
-        self.skipped = SkippedSteps(args.output_dir, args.max_skipped_steps, args.should_save)
-        self._step_loss: Tensor | float = 0.0
-        self._step_rows: list[int] = []
-        self._eval_terms = []
-        self.add_callback(RunLifecycle(self))
-        display_callbacks(self)
-        allow_selective_checkpointing(self.model)
-
-    @property
-    def uses_router_loss(self) -> bool:
-        return self.loaded.router_loss_weight != 0
-
     # ---- data --------------------------------------------------------------------------------------------------------
 
     def _prepared(self, dataset: Any, name: str) -> Any:
         """Check and encode one dataset; what is prepared already passes."""
-        if dataset is None or hasattr(dataset, "report"):
-            return dataset
-        args = self.args
-        shared = {
-            "max_length": args.max_length,
-            "truncation_mode": args.truncation_mode,
-            "on_bad_rows": args.on_bad_rows,
-            "chat_template_kwargs": args.chat_template_kwargs,
-            "formatting_func": self.formatting_func,
-            "cache_dir": args.dataset_cache_dir,
-            "bad_rows_file": str(Path(args.output_dir) / f"bad_rows_{name}.jsonl"),
-            "shuffle_seed": args.seed if args.shuffle_dataset and name == "train" else None,
-        }
-        options = PrepareOptions(**{**shared, **self.prepare_options(is_training=name == "train")})
-        with args.main_process_first(desc=f"preparing the {name} dataset"):
-            prepared = prepare_dataset(dataset, self.formats, self.renderer, options, name, args.dataset_num_proc)
-        if args.should_log:
-            print(prepared.report.summary(), flush=True)
-        return prepared
+        how = (self.args, self.formats, self.renderer, self.formatting_func)
+        return construction.prepared_rows(dataset, name, *how, **self.prepare_options(is_training=name == "train"))
 
     def _prepared_evaluation(self, dataset: Any) -> Any:
         if isinstance(dataset, dict):
@@ -327,46 +251,25 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
     def get_train_dataloader(self) -> UnitLoader:
         if self.train_dataset is None:
             raise ValueError(f"{type(self).__name__}.train() needs a `train_dataset`.")
-        args = self.args
-        order = args.train_sampling_strategy
-        collator = replace(self.data_collator, max_tokens=args.max_tokens_per_pass)
-        return self._loader(self.train_dataset, self._train_batch_size, order, args.dataloader_drop_last, collator)
+        collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
+        order = (self.args.train_sampling_strategy, self.args.dataloader_drop_last)
+        return construction.unit_loader(self.train_dataset, self.args, collator, self._train_batch_size, *order)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> UnitLoader:
-        dataset = self.evaluation_rows(eval_dataset)
-        return self._loader(dataset, self.args.eval_batch_size, "sequential", False, self.data_collator)
+        rows, args = self.evaluation_rows(eval_dataset), self.args
+        return construction.unit_loader(rows, args, self.data_collator, args.eval_batch_size, "sequential")
 
     def get_test_dataloader(self, test_dataset: Any) -> UnitLoader:
         return self.get_eval_dataloader(test_dataset)
 
-    def _loader(self, dataset: Any, batch_size: int, order: str, drop_last: bool, collator: Collator) -> UnitLoader:
-        args = self.args
-        workers = {
-            "num_workers": args.dataloader_num_workers,
-            "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
-            "persistent_workers": args.dataloader_persistent_workers,
-            "prefetch_factor": args.dataloader_prefetch_factor,
-        }
-        if isinstance(dataset, IterableDataset):
-            stream = StreamBatches(dataset, batch_size, args.process_index, args.world_size, collator)
-            return UnitLoader(stream, batch_size=1, collate_fn=first_of, **workers)
-        batches = self.epoch_batches(dataset, batch_size, order, drop_last)
-        return UnitLoader(dataset, batch_sampler=batches, collate_fn=collator, **workers)
-
-    def epoch_batches(self, dataset: Any, batch_size: int, order: str, drop_last: bool) -> EpochBatches:
-        """Which rows this process reads together."""
-        args = self.args
-        return EpochBatches(
-            len(dataset),
-            batch_size,
-            rank=args.process_index,
-            world_size=args.world_size,
-            accumulation=args.gradient_accumulation_steps,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            order=order,
-            drop_last=drop_last,
-            lengths=getattr(dataset, "unit_lengths", None),
-        )
+    def evaluation_rows(self, eval_dataset: Any) -> Any:
+        """What is evaluated on: a dataset that is given now, or one of the trainer's own by its name, or that one."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        rows = self.eval_dataset if eval_dataset is None else self._prepared(eval_dataset, "eval")
+        if rows is None:
+            raise ValueError(f"{type(self).__name__}.evaluate() needs an `eval_dataset`.")
+        return rows if self.reference is None else self.reference.annotated(rows)
 
     def _prepare_inputs(self, inputs: TokenBatch) -> TokenBatch:
         return inputs.to(self.args.device, non_blocking=True)
@@ -380,42 +283,26 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         if not batch_samples:
             return None
         passes = [part for batch in batch_samples for part in passes_of(batch)]
-        self._step_rows = list(dict.fromkeys(row for part in passes for row in part.rows))
-        totals = StepTotals.of(passes)
-        if self.args.world_size > 1:
-            counts = torch.tensor(list(totals.counts.values()), dtype=torch.float64, device=device)
-            torch.distributed.all_reduce(counts)
-            totals = StepTotals(dict(zip(totals.counts, counts.unbind())))
+        self.guard.rows = list(dict.fromkeys(row for part in passes for row in part.rows))
+        totals = step_totals(passes, self.args)
         self.before_step(passes)
-        self.even_out(batch_samples, self.data_collator)
+        sharding.even_out(batch_samples, self.data_collator, self.args)
         faults.fault_point("data")
         return totals
 
     def training_step(self, model: nn.Module, inputs: TokenBatch | Passes, num_items_in_batch: Any = None) -> Tensor:
         """Forward and backward of a micro-batch, in one pass or in several; what is divided by are the totals of the step."""
-        passes = passes_of(inputs)
-        losses = [self._one_pass(model, part, num_items_in_batch, part is passes[-1]) for part in passes]
+        passes, losses = passes_of(inputs), []
+        for part in passes:
+            with self.guard.around_pass(self.accelerator, model, part is passes[-1]):
+                losses.append(super().training_step(model, part, num_items_in_batch))
         loss = losses[0] if len(losses) == 1 else torch.stack(losses).sum()
-        self._step_loss = self._step_loss + loss
-        # A loss that is not finite is reported by `skipped`; in Trainer's running sum it would stay for ever.
+        self.guard.loss = self.guard.loss + loss
+        # A loss that is not finite is reported by `skipped`; in Trainer's running sum it would stay.
         return torch.where(torch.isfinite(loss), loss, torch.zeros_like(loss))
 
-    def _one_pass(self, model: nn.Module, inputs: TokenBatch, totals: Any, is_last: bool) -> Tensor:
-        with ExitStack() as stack:
-            # MasterWeights.all_reduce averages whole steps; without masters DDP reduces with the last pass, FSDP with each.
-            is_copied = self.args.world_size > 1 and not self.is_fully_sharded
-            if is_copied and (self.masters is not None or not is_last):
-                stack.enter_context(self.accelerator.no_sync(model))
-            if self.args.activation_offloading:
-                stack.enter_context(offloaded_activations(self.args.device))
-            return super().training_step(model, inputs, totals)
-
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: TokenBatch,
-        return_outputs: bool = False,
-        num_items_in_batch: StepTotals | None = None,
+        self, model: nn.Module, inputs: TokenBatch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         output, policy = self._loss_output(model, inputs, "train")  # evaluation goes through `prediction_step`
         totals = inputs.totals() if num_items_in_batch is None else num_items_in_batch
@@ -426,7 +313,7 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         return (loss, policy) if return_outputs else loss
 
     def _loss_output(self, model: nn.Module, batch: TokenBatch, mode: str) -> tuple[LossOutput, TokenScores]:
-        stats = self.token_stats if mode == "eval" or self._step_will_log() else ()
+        stats = self.token_stats if mode == "eval" or self.args.shows_next_step(self.state) else ()
         policy = self.score(model, batch, stats)
         reference = None if self.reference is None else self.reference.scores(batch)
         output = self.loss(batch, policy, reference)
@@ -440,11 +327,6 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
             self.count_tokens(batch)
         return output, policy
 
-    def _step_will_log(self) -> bool:
-        """Statistics that cost a pass over the vocabulary are taken on the steps whose log will show them."""
-        is_logged = self.args.logs_at(self.state.global_step + 1, self.state)
-        return is_logged or self.args.logging_strategy == "epoch"
-
     # ---- the optimizer -----------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -452,105 +334,165 @@ class BaseTrainer(EvaluatingTrainer, HubTrainer, PersistentTrainer):
         """transformers' table, but "adamw_8bit" is our own; bitsandbytes' is "adamw_bnb_8bit", and it serves sharded weights."""
         if args.optim == EIGHT_BIT and args.sharding is None:
             return adamw_8bit(args)
-        return PersistentTrainer.get_optimizer_cls_and_kwargs(args, model)
+        return transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        optimizer = super().create_optimizer(model)
-        if not self._own_formats or (self.finite is not None and self.finite.optimizer is optimizer):
-            return optimizer
-        if self.args.fp16:  # the gradient scaler unscales, checks and skips by itself
-            return optimizer
-        is_low = has_low_precision(p for group in optimizer.param_groups for p in group["params"])
-        if is_low and not self.keeps_masters_in_shards():
-            one_pass = (
-                self.args.gradient_accumulation_steps == self.args.world_size == 1 and not self.args.max_tokens_per_pass
-            )
-            self.masters = MasterWeights(optimizer, accumulates=not one_pass)
-        self.finite = FiniteSteps(optimizer, self.args.world_size, self.masters)
-        return optimizer
+        return self.guard.watch(super().create_optimizer(model))
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return super()._clip_grad_norm(model) if self.finite is None else self._clip_and_check(self.args.max_grad_norm)
+        if self.guard.finite is None:
+            return super()._clip_grad_norm(model)
+        return self.guard.clip(self.args.max_grad_norm, self.state.global_step + 1)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor | float:
-        if self.finite is None:
+        if self.guard.finite is None:
             return super()._get_grad_norm(model, grad_norm)
-        return self._clip_and_check(None) if grad_norm is None else grad_norm
-
-    def _clip_and_check(self, max_norm: float | None) -> Tensor:
-        if self.masters is not None and self.args.world_size > 1:
-            self.masters.all_reduce()
-        loss = torch.as_tensor(self._step_loss, device=self.args.device)
-        if faults.fault_point("gradient"):
-            self.finite.gradients()[0].fill_(torch.nan)
-        norm = self.finite.clip(max_norm, loss, (self.state.global_step + 1, self._step_rows))
-        self._step_loss = 0.0
-        return norm
+        return self.guard.clip(None, self.state.global_step + 1) if grad_norm is None else grad_norm
 
     def settle_skipped_steps(self, wait: bool = False) -> None:
         """Take note of steps whose flag has arrived from the device; stop the run after too many in a row."""
-        if self.finite is not None:
-            for (step, rows), was_skipped in self.finite.finished(wait):
-                self.skipped.record(step, rows, was_skipped, self.run_state)
+        self.skipped.settle(self.guard.finite, self.checkpoints.run_state, wait)
 
-    # ---- the log and the rest ----------------------------------------------------------------------------------------
+    # ---- evaluation and the log --------------------------------------------------------------------------------------
+
+    def prediction_step(
+        self, model: nn.Module, inputs: TokenBatch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor, Any, Any]:
+        batch = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            output, policy = self._loss_output(model, batch, "eval")
+        self.evaluation.add(output, batch.totals())
+        predictions, labels = (None, None) if prediction_loss_only else self.predictions(batch, policy, output)
+        return output.local(batch).detach(), predictions, labels
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """Trainer's loop; the loss is that of all rows as one batch, not a mean over batches of different size."""
+        self.evaluation = EvaluationLoss()
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        loss = self.evaluation.value(self.args.world_size)
+        self.add_evaluation_metrics()
+        shown = {} if loss is None else {"loss": loss}
+        shown |= self.metrics.flush("eval", self.args.device, self.args.world_size)
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in shown.items()})
+        return output
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs and "learning_rate" in logs:
             self.settle_skipped_steps()
-            logs["loss"] *= self.skipped.correction(self.run_state, self.state.global_step)
+            state = self.checkpoints.run_state
+            logs["loss"] *= self.skipped.correction(state, self.state.global_step)
             logs.update(self.metrics.flush("train", self.args.device, self.args.world_size))
-            logs["num_tokens"] = self._over_processes(self.metrics.totals.get("num_tokens", 0))
-            if self.run_state.skipped_total:
-                logs["skipped_steps"] = self.run_state.skipped_total
+            logs["num_tokens"] = over_processes(self.metrics.totals.get("num_tokens", 0), self.args)
+            if state.skipped_total:
+                logs["skipped_steps"] = state.skipped_total
         super().log(logs, start_time)
 
-    def _over_processes(self, amount: float) -> float:
-        if self.args.world_size == 1:
-            return amount
-        total = torch.tensor(amount, dtype=torch.float64, device=self.args.device)
-        torch.distributed.all_reduce(total)
-        return total.item()
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.lifecycle.wants_last_log():
+            super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def floating_point_ops(self, inputs: TokenBatch | Passes) -> int:
-        return 6 * inputs.num_tokens * self._num_parameters
-
-    @property
-    def _num_parameters(self) -> int:
         if not hasattr(self, "_parameter_count"):
             self._parameter_count = sum(p.numel() for p in self.model.parameters())
-        return self._parameter_count
+        return 6 * inputs.num_tokens * self._parameter_count
 
     def _track_num_input_tokens(self, inputs: TokenBatch | Passes) -> None:
         if self.args.include_num_input_tokens_seen != "no":
-            self.state.num_input_tokens_seen += int(self._over_processes(inputs.num_tokens))
+            self.state.num_input_tokens_seen += int(over_processes(inputs.num_tokens, self.args))
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        save_method_state(Path(output_dir), self.method_state(), self.args.process_index, self.args.world_size)
+    # ---- the run -----------------------------------------------------------------------------------------------------
 
-    def restore_run_state(self) -> None:
-        super().restore_run_state()
-        if self.resumed_from is not None:
-            self.load_method_state(load_method_state(self.resumed_from, self.method_state()))
+    def train(
+        self, resume_from_checkpoint: str | bool | None = None, trial: Any = None, ignore_keys_for_eval: Any = None
+    ) -> Any:
+        """Train. `resume_from_checkpoint=True` takes the newest checkpoint that verifies, or starts afresh with none."""
+        with self.lifecycle.running(resume_from_checkpoint) as checkpoint:
+            return super().train(checkpoint, trial, ignore_keys_for_eval)
 
-    def identity(self) -> RunIdentity:
-        dataset = getattr(self.train_dataset, "fingerprint", "none")
-        name, parts = self.loaded.name, self.identity_parts()
-        report: PreparationReport | None = getattr(self.train_dataset, "report", None)
-        data = "" if report is None else report.name_and_rows()
-        return RunIdentity.of(self.method, self.args, dataset, self.renderer.fingerprint, name, parts, data)
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self.args.sharding == FSDP:
+            sharding.set_up_fsdp(self.args, self.accelerator, self.is_fsdp_enabled)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        """Trainer asks whether the run is over only after a step: resumed at its end, it would take one step too many."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        self.checkpoints.settle(wait=True)  # the best checkpoint is loaded, and callbacks see the end of the run
+        return super()._finalize_training(*args, **kwargs)
+
+    def identity(self) -> run_state.RunIdentity:
+        """What this run is made of; two runs of equal identity take equal steps."""
+        made_of = (self.train_dataset, self.renderer.fingerprint, self.loaded.name, self.identity_parts())
+        return run_state.RunIdentity.of(self.method, self.args, *made_of)
 
     def identity_parts(self) -> dict[str, Any]:
-        """What makes the run what it is and is no option of it; a resume with another is refused."""
+        """What makes the run what it is besides its options; a resume with another is refused."""
         return {"adapter": adapter_settings(self.loaded.model)}
 
-    def create_model_card(
-        self,
-        model_name: str | None = None,
-        dataset_name: str | None = None,
-        tags: str | list[str] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    # ---- checkpoints and the Hub -------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        saved = self.checkpoints.save(Path(self._get_output_dir(trial=trial)))
+        if self.args.push_to_hub and saved is not None:
+            hub.push_checkpoint(self, saved)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Whole weights as `save_pretrained` writes them, under FSDP and DeepSpeed too. To be called by all processes."""
+        if self.args.sharding is None:
+            return super().save_model(output_dir, _internal_call)
+        state = sharding.whole_state(self.model, self.args.should_save)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=state)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        return None
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        self.checkpoints.save_model_files(Path(output_dir or self.args.output_dir), state_dict)
+
+    def save_state_files(self, folder: Path) -> None:
+        """Into a checkpoint, what this kind of trainer has to remember."""
+        run_state.save_method_state(folder, self.method_state(), self.args.process_index, self.args.world_size)
+
+    def load_state_files(self, folder: Path) -> None:
+        """Take over what `save_state_files` has written."""
+        self.load_method_state(run_state.load_method_state(folder, self.method_state()))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self.args.sharding == DEEPSPEED:
+            super()._load_optimizer_and_scheduler(checkpoint)
+        else:
+            self.checkpoints.load_optimizer(Path(checkpoint))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if (
+            not self.is_fully_sharded
+        ):  # there, trained weights come with the optimizer's shards, all others as the run began
+            load = super()._load_from_checkpoint
+            self.checkpoints.load_weights(lambda: load(resume_from_checkpoint, model))
+
+    def _load_best_model(self) -> None:
+        self.checkpoints.load_best(super()._load_best_model)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            run_state.load_rng(Path(checkpoint), self.args.process_index)
+
+    def nonfinite_weights(self) -> list[str]:
+        """Names of the tensors that hold NaN or infinity. To be called by all processes."""
+        return nonfinite_weights(self.model, self.args)
+
+    def push_to_hub(self, *given: Any, **named: Any) -> Any:
+        """Save the model, write its card, upload both. Arguments are those of `hub.push_model`."""
+        return hub.push_model(self, *given, **named)
+
+    def create_model_card(self, *given: Any, **named: Any) -> None:
+        """Write README.md into the output folder. Arguments are those of `write_model_card`."""
         if self.is_world_process_zero():
-            write_model_card(self, model_name, dataset_name, tags, **kwargs)
+            write_model_card(self, *given, **named)

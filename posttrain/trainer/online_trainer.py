@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import transformers.trainer
 from datasets import IterableDataset
 from torch import Tensor, nn
 
 from posttrain.core.batch import SHARED, StepTotals, TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.core.sample import Sample, Unit
+from posttrain.data.collate import Collator, split_by_tokens
 from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.data.render.templates import adopt_chat_format
 from posttrain.data.rows.formats import PROMPT_ONLY
@@ -33,7 +36,7 @@ from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector,
 from posttrain.rollout.engines.protocol import ENGINES, RolloutEngine
 from posttrain.rollout.episodes.writing import Writer, evaluating
 from posttrain.rollout.eval_loader import EvalRolloutLoader
-from posttrain.rollout.loader import RolloutLoader
+from posttrain.rollout.loader import RolloutLoader, as_units
 from posttrain.rollout.prompt_rows import PromptRows
 from posttrain.rollout.replay_buffer import ReplayBuffer
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
@@ -41,26 +44,27 @@ from posttrain.rollout.source import Prompts, PromptStream, RolloutSource
 from posttrain.rollout.streamed_prompts import StreamedPrompts, StreamOrder
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
+from posttrain.trainer.checkpoints.sharding import most_of_any_process
 from posttrain.trainer.online.agents import Agents, rows_for
 from posttrain.trainer.online.gathered_engine import GatheredEngine
 from posttrain.trainer.online.joint_export import JointExport
 from posttrain.trainer.online.rollout_log import RolloutLog
 from posttrain.trainer.online.rollout_metrics import as_tensors, rollout_metrics
-from posttrain.trainer.online.rollout_scoring import write_logps
-from posttrain.trainer.online.skipping import skipping_by_position
 from posttrain.trainer.online.vllm_setup import refuse_correction_without_logps, vllm_engine
 from posttrain.trainer.online.weight_sync import WeightSync
 from posttrain.trainer.options.base import DEEPSPEED
 from posttrain.trainer.options.online import OnlineConfig
-from posttrain.trainer.plan.memory_fit import fit_memory
-from posttrain.trainer.references.setup import follow_policy, live_reference
 from posttrain.trainer.report.progress import count, several
+from posttrain.trainer.step.gathering import any_process
+from posttrain.trainer.step.memory_fit import fit_memory
 
 logger = logging.getLogger(__name__)
 
 ROLLOUTS_FILE = "rollouts_{rank}"
 FAILURES = "reward_failures/"  # and the kind: how many calls of rewards have failed since the beginning of the run
 EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time
+TOKENS_OF_A_PASS = {"cuda": 32768, "cpu": 4096}
+"""A forward without autograd keeps little: passes are large enough to fill the device."""
 
 
 class OnlineTrainer(BaseTrainer):
@@ -174,12 +178,14 @@ class OnlineTrainer(BaseTrainer):
                     "`beta` is 0: a reference model would be loaded and never asked. Leave `ref_model` out."
                 )
             return
-        self.live = live_reference(self, ref_model, policy)
+        references = self.reference_setup()
+        self.live = references.live(ref_model, policy)
         if self.args.cast_lm_head_to_fp32:
             compute_head_in_float32(innermost_model(self.live.model))
         self.live.temperature, self.live.chunk_tokens = self.args.temperature, self.args.chunk_tokens
         self.reference = ScoredWithRollouts(self.live)
-        follow_policy(self, self.live)
+        for callback in references.followers(self.live):
+            self.add_callback(callback)
 
     def prepare_options(self, is_training: bool) -> dict[str, Any]:
         of_agents = {} if self.agents is None else self.agents.prepare_options()
@@ -278,7 +284,8 @@ class OnlineTrainer(BaseTrainer):
     def annotate(self, samples: list[Sample]) -> None:
         """The trainer's own log-probs, and the reference's, written on the samples."""
         collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
-        how = (collator, self.args.device, self.most_of_any_process if self.is_fully_sharded else int)
+        passes = (lambda count: most_of_any_process(count, self.args)) if self.is_fully_sharded else int
+        how = (collator, self.args.device, passes)
         if self.needs_old_logps:
             write_logps(samples, OLD_LOGPS, self._policy_logps, *how)
         if self.live is not None:
@@ -385,11 +392,15 @@ class OnlineTrainer(BaseTrainer):
         with skipping_by_position():
             super()._run_epoch(*args, **kwargs)
 
+    def any_process(self, here: bool) -> bool:
+        """Whether something is true of any process, for WeightSync. Collective."""
+        return any_process(here, self.args)
+
     def identity_parts(self) -> dict[str, Any]:
         return super().identity_parts() | {"rewards": self.rewards.names}
 
     def rollout_state(self) -> dict[str, Any]:
-        """What decides the coming rollouts and is no weight."""
+        """What decides the coming rollouts besides the weights."""
         replay = {} if self.replay is None else {"replay": self.replay.state()}
         return {"loader": self.loader.state(), **replay}
 
@@ -398,16 +409,13 @@ class OnlineTrainer(BaseTrainer):
         if self.replay is not None:
             self.replay.load_state(state["replay"])
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        super()._save_rng_state(output_dir)
-        name = ROLLOUTS_FILE.format(rank=self.args.process_index)
-        files.save_tree(Path(output_dir) / name, self.rollout_state())
+    def save_state_files(self, folder: Path) -> None:
+        super().save_state_files(folder)
+        files.save_tree(folder / ROLLOUTS_FILE.format(rank=self.args.process_index), self.rollout_state())
 
-    def restore_run_state(self) -> None:
-        super().restore_run_state()
-        if self.resumed_from is not None:
-            name = ROLLOUTS_FILE.format(rank=self.args.process_index)
-            self.load_rollout_state(files.load_tree(self.resumed_from / name))
+    def load_state_files(self, folder: Path) -> None:
+        super().load_state_files(folder)
+        self.load_rollout_state(files.load_tree(folder / ROLLOUTS_FILE.format(rank=self.args.process_index)))
 
 
 class ScoredWithRollouts(Precomputed):
@@ -419,3 +427,46 @@ class ScoredWithRollouts(Precomputed):
 
     def __str__(self) -> str:
         return f"{self.live}, asked once for each rollout"
+
+
+@contextmanager
+def skipping_by_position() -> Iterator[None]:
+    """Trainer skips the batches of a resumed epoch by rebuilding torch's DataLoader; ours knows where it stands."""
+    original = transformers.trainer.skip_first_batches
+
+    def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
+        return loader.skip_first(num_batches) if isinstance(loader, RolloutLoader) else original(loader, num_batches)
+
+    transformers.trainer.skip_first_batches = skip_first_batches
+    try:
+        yield
+    finally:
+        transformers.trainer.skip_first_batches = original
+
+
+@torch.no_grad()
+def write_logps(
+    samples: list[Sample],
+    name: str,
+    logps_of: Callable[[TokenBatch], Tensor],
+    collator: Collator,
+    device: torch.device,
+    passes: Callable[[int], int] = lambda needed: needed,
+) -> None:
+    """Write `logps_of` each trained token into `per_token[name]` of its sample; 0 where nothing is trained.
+
+    Passes have a bounded number of tokens: many rollouts need no more memory than an update. `passes` says how many are run where
+    this process needs so many: a sharded model is asked equally often by all.
+    """
+    budget = min(collator.max_tokens or 2**62, TOKENS_OF_A_PASS.get(device.type, TOKENS_OF_A_PASS["cuda"]))
+    collator = replace(collator, max_tokens=budget)
+    units = as_units(samples, collator)
+    parts = split_by_tokens(units, collator.layout, budget)
+    for part in [*parts, *[[]] * (passes(len(parts)) - len(parts))]:
+        batch = collator.one_pass(part)
+        found = logps_of(batch.to(device)).float().cpu().numpy()
+        ends = np.cumsum(batch.counts.numpy())
+        for sample, end, size in zip((s for unit in part for s in unit), ends, batch.counts.tolist()):
+            column = np.zeros(len(sample), dtype=np.float32)
+            column[1:][sample.trained[1:]] = found[end - size : end]
+            sample.per_token[name] = column

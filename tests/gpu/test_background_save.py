@@ -27,7 +27,7 @@ class Keep(TrainerCallback):
     def on_step_end(self, args, state, control, model=None, **kwargs):
         torch.cuda.synchronize()
         self.weights[state.global_step] = {name: p.detach().cpu() for name, p in model.named_parameters()}
-        self.masters[state.global_step] = [master.detach().cpu() for _, master in self.trainer.masters.pairs]
+        self.masters[state.global_step] = [master.detach().cpu() for _, master in self.trainer.guard.masters.pairs]
 
 
 def test_a_slowly_written_checkpoint_is_bit_for_bit_that_of_its_step(tmp_path, monkeypatch):
@@ -47,8 +47,8 @@ def test_a_slowly_written_checkpoint_is_bit_for_bit_that_of_its_step(tmp_path, m
         trainer.train()
     finally:
         faults.arm(None)
-    assert trainer.saver.arena.page_locked
-    assert trainer.saver.statistics.saves == 3
+    assert trainer.checkpoints.writer.arena.page_locked
+    assert trainer.checkpoints.writer.statistics.saves == 3
     for step in (4, 8, 12):
         folder = tmp_path / f"checkpoint-{step}"
         files.verify(folder)

@@ -29,7 +29,8 @@ from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.memory.fit import activation_cost
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.trainer.step.master_adamw import MasterAdamW
-from posttrain.trainer.step.optimizer import FiniteSteps, MasterWeights
+from posttrain.trainer.step.masters import MasterWeights
+from posttrain.trainer.step.optimizer import FiniteSteps
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -194,8 +195,8 @@ def test_ordinary_steps_do_not_synchronise(tmp_path, method, accumulation):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert made.loaded.layout == ("ragged" if "sft" in method else "shared")
-    assert made.masters.folds == (accumulation > 1 or "passes" in method)
-    assert made.finite.on_device
+    assert made.guard.masters.folds == (accumulation > 1 or "passes" in method)
+    assert made.guard.finite.on_device
     assert made.state.global_step == 10
 
 
@@ -277,6 +278,6 @@ def test_a_nan_gradient_on_the_device_is_skipped_and_heard_of_later(tmp_path):
         processing_class=tiny.tokenizer(), callbacks=[Poison()],
     )  # fmt: skip
     made.train()
-    assert made.run_state.skipped_total == 1
+    assert made.checkpoints.run_state.skipped_total == 1
     assert (tmp_path / "skipped_steps.jsonl").read_text().startswith('{"step": 3')
     assert all(torch.isfinite(p).all() for p in made.model.parameters())

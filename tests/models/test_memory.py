@@ -27,7 +27,7 @@ from posttrain.models.memory.fit import (
 )
 from posttrain.trainer import base
 from posttrain.trainer import online_trainer as online
-from posttrain.trainer.plan import memory_fit
+from posttrain.trainer.step import memory_fit
 from tests import tiny
 
 GIB = 2**30

@@ -74,7 +74,7 @@ class RowOrder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.file.append(state.global_step, {"rows": self.trainer._step_rows})
+            self.file.append(state.global_step, {"rows": self.trainer.guard.rows})
 
 
 class Hold(TrainerCallback):

@@ -22,7 +22,8 @@ from posttrain.trainer.step.adam8bit import (
     quantised,
     restored,
 )
-from posttrain.trainer.step.optimizer import FiniteSteps, MasterWeights
+from posttrain.trainer.step.masters import MasterWeights
+from posttrain.trainer.step.optimizer import FiniteSteps
 from tests import tiny
 
 BITS = (SIGNED_BITS, UNSIGNED_BITS)

@@ -171,7 +171,7 @@ def test_the_slowly_written_checkpoint_is_bit_for_bit_that_of_its_step(tmp_path,
     faults.arm("slow:save.file:*")
     trainer = resumable_run.main(method, tmp_path / "behind", save_steps=3, max_steps=7, callbacks=[writing])
     assert {4, 7} <= set(writing.steps)
-    assert trainer.saver.statistics.saves == 3
+    assert trainer.checkpoints.writer.statistics.saves == 3
     for path in files.checkpoints(tmp_path / "at-once"):
         ours, theirs = everything_in(path), everything_in(tmp_path / "behind" / path.name)
         for found in (ours, theirs):
@@ -184,7 +184,7 @@ def test_a_second_save_waits_for_the_first_and_is_counted(tmp_path, monkeypatch)
     monkeypatch.setattr(faults, "SLOW_SECONDS", 1.0)
     faults.arm("slow:save.done:1")  # a step takes less, even on a busy machine
     trainer = resumable_run.main("sft", tmp_path, save_steps=1, max_steps=4, eval_strategy="no")
-    statistics = trainer.saver.statistics
+    statistics = trainer.checkpoints.writer.statistics
     assert statistics.saves == 4
     assert statistics.waits >= 1
     assert statistics.seconds_waited > 0.1
@@ -195,7 +195,7 @@ def test_it_can_be_turned_off(tmp_path):
     writing = Writing()
     trainer = resumable_run.main("sft", tmp_path, save_in_background=False, callbacks=[writing])
     assert writing.steps == []
-    assert trainer.saver.arena.size == 0
+    assert trainer.checkpoints.writer.arena.size == 0
     assert len(files.checkpoints(tmp_path)) == 4
 
 
@@ -212,7 +212,7 @@ def test_without_memory_for_a_copy_it_is_written_at_once(tmp_path, monkeypatch, 
 def test_the_estimate_of_the_state_is_right(tmp_path):
     for method in ("sft", "sft-bf16", "sft-lora", "sft-bf16-lora"):
         trainer = resumable_run.main(method, tmp_path / method, max_steps=2, eval_strategy="no")
-        estimate = background_save.state_bytes(trainer.model, trainer.masters, save_only_model=False)
+        estimate = background_save.state_bytes(trainer.model, trainer.guard.masters, save_only_model=False)
         newest = files.checkpoints(tmp_path / method)[0]
         tensors = [
             t for path in newest.glob("*.safetensors") if "rng" not in path.name for t in load_file(path).values()

@@ -457,7 +457,7 @@ def test_a_fresh_run_starts_a_fresh_file_and_a_cut_line_is_dropped(tmp_path):
 
 
 def test_metrics_of_other_processes_are_not_written(tmp_path):
-    callback = MetricsFile(SimpleNamespace(args=SimpleNamespace(output_dir=str(tmp_path))))
+    callback = MetricsFile(str(tmp_path), SimpleNamespace())
     state = SimpleNamespace(is_world_process_zero=False, global_step=0)
     callback.on_train_begin(None, state, None)
     callback.on_log(None, state, None, logs={"loss": 1.0})

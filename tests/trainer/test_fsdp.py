@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from posttrain import SFTConfig, SFTTrainer
 from posttrain.models.sharding import call_inside, is_sharded_module, plain_class
 from posttrain.trainer.checkpoints import checkpoint as files
-from posttrain.trainer.checkpoints.sharding import ShardingTrainer
+from posttrain.trainer.checkpoints.sharding import set_up_fsdp
 from tests import tiny
 from tests.forked import Child, start_group, wait_for_group
 from tests.trainer import fsdp_cells
@@ -129,32 +129,27 @@ def test_fsdp_where_accelerate_would_train_whole_copies_is_refused(tmp_path, mon
 
 
 def test_the_first_version_of_fsdp_is_refused():
-    plugin = SimpleNamespace(fsdp_version=1)
-    trainer = SimpleNamespace(
-        is_fsdp_enabled=True, accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    )
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=1)))
     with pytest.raises(ValueError, match="fsdp_version: 2"):
-        ShardingTrainer._refuse_other_fsdp(trainer)
+        set_up_fsdp(SimpleNamespace(), accelerator, is_enabled=True)
 
 
 def test_masters_and_log_probs_stay_float32_where_layers_are_bfloat16():
     plugin = SimpleNamespace(
-        activation_checkpointing=True, activation_checkpointing_offload=False, mixed_precision_policy="accelerate's"
+        fsdp_version=2,
+        activation_checkpointing=True,
+        activation_checkpointing_offload=False,
+        mixed_precision_policy="accelerate's",
     )
     gradients = SimpleNamespace(plugin_kwargs={})
-    trainer = SimpleNamespace(
-        args=SimpleNamespace(
-            bf16=True,
-            activation_offloading=None,
-            accelerator_config=SimpleNamespace(gradient_accumulation_kwargs=None),
-        ),
-        accelerator=SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), gradient_state=gradients),
-    )
-    ShardingTrainer._set_up_fsdp(trainer)
+    config = SimpleNamespace(gradient_accumulation_kwargs=None)
+    args = SimpleNamespace(bf16=True, activation_offloading=None, accelerator_config=config)
+    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), gradient_state=gradients)
+    set_up_fsdp(args, accelerator, is_enabled=True)
     policy = plugin.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (torch.bfloat16, torch.float32, None)
     assert gradients.plugin_kwargs == {"sync_each_batch": True}
-    assert trainer.args.gradient_checkpointing  # by transformers, without accelerate's wrappers
+    assert args.gradient_checkpointing  # by transformers, without accelerate's wrappers
     assert not plugin.activation_checkpointing
 
 

@@ -20,14 +20,11 @@ import yaml
 from datasets import Dataset
 from transformers.integrations import integration_utils
 
-from posttrain import BaseTrainer, DPOConfig, RewardConfig, SFTConfig, SFTTrainer
-from posttrain.trainer.checkpoints.hub import HubTrainer, copy_model_files
+from posttrain import DPOConfig, RewardConfig, SFTConfig, SFTTrainer
+from posttrain.trainer.checkpoints.hub import copy_model_files
 from tests import tiny
 from tests.forked import run_function
 
-needs_hub_trainer = pytest.mark.xfail(
-    not issubclass(BaseTrainer, HubTrainer), reason="BaseTrainer does not derive from HubTrainer yet", strict=True
-)
 TOKEN = "hf_" + "SecretOfTheTest" * 2
 ROOT = Path(__file__).parents[2]
 
@@ -280,7 +277,6 @@ def test_the_cards_name_the_datasets(pushed):
     assert 'AutoPeftModelForCausalLM.from_pretrained("me/adapter")' in body
 
 
-@needs_hub_trainer
 def test_the_token_went_in_the_header_only(pushed):
     hub = pushed.hub
     api = [
@@ -298,7 +294,6 @@ def test_the_token_went_in_the_header_only(pushed):
             assert TOKEN.encode() not in content, (repo, name)
 
 
-@needs_hub_trainer
 def test_no_row_of_the_user_and_no_name_of_the_machine_is_pushed(pushed):
     """Rows that failed the check, the lock with host and process, and pickles stay at home."""
     for files in pushed.hub.files.values():

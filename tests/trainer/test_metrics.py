@@ -7,8 +7,10 @@ import json
 import pytest
 import torch
 
+from posttrain.core.batch import StepTotals
+from posttrain.core.results import LossOutput, LossTerm
 from posttrain.losses.extrema import highest, lowest
-from posttrain.trainer.step.metrics import MetricStore
+from posttrain.trainer.step.metrics import EvaluationLoss, MetricStore
 
 CPU = torch.device("cpu")
 NAN, INF = float("nan"), float("inf")
@@ -58,3 +60,14 @@ def test_evaluation_is_apart():
     store.add("eval", {"max": highest(numbers(9.0))})
     assert store.flush("eval", CPU) == {"max": 9.0}
     assert store.flush("train", CPU)["max"] == 1.0
+
+
+def test_the_loss_of_an_evaluation_is_that_of_all_rows_as_one_batch():
+    """3 tokens of loss 1 in one batch, 1 token of loss 5 in another: (3 + 5) / 4, not (1 + 5) / 2; and a pair's term of its own."""
+    evaluation = EvaluationLoss()
+    assert evaluation.value() is None
+    for tokens, pairs in (((1.0, 1.0, 1.0), (2.0,)), ((5.0,), (4.0, 6.0))):
+        terms = [LossTerm(numbers(*tokens), "token"), LossTerm(numbers(*pairs), "unit", 0.5)]
+        totals = StepTotals({"token": float(len(tokens)), "unit": float(len(pairs))})
+        evaluation.add(LossOutput(terms), totals)
+    assert evaluation.value() == 8 / 4 + 0.5 * 12 / 3

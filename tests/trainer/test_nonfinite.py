@@ -10,8 +10,9 @@ import torch
 from transformers import TrainerCallback
 
 from posttrain.trainer.checkpoints import checkpoint as files
-from posttrain.trainer.step.optimizer import FiniteSteps, MasterWeights
-from posttrain.trainer.step.skipped import NonFiniteTraining
+from posttrain.trainer.checkpoints.skipped import NonFiniteTraining
+from posttrain.trainer.step.masters import MasterWeights
+from posttrain.trainer.step.optimizer import FiniteSteps
 from tests.trainer import resumable_run
 
 
@@ -67,7 +68,7 @@ def test_a_bad_step_is_not_applied_and_its_rows_are_recorded(tmp_path, poison, m
     (record,) = [json.loads(line) for line in (tmp_path / "skipped_steps.jsonl").read_text().splitlines()]
     assert record["step"] == 2
     assert len(set(record["rows"])) == len(record["rows"]) == 4 * 2
-    assert trainer.run_state.skipped_total == 1
+    assert trainer.checkpoints.run_state.skipped_total == 1
     logged = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert all(math.isfinite(line["loss"]) for line in logged if "loss" in line)
     assert [line.get("skipped_steps") for line in logged if "loss" in line] == [None, 1, 1, 1]  # steps 1, 3, 6 and 8
@@ -108,7 +109,7 @@ def test_a_nan_weight_that_no_gradient_shows_is_noticed_at_the_next_save(tmp_pat
 def test_two_bad_steps_apart_do_not_stop_the_run(tmp_path):
     trainer = resumable_run.main("sft", tmp_path, callbacks=[Poison({2, 3, 5, 6}, nan_gradient)], eval_strategy="no")
     assert trainer.state.global_step == 8
-    assert trainer.run_state.skipped_total == 4
+    assert trainer.checkpoints.run_state.skipped_total == 4
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "sgd", "adafactor"])

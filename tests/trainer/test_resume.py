@@ -193,7 +193,7 @@ def test_killed_between_two_moves_the_new_run_is_still_the_folders(trained, tmp_
     shutil.copytree(trained, folder)
     (folder / ".posttrain.run").write_text(json.dumps({"run_id": "the new one"}))
     trainer = resumable_run.main("sft", folder, resume=True, max_steps=2)
-    assert trainer.resumed_from is None
+    assert trainer.lifecycle.resumed_from is None
     assert files.checkpoints(folder)[0].name == "checkpoint-2"
 
 

@@ -43,7 +43,7 @@ def test_clean_steps_raise_no_alarm_of_the_finite_check(tmp_path, steps, figure)
     trainer.train()
     trainer.settle_skipped_steps(wait=True)
     assert trainer.state.global_step == steps == looked_at
-    assert trainer.run_state.skipped_total == 0
+    assert trainer.checkpoints.run_state.skipped_total == 0
     assert not (tmp_path / "skipped_steps.jsonl").exists()
     assert all(torch.isfinite(parameter).all() for parameter in trainer.model.parameters())
     figure("none: clean steps", steps, "0 false alarms of the finite check", "0")

@@ -12,9 +12,9 @@ from posttrain.cli.running.token_view import kinds_of
 from posttrain.core.sample import Sample
 from posttrain.core.secrets import without_secrets
 from posttrain.data.store.token_store import StoreWriter, seal
+from posttrain.trainer.checkpoints import skipped
 from posttrain.trainer.checkpoints.step_file import StepFile
 from posttrain.trainer.report import alerts, display
-from posttrain.trainer.step import skipped
 from posttrain.view import api, run_folder
 from posttrain.view.api import Viewed
 from posttrain.view.errors import NoRunError, NotFound, ViewError

@@ -34,7 +34,7 @@ def trainer_of(config: RunConfig, **more: Any) -> Any:
         )
     )
     if evals:
-        from posttrain.trainer.report.task_evals import TaskEvals
+        from posttrain.trainer.online.task_evals import TaskEvals
 
         or_usage_error(lambda: TaskEvals(trainer, evals))
     if config.get("ignore_bias_buffers"):

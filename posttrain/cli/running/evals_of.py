@@ -99,7 +99,7 @@ def _try_rows(config: RunConfig, args: Any, specs: list[EvalSpec]) -> None:
     from posttrain.cli.running.loaded_model import model_name
     from posttrain.data.render.renderer import Renderer
     from posttrain.models.load.model import load_tokenizer
-    from posttrain.trainer.checkpoints.tokenizer import prepare_tokenizer
+    from posttrain.trainer.construction import prepare_tokenizer
 
     source = config.get("tokenizer_name_or_path") or model_name(config)
     tokenizer = load_tokenizer(source, args.model_init_kwargs, args.trust_remote_code)

@@ -1,7 +1,7 @@
-"""CheckpointWriter: one thread that turns snapshots into checkpoints while training goes on.
+"""CheckpointWriter: one thread that turns snapshots into checkpoints while training continues.
 
-One save is in flight at a time; a second one waits for the first, and the wait is counted. What went wrong on the thread is told to
-the training thread when it next asks: an OSError (a full disk) as a failed save, anything else as the error that it is.
+One save is in flight at a time; a second one waits for the first, and the wait is counted. What went wrong on the thread is
+reported to the training thread when it next asks: an OSError (a full disk) as a failed save, anything else as the error that it is.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class CheckpointWriter:
     def _run(self, request: SaveRequest) -> None:
         try:
             write_checkpoint(request, lambda: not self._cancelled.is_set())
-        except BaseException as error:  # the training thread raises it or tells of it
+        except BaseException as error:  # the training thread raises or reports it
             self._error = error
         finally:
             self._idle.set()

@@ -1,8 +1,8 @@
-"""HubTrainer: what of a run folder goes to the Hub. The model does; the machine, secrets and the user's rows do not.
+"""What of a run folder goes to the Hub. The model does; the machine, secrets and the user's rows do not.
 
 transformers pushes the whole folder, and while training a pickle of the options with the token in it
-(`_push_from_checkpoint` saves `training_args.bin`). Both pushes are therefore written here, and name what they take: a file that
-nobody thought of stays on this machine.
+(`_push_from_checkpoint` saves `training_args.bin`). Both pushes are therefore written here, and name what they take: a file
+that is not listed stays on this machine.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import hashlib
 import json
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import transformers
 from huggingface_hub import CommitOperationAdd, HfApi
+from transformers import TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
@@ -26,6 +27,7 @@ from posttrain.core import __version__
 from posttrain.core.secrets import hidden_text, last_parts, published
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.tensor_file import FileRecord
+from posttrain.trainer.options.base import BaseConfig
 
 logger = logging.getLogger(__name__)
 
@@ -47,76 +49,89 @@ NOT_NEEDED = (files.MANIFEST, "training_args.json", CARD_FILE)
 """Files of a checkpoint that a resume from the Hub does without; its manifest is written anew."""
 
 
-class HubTrainer(transformers.Trainer):
-    """transformers.Trainer with pushes that publish the model and its card only."""
+class PushedRun(Protocol):
+    """What a push reads of a run, and where transformers keeps pushes that are on their way."""
 
-    def push_to_hub(
-        self,
-        commit_message: str | None = "End of training",
-        blocking: bool = True,
-        token: str | None = None,
-        revision: str | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Save the model, write its card with `kwargs` (`dataset_name`, `tags`, `model_name`, ...), upload both."""
-        self.callback_handler.on_push_begin(self.args, self.state, self.control)
-        token = self.args.hub_token if token is None else token
-        if self.hub_model_id is None:  # `push_to_hub=False`: the repository is made now
-            self.init_hf_repo(token=token)
-        self.save_model(_internal_call=True)  # every process has a part in it
-        if not self.is_world_process_zero():
-            return None
-        name = kwargs.pop("model_name", None) or self.hub_model_id.split("/")[-1]
-        self.create_model_card(model_name=name, **kwargs)
-        self._finish_current_push()
-        return self._upload(self.args.output_dir, commit_message, token, not blocking, revision)
+    args: BaseConfig
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    hub_model_id: str | None
+    push_in_progress: PushInProgress | None
+    is_world_process_zero: Callable[[], bool]
+    init_hf_repo: Callable[..., None]
+    save_model: Callable[..., None]
+    create_model_card: Callable[..., None]
+    _finish_current_push: Callable[[], None]
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """Push the model of a checkpoint, in the background, as `hub_strategy` says."""
-        args = self.args
-        if not self.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
-            return
-        if not args.hub_always_push and self.push_in_progress is not None and not self.push_in_progress.is_done():
-            return
-        self.callback_handler.on_push_begin(args, self.state, self.control)
-        copy_model_files(Path(checkpoint_folder), Path(args.output_dir))
-        by_steps = args.save_strategy == SaveStrategy.STEPS
-        when = f"step {self.state.global_step}" if by_steps else f"epoch {int(self.state.epoch)}"
-        message = f"Training in progress, {when}"
-        jobs = [self._upload(args.output_dir, message, args.hub_token, in_background=True)]
-        places = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: Path(checkpoint_folder).name}
-        if args.hub_strategy in places:
-            place = places[args.hub_strategy]
-            message += ", checkpoint"
-            jobs.append(self._upload(checkpoint_folder, message, args.hub_token, in_background=True, place=place))
-        if self.push_in_progress is None or self.push_in_progress.is_done():
-            self.push_in_progress = PushInProgress(jobs)
-        else:
-            self.push_in_progress.jobs.extend(jobs)
 
-    def _upload(
-        self,
-        folder: str,
-        message: str | None,
-        token: str | None,
-        in_background: bool,
-        revision: str | None = None,
-        place: str | None = None,
-    ) -> Any:
-        """A checkpoint has a `place` in the repository; without one, `folder` is that of the run, and its model and card go."""
-        found = checkpoint_files if place is not None else model_files
-        revision = revision or self.args.hub_revision
+def push_model(
+    run: PushedRun,
+    commit_message: str | None = "End of training",
+    blocking: bool = True,
+    token: str | None = None,
+    revision: str | None = None,
+    model_name: str | None = None,
+    **card: Any,
+) -> Any:
+    """Save the model, write its card with `card` (`dataset_name`, `tags`, ...), upload both."""
+    args = run.args
+    run.callback_handler.on_push_begin(args, run.state, run.control)
+    token = args.hub_token if token is None else token
+    if run.hub_model_id is None:  # `push_to_hub=False`: the repository is made now
+        run.init_hf_repo(token=token)
+    run.save_model(_internal_call=True)  # every process has a part in it
+    if not run.is_world_process_zero():
+        return None
+    run.create_model_card(model_name=model_name or run.hub_model_id.split("/")[-1], **card)
+    run._finish_current_push()
+    return _upload(run, args.output_dir, commit_message, token, not blocking, revision)
 
-        def push() -> Any:
-            additions = [
-                CommitOperationAdd(f"{place}/{name}" if place else name, content)
-                for name, content in found(Path(folder))
-            ]
-            return _api().create_commit(
-                self.hub_model_id, additions, commit_message=message or "Upload model", token=token, revision=revision
-            )
 
-        return _api().run_as_future(push) if in_background else push()
+def push_checkpoint(run: PushedRun, folder: Path) -> None:
+    """Push the model of a checkpoint, in the background, as `hub_strategy` says."""
+    args = run.args
+    if not run.is_world_process_zero() or args.hub_strategy == HubStrategy.END:
+        return
+    if not args.hub_always_push and run.push_in_progress is not None and not run.push_in_progress.is_done():
+        return
+    run.callback_handler.on_push_begin(args, run.state, run.control)
+    copy_model_files(folder, Path(args.output_dir))
+    by_steps = args.save_strategy == SaveStrategy.STEPS
+    when = f"step {run.state.global_step}" if by_steps else f"epoch {int(run.state.epoch)}"
+    message = f"Training in progress, {when}"
+    jobs = [_upload(run, args.output_dir, message, args.hub_token, in_background=True)]
+    places = {HubStrategy.CHECKPOINT: "last-checkpoint", HubStrategy.ALL_CHECKPOINTS: folder.name}
+    if place := places.get(args.hub_strategy):
+        jobs.append(_upload(run, folder, f"{message}, checkpoint", args.hub_token, in_background=True, place=place))
+    if run.push_in_progress is None or run.push_in_progress.is_done():
+        run.push_in_progress = PushInProgress(jobs)
+    else:
+        run.push_in_progress.jobs.extend(jobs)
+
+
+def _upload(
+    run: PushedRun,
+    folder: str | Path,
+    message: str | None,
+    token: str | None,
+    in_background: bool,
+    revision: str | None = None,
+    place: str | None = None,
+) -> Any:
+    """A checkpoint has a `place` in the repository; without one, `folder` is that of the run, and its model and card go."""
+    found = checkpoint_files if place is not None else model_files
+    revision = revision or run.args.hub_revision
+
+    def push() -> Any:
+        additions = [
+            CommitOperationAdd(f"{place}/{name}" if place else name, content) for name, content in found(Path(folder))
+        ]
+        return _api().create_commit(
+            run.hub_model_id, additions, commit_message=message or "Upload model", token=token, revision=revision
+        )
+
+    return _api().run_as_future(push) if in_background else push()
 
 
 @cache
@@ -170,10 +185,10 @@ def _content(path: Path) -> Path | bytes:
     if path.name in ("run_state.json", "trainer_state.json"):
         return files.json_text(published(json.loads(path.read_text(encoding="utf-8")))).encode()
     if path.name in ("config.json", "adapter_config.json", "tokenizer_config.json"):
-        told = json.loads(path.read_text(encoding="utf-8"))
-        places = {name: last_parts(value) for name, value in told.items() if name.endswith("name_or_path") and value}
-        if any(told[name] != value for name, value in places.items()):
-            return (json.dumps(told | places, indent=2, ensure_ascii=False) + "\n").encode()
+        config = json.loads(path.read_text(encoding="utf-8"))
+        places = {name: last_parts(value) for name, value in config.items() if name.endswith("name_or_path") and value}
+        if any(config[name] != value for name, value in places.items()):
+            return (json.dumps(config | places, indent=2, ensure_ascii=False) + "\n").encode()
     if path.name == CARD_FILE:
         return hidden_text(path.read_text(encoding="utf-8")).encode()
     return path

@@ -16,7 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.core.processes import of_every_process
 from posttrain.core.secrets import published, without_secrets
+from posttrain.data.store.report import PreparationReport
 from posttrain.trainer.checkpoints.checkpoint import load_tree, save_tree, tree_digest, write_json
 from posttrain.trainer.options.base import BaseConfig
 
@@ -59,14 +61,7 @@ class RunIdentity:
 
     @classmethod
     def of(
-        cls,
-        method: str,
-        args: BaseConfig,
-        dataset: str,
-        tokenizer: str,
-        model: str,
-        parts: dict[str, Any] | None = None,
-        data: str = "",
+        cls, method: str, args: BaseConfig, rows: Any, tokenizer: str, model: str, parts: dict[str, Any]
     ) -> RunIdentity:
         """`parts`: what else was given to the trainer, such as its adapter and its rewards."""
         options = {
@@ -75,9 +70,11 @@ class RunIdentity:
             if f.init and f.name not in FREE_TO_CHANGE and not f.name.startswith("_")
         }
         options["world_size"] = args.world_size  # each process has random numbers and sums of its own
-        options |= {f"{GIVEN}{name}": _plain(value) for name, value in (parts or {}).items()}
+        options |= {f"{GIVEN}{name}": _plain(value) for name, value in parts.items()}
+        report: PreparationReport | None = getattr(rows, "report", None)
+        data = "" if report is None else report.name_and_rows()
         # A new token makes no other run.
-        return cls(method, without_secrets(options), dataset, tokenizer, model, data)
+        return cls(method, without_secrets(options), getattr(rows, "fingerprint", "none"), tokenizer, model, data)
 
     def differences(self, other: RunIdentity, allowed: list[str]) -> list[str]:
         """Lines "what: then -> now" for everything that changed and is not allowed to."""
@@ -139,9 +136,8 @@ class RunState:
 
     identity: RunIdentity
     run_id: str = ""  # "": of a version that had none
-    allowed_changes: list[dict[str, Any]] = dataclasses.field(
-        default_factory=list
-    )  # by `resume_allow_changes`, in order
+    # by `resume_allow_changes`, in order
+    allowed_changes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     loss_total: float = 0.0
     last_logged_step: int = 0
     skipped_in_a_row: int = 0
@@ -194,10 +190,7 @@ def save_method_state(folder: Path, state: dict[str, Any], rank: int, world_size
     """`BaseTrainer.method_state`: equal on all processes, so the first one writes it. Collective, where there is a state."""
     if not state:
         return
-    digests = [tree_digest(state)]
-    if world_size > 1:
-        digests *= world_size
-        torch.distributed.all_gather_object(digests, digests[0])
+    digests = of_every_process(tree_digest(state), world_size)
     if others := [place for place, digest in enumerate(digests) if digest != digests[0]]:
         raise RuntimeError(
             f"The state of the method ({', '.join(state)}) of process {others[0]} is not that of process 0. It must follow from "

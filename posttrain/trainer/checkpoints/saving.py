@@ -1,4 +1,4 @@
-"""SavingTrainer: how the state of a run becomes a checkpoint, as overrides of transformers.Trainer."""
+"""Checkpoints: how the state of a run becomes a checkpoint, and a checkpoint the state of a run."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import errno
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import nn
-from transformers import TrainerCallback
-from transformers.trainer_callback import ExportableState
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from posttrain.models.sharding import local_part
 from posttrain.trainer.checkpoints import checkpoint as files
@@ -28,12 +30,13 @@ from posttrain.trainer.checkpoints.background_save import (
     write_checkpoint,
 )
 from posttrain.trainer.checkpoints.run_state import RunState, save_rng, save_sums
-from posttrain.trainer.checkpoints.sharding import ShardingTrainer, shard_tree
+from posttrain.trainer.checkpoints.sharding import load_shard_tree, load_shards, shard_tree
+from posttrain.trainer.checkpoints.skipped import NonFiniteTraining
 from posttrain.trainer.checkpoints.snapshot import Snapshot, capturing, is_capturing, write_content
-from posttrain.trainer.options.base import BaseConfig
+from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig
+from posttrain.trainer.step.gathering import any_process
 from posttrain.trainer.step.metrics import MetricStore
-from posttrain.trainer.step.optimizer import FiniteSteps, MasterWeights
-from posttrain.trainer.step.skipped import NonFiniteTraining, SkippedSteps
+from posttrain.trainer.step.optimizer import StepGuard
 
 logger = logging.getLogger(__name__)
 
@@ -41,49 +44,76 @@ OPTIMIZER, SCHEDULER, TRAINER_STATE, OPTIONS = "optimizer", "scheduler", "traine
 SHARDS = "optimizer_{rank}"
 
 
-class SavingTrainer(ShardingTrainer):
-    """transformers.Trainer whose checkpoints are whole or absent, and are written while training goes on."""
+class SavedRun(Protocol):
+    """What a checkpoint is made of, as it is when it is saved or loaded. A trainer has all of it."""
 
     args: BaseConfig
+    model: nn.Module
+    processing_class: Any
+    accelerator: Accelerator
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Any
+    guard: StepGuard
     metrics: MetricStore
-    masters: MasterWeights | None = None
-    finite: FiniteSteps | None = None
+    state: TrainerState
+    control: TrainerControl
+    callback_handler: CallbackHandler
+    hp_search_backend: Any
+    # what Trainer's loop has added up
+    _tr_loss: Tensor
+    _total_loss_scalar: float
+    _globalstep_last_logged: int
+    # what it does
+    store_flos: Callable[[], None]
+    settle_skipped_steps: Callable[..., None]
+    nonfinite_weights: Callable[[], list[str]]
+    save_model: Callable[..., None]
+    save_state_files: Callable[[Path], None]
+    _save_scaler: Callable[[str], None]
+    _save_optimizer_and_scheduler: Callable[[str], None]
+
+
+class Checkpoints:
+    """Checkpoints that are whole or absent, and are written while training continues."""
+
     run_state: RunState
-    skipped: SkippedSteps
-    saver: CheckpointWriter | None = None
-    _background = False
-    _tokenizer_files: dict[str, bytes] | None = None
-    _unsaved: str | None = None  # why the latest save failed
-    _just_saved: Path | None = None  # the checkpoint whose `on_save` callbacks are being called
+
+    def __init__(self, run: SavedRun) -> None:
+        self.run, self.args = run, run.args
+        self.writer: CheckpointWriter | None = None
+        self.unsaved: str | None = None  # why the latest save failed
+        self._just_saved: Path | None = None  # the checkpoint whose `on_save` callbacks are being called
+        self._background = False
+        self._tokenizer_files: dict[str, bytes] | None = None
 
     # ---- in the background -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _finishing_saves(self) -> Iterator[None]:
+    def finishing(self) -> Iterator[None]:
         """However training ends, a save in flight comes to its end first (unless a second signal interrupts the wait)."""
-        if self.saver is not None:
-            self.saver.join()
-        self.saver = CheckpointWriter(self.args.device)
-        self._unsaved = None
+        if self.writer is not None:
+            self.writer.join()
+        self.writer = CheckpointWriter(self.args.device)
+        self.unsaved = None
         try:
             yield
         finally:
-            self.settle_saves(wait=True)
-            self.saver.close()
+            self.settle(wait=True)
+            self.writer.close()
             self._background = False
 
-    def prepare_to_save(self) -> None:
+    def prepare(self) -> None:
         """Called when training begins: what can be done ahead of the first save is done now."""
-        wanted = state_bytes(self.model, self.masters, self.args.save_only_model)
+        wanted = state_bytes(self.run.model, self.run.guard.masters, self.args.save_only_model)
         self._background = self._may_save_in_background(wanted)
         if self._background:
-            self._tokenizer_files = _saved_files(self.processing_class)
-            self.saver.reserve_ahead(wanted)
+            self._tokenizer_files = _saved_files(self.run.processing_class)
+            self.writer.reserve_ahead(wanted)
 
     def _may_save_in_background(self, wanted: int) -> bool:
         """One process and our own formats only: a sharded state is gathered by all processes together, at one time."""
         args = self.args
-        alone = self._is_alone and self.hp_search_backend is None
+        alone = self._is_alone and self.run.hp_search_backend is None
         if not (args.save_in_background and alone and args.device.type in ("cpu", "cuda")):
             return False
         if str(getattr(args.save_strategy, "value", args.save_strategy)) == "no":
@@ -96,93 +126,89 @@ class SavingTrainer(ShardingTrainer):
             return False
         return True
 
-    def settle_saves(self, wait: bool = False) -> None:
-        """Hear what became of a background save. A full disk does not end training; other errors are raised here."""
-        if self.saver is None:
+    def settle(self, wait: bool = False) -> None:
+        """Take note of what became of a background save. A full disk does not end training; other errors are raised here."""
+        if self.writer is None:
             return
         if wait:
-            self.saver.wait()
-        outcome = self.saver.outcome()
+            self.writer.wait()
+        outcome = self.writer.outcome()
         if outcome is None:
             return
         request, error = outcome
         if error is None:
-            self._unsaved = None
+            self.unsaved = None
         elif isinstance(error, OSError):
             self._save_failed(request, error)
         else:
             raise error
 
-    def tell_unwritten(self, what: str) -> None:
+    def report_unwritten(self, what: str) -> None:
         """Something of the run that the disk did not take to the end: `train` ends with it, or with the checkpoint it lacks."""
-        self._unsaved = self._unsaved or what
+        self.unsaved = self.unsaved or what
 
     def _save_failed(self, request: SaveRequest, error: OSError) -> None:
-        self._unsaved = failure_sentence(request.step, request.final, request.snapshot.nbytes, error)
+        self.unsaved = failure_sentence(request.step, request.final, request.snapshot.nbytes, error)
         logger.warning(
-            f"{self._unsaved} Training continues; earlier checkpoints are untouched, and the next save will be tried."
+            f"{self.unsaved} Training continues; earlier checkpoints are untouched, and the next save will be tried."
         )
-        if self.state.best_model_checkpoint == str(request.final) and not request.final.exists():
-            self.state.best_model_checkpoint = request.best_before
+        if self.run.state.best_model_checkpoint == str(request.final) and not request.final.exists():
+            self.run.state.best_model_checkpoint = request.best_before
 
     # ---- a checkpoint ------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Put the state aside (or write it at once), verify it by its manifest, rename it. Overrides Trainer's in-place save."""
-        self.settle_saves(wait=True)  # one save at a time
-        self.settle_skipped_steps(wait=True)
+    def save(self, run_dir: Path) -> Path | None:
+        """Put the state aside (or write it at once), verify it by its manifest, rename it. Returns the folder, once it exists."""
+        self.settle(wait=True)  # one save at a time
+        self.run.settle_skipped_steps(wait=True)
         if self._refuse_to_save_nonfinite_weights():
-            return
-        if self.hp_search_backend is None and trial is None:
-            self.store_flos()
-        run_dir = Path(self._get_output_dir(trial=trial))
+            return None
+        if self.run.hp_search_backend is None:
+            self.run.store_flos()
+        step = self.run.state.global_step
+        before = self.run.state.best_model_checkpoint
+        final = run_dir / f"{files.PREFIX}{step}"
+        self._remember_best(run_dir, final)
+        keep, best = self.args.save_total_limit, self.run.state.best_model_checkpoint
+        request = SaveRequest(step, Snapshot(files.staging_folder(run_dir, step)), run_dir, keep, [best], before)
         if self._is_alone:
-            self._save_alone(run_dir)
+            self._save_alone(request)
         else:
-            self._save_together(run_dir)
+            request.snapshot.folder = final.with_name(f"{final.name}{files.STAGING}shared")
+            self._save_together(request)
         if self.args.push_to_hub or self._readers_of_checkpoints():
-            self.settle_saves(wait=True)
-        final = run_dir / f"{files.PREFIX}{self.state.global_step}"
-        self._just_saved = final if self.args.should_save and final.exists() else None
-        if self.args.push_to_hub and final.exists():
-            self._push_from_checkpoint(str(final))
+            self.settle(wait=True)
+        saved = final if final.exists() else None
+        self._just_saved = saved if self.args.should_save else None
+        return saved
 
-    def _save_alone(self, run_dir: Path) -> None:
+    def _save_alone(self, request: SaveRequest) -> None:
         """The save of a single process. With `save_in_background` only copies are made here; a thread does the rest."""
-        staged = files.staging_folder(run_dir, self.state.global_step)
-        before = self.state.best_model_checkpoint
-        self._remember_best(run_dir, files.final_name(staged))
-        arena = self.saver.arena_for_next() if self._background else None
-        self._background = arena is not None
-        snapshot = Snapshot(staged, arena)
-        keep, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        request = SaveRequest(self.state.global_step, snapshot, run_dir, keep, [best], before)
+        staged = request.snapshot.folder
+        request.snapshot.arena = self.writer.arena_for_next() if self._background else None
+        self._background = request.snapshot.arena is not None
         try:
-            with capturing(snapshot):
+            with capturing(request.snapshot):
                 self._write_state(staged)
             if not self._background:
                 write_checkpoint(request)
-                self._unsaved = None
+                self.unsaved = None
         except OSError as error:
             shutil.rmtree(staged, ignore_errors=True)
             self._save_failed(request, error)
         else:
             if self._background:
-                self.saver.submit(request)
+                self.writer.submit(request)
 
-    def _save_together(self, run_dir: Path) -> None:
+    def _save_together(self, request: SaveRequest) -> None:
         """Several processes, FSDP, DeepSpeed: each writes its part into one folder, at once, then the first publishes it."""
-        staged = run_dir / f"{files.PREFIX}{self.state.global_step}{files.STAGING}shared"
-        before = self.state.best_model_checkpoint
-        self._remember_best(run_dir, files.final_name(staged))
-        keep, best = self.args.save_total_limit, self.state.best_model_checkpoint
-        request = SaveRequest(self.state.global_step, Snapshot(staged), run_dir, keep, [best], before)
+        staged = request.snapshot.folder
         failure: OSError | None = None
         try:
             self._write_state(staged)
         except OSError as error:
             failure = error
-        failed = self.any_process(failure is not None)
+        failed = any_process(failure is not None, self.args)
         if self.args.should_save:
             if failed:
                 shutil.rmtree(staged, ignore_errors=True)
@@ -191,108 +217,85 @@ class SavingTrainer(ShardingTrainer):
                     write_checkpoint(request)
                 except OSError as error:
                     failure = error
-        if self.any_process(failure is not None):
+        if any_process(failure is not None, self.args):
             self._save_failed(request, failure or OSError(errno.EIO, "another process could not write its part"))
         else:
-            self._unsaved = None
-
-    def any_process(self, here: bool) -> bool:
-        """Whether something is true of any process. Collective."""
-        if self.args.world_size == 1:
-            return here
-        flag = torch.tensor(float(here), device=self.args.device)
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-        return bool(flag.item())
+            self.unsaved = None
 
     # ---- its parts ---------------------------------------------------------------------------------------------------
 
     def _write_state(self, staged: Path) -> None:
         """Every file of a checkpoint, but for the manifest."""
         staged.mkdir(parents=True, exist_ok=True)
-        self.save_model(str(staged), _internal_call=True)
+        self.run.save_model(str(staged), _internal_call=True)
         if not self.args.save_only_model:
-            self._save_optimizer_and_scheduler(str(staged))
-            self._save_scaler(str(staged))
-            self._save_rng_state(str(staged))
+            self._save_optimizer(staged)
+            self.run._save_scaler(str(staged))
+            save_rng(staged, self.args.process_index)
+            save_sums(staged, self.args.process_index, self.run.metrics.state(), float(self.run._tr_loss))
+            self.run.save_state_files(staged)
         if self.args.should_save:
-            self._capture_run_state().save(staged)
+            self.run_state.loss_total = self.run._total_loss_scalar
+            self.run_state.last_logged_step = self.run._globalstep_last_logged
+            self.run_state.save(staged)
             self._save_trainer_state(staged / TRAINER_STATE)
-            for callback in self._callbacks_with_files():
+            for callback in self.callbacks_with_files():
                 callback.save_state_files(staged)
 
-    def admit_files_of_callbacks(self) -> None:
-        """What a callback's `on_save` has added to the checkpoint just saved belongs to it; an error of the disk is told."""
+    def admit_files_of_callbacks(self, is_last: bool = False) -> None:
+        """What a callback's `on_save` has added to the checkpoint just saved belongs to it; an error of the disk is reported."""
         if self._just_saved is not None and self._readers_of_checkpoints():
             with files.spared(f"The manifest of {self._just_saved} with what callbacks have added"):
                 files.admit_added(self._just_saved)
+        if is_last:  # all callbacks have been called
+            self._just_saved = None
 
     def _readers_of_checkpoints(self) -> list[str]:
         """Callbacks whose `on_save` may open the finished folder, which is then waited for. Ours do not."""
         return [
             type(callback).__name__
-            for callback in self.callback_handler.callbacks
+            for callback in self.run.callback_handler.callbacks
             if type(callback).on_save is not TrainerCallback.on_save
             and not type(callback).__module__.startswith("posttrain.")
             and not _ignores_checkpoints(callback)
         ]
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.settle_saves(wait=True)  # the best checkpoint is loaded, and callbacks see the end of the run
-        return super()._finalize_training(*args, **kwargs)
-
-    def _callbacks_with_files(self) -> list[Any]:
+    def callbacks_with_files(self) -> list[Any]:
         """Callbacks whose tensors belong into checkpoints, such as BEMACallback."""
-        return [c for c in self.callback_handler.callbacks if hasattr(c, "save_state_files")]
+        return [c for c in self.run.callback_handler.callbacks if hasattr(c, "save_state_files")]
 
     def _remember_best(self, run_dir: Path, final: Path) -> None:
-        if self.state.best_global_step:
-            best = run_dir / f"checkpoint-{self.state.best_global_step}"
+        if self.run.state.best_global_step:
+            best = run_dir / f"checkpoint-{self.run.state.best_global_step}"
             if best.exists() or best == final:
-                self.state.best_model_checkpoint = str(best)
+                self.run.state.best_model_checkpoint = str(best)
 
     def _save_trainer_state(self, path: Path) -> None:
-        for callback in [*self.callback_handler.callbacks, self.control]:
+        for callback in [*self.run.callback_handler.callbacks, self.run.control]:
             if isinstance(callback, ExportableState):
-                self.state.stateful_callbacks[type(callback).__name__] = callback.state()
-        files.write_json(path, dataclasses.asdict(self.state))
-
-    def _capture_run_state(self) -> RunState:
-        state = self.run_state
-        state.loss_total = self._total_loss_scalar
-        state.last_logged_step = self._globalstep_last_logged
-        return state
-
-    def nonfinite_weights(self) -> list[str]:
-        """Names of the tensors that hold NaN or infinity. To be called by all processes."""
-        # Asking about the whole of a sharded parameter would be a collective for each.
-        parameters = self.model.named_parameters()
-        named = [(name, local_part(p.detach())) for name, p in parameters if p.is_floating_point()]
-        finite = torch.stack([torch.isfinite(p).all().to(self.args.device) for _, p in named])
-        if not self.any_process(not finite.all()):  # the one time that the host asks
-            return []
-        return [name for (name, _), fine in zip(named, finite.tolist()) if not fine] or ["on another process"]
+                self.run.state.stateful_callbacks[type(callback).__name__] = callback.state()
+        files.write_json(path, dataclasses.asdict(self.run.state))
 
     def _refuse_to_save_nonfinite_weights(self) -> bool:
-        bad = self.nonfinite_weights()
+        bad = self.run.nonfinite_weights()
         if not bad:
             return False
         found = (
-            f"No checkpoint is saved at step {self.state.global_step}: {len(bad)} tensors hold NaN or infinity, the first is "
+            f"No checkpoint is saved at step {self.run.state.global_step}: {len(bad)} tensors hold NaN or infinity, the first is "
             f"{bad[0]}. The last good checkpoint stays as it is."
         )
         if not self.run_state.skipped_in_a_row:
-            # No gradient shows it (an embedding row that no token uses, say): the run would go on and never save again.
+            # No gradient shows it (an embedding row that no token uses, say): the run would continue and never save again.
             raise NonFiniteTraining(
                 found + " The steps taken since were finite, so the model came with it: check its weights."
             )
         logger.error(found)
         return True
 
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+    def save_model_files(self, folder: Path, state_dict: dict[str, Tensor] | None) -> None:
         """Weights, tokenizer and options; options as JSON instead of Trainer's pickle."""
-        folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        model = self.run.accelerator.unwrap_model(self.run.model, keep_torch_compile=False)
         model.save_pretrained(str(folder), state_dict=state_dict)
         if self.args.should_save:
             self._save_tokenizer(folder)
@@ -302,40 +305,80 @@ class SavingTrainer(ShardingTrainer):
         if self._tokenizer_files is not None and is_capturing():
             for name, content in self._tokenizer_files.items():
                 write_content(folder / name, content)
-        elif self.processing_class is not None:
-            self.processing_class.save_pretrained(str(folder))
+        elif self.run.processing_class is not None:
+            self.run.processing_class.save_pretrained(str(folder))
 
     @property
     def _is_alone(self) -> bool:
         """One process that has all of the state."""
         return self.args.world_size == 1 and self.args.sharding is None
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if not self._own_formats:
-            return super()._save_optimizer_and_scheduler(output_dir)
-        if self.is_fully_sharded:
-            files.save_tree(self.shards_file(output_dir), shard_tree(self.optimizer))
-        elif self.args.should_save:
-            tree: dict[str, Any] = {"optimizer": self.optimizer.state_dict()}
-            if self.masters is not None:
-                tree["masters"] = [master.data for _, master in self.masters.pairs]
-            files.save_tree(Path(output_dir) / OPTIMIZER, tree)
-        if self.args.should_save:
-            files.save_tree(Path(output_dir) / SCHEDULER, _without_functions(self.lr_scheduler.state_dict()))
-        return None
+    def _save_optimizer(self, folder: Path) -> None:
+        run, args = self.run, self.args
+        if args.sharding == DEEPSPEED:  # it writes states of its own
+            run._save_optimizer_and_scheduler(str(folder))
+            return
+        if args.sharding == FSDP:
+            files.save_tree(self._shards_file(folder), shard_tree(run.optimizer))
+        elif args.should_save:
+            tree: dict[str, Any] = {"optimizer": run.optimizer.state_dict()}
+            if run.guard.masters is not None:
+                tree["masters"] = [master.data for _, master in run.guard.masters.pairs]
+            files.save_tree(folder / OPTIMIZER, tree)
+        if args.should_save:
+            files.save_tree(folder / SCHEDULER, _without_functions(run.lr_scheduler.state_dict()))
 
-    def shards_file(self, folder: str | Path) -> Path:
+    def _shards_file(self, folder: Path) -> Path:
         """Where this process keeps its shards of trained weights and of the optimizer's state."""
-        return Path(folder) / SHARDS.format(rank=self.args.process_index)
+        return folder / SHARDS.format(rank=self.args.process_index)
 
-    def _save_rng_state(self, output_dir: str) -> None:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        save_rng(Path(output_dir), self.args.process_index)
-        save_sums(Path(output_dir), self.args.process_index, self.metrics.state(), float(self._tr_loss))
+    # ---- loading -----------------------------------------------------------------------------------------------------
 
-    def settle_skipped_steps(self, wait: bool = False) -> None:
-        """Hear from the device which steps were skipped. Implemented by BaseTrainer."""
-        raise NotImplementedError
+    def load_optimizer(self, folder: Path) -> None:
+        """Of the optimizer and its schedule, in our own formats; under FSDP the trained weights, too."""
+        run = self.run
+        if self.args.sharding == FSDP:
+            load_shard_tree(run.model, run.optimizer, files.load_tree(self._shards_file(folder)))
+        else:
+            tree = files.load_tree(folder / OPTIMIZER)
+            run.optimizer.load_state_dict(tree["optimizer"])
+            if run.guard.masters is not None:
+                with torch.no_grad():
+                    for (_, master), saved in zip(run.guard.masters.pairs, tree["masters"], strict=True):
+                        master.copy_(saved)
+                run.guard.masters.publish()
+        run.lr_scheduler.load_state_dict(files.load_tree(folder / SCHEDULER))
+        take_rates_of(run.lr_scheduler)
+
+    def load_weights(self, load: Callable[[], None]) -> None:
+        """By `load`, which is Trainer's. peft's `load_adapter` turns adapters into float32: they stay what they were."""
+        before = {name: parameter.dtype for name, parameter in self.run.model.named_parameters()}
+        load()
+        for name, parameter in self.run.model.named_parameters():
+            if parameter.dtype != before[name]:
+                parameter.data = parameter.data.to(before[name])
+
+    def load_best(self, load: Callable[[], None]) -> None:
+        """The weights of the best checkpoint, by `load` where they are whole."""
+        run = self.run
+        self.settle(wait=True)
+        if self.args.sharding == FSDP:
+            best = files.load_tree(self._shards_file(Path(run.state.best_model_checkpoint)))
+            load_shards(run.model, run.optimizer, best)
+            return
+        self.load_weights(load)
+        if run.guard.masters is not None:
+            run.guard.masters.reload()
+
+
+def nonfinite_weights(model: nn.Module, args: BaseConfig) -> list[str]:
+    """Names of the tensors that hold NaN or infinity. To be called by all processes."""
+    # Asking about the whole of a sharded parameter would be a collective for each.
+    named = [(name, local_part(p.detach())) for name, p in model.named_parameters() if p.is_floating_point()]
+    finite = torch.stack([torch.isfinite(p).all().to(args.device) for _, p in named])
+    if not any_process(not finite.all(), args):  # the one time that the host asks
+        return []
+    return [name for (name, _), fine in zip(named, finite.tolist()) if not fine] or ["on another process"]
 
 
 def _without_functions(state: dict[str, Any]) -> dict[str, Any]:
@@ -356,6 +399,23 @@ def _saved_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 def _ignores_checkpoints(callback: Any) -> bool:
-    """Trackers of transformers that have an `on_save` and do nothing in it (unless they were told to upload checkpoints)."""
+    """Trackers of transformers that have an `on_save` and do nothing in it (unless they are set to upload checkpoints)."""
     uploads = getattr(getattr(callback, "_log_model", None), "value", None) == "checkpoint"
     return type(callback).__name__ in ("TrackioCallback", "SwanLabCallback", "WandbCallback") and not uploads
+
+
+def take_rates_of(scheduler: Any) -> None:
+    """The next step's learning rates as the schedule of this run has them.
+
+    Those in the checkpoint are equal, unless `max_steps` has grown: then they are the 0 at the end of the schedule before.
+    """
+    scheduler = getattr(scheduler, "scheduler", scheduler)  # accelerate's wrapper
+    if not isinstance(scheduler, LambdaLR):
+        return
+    rates = [base * factor(scheduler.last_epoch) for base, factor in zip(scheduler.base_lrs, scheduler.lr_lambdas)]
+    for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+    scheduler._last_lr = rates

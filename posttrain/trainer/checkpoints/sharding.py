@@ -1,4 +1,4 @@
-"""ShardingTrainer: FSDP2 as accelerate sets it up, with what it would round or keep too long put right.
+"""FSDP2 as accelerate sets it up, with what it would round or keep too long put right; and states that are in pieces.
 
     masters     the shards are float32 and what the optimizer works on
     compute     parameters are gathered in bfloat16 (`bf16`), gradients reduced and added up in float32
@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import transformers
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from posttrain.core.batch import Passes, TokenBatch, passes_of
@@ -22,115 +22,69 @@ from posttrain.data.collate import Collator
 from posttrain.models.load.adapters import is_peft_model
 from posttrain.models.load.model import innermost_model
 from posttrain.models.sharding import local_part, reshard, whole
-from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig
+from posttrain.trainer.options.base import FSDP, BaseConfig
+from posttrain.trainer.step.gathering import over_processes
 
 SYNC_EACH_BATCH = "sync_each_batch"
 
 
-class ShardingTrainer(transformers.Trainer):
-    """transformers.Trainer that knows whether its weights are in pieces. Methods derive from BaseTrainer, not from this."""
+def set_up_fsdp(args: BaseConfig, accelerator: Accelerator, is_enabled: bool) -> None:
+    """`is_enabled`: whether accelerate shards here at all."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    args: BaseConfig
+    if not is_enabled:
+        raise ValueError(
+            f"FSDP is asked for, and accelerate does not shard here ({args.world_size} processes on {args.device.type}): it needs "
+            "processes with a GPU each, started by torchrun or accelerate launch."
+        )
+    plugin = accelerator.state.fsdp_plugin
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            f"FSDP version {plugin.fsdp_version} is asked for; posttrain runs version 2. Set `fsdp_config={{'version': 2}}`, or "
+            "`fsdp_version: 2` in the config of accelerate."
+        )
+    low = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+    if low is not None:
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    if plugin.activation_checkpointing:
+        # The same by transformers: accelerate's wrappers stand in the names of parameters, and PEFT saves nothing then.
+        args.gradient_checkpointing, plugin.activation_checkpointing = True, False
+        args.activation_offloading = plugin.activation_checkpointing_offload or args.activation_offloading
+    if SYNC_EACH_BATCH not in (args.accelerator_config.gradient_accumulation_kwargs or {}):
+        accelerator.gradient_state.plugin_kwargs[SYNC_EACH_BATCH] = True
 
-    def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()
-        if self.args.sharding == FSDP:
-            self._refuse_other_fsdp()
-            self._set_up_fsdp()
 
-    @property
-    def is_fully_sharded(self) -> bool:
-        """Every process must take part in every forward, and in every look at a whole weight."""
-        return self.args.sharding == FSDP
+def most_of_any_process(count: int, args: BaseConfig) -> int:
+    """Collective when there are several processes."""
+    return int(over_processes(count, args, torch.distributed.ReduceOp.MAX))
 
-    @property
-    def _own_formats(self) -> bool:
-        """DeepSpeed writes states of its own."""
-        return self.args.sharding != DEEPSPEED
 
-    def _refuse_other_fsdp(self) -> None:
-        if not self.is_fsdp_enabled:
-            raise ValueError(
-                f"FSDP is asked for, and accelerate does not shard here ({self.args.world_size} processes on "
-                f"{self.args.device.type}): it needs processes with a GPU each, started by torchrun or accelerate launch."
-            )
-        version = self.accelerator.state.fsdp_plugin.fsdp_version
-        if version != 2:
-            raise ValueError(
-                f"FSDP version {version} is asked for; posttrain runs version 2. Set `fsdp_config={{'version': 2}}`, or "
-                "`fsdp_version: 2` in the config of accelerate."
-            )
+def even_out(batches: list[TokenBatch | Passes], collator: Collator, args: BaseConfig) -> None:
+    """Give micro-batches that `max_tokens_per_pass` may have split as many passes as on the process with the most."""
+    if args.sharding != FSDP or not args.max_tokens_per_pass:
+        return
+    for place, batch in enumerate(batches):
+        passes = passes_of(batch)
+        missing = most_of_any_process(len(passes), args) - len(passes)
+        if missing:
+            batches[place] = Passes([*passes, *[replace(collator, max_tokens=None).one_pass([])] * missing])
 
-    def _set_up_fsdp(self) -> None:
-        from torch.distributed.fsdp import MixedPrecisionPolicy
 
-        low = torch.bfloat16 if self.args.bf16 else torch.float16 if self.args.fp16 else None
-        if low is not None:
-            policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-            self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
-        plugin = self.accelerator.state.fsdp_plugin
-        if plugin.activation_checkpointing:
-            # The same by transformers: accelerate's wrappers stand in the names of parameters, and PEFT saves nothing then.
-            self.args.gradient_checkpointing, plugin.activation_checkpointing = True, False
-            self.args.activation_offloading = plugin.activation_checkpointing_offload or self.args.activation_offloading
-        if SYNC_EACH_BATCH not in (self.args.accelerator_config.gradient_accumulation_kwargs or {}):
-            self.accelerator.gradient_state.plugin_kwargs[SYNC_EACH_BATCH] = True
-
-    def keeps_masters_in_shards(self) -> bool:
-        """Whether FSDP turns weights of low precision into float32 shards, as accelerate does for mixed precision."""
-        if self.is_fully_sharded and not (self.args.bf16 or self.args.fp16):
-            raise ValueError(
-                "The weights to be trained are of low precision, and `bf16` is off: under FSDP the optimizer would work on them as "
-                "they are, and lose small steps. Set `bf16=True`, or load the model in float32."
-            )
-        return self.is_fully_sharded
-
-    # ---- every process as many passes ----------------------------------------------------------------------------------
-
-    def most_of_any_process(self, count: int) -> int:
-        """Collective."""
-        most = torch.tensor(count, device=self.args.device)
-        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-        return int(most)
-
-    def even_out(self, batches: list[TokenBatch | Passes], collator: Collator) -> None:
-        """Give micro-batches that `max_tokens_per_pass` may have split as many passes as on the process with the most."""
-        if not (self.is_fully_sharded and self.args.max_tokens_per_pass):
-            return
-        for place, batch in enumerate(batches):
-            passes = passes_of(batch)
-            missing = self.most_of_any_process(len(passes)) - len(passes)
-            if missing:
-                batches[place] = Passes([*passes, *[replace(collator, max_tokens=None).one_pass([])] * missing])
-
-    # ---- whole weights -------------------------------------------------------------------------------------------------
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Whole weights as `save_pretrained` writes them, under FSDP and DeepSpeed too. To be called by all processes."""
-        if self.args.sharding is None:
-            return super().save_model(output_dir, _internal_call)
-        state = self._whole_state()
-        if self.args.should_save:
-            self._save(output_dir, state_dict=state)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-        return None
-
-    def _whole_state(self) -> dict[str, Tensor]:
-        """The tensors that `save_pretrained` reads, gathered one at a time into the first process's memory."""
-        reshard(self.model)
-        wanted = _is_written(self.model)
-        state: dict[str, Tensor] = {}
-        found: dict[int, Tensor | None] = {}  # a tied tensor has two names and is gathered once
-        for name, tensor in self.model.state_dict(keep_vars=True).items():
-            if not wanted(name):
-                continue
-            if id(tensor) not in found:
-                gathered = whole(tensor)
-                found[id(tensor)] = gathered.cpu() if self.args.should_save else None
-            if self.args.should_save:
-                state[name] = found[id(tensor)]
-        return state
+def whole_state(model: nn.Module, is_kept: bool) -> dict[str, Tensor]:
+    """The tensors that `save_pretrained` reads, gathered one at a time into the memory of the process where they are kept."""
+    reshard(model)
+    wanted = _is_written(model)
+    state: dict[str, Tensor] = {}
+    found: dict[int, Tensor | None] = {}  # a tied tensor has two names and is gathered once
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if not wanted(name):
+            continue
+        if id(tensor) not in found:
+            gathered = whole(tensor)
+            found[id(tensor)] = gathered.cpu() if is_kept else None
+        if is_kept:
+            state[name] = found[id(tensor)]
+    return state
 
 
 def shard_frozen(accelerator: Any, model: nn.Module) -> nn.Module:

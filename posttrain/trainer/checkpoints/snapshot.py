@@ -1,4 +1,4 @@
-"""Snapshot: all that a checkpoint will hold, put aside in host memory, so that training may go on while it is written.
+"""Snapshot: all that a checkpoint will hold, put aside in host memory, so that training continues while it is written.
 
 While `capturing(snapshot)` lasts, everything that this thread would write into a checkpoint goes into the snapshot instead: our
 own states through `write_tensors` and `write_content`, the weights through the one function by which transformers and peft write
@@ -29,8 +29,8 @@ WRITERS_OF_WEIGHTS = (("transformers.modeling_utils", "safe_save_file"), ("peft.
 class HostArena:
     """Host memory that is allocated once and used by one snapshot after the other; page-locked for copies from CUDA.
 
-    Copies are queued on the current stream, so whatever the training thread launches afterwards runs after them; nobody waits
-    but the thread that writes, for `copied`.
+    Copies are queued on the current stream, so whatever the training thread launches afterwards runs after them; only the
+    thread that writes waits for them.
     """
 
     def __init__(self, page_locked: bool) -> None:

@@ -75,7 +75,7 @@ class StepFile:
         self._unwritten = []
 
     def lines(self) -> list[str]:
-        """What has been written. A crash may have left bytes that are no text; they belong to a line that will be dropped."""
+        """What has been written. A crash may have left bytes that are not text; they belong to a line that will be dropped."""
         return self.path.read_text(encoding="utf-8", errors="replace").splitlines() if self.path.exists() else []
 
 

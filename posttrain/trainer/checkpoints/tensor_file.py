@@ -2,7 +2,7 @@
 
 safetensors' own `save_file` wants every tensor in one piece, and the file would have to be read again for its checksum. The format
 is simple enough to write by hand: the length of the header as 8 bytes (little-endian), the header as JSON (name -> dtype, shape,
-offsets), then the raw bytes of every tensor. Writing and hashing a large buffer both release the lock, so training goes on.
+offsets), then the raw bytes of every tensor. Writing and hashing a large buffer both release the lock, so training continues.
 """
 
 from __future__ import annotations

@@ -8,24 +8,19 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import pyarrow
 import pyarrow.parquet
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+from accelerate import Accelerator
 from torch import nn
 from transformers import GenerationConfig, TrainerCallback
 
 from posttrain.core.sample import Sample
 from posttrain.trainer.checkpoints.checkpoint import spared
-from posttrain.trainer.options.base import check_range
-from posttrain.trainer.report.progress import say, wants_live
-
-if TYPE_CHECKING:
-    from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.options.base import BaseConfig, check_range
+from posttrain.trainer.report.progress import cut, show_table, table_to_wandb
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +44,15 @@ class Answers:
         return {"step": [self.step] * len(self.prompts), "prompt": self.prompts, "completion": self.completions}
 
 
+class AnsweringRun(Protocol):
+    """What is asked of the trainer."""
+
+    args: BaseConfig
+    accelerator: Accelerator
+    processing_class: Any
+    eval_dataset: Any
+
+
 class LogCompletionsCallback(TrainerCallback):
     """Answers evaluation prompts every `freq` steps: shown, and kept in `<output_dir>/completions/step_N.parquet`.
 
@@ -62,7 +66,7 @@ class LogCompletionsCallback(TrainerCallback):
 
     def __init__(
         self,
-        trainer: BaseTrainer,
+        trainer: AnsweringRun,
         generation_config: GenerationConfig | None = None,
         num_prompts: int | None = None,
         freq: int | None = None,
@@ -130,7 +134,8 @@ class LogCompletionsCallback(TrainerCallback):
         self.write(answers, Path(args.output_dir))
         show(answers, args.disable_tqdm)
         if "wandb" in args.report_to:
-            _to_wandb(answers)
+            columns = answers.columns()
+            table_to_wandb("completions", list(columns), [list(row) for row in zip(*columns.values())])
 
     def answer(self, model: nn.Module, step: int) -> Answers:
         """Generate for all prompts. Neither the mode of the model nor any random generator is changed by it."""
@@ -198,44 +203,12 @@ def answer_marker(tokenizer: Any) -> list[int]:
     return list(with_marker[len(without) :]) if with_marker[: len(without)] == without else []
 
 
-# ---- showing -------------------------------------------------------------------------------------------------------------
-
-
 def show(answers: Answers, disable_tqdm: bool) -> None:
-    """The first few rows: a table in a terminal, plain lines elsewhere. The file has all of them."""
-    console = Console()
-    if wants_live(disable_tqdm, console):
-        with (
-            console.capture() as drawn
-        ):  # a console of its own would write into the live display; `say` writes above it
-            console.print(_rich_table(answers))
-        say(drawn.get().rstrip("\n"))
-        return
-    lines = [f"completions at step {answers.step} (all {len(answers.prompts)} in {FOLDER}/step_{answers.step}.parquet)"]
-    for prompt, completion in list(zip(answers.prompts, answers.completions))[:PRINTED_ROWS]:
-        lines += [f"  > {_clip(prompt)!r}", f"    {_clip(completion)!r}"]
-    say("\n".join(lines))
-
-
-def _rich_table(answers: Answers) -> Table:
-    table = Table("prompt", "completion", title=f"completions at step {answers.step}", show_lines=True)
-    for prompt, completion in list(zip(answers.prompts, answers.completions))[:PRINTED_ROWS]:
-        table.add_row(_plain_cell(prompt), _plain_cell(completion))
-    return table
-
-
-def _plain_cell(text: str) -> Any:
-    return Text(_clip(text))  # not markup: completions may hold square brackets
-
-
-def _clip(text: str) -> str:
-    return text if len(text) <= PRINTED_CHARACTERS else text[: PRINTED_CHARACTERS - 3] + "..."
-
-
-def _to_wandb(answers: Answers) -> None:
-    import wandb
-
-    if wandb.run is not None:
-        columns = answers.columns()
-        rows = [list(row) for row in zip(*columns.values())]
-        wandb.log({"completions": wandb.Table(columns=list(columns), data=rows)})
+    """The first few rows. The file has all of them."""
+    shown = zip(answers.prompts[:PRINTED_ROWS], answers.completions)
+    rows = [[cut(text, PRINTED_CHARACTERS) for text in row] for row in shown]
+    title = f"completions at step {answers.step}"
+    lines = [f"{title} (all {len(answers.prompts)} in {FOLDER}/step_{answers.step}.parquet)"]
+    for prompt, completion in rows:
+        lines += [f"  > {prompt!r}", f"    {completion!r}"]
+    show_table(title, ("prompt", "completion"), rows, lines, disable_tqdm)

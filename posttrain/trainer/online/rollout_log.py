@@ -1,43 +1,84 @@
-"""RolloutLog: every rollout is kept, some are shown, and what looks wrong about their rewards is said."""
+"""RolloutLog: every rollout is kept, some are shown, and what looks wrong about their rewards is reported."""
 
 from __future__ import annotations
 
 import json
 import time
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-from transformers import TrainerCallback
+from accelerate import PartialState
+from huggingface_hub import CommitScheduler, HfApi
+from transformers import TrainerCallback, TrainerState
 
+from posttrain.core import __version__
+from posttrain.rewards.reward_set import RewardSet
 from posttrain.rewards.runtime.statistics import RewardWatch
 from posttrain.rollout.collector import Collected
 from posttrain.rollout.rollout import Rollout
 from posttrain.rollout.store import RolloutStore, record_of
 from posttrain.trainer.checkpoints.background_save import CheckpointNotSaved
+from posttrain.trainer.checkpoints.saving import Checkpoints
 from posttrain.trainer.online.rollout_metrics import as_tensors
-from posttrain.trainer.online.rollout_push import RolloutPush
-from posttrain.trainer.report.progress import number, say, wants_live
-
-if TYPE_CHECKING:
-    from posttrain.trainer.online_trainer import OnlineTrainer
+from posttrain.trainer.options.online import OnlineConfig
+from posttrain.trainer.report.progress import cut, number, say, show_table, table_to_wandb
+from posttrain.trainer.step.metrics import MetricStore
 
 SHOWN_CHARACTERS = 400
+PUSH_MINUTES = 2
+PUSHED_FILES = "*.parquet"  # a file that has this name is complete
+
+
+class LoggedRun(Protocol):
+    """Where the log of rollouts finds what it writes down; a trainer has all of it."""
+
+    args: OnlineConfig
+    state: TrainerState
+    metrics: MetricStore
+    rewards: RewardSet
+    checkpoints: Checkpoints
+
+
+class RolloutPush:
+    """Pushes new files of the store to a dataset on the Hub every two minutes, and once more at the end. Made by one process, for
+    the files of all of them."""
+
+    def __init__(self, folder: Path, args: Any) -> None:
+        """Makes the dataset, so that a token without the right is found before anything is trained."""
+        self.repo, self.folder = args.log_completions_hub_repo, folder
+        api = HfApi(token=args.hub_token, library_name="posttrain", library_version=__version__)
+        self.scheduler = CommitScheduler(
+            repo_id=self.repo,
+            repo_type="dataset",
+            folder_path=folder,
+            every=PUSH_MINUTES,
+            private=args.hub_private_repo,
+            allow_patterns=PUSHED_FILES,
+            hf_api=api,
+        )
+
+    def close(self) -> None:
+        """Push the rest. A Hub that does not answer costs the copy there, not the run: the files are on disk."""
+        try:
+            self.scheduler.trigger().result()
+        except Exception as error:  # of the network or of the Hub, in any of their kinds; the sentence carries it
+            say(f"The rollouts in {self.folder} were not all pushed to {self.repo} ({type(error).__name__}: {error}).")
+        finally:
+            self.scheduler.stop()
 
 
 class RolloutLog(TrainerCallback):
     """Is given every collection; writes to the store from the beginning of training to its end."""
 
-    def __init__(self, trainer: OnlineTrainer) -> None:
-        self.trainer = trainer
+    def __init__(self, run: LoggedRun) -> None:
+        self.run = run
         self.store: RolloutStore | None = None
         self.push: RolloutPush | None = None
         self.watch = RewardWatch()
         self.latest: list[Rollout] = []
         self._step_began = 0.0
-        self._failed: set[tuple[str, str]] = set()  # rewards whose failure was told, and its kind
+        self._failed: set[tuple[str, str]] = set()  # rewards whose failure was reported, and its kind
 
     # ---- the run -----------------------------------------------------------------------------------------------------
 
@@ -49,16 +90,16 @@ class RolloutLog(TrainerCallback):
                 self.store.forget_after(state.global_step)
                 if args.log_completions_hub_repo is not None:
                     self.push = RolloutPush(self.store.folder, args)
-            self.trainer.accelerator.wait_for_everyone()
+            PartialState().wait_for_everyone()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         now = time.perf_counter()
-        self.trainer.metrics.add("train", as_tensors({"step_time": now - self._step_began}))
+        self.run.metrics.add("train", as_tensors({"step_time": now - self._step_began}))
         self._step_began = now
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._close_store()
-        self.trainer.accelerator.wait_for_everyone()  # what is pushed are the files of all processes
+        PartialState().wait_for_everyone()  # what is pushed are the files of all processes
         self.close()
 
     def _close_store(self) -> None:
@@ -67,7 +108,7 @@ class RolloutLog(TrainerCallback):
             try:
                 store.close()
             except OSError as error:
-                self.trainer.tell_unwritten(f"{error.strerror} ({error.filename}).")
+                self.run.checkpoints.report_unwritten(f"{error.strerror} ({error.filename}).")
 
     def close(self) -> None:
         self._close_store()
@@ -77,26 +118,26 @@ class RolloutLog(TrainerCallback):
 
     def on_collected(self, collected: Collected) -> None:
         """Keep a collection that will be trained on, under the number of the step that it is made for."""
-        state = self.trainer.state
+        state = self.run.state
         self.latest = collected.rollouts
         if self.store is not None:
             try:
                 self.store.write(state.global_step + 1, [record_of(r, state.epoch or 0.0) for r in collected.rollouts])
             except OSError as error:
                 raise CheckpointNotSaved(f"{error.strerror} ({error.filename}).") from error
-        self._tell_failures(collected)
-        if self.trainer.args.alerts and self.trainer.is_world_process_zero():
+        self._report_failures(collected)
+        if self.run.args.alerts and self.run.state.is_world_process_zero:
             table = collected.table
             values = table.rewards.masked_fill(table.masked[:, None], float("nan")).numpy()
-            for sentence in self.watch.look(self.trainer.rewards.names, values, table.lengths.numpy()):
+            for sentence in self.watch.look(self.run.rewards.names, values, table.lengths.numpy()):
                 say(f"alert  {sentence}")
 
-    def _tell_failures(self, collected: Collected) -> None:
+    def _report_failures(self, collected: Collected) -> None:
         """The first of each kind; how many there are, the log says."""
         for failure in collected.results.failures:
             if (failure.reward, failure.kind) not in self._failed:
                 self._failed.add((failure.reward, failure.kind))
-                policy = self.trainer.args.reward_on_error
+                policy = self.run.args.reward_on_error
                 said = " ".join(failure.message.split())
                 say(f"alert  reward {failure.reward} failed ({failure.kind}): {said} (reward_on_error={policy!r})")
 
@@ -106,9 +147,9 @@ class RolloutLog(TrainerCallback):
         if args.log_completions and state.is_world_process_zero and self.latest and logs and "reward" in logs:
             listed = one_of_each_prompt(self.latest) if args.log_unique_prompts else self.latest
             shown = listed[: args.num_completions_to_print]
-            show(shown, self.trainer.rewards.names, state.global_step, args.disable_tqdm)
+            show(shown, self.run.rewards.names, state.global_step, args.disable_tqdm)
             if "wandb" in args.report_to:
-                _to_wandb(listed, self.trainer.rewards.names, state.global_step)
+                _to_wandb(listed, self.run.rewards.names, state.global_step)
 
 
 def one_of_each_prompt(rollouts: list[Rollout]) -> list[Rollout]:
@@ -117,19 +158,18 @@ def one_of_each_prompt(rollouts: list[Rollout]) -> list[Rollout]:
 
 
 def show(rollouts: list[Rollout], names: list[str], step: int, disable_tqdm: bool) -> None:
-    """A table in a terminal, plain lines elsewhere. The store has all of them."""
-    console = Console()
-    if wants_live(disable_tqdm, console):
-        with console.capture() as drawn:
-            console.print(_rich_table(rollouts, names, step))
-        say(drawn.get().rstrip("\n"))
-        return
-    lines = [f"completions at step {step}"]
+    """The store has all of them."""
+    extra = extra_columns(rollouts)
+    title = f"completions at step {step}"
+    lines, rows = [title], []
     for rollout in rollouts:
-        said = [f"{name} {number(value)}" for name, value in numbers_of(rollout, names).items()]
+        prompt, completion, numbers = clipped(rollout.prompt), clipped(rollout.completion), numbers_of(rollout, names)
+        said = [f"{name} {number(value)}" for name, value in numbers.items()]
         said += [f"{name} {text}" for name, text in extras_of(rollout, list(rollout.extras)).items()]
-        lines += [f"  > {clipped(rollout.prompt)!r}", f"    {clipped(rollout.completion)!r}  ({', '.join(said)})"]
-    say("\n".join(lines))
+        lines += [f"  > {prompt!r}", f"    {completion!r}  ({', '.join(said)})"]
+        values = [number(value) if np.isfinite(value) else "-" for value in numbers.values()]
+        rows.append([prompt, completion, *values, *extras_of(rollout, extra).values()])
+    show_table(title, ("prompt", "completion", *names, "advantage", *extra), rows, lines, disable_tqdm)
 
 
 def numbers_of(rollout: Rollout, names: list[str]) -> dict[str, float]:
@@ -151,7 +191,7 @@ def clipped(said: str | list[dict[str, Any]]) -> str:
     """Text, or the messages of a conversation one after the other, of a bounded length."""
     if not isinstance(said, str):
         said = "\n".join(f"{message.get('role')}: {_spoken(message)}" for message in said)
-    return said if len(said) <= SHOWN_CHARACTERS else said[: SHOWN_CHARACTERS - 3] + "..."
+    return cut(said, SHOWN_CHARACTERS)
 
 
 def _spoken(message: dict[str, Any]) -> str:
@@ -166,31 +206,10 @@ def _arguments(call: dict[str, Any]) -> str:
     return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False, default=str)
 
 
-def _rich_table(rollouts: list[Rollout], names: list[str], step: int) -> Table:
-    extra = extra_columns(rollouts)
-    title = f"completions at step {step}"
-    table = Table("prompt", "completion", *names, "advantage", *extra, title=title, show_lines=True)
-    for rollout in rollouts:
-        numbers = [number(value) if np.isfinite(value) else "-" for value in numbers_of(rollout, names).values()]
-        said = [Text(text) for text in extras_of(rollout, extra).values()]
-        table.add_row(Text(clipped(rollout.prompt)), Text(clipped(rollout.completion)), *numbers, *said)
-    return table
-
-
 def _to_wandb(rollouts: list[Rollout], names: list[str], step: int) -> None:
-    import wandb
-
-    if wandb.run is not None:
-        extra = extra_columns(rollouts)
-        columns = ["step", "prompt", "completion", *names, "advantage", *extra]
-        rows = [
-            [
-                step,
-                clipped(r.prompt),
-                clipped(r.completion),
-                *numbers_of(r, names).values(),
-                *extras_of(r, extra).values(),
-            ]
-            for r in rollouts
-        ]
-        wandb.log({"completions": wandb.Table(columns=columns, data=rows)})
+    extra = extra_columns(rollouts)
+    rows = [
+        [step, clipped(r.prompt), clipped(r.completion), *numbers_of(r, names).values(), *extras_of(r, extra).values()]
+        for r in rollouts
+    ]
+    table_to_wandb("completions", ["step", "prompt", "completion", *names, "advantage", *extra], rows)

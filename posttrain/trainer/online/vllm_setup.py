@@ -5,15 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from posttrain.models.load.adapters import is_peft_model
-from posttrain.models.load.model import innermost_model
+from posttrain.models.load.model import LoadedModel, innermost_model
 from posttrain.models.load.weight_export import untied_weights
 from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.rollout.engines.vllm.params import completion_logps
@@ -21,34 +23,46 @@ from posttrain.serve.auth import TOKEN_VARIABLE, is_loopback, read_token_file, t
 from posttrain.serve.wire.cuda_ipc import gpu_ids
 from posttrain.trainer.online.joint_export import JointExport
 from posttrain.trainer.options.base import DEEPSPEED
+from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.options.vllm import ADAPTER, AUTO, COLOCATE, SERVER, WEIGHTS
-
-if TYPE_CHECKING:
-    from posttrain.trainer.online_trainer import OnlineTrainer
 
 UNAUTHORISED, FORBIDDEN, NOT_FOUND = 401, 403, 404
 ASK_SECONDS = 0.5
 
 
-def vllm_engine(trainer: OnlineTrainer) -> RolloutEngine:
+class EngineOwner(Protocol):
+    """What an engine is made for; an online trainer has all of it."""
+
+    args: OnlineConfig
+    model: nn.Module
+    loaded: LoadedModel
+    processing_class: Any
+    engine: RolloutEngine
+    joint_export: JointExport | None
+    is_fully_sharded: bool
+    stop_ids: tuple[int, ...]
+    decode_exactly: Callable[[Any], str]
+
+
+def vllm_engine(owner: EngineOwner) -> RolloutEngine:
     """Started or connected; it has no weights of the trainer's yet, see `weight_sync`."""
-    if trainer.args.sharding == DEEPSPEED:
+    if owner.args.sharding == DEEPSPEED:
         raise ValueError(
             "Weights that DeepSpeed holds in pieces are not sent to vLLM. Use FSDP (`fsdp=True`), or train without sharding."
         )
-    return {COLOCATE: _colocated, SERVER: _served}[trainer.args.vllm_mode](trainer)
+    return {COLOCATE: _colocated, SERVER: _served}[owner.args.vllm_mode](owner)
 
 
-def refuse_correction_without_logps(trainer: OnlineTrainer) -> None:
+def refuse_correction_without_logps(owner: EngineOwner) -> None:
     """Importance weights need the log-probs of the distribution that was drawn from; vLLM may not return them.
 
     For a trainer that has its engine, whichever that is: one without a `logprobs_mode` returns them always.
     """
-    logprobs_mode = getattr(trainer.engine, "logprobs_mode", None)
+    logprobs_mode = getattr(owner.engine, "logprobs_mode", None)
     # Asked of the class: an AttributeError inside of the property must not read as "does not correct".
-    if logprobs_mode is None or not hasattr(type(trainer), "corrects_sampler") or not trainer.corrects_sampler:
+    if logprobs_mode is None or not hasattr(type(owner), "corrects_sampler") or not owner.corrects_sampler:
         return
-    params = trainer.args.sampling(trainer.stop_ids)
+    params = owner.args.sampling(owner.stop_ids)
     sampling_logps, _ = completion_logps(params, logprobs_mode, [0.0])
     if np.isnan(sampling_logps).any():
         raise ValueError(
@@ -62,8 +76,8 @@ def refuse_correction_without_logps(trainer: OnlineTrainer) -> None:
 # ---- in this process ---------------------------------------------------------------------------------------------------
 
 
-def _colocated(trainer: OnlineTrainer) -> RolloutEngine:
-    args = trainer.args
+def _colocated(owner: EngineOwner) -> RolloutEngine:
+    args = owner.args
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(
             "`use_vllm` with `vllm_mode='colocate'` needs vLLM in this environment (pip install vllm). Without it: the native "
@@ -71,12 +85,12 @@ def _colocated(trainer: OnlineTrainer) -> RolloutEngine:
         )
     from posttrain.rollout.engines.vllm.colocate import ColocatedVLLM, ColocateOptions
 
-    by_adapter = _sends_adapter(trainer, can=True, base_from_memory=True)
+    by_adapter = _sends_adapter(owner, can=True, base_from_memory=True)
     level = (1 if by_adapter else 2) if args.vllm_enable_sleep_mode else 0
     dtype = None
-    if trainer.is_fully_sharded:  # the shards are float32 masters
+    if owner.is_fully_sharded:  # the shards are float32 masters
         dtype = str(args.compute_dtype).removeprefix("torch.")
-        trainer.joint_export = JointExport(trainer.model, args.compute_dtype, by_adapter)
+        owner.joint_export = JointExport(owner.model, args.compute_dtype, by_adapter)
     options = ColocateOptions(
         dtype=dtype,
         context_length=args.vllm_max_model_length,
@@ -87,17 +101,17 @@ def _colocated(trainer: OnlineTrainer) -> RolloutEngine:
         seed=args.seed,
         more={"model_impl": args.vllm_model_impl, **(args.vllm_engine_args or {})},
     )
-    return ColocatedVLLM(trainer.model, trainer.decode_exactly, trainer.processing_class, options)
+    return ColocatedVLLM(owner.model, owner.decode_exactly, owner.processing_class, options)
 
 
 # ---- as servers --------------------------------------------------------------------------------------------------------
 
 
-def _served(trainer: OnlineTrainer) -> RolloutEngine:
+def _served(owner: EngineOwner) -> RolloutEngine:
     from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
     from posttrain.rollout.engines.vllm.transport import Deadlines
 
-    args = trainer.args
+    args = owner.args
     wait = args.vllm_server_timeout
     deadlines = Deadlines(completion=args.vllm_completion_timeout, start=wait, back=wait)
     token = _token(args.vllm_server_token_file)
@@ -106,14 +120,14 @@ def _served(trainer: OnlineTrainer) -> RolloutEngine:
         client_of(address, token, deadlines, folder, args.vllm_server_logprobs_mode, args.vllm_weight_transport)
         for address in args.vllm_addresses()
     ]
-    vocabulary = innermost_model(trainer.model).config.get_text_config().vocab_size
+    vocabulary = innermost_model(owner.model).config.get_text_config().vocab_size
     engine = ServedVLLM(clients, vocabulary=vocabulary, options=ServedOptions(deadlines=deadlines))
     try:
-        _prepare_to_send(trainer, engine)
+        _prepare_to_send(owner, engine)
         own = [] if args.device.type != "cuda" else gpu_ids()[args.device.index or 0 :][:1]
-        trainer.loaded.notes += shared_gpu_notes({member.name: member.info for member in engine.fleet.members}, own)
+        owner.loaded.notes += shared_gpu_notes({member.name: member.info for member in engine.fleet.members}, own)
     except BaseException:
-        engine.close()  # its watch would go on
+        engine.close()  # its watch would continue
         raise
     return engine
 
@@ -128,11 +142,11 @@ def shared_gpu_notes(servers: dict[str, Any], own: list[str]) -> list[str]:
     ]
 
 
-def _prepare_to_send(trainer: OnlineTrainer, engine: Any) -> None:
+def _prepare_to_send(owner: EngineOwner, engine: Any) -> None:
     """Tell the engine what it sends, which depends on what its servers take."""
-    model, about = trainer.model, [member.info for member in engine.fleet.members]
+    model, about = owner.model, [member.info for member in engine.fleet.members]
     can = all(one.capabilities.get("adapters") for one in about)
-    by_adapter = _sends_adapter(trainer, can, base_from_memory=False)
+    by_adapter = _sends_adapter(owner, can, base_from_memory=False)
     if not by_adapter and (untied := untied_weights(model)):
         raise ValueError(
             f"The adapter has made {untied[0]} a tensor of its own, and a server goes by the model's config, which ties it to "
@@ -140,8 +154,8 @@ def _prepare_to_send(trainer: OnlineTrainer, engine: Any) -> None:
         )
     export = JointExport(model, _wire_dtype(about), by_adapter)
     engine.send(**({"adapter_export": export.adapter} if by_adapter else {"export": export.weights}))
-    if trainer.is_fully_sharded:
-        trainer.joint_export = export
+    if owner.is_fully_sharded:
+        owner.joint_export = export
 
 
 def client_of(
@@ -210,17 +224,17 @@ def _token(token_file: str | None) -> str | None:
 # ---- what travels ------------------------------------------------------------------------------------------------------
 
 
-def _sends_adapter(trainer: OnlineTrainer, can: bool, base_from_memory: bool) -> bool:
+def _sends_adapter(owner: EngineOwner, can: bool, base_from_memory: bool) -> bool:
     """Whether vLLM is sent the LoRA adapter alone. `can`: the other side takes adapters; `base_from_memory`: over the trainer's
     own base weights, and not those of the model's folder."""
-    wanted = trainer.args.vllm_sync
+    wanted = owner.args.vllm_sync
     if wanted == WEIGHTS:
         return False
-    why_not = _why_no_adapter(trainer.model, can, base_from_memory)
+    why_not = _why_no_adapter(owner.model, can, base_from_memory)
     if wanted == ADAPTER and why_not is not None:
         raise ValueError(f"`vllm_sync='adapter'` cannot be done: {why_not}")
-    if wanted == AUTO and why_not is not None and is_peft_model(trainer.model):
-        trainer.loaded.notes.append(f"vLLM is sent merged weights instead of the adapter: {why_not}")
+    if wanted == AUTO and why_not is not None and is_peft_model(owner.model):
+        owner.loaded.notes.append(f"vLLM is sent merged weights instead of the adapter: {why_not}")
     return why_not is None
 
 

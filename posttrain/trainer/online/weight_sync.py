@@ -16,7 +16,7 @@ from posttrain.rollout.engines.vllm.sync_probe import BOUNDS, ProbeResult, SyncP
 from posttrain.trainer.online.joint_export import JointExport
 
 if TYPE_CHECKING:
-    from posttrain.trainer.online_trainer import OnlineTrainer
+    from posttrain.trainer.online.vllm_setup import EngineOwner as OnlineTrainer
 
 SECONDS, MEAN, LARGEST = "sync/seconds", "sync/logp_difference/mean", "sync/logp_difference/max"
 

@@ -24,7 +24,7 @@ from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
 STEPS_WORTH_COMPILING_FOR = 300
 """Compiling costs about as much time as it saves in a few dozen steps."""
 LEAST_LOGS = 10
-"""A run logs at least so many times, where it has as many steps and nobody has set `logging_steps`."""
+"""A run logs at least so many times, where it has as many steps and `logging_steps` is not set."""
 FSDP, DEEPSPEED = "fsdp", "deepspeed"
 """Who holds weights in pieces; accelerate's environment variables name them so, too."""
 TRUNCATION_MODES = ("keep_start", "keep_end", "error", "drop")
@@ -134,7 +134,8 @@ class BaseConfig(TrainingArguments):
         requested_bf16 = self._resolve_precision()
         super().__post_init__()
         self.bf16 = requested_bf16
-        self._after_precision()
+        if self.sharding is None and not self.fp16:
+            self.mixed_precision = "no"
         self._check_shared_options()
 
     # ---- precision -----------------------------------------------------------------------------------------------
@@ -161,10 +162,6 @@ class BaseConfig(TrainingArguments):
         launched = {name: os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true" for name in asked}
         return next((name for name in asked if asked[name] or launched[name]), None)
 
-    def _after_precision(self) -> None:
-        if self.sharding is None and not self.fp16:
-            self.mixed_precision = "no"
-
     @property
     def load_dtype(self) -> torch.dtype:
         """What trained weights are loaded in; float32 masters are kept beside them. Shards are the masters themselves."""
@@ -180,7 +177,7 @@ class BaseConfig(TrainingArguments):
     def _defaults_of_posttrain(self) -> None:
         """Options of transformers whose meaning would contradict a promise of this library."""
         self.logging_nan_inf_filter = False  # a NaN is reported, never replaced (trl-gaps: a NaN is hidden)
-        if self.logging_strategy == "no":  # Trainer would log the first step all the same
+        if self.logging_strategy == "no":  # Trainer would log the first step regardless
             self.logging_first_step = False
         if isinstance(self.lr_scheduler_kwargs, str):
             self.lr_scheduler_kwargs = json.loads(self.lr_scheduler_kwargs)
@@ -238,6 +235,15 @@ class BaseConfig(TrainingArguments):
         return step % interval == 0 or step >= state.max_steps or (step == 1 and self.logging_first_step)
 
     @property
+    def steps_in_one_pass(self) -> bool:
+        """Whether an optimizer step is one pass of one process, so that gradients are never added up."""
+        return self.gradient_accumulation_steps == self.world_size == 1 and not self.max_tokens_per_pass
+
+    def shows_next_step(self, state: TrainerState) -> bool:
+        """Whether a log will show the coming step: statistics that cost a pass over the vocabulary are taken on those alone."""
+        return self.logs_at(state.global_step + 1, state) or self.logging_strategy == "epoch"
+
+    @property
     def layout(self) -> str | None:
         """The layout the user asked for, or None where the model decides."""
         return None if self.padding_free is None else RAGGED if self.padding_free else PADDED
@@ -261,9 +267,11 @@ class BaseConfig(TrainingArguments):
 
     def to_dict(self) -> dict[str, Any]:
         """The options without secrets at any depth: it goes into files and to trackers."""
-        told = super().to_dict()
-        told |= {name: getattr(self, name) for name in told if name.endswith("_token")}  # not all of them are secrets
-        return without_secrets(told)
+        options = super().to_dict()
+        options |= {
+            name: getattr(self, name) for name in options if name.endswith("_token")
+        }  # not all of them are secrets
+        return without_secrets(options)
 
     def __str__(self) -> str:
         return (
@@ -290,6 +298,39 @@ class SharedPromptsConfig:
         True,
         "Compute a prompt once for all answers to it in a micro-batch, wherever the model allows it. Same gradient, less work.",
     )
+
+
+@dataclass
+class MovingReferenceConfig:
+    """Options of methods whose reference may follow the policy; mixed into their configs."""
+
+    sync_ref_model: bool = option(False, "TR-DPO: move the reference towards the policy every `ref_model_sync_steps`.")
+    ref_model_mixup_alpha: float = option(0.6, "reference = alpha * policy + (1 - alpha) * reference.")
+    ref_model_sync_steps: int = option(512, "Optimizer steps between two moves of the reference.")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("ref_model_mixup_alpha", self.ref_model_mixup_alpha, 0, 1)
+        check_range("ref_model_sync_steps", self.ref_model_sync_steps, 1)
+
+
+@dataclass
+class ReferenceConfig(MovingReferenceConfig):
+    """Options of methods that compare the policy with a reference on rows that are known; mixed into their configs."""
+
+    precompute_ref_log_probs: bool = option(
+        False, "Run the reference over the rows it has never seen, before training, and keep its log-probs on disk."
+    )
+    precompute_ref_batch_size: int | None = option(
+        None, "Rows per batch of that pass. None: as many as fill the device, by their tokens."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.sync_ref_model and self.precompute_ref_log_probs:
+            raise ValueError(
+                "`sync_ref_model` moves the reference; `precompute_ref_log_probs` freezes its numbers. Choose one."
+            )
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

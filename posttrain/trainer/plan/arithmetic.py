@@ -24,8 +24,8 @@ from posttrain.core.batch import PADDED, RAGGED, SHARED, passes_of
 from posttrain.data.collate import Collator, split_by_tokens
 from posttrain.data.loader import EpochBatches, StreamBatches
 from posttrain.rollout.loader import RolloutLoader
+from posttrain.trainer.online.task_evals import best_metric, is_due, is_read
 from posttrain.trainer.options.base import SharedPromptsConfig
-from posttrain.trainer.report.task_evals import best_metric, is_due, is_read
 
 if TYPE_CHECKING:
     from posttrain.evaluation.spec import EvalSpec
@@ -199,7 +199,7 @@ class StoredBatches:
 
 
 def figures_of_units(dataset: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(samples, tokens, trained tokens) of each unit. The first token of a sample is predicted by nobody."""
+    """(samples, tokens, trained tokens) of each unit. The first token of a sample is never predicted."""
     found = np.zeros((3, len(dataset)), dtype=np.int64)
     for index in range(len(dataset)):
         unit = dataset[index]
@@ -263,7 +263,7 @@ class PlannedRollouts(RolloutLoader):
             known = [0 if self.lengths is None else int(self.lengths[request.row]) for request in requests]
             self.shares.append([length + longest for length in known])
             found.completions += len(requests)
-            found.reward_calls += self._reward_calls([request.number for request in requests])
+            found.reward_calls += REWARD_CALLS[self.args.reward_batching]([request.number for request in requests])
             if self.lengths is not None:
                 found.prompt_tokens += sum(known)
                 found.most_tokens += sum(self.shares[-1])
@@ -273,9 +273,6 @@ class PlannedRollouts(RolloutLoader):
         if self.lengths is None:
             found.prompt_tokens = found.most_tokens = None
         return []
-
-    def _reward_calls(self, groups: list[int]) -> int:
-        return REWARD_CALLS[self.args.reward_batching](groups)
 
     def _units(self, micro_batch: int) -> list[Any]:
         size = self.schedule.batch_size

@@ -25,7 +25,7 @@ from posttrain.models.memory.fit import FULL, NONE, SELECTIVE
 from posttrain.models.scoring.head_kernels import STATISTICS
 from posttrain.models.scoring.token_scores import default_chunk_tokens
 from posttrain.rollout.engines.native.engine import MAX_SLOTS
-from posttrain.trainer.plan.memory_fit import batch_tokens, can_keep_logits, laid_out_share, wishes_of
+from posttrain.trainer.step.memory_fit import batch_tokens, can_keep_logits, laid_out_share, wishes_of
 
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
@@ -244,23 +244,30 @@ class Phase:
         return max(self.terms, key=self.terms.get)
 
 
+@dataclass(frozen=True)
+class Demands:
+    """What a run holds (bytes) or does besides training its policy."""
+
+    reference: float = 0.0
+    loaded_reference: float = 0.0  # of one that answers before training and goes
+    reward_models: float = 0.0
+    scores: bool = False  # a pass without gradient over rollouts, for old or reference log-probs
+
+
 @dataclass
 class MemoryModel:
     """The memory of one process as a function of the tokens of a pass and the level of checkpointing."""
 
     shape: Shape
     activations: memory.ActivationCost
-    reference: float  # bytes
-    reward_models: float
+    demands: Demands
     optim: str
     in_one_pass: bool  # a step is one pass: gradients are never added up
     chunk_tokens: int | None = None
     exact_chunk: bool = False  # see `head_bytes`
     keep_logits: bool = False
-    loaded_reference: float = 0.0  # bytes of one that answers before training and goes
     kv_bytes: float = 0.0  # of the keys and values of one generation
     decode_logits: float = 0.0
-    scores: bool = False  # a pass without gradient over rollouts, for old or reference log-probs
     generates: bool = False
     vllm: float = 0.0  # bytes that a colocated vLLM takes to generate
     vllm_stays: bool = False  # it does not sleep during the update
@@ -269,8 +276,8 @@ class MemoryModel:
         state = self.shape.state
         terms = {
             "weights": self.shape.weight_bytes,
-            "reference": self.reference,
-            "reward models": self.reward_models,
+            "reference": self.demands.reference,
+            "reward models": self.demands.reward_models,
             "masters": state.masters,
             "moments": state.moments(self.optim),
             "vLLM": self.vllm if self.vllm_stays else 0.0,
@@ -308,13 +315,13 @@ class MemoryModel:
     def phases(self, tokens: int, trained: int, level: str, offload: bool) -> list[Phase]:
         standing = self.standing()
         loaded = {name: size for name, size in standing.items() if name in ("weights", "reference", "reward models")}
-        if self.loaded_reference:
-            loaded["reference"] = self.loaded_reference
+        if self.demands.loaded_reference:
+            loaded["reference"] = self.demands.loaded_reference
         found = [Phase("load", loaded)]
         if self.generates:
             cache = {"keys and values": self.kv_bytes, "logits": self.decode_logits, "vLLM": self.vllm}
             found.append(Phase("generation", standing | {name: size for name, size in cache.items() if size}))
-        if self.scores:
+        if self.demands.scores:
             work = {"head": self.head(trained, has_gradient=False), "activations": tokens * self.activations.layer}
             found.append(Phase("scoring", standing | work))
         return [*found, self.update(tokens, trained, level, offload)]
@@ -356,16 +363,6 @@ class MemoryReport:
         return rest | {"phases": phases, "is_estimate": True}
 
 
-@dataclass(frozen=True)
-class Demands:
-    """What a run holds or does besides training its policy. Bytes of the reference: while training, and before it."""
-
-    reference: float = 0.0
-    loaded_reference: float = 0.0
-    reward_models: float = 0.0
-    scores: bool = False
-
-
 def planned_kernels(args: BaseConfig) -> str:
     """Of the layers on a GPU. Whether compiled ones are faster, which long runs find out, is not known here: they keep less."""
     if args.compile_layers:
@@ -377,19 +374,15 @@ def memory_model(
     side: BaseTrainer, shape: Shape, counts: RunCounts, demands: Demands, gpu: int | None = None
 ) -> MemoryModel:
     args = side.args
-    in_one_pass = args.gradient_accumulation_steps == args.world_size == 1 and not args.max_tokens_per_pass
     made = MemoryModel(
         shape,
         estimated_activations(shape, planned_kernels(args)),
-        demands.reference,
-        demands.reward_models,
+        demands,
         getattr(args.optim, "value", args.optim),
-        in_one_pass,
+        args.steps_in_one_pass,
         chunk_tokens=args.chunk_tokens,
         keep_logits=bool(args.keep_logits) and side.recomputes_logits(),
         exact_chunk=any(name not in STATISTICS for name in side.token_stats),
-        loaded_reference=demands.loaded_reference,
-        scores=demands.scores,
     )
     if counts.rollouts is not None and args.use_vllm:
         made.vllm = args.vllm_share * (gpu or 0)

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from posttrain.losses.preference import PREFERENCE_LOSSES
-from posttrain.models.load.reference import GIVEN_SUMS
 from posttrain.models.memory.fit import FULL
 from posttrain.trainer.online_trainer import OnlineTrainer
-from posttrain.trainer.references.setup import ReferenceConfig
+from posttrain.trainer.options.base import ReferenceConfig
+from posttrain.trainer.references.setup import rows_carry_reference
 
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
@@ -22,18 +22,16 @@ NO_REFERENCE, FROM_ROWS, PRECOMPUTED, ADAPTER_OFF, COPY = (
 
 
 def reference_of(side: BaseTrainer, parts: dict[str, Any]) -> str:
-    """Who the policy is compared with; the rules are those of trainer/reference_setup."""
+    """Who the policy is compared with; the rules are those of `ReferenceSetup` and of online trainers."""
     args = side.args
     if isinstance(side, OnlineTrainer):
-        has_one = side.needs_reference
-    else:
-        has_one = isinstance(args, ReferenceConfig)
-    if not has_one:
+        if not side.needs_reference:
+            return NO_REFERENCE
+    elif not isinstance(args, ReferenceConfig):
         return NO_REFERENCE
-    dataset = side.train_dataset
-    if hasattr(dataset, "unit_lengths") and len(dataset) and GIVEN_SUMS in dataset[0][0].scalars:
+    elif rows_carry_reference(side.train_dataset):
         return FROM_ROWS
-    if getattr(args, "precompute_ref_log_probs", False):
+    elif args.precompute_ref_log_probs:
         return PRECOMPUTED
     return ADAPTER_OFF if parts.get("peft_config") is not None else COPY
 

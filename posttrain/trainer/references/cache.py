@@ -10,21 +10,21 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-import torch
 import xxhash
+from accelerate import PartialState
 
 from posttrain.core.batch import PADDED
-from posttrain.data.collate import collate
+from posttrain.core.processes import of_every_process
+from posttrain.data.collate import Collator, collate
 from posttrain.data.store.annotated import AnnotatedDataset
 from posttrain.data.store.row_store import RowStore, row_key
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference
 from posttrain.models.load.weights import weights_fingerprint
-
-if TYPE_CHECKING:
-    from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.checkpoints.sharding import most_of_any_process
+from posttrain.trainer.options.base import BaseConfig
 
 TOKENS_OF_A_BATCH = {"cuda": 32768, "cpu": 4096}
 """A forward without autograd keeps little: batches are large enough to fill the device, small enough for its memory."""
@@ -46,30 +46,29 @@ def store_of(reference: ModelReference, folder: Path, world_size: int) -> RowSto
     """The cache of this reference: of its weights as they are now, and its temperature."""
     with reference.context():
         fingerprint = weights_fingerprint(reference.model)
-    if world_size > 1:  # shards of one model have fingerprints of their own; copies have one
-        every: list[Any] = [None] * world_size
-        torch.distributed.all_gather_object(every, fingerprint)
-        fingerprint = every[0] if len(set(every)) == 1 else "-".join(every)
+    every = of_every_process(
+        fingerprint, world_size
+    )  # shards of one model have fingerprints of their own; copies have one
+    fingerprint = every[0] if len(set(every)) == 1 else "-".join(every)
     name = xxhash.xxh3_128_hexdigest(f"{fingerprint}|{reference.temperature}".encode())
     return RowStore(folder / "reference_logps" / name)
 
 
 def with_reference_logps(
-    trainer: BaseTrainer, reference: ModelReference, store: RowStore, dataset: Any, name: str
+    args: BaseConfig, collator: Collator, reference: ModelReference, store: RowStore, dataset: Any, name: str
 ) -> AnnotatedDataset:
     """The dataset with the reference's log-prob on every trained token. Each process computes its share of what is missing."""
-    args = trainer.args
     work = missing(dataset, store)
     if args.should_log:
         found = len(dataset) - len({item.unit for item in work})
         print(
             f"Reference log-probs: {found} of {len(dataset)} {name} rows were in the cache {store.folder}.", flush=True
         )
-    _compute(trainer, reference, store, dataset, _share(work, args.process_index, args.world_size), name)
+    _compute(args, collator, reference, store, dataset, work[args.process_index :: args.world_size], name)
     if args.world_size > 1:
-        trainer.accelerator.wait_for_everyone()
+        PartialState().wait_for_everyone()
         store.refresh()  # what the others have written; on a machine without their disk it is computed again
-        _compute(trainer, reference, store, dataset, missing(dataset, store), name)
+        _compute(args, collator, reference, store, dataset, missing(dataset, store), name)
     return AnnotatedDataset(dataset, PRECOMPUTED, store)
 
 
@@ -90,10 +89,6 @@ def missing(dataset: Any, store: RowStore) -> list[Work]:
     return sorted(work, key=lambda item: (-item.tokens, item.unit))
 
 
-def _share(work: list[Work], rank: int, world_size: int) -> list[Work]:
-    return work[rank::world_size]
-
-
 def batches_by_tokens(work: list[Work], layout: str, tokens: int, rows: int | None) -> Iterator[list[Work]]:
     """Runs of `work` up to `tokens` laid-out tokens, or of `rows` rows where the user wants it so."""
     batch: list[Work] = []
@@ -112,20 +107,24 @@ def batches_by_tokens(work: list[Work], layout: str, tokens: int, rows: int | No
 
 
 def _compute(
-    trainer: BaseTrainer, reference: ModelReference, store: RowStore, dataset: Any, work: list[Work], name: str
+    args: BaseConfig,
+    collator: Collator,
+    reference: ModelReference,
+    store: RowStore,
+    dataset: Any,
+    work: list[Work],
+    name: str,
 ) -> None:
-    args = trainer.args
     tokens = TOKENS_OF_A_BATCH.get(args.device.type, TOKENS_OF_A_BATCH["cuda"])
-    batches = list(batches_by_tokens(work, trainer.loaded.layout, tokens, args.precompute_ref_batch_size))
-    rounds = _most_rounds(trainer, len(batches))
+    batches = list(batches_by_tokens(work, collator.layout, tokens, args.precompute_ref_batch_size))
+    rounds = most_of_any_process(len(batches), args)
     progress = _Progress(len(work), name, args.should_log)
     rows: list[tuple[bytes, np.ndarray]] = []
     saved = time.monotonic()
     for number in range(rounds):
-        batch = (
-            batches[number] if number < len(batches) else []
-        )  # a sharded reference needs every process in every round
-        rows += _scored(trainer, reference, dataset, batch)
+        # A sharded reference needs every process in every round.
+        batch = batches[number] if number < len(batches) else []
+        rows += _scored(args, collator, reference, dataset, batch)
         progress.advance(len(batch))
         if time.monotonic() - saved > SECONDS_BETWEEN_SAVES:
             store.add(rows)
@@ -134,25 +133,16 @@ def _compute(
     progress.end()
 
 
-def _most_rounds(trainer: BaseTrainer, own: int) -> int:
-    if trainer.args.world_size == 1:
-        return own
-    most = torch.tensor(own, device=trainer.args.device)
-    torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX)
-    return int(most)
-
-
 def _scored(
-    trainer: BaseTrainer, reference: ModelReference, dataset: Any, batch: list[Work]
+    args: BaseConfig, collator: Collator, reference: ModelReference, dataset: Any, batch: list[Work]
 ) -> list[tuple[bytes, np.ndarray]]:
     """(key, log-probs of its trained tokens) for every sample of a batch."""
     units = []
     for item in batch:
         unit = dataset[item.unit]
         units.append(tuple(unit[place] for place in item.samples))
-    collator = trainer.data_collator
     laid_out = collate(units, ("row",), collator.layout, collator.pad_token_id, collator.pad_to_multiple_of)
-    logps = reference.scores(laid_out.to(trainer.args.device)).logps.float().cpu().numpy()
+    logps = reference.scores(laid_out.to(args.device)).logps.float().cpu().numpy()
     samples = [sample for unit in units for sample in unit]
     parts = np.split(logps, np.cumsum([sample.num_trained for sample in samples]))
     for sample, part in zip(samples, parts):

@@ -1,20 +1,25 @@
-"""Options of a reference, and how a trainer gets one."""
+"""ReferenceSetup: how a policy gets the reference that it is compared with, and how that follows it."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
+import torch
+from accelerate import Accelerator
 from torch import nn
+from transformers import TrainerCallback
 
 from posttrain.core.batch import RAGGED, SHARED
+from posttrain.data.collate import Collator
 from posttrain.data.store.annotated import AnnotatedDataset
 from posttrain.data.store.prepare import PrepareOptions, cache_folder
 from posttrain.data.store.row_store import RowStore
 from posttrain.models.layers.kernels import COMPILED, compile_layers
 from posttrain.models.load.adapters import freeze_copy_of_adapter, is_peft_model
-from posttrain.models.load.model import LoadOptions, innermost_model, load_model
+from posttrain.models.load.model import LoadedModel, LoadOptions, innermost_model, load_model
 from posttrain.models.load.reference import (
     GIVEN_SUMS,
     FrozenCopy,
@@ -27,77 +32,138 @@ from posttrain.models.load.reference import (
     frozen_adapter,
     frozen_copy,
 )
+from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import shard_frozen
-from posttrain.trainer.options.base import check_range, option
+from posttrain.trainer.options.base import FSDP, BaseConfig
 from posttrain.trainer.references.cache import store_of, with_reference_logps
-from posttrain.trainer.report.callbacks import SyncRefModelCallback
-
-if TYPE_CHECKING:
-    from posttrain.trainer.base import BaseTrainer
 
 logger = logging.getLogger(__name__)
 
+MOVED_REFERENCE = "moved_reference"
+
+
+class SyncRefModelCallback(TrainerCallback):
+    """TR-DPO (arXiv:2404.09656): every `ref_model_sync_steps` the reference moves a share towards the policy.
+
+    reference = (1 - ref_model_mixup_alpha) * reference + ref_model_mixup_alpha * policy
+    """
+
+    def __init__(self, ref_model: Reference | nn.Module, accelerator: Accelerator | None = None) -> None:
+        self.reference = ref_model if isinstance(ref_model, Reference) else frozen_copy(ref_model)
+        self.accelerator = accelerator
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % args.ref_model_sync_steps == 0:
+            model = kwargs["model"]
+            if self.accelerator is not None:
+                model = self.accelerator.unwrap_model(model)
+            self.reference.sync(model, args.ref_model_mixup_alpha)
+
+    def save_state_files(self, folder: Path) -> None:
+        """A reference that has moved is a part of the run's state."""
+        files.save_tree(Path(folder) / MOVED_REFERENCE, dict(self.reference.model.named_parameters()))
+
+    def load_state_files(self, folder: Path) -> None:
+        saved = files.load_tree(Path(folder) / MOVED_REFERENCE)
+        with torch.no_grad():
+            for name, parameter in self.reference.model.named_parameters():
+                parameter.copy_(saved[name])
+
 
 @dataclass
-class MovingReferenceConfig:
-    """Options of methods whose reference may follow the policy; mixed into their configs."""
+class ReferenceSetup:
+    """Makes references of a loaded policy, for batches as `collator` lays them out."""
 
-    sync_ref_model: bool = option(False, "TR-DPO: move the reference towards the policy every `ref_model_sync_steps`.")
-    ref_model_mixup_alpha: float = option(0.6, "reference = alpha * policy + (1 - alpha) * reference.")
-    ref_model_sync_steps: int = option(512, "Optimizer steps between two moves of the reference.")
+    args: BaseConfig
+    policy: LoadedModel
+    collator: Collator
+    accelerator: Accelerator
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_range("ref_model_mixup_alpha", self.ref_model_mixup_alpha, 0, 1)
-        check_range("ref_model_sync_steps", self.ref_model_sync_steps, 1)
+    def make(self, ref_model: Any, source: Any, train_dataset: Any, eval_dataset: Any) -> tuple[Reference, Any, Any]:
+        """What the user gave, else what costs least memory and is exact; `source` is what the policy was loaded from.
 
+        Returns the datasets, too: with its log-probs, where they are precomputed.
+        """
+        args = self.args
+        if ref_model is not None and ref_model is self.policy.model:
+            raise ValueError("`ref_model` is the model that is trained: it would move. Leave it out, or pass a copy.")
+        if rows_carry_reference(train_dataset):
+            return _given(args, ref_model), train_dataset, eval_dataset
+        reference = self.live(ref_model, source)
+        if args.precompute_ref_log_probs:
+            folder = cache_folder(PrepareOptions(cache_dir=args.dataset_cache_dir))
+            store = store_of(reference, folder, args.world_size)
+            train_dataset = self._annotated(reference, store, train_dataset, "train")
+            eval_dataset = self._annotated(reference, store, eval_dataset, "eval")
+            # Rows that are evaluated on later are asked of what the reference comes from.
+            reference = Precomputed(_LateRows(self, reference, store, source if ref_model is None else ref_model))
+        logger.info(f"The reference is {reference}.")
+        return reference, train_dataset, eval_dataset
 
-@dataclass
-class ReferenceConfig(MovingReferenceConfig):
-    """Options of methods that compare the policy with a reference on rows that are known; mixed into their configs."""
-
-    precompute_ref_log_probs: bool = option(
-        False, "Run the reference over the rows it has never seen, before training, and keep its log-probs on disk."
-    )
-    precompute_ref_batch_size: int | None = option(
-        None, "Rows per batch of that pass. None: as many as fill the device, by their tokens."
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.sync_ref_model and self.precompute_ref_log_probs:
-            raise ValueError(
-                "`sync_ref_model` moves the reference; `precompute_ref_log_probs` freezes its numbers. Choose one."
-            )
-
-
-def make_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Reference:
-    """The reference of `trainer`: what the user gave, else what costs least memory and is exact."""
-    args = trainer.args
-    if ref_model is not None and ref_model is trainer.model:
-        raise ValueError("`ref_model` is the model that is trained: it would move. Leave it out, or pass a copy.")
-    if _rows_carry_reference(trainer.train_dataset):
-        return _given(args, ref_model)
-    reference = live_reference(trainer, ref_model, policy)
-    if args.precompute_ref_log_probs:
-        reference = precomputed(trainer, reference, policy if ref_model is None else ref_model)
-    follow_policy(trainer, reference)
-    logger.info(f"The reference is {reference}.")
-    return reference
-
-
-def follow_policy(trainer: BaseTrainer, reference: Reference) -> None:
-    """With `sync_ref_model`, move the reference towards the policy as training goes on."""
-    if trainer.args.sync_ref_model:
-        if trainer.args.sharding is not None:
+    def followers(self, reference: Reference) -> list[TrainerCallback]:
+        """With `sync_ref_model`, what moves the reference towards the policy during training."""
+        if not self.args.sync_ref_model:
+            return []
+        if self.args.sharding is not None:
             raise ValueError(
                 "`sync_ref_model` moves whole weights; under FSDP and DeepSpeed they are in pieces. Leave it out."
             )
         reference.check_sync()
-        trainer.add_callback(SyncRefModelCallback(reference, trainer.accelerator))
+        return [SyncRefModelCallback(reference, self.accelerator)]
+
+    def live(self, ref_model: Any, source: Any) -> ModelReference:
+        """A reference that answers with weights that are in memory."""
+        args, policy = self.args, self.policy
+        if ref_model is not None:
+            is_loaded = isinstance(ref_model, nn.Module)
+            options = LoadOptions(device=args.device) if is_loaded else self._options()
+            is_shared = policy.layout == SHARED  # a reference that cannot share prefixes runs ragged
+            layout = {"layout": RAGGED if is_shared else policy.layout, "share_prefixes": is_shared}
+            loaded = load_model(ref_model, replace(options, sharded=args.sharding is not None, **layout))
+            if loaded.layout != policy.layout:  # the policy shares prefixes, this reference cannot
+                policy.layout = self.collator.layout = loaded.layout
+            return frozen_copy(self._placed(loaded.model))
+        if is_peft_model(policy.model):
+            if isinstance(source, nn.Module) and is_peft_model(source):  # an adapter that is trained further
+                return frozen_adapter(policy.model, freeze_copy_of_adapter(policy.model, policy.model.active_adapter))
+            return adapter_off(policy.model)
+        copy = create_reference_model(policy.model)
+        if policy.kernels == COMPILED:
+            compile_layers(innermost_model(copy))  # a copy leaves the compiled code behind
+        return frozen_copy(self._placed(copy))
+
+    def _options(self) -> LoadOptions:
+        args = self.args
+        return LoadOptions(
+            dtype=args.compute_dtype,
+            model_init_kwargs=dict(args.model_init_kwargs or {}),
+            trust_remote_code=args.trust_remote_code,
+            layer_kernels=(self.policy.kernels,),
+            fuse_lora=args.fuse_lora,
+            device=args.device,
+        )
+
+    def _placed(self, model: nn.Module) -> nn.Module:
+        """On the device; in pieces where the policy is."""
+        model.requires_grad_(False)
+        if self.args.sharding == FSDP:
+            return shard_frozen(self.accelerator, model)
+        return self.accelerator.prepare_model(model, evaluation_mode=True)
+
+    def _annotated(self, reference: ModelReference, store: RowStore, dataset: Any, name: str) -> Any:
+        """The rows with the reference's log-probs, whose weights need no device memory afterwards."""
+        if dataset is None:
+            return None
+        if isinstance(dataset, dict):
+            return {key: self._annotated(reference, store, part, key) for key, part in dataset.items()}
+        if not hasattr(dataset, "__len__"):
+            raise ValueError(
+                f"`precompute_ref_log_probs` needs the whole {name} dataset; this one is streamed. Turn it off."
+            )
+        return with_reference_logps(self.args, self.collator, reference, store, dataset, name)
 
 
-def _rows_carry_reference(dataset: Any) -> bool:
+def rows_carry_reference(dataset: Any) -> bool:
     return hasattr(dataset, "__len__") and len(dataset) > 0 and GIVEN_SUMS in dataset[0][0].scalars
 
 
@@ -116,89 +182,14 @@ def _given(args: Any, ref_model: Any) -> Reference:
     return GivenSums()
 
 
-def live_reference(trainer: BaseTrainer, ref_model: Any, policy: Any) -> Reference:
-    model = trainer.loaded.model
-    if ref_model is not None:
-        is_loaded = isinstance(ref_model, nn.Module)
-        sharded = trainer.args.sharding is not None
-        options = LoadOptions(device=trainer.args.device) if is_loaded else _reference_options(trainer)
-        options = replace(options, sharded=sharded)
-        loaded = load_model(ref_model, replace(options, **_layout_of(trainer)))
-        if loaded.layout != trainer.loaded.layout:  # the policy shares prefixes, this reference cannot
-            trainer.loaded.layout = trainer.data_collator.layout = loaded.layout
-        return frozen_copy(_placed(trainer, loaded.model))
-    if is_peft_model(model):
-        if isinstance(policy, nn.Module) and is_peft_model(policy):  # an adapter that is trained further
-            return frozen_adapter(model, freeze_copy_of_adapter(model, model.active_adapter))
-        return adapter_off(model)
-    copy = create_reference_model(model)
-    if trainer.loaded.kernels == COMPILED:
-        compile_layers(innermost_model(copy))  # a copy leaves the compiled code behind
-    return frozen_copy(_placed(trainer, copy))
-
-
-def _reference_options(trainer: BaseTrainer) -> LoadOptions:
-    args = trainer.args
-    return LoadOptions(
-        dtype=args.compute_dtype,
-        model_init_kwargs=dict(args.model_init_kwargs or {}),
-        trust_remote_code=args.trust_remote_code,
-        layer_kernels=(trainer.loaded.kernels,),
-        fuse_lora=args.fuse_lora,
-        layout=trainer.loaded.layout,
-        device=args.device,
-    )
-
-
-def _layout_of(trainer: BaseTrainer) -> dict[str, Any]:
-    """The layout that the policy runs, as options: a reference that cannot share prefixes runs ragged."""
-    is_shared = trainer.loaded.layout == SHARED
-    return {"layout": RAGGED if is_shared else trainer.loaded.layout, "share_prefixes": is_shared}
-
-
-def _placed(trainer: BaseTrainer, model: nn.Module) -> nn.Module:
-    """On the device; in pieces where the policy is."""
-    model.requires_grad_(False)
-    if trainer.is_fully_sharded:
-        return shard_frozen(trainer.accelerator, model)
-    return trainer.accelerator.prepare_model(model, evaluation_mode=True)
-
-
-# ---- precomputed log-probs -----------------------------------------------------------------------------------------------
-
-
-def precomputed(trainer: BaseTrainer, reference: ModelReference, source: Any) -> Reference:
-    """Put the reference's log-probs on the rows of the trainer's datasets; its weights need no device memory afterwards.
-
-    `source` is the model or the name that the reference comes from: rows that are evaluated on later are asked of it again.
-    """
-    args = trainer.args
-    folder = cache_folder(PrepareOptions(cache_dir=args.dataset_cache_dir))
-    store = store_of(reference, folder, args.world_size)
-
-    def annotated(dataset: Any, name: str) -> Any:
-        if dataset is None:
-            return None
-        if isinstance(dataset, dict):
-            return {key: annotated(part, key) for key, part in dataset.items()}
-        if not hasattr(dataset, "__len__"):
-            raise ValueError(
-                f"`precompute_ref_log_probs` needs the whole {name} dataset; this one is streamed. Turn it off."
-            )
-        return with_reference_logps(trainer, reference, store, dataset, name)
-
-    trainer.train_dataset = annotated(trainer.train_dataset, "train")
-    trainer.eval_dataset = annotated(trainer.eval_dataset, "eval")
-    return Precomputed(_LateRows(trainer, reference, store, source))
-
-
 class _LateRows:
-    """The reference's log-probs of rows that nobody had given when the others' were computed."""
+    """The reference's log-probs of rows that were given after the others' had been computed."""
 
-    def __init__(self, trainer: BaseTrainer, reference: ModelReference, store: RowStore, source: Any) -> None:
-        self.trainer, self.store, self.source = trainer, store, source
+    def __init__(self, setup: ReferenceSetup, reference: ModelReference, store: RowStore, source: Any) -> None:
+        self.setup, self.store, self.source = setup, store, source
+        self.is_sharded = setup.args.sharding == FSDP
         is_copy, has_name = isinstance(reference, FrozenCopy), not isinstance(source, nn.Module)
-        self.reference = None if is_copy and (has_name or trainer.is_fully_sharded) else reference
+        self.reference = None if is_copy and (has_name or self.is_sharded) else reference
         self.is_parked = is_copy and self.reference is not None and reference.model is not source
         if self.is_parked:  # in host memory: the policy that it was copied from will have moved
             reference.model.to("cpu")
@@ -206,26 +197,24 @@ class _LateRows:
     def __call__(self, rows: Any) -> Any:
         if isinstance(rows, AnnotatedDataset):
             return rows
-        trainer = self.trainer
-        if not hasattr(rows, "__len__") or (trainer.is_fully_sharded and self.reference is None):
+        args = self.setup.args
+        if not hasattr(rows, "__len__") or (self.is_sharded and self.reference is None):
             raise ValueError(
                 "With `precompute_ref_log_probs` a stream cannot be evaluated on, nor, under FSDP and DeepSpeed, rows that the "
                 "trainer was not given: pass them as `eval_dataset`, or turn it off."
             )
         reference = self.reference or self._loaded_again()
         if self.is_parked:
-            reference.model.to(trainer.args.device)
-        found = with_reference_logps(trainer, reference, self.store, rows, "eval")
+            reference.model.to(args.device)
+        found = with_reference_logps(args, self.setup.collator, reference, self.store, rows, "eval")
         if self.is_parked:
             reference.model.to("cpu")
         return found
 
     def _loaded_again(self) -> ModelReference:
-        reference = live_reference(self.trainer, self.source, None)
-        if (
-            store_of(reference, self.store.folder.parent.parent, self.trainer.args.world_size).folder
-            != self.store.folder
-        ):
+        reference = self.setup.live(self.source, None)
+        cache = self.store.folder.parent.parent
+        if store_of(reference, cache, self.setup.args.world_size).folder != self.store.folder:
             raise ValueError(
                 f"The weights of {self.source} are not those that the reference log-probs were computed with: the files have "
                 "changed, or tokens were added to the vocabulary. Give these rows to the trainer as `eval_dataset`."

@@ -48,11 +48,9 @@ class Thresholds:
     reward_drift: float = 10.0  # mean reward of a reward model this far from 0 ...
     reward_drift_margins: float = 5.0  # ... and this many times its margin between good and bad answers
     hacking_errors: float = 8.0  # reward this many errors above its first window ...
-    hacking_length_ratio: float = (
-        2.0  # ... while completions became this many times longer or shorter, or the KL is above `kl_level`
-    )
+    hacking_length_ratio: float = 2.0  # ... while completions became so many times longer or shorter, or ...
     reward_fall_errors: float = 8.0  # reward this many errors below its best window
-    kl_level: float = 1.0  # median KL above this ...
+    kl_level: float = 1.0  # ... the median KL is above this; it grows where it is so ...
     kl_growth: float = 3.0  # ... and this many times that of the logs before
     rate_zero_logs: int = 3  # logs in a row with a learning rate of exactly 0
     overfit_share: float = 0.05  # evaluation loss this share above its best ...
@@ -141,9 +139,8 @@ def loss_exploded(history: History) -> Seen:
 
 def gradient_spike(history: History) -> Seen:
     limits, first = history.limits, history.first("grad_norm")
-    if not first or history.values("grad_norm")[-1] < median(
-        first
-    ):  # late in a run norms are small and jump harmlessly
+    # Late in a run norms are small and jump harmlessly.
+    if not first or history.values("grad_norm")[-1] < median(first):
         return None
     return _jump(history, "grad_norm", limits.gradient_spike_ratio, limits.gradient_spike_noise)
 
@@ -335,7 +332,7 @@ def _train_loss_fell_since(history: History, step: int) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """How a disease is seen, what it usually means, what to try."""
+    """How a symptom is recognised, what it usually means, what to try."""
 
     seen: Callable[[History], Seen]
     meaning: str
@@ -410,7 +407,7 @@ RULES: dict[str, Rule] = {
     ),
     "rate_zero": Rule(
         rate_zero,
-        "training goes on without changing a weight",
+        "training continues without changing a weight",
         "check `learning_rate`, the schedule, and whether `max_steps` grew after a resume",
     ),
     "overfitting": Rule(
@@ -460,7 +457,7 @@ class Watch:
 
 
 class AlertsCallback(TrainerCallback):
-    """Says and writes down (`alerts.jsonl`) what `Watch` notices. A resumed run goes on from the logs of its checkpoint."""
+    """Says and writes down (`alerts.jsonl`) what `Watch` notices. A resumed run continues from the logs of its checkpoint."""
 
     def __init__(self, output_dir: str, thresholds: Thresholds = DEFAULT_THRESHOLDS) -> None:
         self.file = StepFile(Path(output_dir) / ALERTS_FILE)

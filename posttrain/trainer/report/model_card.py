@@ -8,22 +8,21 @@ import re
 import sys
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import yaml
 from huggingface_hub import try_to_load_from_cache
+from torch import nn
+from transformers import TrainerState
 
 from posttrain.core import __version__
 from posttrain.core.secrets import HIDDEN, last_parts, without_secrets, write_whole
+from posttrain.data.store.report import PreparationReport
 from posttrain.models.load.adapters import is_peft_model
-from posttrain.models.load.model import CAUSAL_LM, SEQUENCE_REWARD, innermost_model
+from posttrain.models.load.model import CAUSAL_LM, SEQUENCE_REWARD, LoadedModel, innermost_model
 from posttrain.trainer.checkpoints.run_state import FREE_TO_CHANGE
 from posttrain.trainer.options.base import BaseConfig, default_of, is_ours
 from posttrain.trainer.report.progress import number
-
-if TYPE_CHECKING:
-    from posttrain.data.store.report import PreparationReport
-    from posttrain.trainer.base import BaseTrainer
 
 FILE = "README.md"
 MARK = "<!-- Written by posttrain; a card without this line is never overwritten on its own account. -->"
@@ -55,13 +54,29 @@ REPORTED_ELSEWHERE = frozenset(
     ("trackio_static_space_id", "batch_eval_metrics", "include_for_metrics", "log_on_each_node")
 )
 NOT_SHOWN = (FREE_TO_CHANGE | SETTLED_BY_THE_TRAINER | REPORTED_ELSEWHERE) - {"max_steps", "num_train_epochs"}
-"""Options that say nothing about how the model was made: where it lies, how often it was logged, who was told."""
+"""Options that say nothing about how the model was made: where it lies, how often it was logged, where that was reported."""
 NOT_METRICS = frozenset(("epoch", "step", "total_flos", "num_tokens"))
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "tokenizers")
 
 
+class DescribedRun(Protocol):
+    """What a card says of a run; a trainer has all of it."""
+
+    method: str
+    title: str
+    task: str
+    paper: Paper | None
+    args: BaseConfig
+    state: TrainerState
+    model: nn.Module
+    loaded: LoadedModel
+    processing_class: Any
+    train_dataset: Any
+    hub_model_id: str | None
+
+
 def write_model_card(
-    trainer: BaseTrainer,
+    run: DescribedRun,
     model_name: str | None = None,
     dataset_name: str | list[str] | None = None,
     tags: str | list[str] | None = None,
@@ -69,23 +84,21 @@ def write_model_card(
     language: str | list[str] | None = None,
 ) -> Path:
     """Write the card into the output folder."""
-    name = model_name or Path(trainer.args.output_dir).name
-    datasets = [
-        name for name in _as_list(dataset_name) if is_hub_id(name)
-    ]  # a file of this machine is nobody else's business
-    metadata = front_matter(trainer, name, datasets, _as_list(tags), license, _as_list(language))
+    name = model_name or Path(run.args.output_dir).name
+    datasets = [name for name in _as_list(dataset_name) if is_hub_id(name)]  # names of local files are not published
+    metadata = front_matter(run, name, datasets, _as_list(tags), license, _as_list(language))
     sections = [
         f"---\n{yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True)}---\n{MARK}\n",
-        f"# {name}\n\n{introduction(trainer, datasets)}",
-        f"## Use\n\n```python\n{usage(trainer, repository(trainer, name))}\n```",
-        f"## Training\n\n{procedure(trainer)}",
-        f"### Data\n\n{data(trainer)}",
-        f"### Options that differ from the defaults\n\n{options(trainer.args)}",
-        f"### Results\n\n{results(trainer.state.log_history)}",
+        f"# {name}\n\n{introduction(run, datasets)}",
+        f"## Use\n\n```python\n{usage(run, repository(run, name))}\n```",
+        f"## Training\n\n{procedure(run)}",
+        f"### Data\n\n{data(run)}",
+        f"### Options that differ from the defaults\n\n{options(run.args)}",
+        f"### Results\n\n{results(run.state.log_history)}",
         f"### Versions\n\n{versions()}",
-        *([f"## Citation\n\n```bibtex\n{trainer.paper.bibtex()}\n```"] if trainer.paper else []),
+        *([f"## Citation\n\n```bibtex\n{run.paper.bibtex()}\n```"] if run.paper else []),
     ]
-    path = Path(trainer.args.output_dir) / FILE
+    path = Path(run.args.output_dir) / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "\n\n".join(section.strip() for section in sections) + "\n", private=False)
     return path
@@ -104,22 +117,22 @@ def may_be_overwritten(output_dir: str) -> bool:
 
 
 def front_matter(
-    trainer: BaseTrainer, name: str, datasets: list[str], tags: list[str], license: str | None, language: list[str]
+    run: DescribedRun, name: str, datasets: list[str], tags: list[str], license: str | None, language: list[str]
 ) -> dict[str, Any]:
     """The metadata the Hub reads."""
-    base = base_model(trainer)
+    base = base_model(run)
     own_tags = [
         "posttrain",
-        trainer.method,
+        run.method,
         "generated_from_trainer",
-        *_as_list(getattr(trainer.model, "model_tags", None)),
+        *_as_list(getattr(run.model, "model_tags", None)),
     ]
     metadata: dict[str, Any] = {
         "base_model": base,
-        "library_name": "peft" if is_peft_model(trainer.model) else "transformers",
-        "pipeline_tag": "text-classification" if trainer.task == SEQUENCE_REWARD else "text-generation",
+        "library_name": "peft" if is_peft_model(run.model) else "transformers",
+        "pipeline_tag": "text-classification" if run.task == SEQUENCE_REWARD else "text-generation",
         "model_name": name,
-        "license": license or license_of(trainer.loaded.name),
+        "license": license or license_of(run.loaded.name),
         "language": language,
         "datasets": datasets,
         "tags": list(dict.fromkeys([*own_tags, *tags])),
@@ -127,12 +140,12 @@ def front_matter(
     return {key: value for key, value in metadata.items() if value}
 
 
-def base_model(trainer: BaseTrainer) -> str | None:
+def base_model(run: DescribedRun) -> str | None:
     """Hub id of the model it was trained from. A local folder or a model made from a config has none."""
-    name = trainer.loaded.name
-    if is_peft_model(trainer.model):
-        name = trainer.model.active_peft_config.base_model_name_or_path or name
-    return name if is_hub_id(name) and name != type(innermost_model(trainer.model)).__name__ else None
+    name = run.loaded.name
+    if is_peft_model(run.model):
+        name = run.model.active_peft_config.base_model_name_or_path or name
+    return name if is_hub_id(name) and name != type(innermost_model(run.model)).__name__ else None
 
 
 def is_hub_id(name: str) -> bool:
@@ -153,9 +166,9 @@ def license_of(model: str) -> str | None:
     return known if isinstance(known, str) else None
 
 
-def repository(trainer: BaseTrainer, name: str) -> str:
+def repository(run: DescribedRun, name: str) -> str:
     """What a reader loads it by."""
-    return getattr(trainer, "hub_model_id", None) or trainer.args.hub_model_id or name
+    return getattr(run, "hub_model_id", None) or run.args.hub_model_id or name
 
 
 def _as_list(value: str | list[str] | None) -> list[str]:
@@ -165,32 +178,26 @@ def _as_list(value: str | list[str] | None) -> list[str]:
 # ---- the text ------------------------------------------------------------------------------------------------------------
 
 
-def introduction(trainer: BaseTrainer, datasets: list[str]) -> str:
-    base = base_model(trainer)
-    source = f"[{base}](https://huggingface.co/{base})" if base else Path(trainer.loaded.name).name
-    kind = (
-        "An adapter for"
-        if is_peft_model(trainer.model)
-        else "A reward model from"
-        if _is_reward(trainer)
-        else "Made from"
-    )
+def introduction(run: DescribedRun, datasets: list[str]) -> str:
+    base = base_model(run)
+    source = f"[{base}](https://huggingface.co/{base})" if base else Path(run.loaded.name).name
+    kind = "An adapter for" if is_peft_model(run.model) else "A reward model from" if _is_reward(run) else "Made from"
     on = (
         " on " + ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in datasets) if datasets else ""
     )
-    return f"{kind} {source}, trained by {trainer.title or trainer.method.upper()}{on} with posttrain."
+    return f"{kind} {source}, trained by {run.title or run.method.upper()}{on} with posttrain."
 
 
-def _is_reward(trainer: BaseTrainer) -> bool:
-    return trainer.task == SEQUENCE_REWARD
+def _is_reward(run: DescribedRun) -> bool:
+    return run.task == SEQUENCE_REWARD
 
 
-def usage(trainer: BaseTrainer, name: str) -> str:
+def usage(run: DescribedRun, name: str) -> str:
     """A few lines that load the model and ask it something."""
-    chats = bool(getattr(trainer.processing_class, "chat_template", None))
-    loaders = _ADAPTER_LOADERS if is_peft_model(trainer.model) else _LOADERS
-    question = _REWARD_QUESTION if _is_reward(trainer) else _CHAT_QUESTION if chats else _TEXT_QUESTION
-    return (loaders[trainer.task] + question).format(name=name)
+    chats = bool(getattr(run.processing_class, "chat_template", None))
+    loaders = _ADAPTER_LOADERS if is_peft_model(run.model) else _LOADERS
+    question = _REWARD_QUESTION if _is_reward(run) else _CHAT_QUESTION if chats else _TEXT_QUESTION
+    return (loaders[run.task] + question).format(name=name)
 
 
 _LOADERS = {
@@ -218,23 +225,23 @@ _TEXT_QUESTION = (
 _REWARD_QUESTION = 'print(model("a question and its answer, as the training data writes them")[0]["score"])'
 
 
-def procedure(trainer: BaseTrainer) -> str:
-    what = f"Trained by {trainer.title or trainer.method.upper()}"
-    if trainer.paper:
-        what += f", [{trainer.paper.title}](https://arxiv.org/abs/{trainer.paper.arxiv})"
-    args, state = trainer.args, trainer.state
+def procedure(run: DescribedRun) -> str:
+    what = f"Trained by {run.title or run.method.upper()}"
+    if run.paper:
+        what += f", [{run.paper.title}](https://arxiv.org/abs/{run.paper.arxiv})"
+    args, state = run.args, run.state
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     dtype = str(args.compute_dtype).removeprefix("torch.")
     lines = [f"{what}.", f"{state.global_step:,} optimizer steps of {rows:,} rows, in {dtype}."]
-    run = sys.modules["wandb"].run if "wandb" in args.report_to and "wandb" in sys.modules else None
-    if run is not None:
-        lines.append(f"[The run on Weights & Biases]({run.url}).")
+    tracked = sys.modules["wandb"].run if "wandb" in args.report_to and "wandb" in sys.modules else None
+    if tracked is not None:
+        lines.append(f"[The run on Weights & Biases]({tracked.url}).")
     return "\n".join(lines)
 
 
-def data(trainer: BaseTrainer) -> str:
+def data(run: DescribedRun) -> str:
     """Counts of the training rows, and why some were left out."""
-    report: PreparationReport | None = getattr(trainer.train_dataset, "report", None)
+    report: PreparationReport | None = getattr(run.train_dataset, "report", None)
     if report is None:
         return "Nothing is known about the rows."
     counts = {

@@ -6,13 +6,14 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
+from rich.text import Text
 from transformers import TrainerCallback
 
 SHOWN = (
@@ -157,12 +158,10 @@ class RichView:
             expand=True,
         )
         self.training = self.bars.add_task("training", total=max_steps, completed=step, speed="")
-        # No thread of its own: after an exception nothing goes on drawing over the traceback.
+        # No thread of its own: after an exception nothing continues to draw over the traceback.
         self.live = Live(console=self.console, auto_refresh=False, get_renderable=self.render)
         self.live.start()
-        atexit.register(
-            self.end
-        )  # an exception ends a run without `on_train_end`; the cursor must come back all the same
+        atexit.register(self.end)  # an exception ends a run without `on_train_end`, and the cursor must come back
 
     def render(self) -> Group:
         return Group(*([self.table()] if self.latest else []), self.bars)
@@ -220,6 +219,36 @@ def wants_live(disable_tqdm: bool, console: Console) -> bool:
     """A live display needs a terminal that can move its cursor, and a person in front of it."""
     watched = console.is_terminal and not console.is_dumb_terminal and not console.is_jupyter
     return watched and not disable_tqdm and not os.environ.get("CI")
+
+
+# ---- tables of texts -----------------------------------------------------------------------------------------------------
+
+
+def cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def show_table(
+    title: str, names: Sequence[str], rows: Iterable[Sequence[str]], lines: list[str], disable_tqdm: bool
+) -> None:
+    """A table in a terminal, plain `lines` elsewhere."""
+    console = Console()
+    if not wants_live(disable_tqdm, console):
+        say("\n".join(lines))
+        return
+    table = Table(*names, title=title, show_lines=True)
+    for row in rows:
+        table.add_row(*map(Text, row))  # not markup: completions may hold square brackets
+    with console.capture() as drawn:  # a console of its own would write into the live display; `say` writes above it
+        console.print(table)
+    say(drawn.get().rstrip("\n"))
+
+
+def table_to_wandb(name: str, columns: Sequence[str], rows: list[list[Any]]) -> None:
+    import wandb
+
+    if wandb.run is not None:
+        wandb.log({name: wandb.Table(columns=list(columns), data=rows)})
 
 
 class RichProgressCallback(TrainerCallback):

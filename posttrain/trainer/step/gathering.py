@@ -1,15 +1,42 @@
-"""The rows of all processes as one, in the order of the processes."""
+"""Numbers and rows of all processes as one."""
 
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from posttrain.core.batch import StepTotals, TokenBatch
+from posttrain.trainer.options.base import BaseConfig
+
 T = TypeVar("T")
+
+
+def over_processes(amount: float, args: BaseConfig, operation: Any = dist.ReduceOp.SUM) -> float:
+    """The sum (or the largest, the smallest) of a number over the processes. Collective when there are several."""
+    if args.world_size == 1:
+        return amount
+    total = torch.tensor(amount, dtype=torch.float64, device=args.device)
+    dist.all_reduce(total, op=operation)
+    return total.item()
+
+
+def any_process(here: bool, args: BaseConfig) -> bool:
+    """Whether something is true of any process. Collective."""
+    return bool(over_processes(here, args, dist.ReduceOp.MAX))
+
+
+def step_totals(passes: list[TokenBatch], args: BaseConfig) -> StepTotals:
+    """Denominators of a step, over its passes and over the processes. Collective when there are several."""
+    totals = StepTotals.of(passes)
+    if args.world_size > 1:
+        counts = torch.tensor(list(totals.counts.values()), dtype=torch.float64, device=args.device)
+        dist.all_reduce(counts)
+        totals = StepTotals(dict(zip(totals.counts, counts.unbind())))
+    return totals
 
 
 def gathered_rows(record: T, world_size: int) -> tuple[T, int]:

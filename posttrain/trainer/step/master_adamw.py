@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from posttrain.trainer.step.optimizer import MasterWeights
 
 CHUNK, BLOCK = 2**16, 2048  # weights of one program, and of one round of it
 
@@ -32,6 +29,14 @@ def can_run(optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+class Masters(Protocol):
+    """What is asked of MasterWeights."""
+
+    def gradient_of(self, master: Tensor) -> Tensor | None: ...
+
+    def low_of(self, master: Tensor) -> Tensor | None: ...
+
+
 class MasterAdamW(torch.optim.AdamW):
     """Takes the place of the class of an AdamW whose parameters are masters; its state is AdamW's, under AdamW's names.
 
@@ -39,11 +44,11 @@ class MasterAdamW(torch.optim.AdamW):
     nothing. Both are set by FiniteSteps before every step.
     """
 
-    masters: MasterWeights
+    masters: Masters
     clip: Tensor | None = None
 
     @classmethod
-    def take_over(cls, optimizer: torch.optim.AdamW, masters: MasterWeights) -> None:
+    def take_over(cls, optimizer: torch.optim.AdamW, masters: Masters) -> None:
         optimizer.__class__ = cls
         optimizer.masters = masters
         optimizer._patch_step_function()  # torch hangs hooks and profiling on the class when an optimizer is made

@@ -1,4 +1,4 @@
-"""MetricStore: numbers added up where they are computed, read from the device only when they are logged."""
+"""MetricStore and EvaluationLoss: numbers added up where they are computed, read from the device only when they are logged."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from posttrain.core.batch import StepTotals
 from posttrain.core.processes import of_every_process
-from posttrain.core.results import Extremum, Metrics
+from posttrain.core.results import Extremum, LossOutput, Metrics
 
 MODES = ("train", "eval")
 K = TypeVar("K", str, tuple[str, int])
@@ -21,7 +22,7 @@ class MetricStore:
     """name -> (sum, count) or the largest so far, apart for training and evaluation.
 
     A metric is the mean over every value that was added since the last flush, over all processes; an Extremum is the smallest
-    or the largest of them. `totals` run on for ever.
+    or the largest of them. `totals` are never reset.
     """
 
     def __init__(self) -> None:
@@ -112,3 +113,27 @@ def _extrema(largest: dict[tuple[str, int], Tensor], device: torch.device, world
     if world_size > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return {name: sign * value for (name, sign), value in zip(keys, found.tolist()) if value != -math.inf}
+
+
+class EvaluationLoss:
+    """The loss of an evaluation is that of all of its rows as one batch: it does not depend on how they are cut into batches."""
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[list[tuple[Tensor, str]], StepTotals]] = []  # sums, and what they are divided by
+
+    def add(self, output: LossOutput, totals: StepTotals) -> None:
+        self._batches.append(([(term.weight * term.values.sum(), term.per) for term in output.terms], totals))
+
+    def value(self, world_size: int = 1) -> float | None:
+        """Over all processes; None where there was no batch."""
+        if not self._batches:
+            return None
+        pairs = []
+        for name in dict.fromkeys(per for terms, _ in self._batches for _, per in terms):
+            total = sum(value for terms, _ in self._batches for value, per in terms if per == name)
+            count = sum(totals.counts[name] for _, totals in self._batches)
+            pairs.append(torch.stack([total.double(), total.new_tensor(count).double()]))
+        sums = torch.stack(pairs)
+        if world_size > 1:
+            dist.all_reduce(sums)
+        return float((sums[:, 0] / sums[:, 1].clamp(min=1)).sum())

@@ -1,129 +1,26 @@
-"""Low-precision parameters with float32 masters and accumulators, and the step that is not taken when it is not finite.
+"""StepGuard: the optimizer step that is not taken when it is not finite.
 
-A bfloat16 weight has 8 bits of mantissa: an AdamW step at a learning rate of 1e-6 is smaller than half of its last bit and
-vanishes. So the optimizer works on float32 *masters*; gradients of micro-batches are added up in float32 as they appear; after the
-step the masters are rounded back into the bfloat16 parameters that the forward pass reads. Float32 parameters are left alone.
-
-The finite check costs no host synchronisation: the gradient norm is a device scalar already, and fused optimizers take a
-`found_inf` flag on the device that turns the step (its counters included) into nothing.
+The check costs no host synchronisation: the gradient norm is a device scalar already, and fused optimizers take a `found_inf` flag
+on the device that turns the step (its counters included) into nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch import Tensor, nn
 
+from posttrain.core.faults import fault_point
+from posttrain.models.memory.activation_offloading import offloaded_activations
 from posttrain.models.sharding import local_part
-from posttrain.trainer.step import master_adamw
-
-LOW_PRECISION = (torch.bfloat16, torch.float16)
-REDUCE_BUCKET_ELEMENTS = 2**25
-
-
-class MasterWeights:
-    """Puts float32 masters in the place of an optimizer's low-precision parameters.
-
-    Use it on an optimizer that has not stepped yet. `parameter.grad` is folded into `master.grad` by a hook as soon as autograd
-    has written it, so a low-precision gradient never outlives its micro-batch. Where a step is one micro-batch on one process
-    (`accumulates=False`) there is nothing to add up: if the optimizer can read it as it is, the gradient stays where it is.
-    """
-
-    def __init__(self, optimizer: torch.optim.Optimizer, accumulates: bool = True) -> None:
-        self.optimizer = optimizer
-        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (parameter, master)
-        self._low_of: dict[int, nn.Parameter] = {}
-        self._hooks = []
-        in_one_pass = master_adamw.can_run(optimizer)
-        self.folds = accumulates or not in_one_pass
-        for group in optimizer.param_groups:
-            group["params"] = [self._master_of(parameter) for parameter in group["params"]]
-        if in_one_pass:
-            master_adamw.MasterAdamW.take_over(optimizer, self)
-        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_step(copies=not in_one_pass)))
-
-    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
-        if parameter.dtype not in LOW_PRECISION:
-            return parameter
-        master = nn.Parameter(parameter.detach().float())
-        self.pairs.append((parameter, master))
-        self._low_of[id(master)] = parameter
-        if not self.folds:
-            return master
-
-        def fold(low: Tensor) -> None:
-            if master.grad is None:
-                master.grad = low.grad.float()
-            else:
-                master.grad.add_(low.grad)
-            low.grad = None
-
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(fold))
-        return master
-
-    def low_of(self, master: Tensor) -> nn.Parameter | None:
-        """The parameter that `master` is the accurate copy of; None for a parameter that needs no master."""
-        return self._low_of.get(id(master))
-
-    def gradient_of(self, master: Tensor) -> Tensor | None:
-        """Its accumulated gradient, or the one that autograd wrote for the low-precision parameter."""
-        low = self.low_of(master)
-        return low.grad if master.grad is None and low is not None else master.grad
-
-    def _after_step(self, copies: bool) -> None:
-        if copies:
-            self.publish()
-        for low, master in self.pairs:
-            low.grad = master.grad = None
-
-    @torch.no_grad()
-    def publish(self) -> None:
-        """Round the masters into the parameters."""
-        if self.pairs:
-            torch._foreach_copy_([low for low, _ in self.pairs], [master for _, master in self.pairs])
-
-    @torch.no_grad()
-    def reload(self) -> None:
-        """Take the parameters as they are now, e.g. after weights were loaded into the model."""
-        for low, master in self.pairs:
-            master.copy_(low)
-
-    def remove(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def all_reduce(self) -> None:
-        """Average the accumulated float32 gradients over the processes, in buckets.
-
-        DDP is told not to reduce (it would see the last micro-batch only); the sums of whole steps are averaged here.
-        """
-        bucket: list[Tensor] = []
-        size = 0
-        for _, master in self.pairs:
-            if master.grad is None:  # a process whose rows trained nothing
-                master.grad = torch.zeros_like(master)
-            bucket.append(master.grad)
-            size += master.grad.numel()
-            if size >= REDUCE_BUCKET_ELEMENTS:
-                _average(bucket)
-                bucket, size = [], 0
-        if bucket:
-            _average(bucket)
-
-
-def _average(tensors: list[Tensor]) -> None:
-    flat = torch._utils._flatten_dense_tensors(tensors)
-    dist.all_reduce(flat)
-    flat /= dist.get_world_size()
-    for tensor, part in zip(tensors, torch._utils._unflatten_dense_tensors(flat, tensors)):
-        tensor.copy_(part)
-
-
-def has_low_precision(parameters: Iterable[nn.Parameter]) -> bool:
-    return any(parameter.requires_grad and parameter.dtype in LOW_PRECISION for parameter in parameters)
+from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig
+from posttrain.trainer.step.master_adamw import MasterAdamW
+from posttrain.trainer.step.masters import MasterWeights, has_low_precision
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
@@ -153,7 +50,7 @@ def over_shards(norm: Tensor, mesh: Any, placements: Any) -> Tensor:
 
 
 class FiniteSteps:
-    """Decides, on the device, whether an optimizer step is taken, and tells the host later without waiting for it."""
+    """Decides, on the device, whether an optimizer step is taken, and reports it to the host later without waiting."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, world_size: int = 1, masters: MasterWeights | None = None
@@ -192,7 +89,7 @@ class FiniteSteps:
         return norm
 
     def _clip(self, gradients: list[Tensor], factor: Tensor) -> None:
-        if isinstance(self.optimizer, master_adamw.MasterAdamW):
+        if isinstance(self.optimizer, MasterAdamW):
             self.optimizer.clip = factor.float()  # it multiplies while it reads
         else:
             torch._foreach_mul_([local_part(gradient) for gradient in gradients], factor)
@@ -230,3 +127,58 @@ class FiniteSteps:
             done.append((context, bool(flag)))
             self._pending.pop(0)
         return done
+
+
+class StepGuard:
+    """The coming optimizer step of a run: its gradients in float32, its loss and rows, and whether it may be taken.
+
+    `finite` is None where an engine does all of that itself: DeepSpeed, and the gradient scaler of fp16.
+    """
+
+    masters: MasterWeights | None = None
+    finite: FiniteSteps | None = None
+
+    def __init__(self, args: BaseConfig) -> None:
+        self.args = args
+        self.loss: Tensor | float = 0.0
+        self.rows: list[int] = []
+
+    def watch(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Masters where weights of low precision are trained, and the check of each step."""
+        args = self.args
+        is_watched = self.finite is not None and self.finite.optimizer is optimizer
+        if is_watched or args.sharding == DEEPSPEED or args.fp16:
+            return optimizer
+        is_low = has_low_precision(p for group in optimizer.param_groups for p in group["params"])
+        if is_low and args.sharding == FSDP and not args.bf16:  # with it, accelerate makes float32 shards of them
+            raise ValueError(
+                "The weights to be trained are of low precision, and `bf16` is off: under FSDP the optimizer would work on them as "
+                "they are, and lose small steps. Set `bf16=True`, or load the model in float32."
+            )
+        if is_low and args.sharding is None:
+            self.masters = MasterWeights(optimizer, accumulates=not args.steps_in_one_pass)
+        self.finite = FiniteSteps(optimizer, args.world_size, self.masters)
+        return optimizer
+
+    @contextmanager
+    def around_pass(self, accelerator: Accelerator, model: nn.Module, is_last: bool) -> Iterator[None]:
+        """Around the forward and backward of one pass; `is_last` of its micro-batch."""
+        with ExitStack() as stack:
+            # MasterWeights.all_reduce averages whole steps; without masters DDP reduces with the last pass, FSDP with each.
+            is_copied = self.args.world_size > 1 and self.args.sharding != FSDP
+            if is_copied and (self.masters is not None or not is_last):
+                stack.enter_context(accelerator.no_sync(model))
+            if self.args.activation_offloading:
+                stack.enter_context(offloaded_activations(self.args.device))
+            yield
+
+    def clip(self, max_norm: float | None, step: int) -> Tensor:
+        """Clip the gradients of `step` and decide whether it is taken. Returns their norm."""
+        if self.masters is not None and self.args.world_size > 1:
+            self.masters.all_reduce()
+        loss = torch.as_tensor(self.loss, device=self.args.device)
+        if fault_point("gradient"):
+            self.finite.gradients()[0].fill_(torch.nan)
+        norm = self.finite.clip(max_norm, loss, (step, self.rows))
+        self.loss = 0.0
+        return norm

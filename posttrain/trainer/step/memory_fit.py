@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.core.batch import SHARED
-from posttrain.data.collate import laid_out_tokens
+from posttrain.data.collate import Collator, laid_out_tokens
 from posttrain.models.layers.kernels import COMPILED, PLAIN, uncompile_layers
-from posttrain.models.load.model import innermost_model
+from posttrain.models.load.model import LoadedModel, innermost_model
 from posttrain.models.memory import fit as memory
 from posttrain.models.scoring.fused_head import can_fuse
 from posttrain.models.scoring.token_scores import LanguageHead
-from posttrain.trainer.options.base import DEEPSPEED
-
-if TYPE_CHECKING:
-    from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.construction import epoch_batches
+from posttrain.trainer.options.base import DEEPSPEED, BaseConfig
+from posttrain.trainer.step.gathering import over_processes
 
 logger = logging.getLogger(__name__)
 
@@ -28,93 +29,109 @@ EPOCHS_LOOKED_AT, UNITS_LOOKED_AT = 10, 256
 DEFAULT_OPTIM = TrainingArguments.__dataclass_fields__["optim"].default
 
 
-def fit_memory(trainer: BaseTrainer) -> None:
+class FittedRun(Protocol):
+    """What decides how much memory a run needs; a trainer has all of it."""
+
+    args: BaseConfig
+    model: nn.Module
+    loaded: LoadedModel
+    data_collator: Collator
+    train_dataset: Any
+    optimizer: torch.optim.Optimizer | None
+    optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
+    reserved_bytes: Callable[[], float]
+    largest_batch: Callable[[], int]
+    longest_row: Callable[[], int]
+    recomputes_logits: Callable[[], bool]
+    differentiable_stats: Callable[[], tuple[str, ...]]
+
+
+def fit_memory(run: FittedRun) -> None:
     """Decide on checkpointing, offloading, kept logits and 8-bit moments where the user has not, and say so in one sentence.
 
     Called when everything that is to be on the device but the optimizer and a rollout engine is there.
     """
-    _decide(trainer)
-    _uncompile_if_selective(trainer)
+    _decide(run)
+    _uncompile_if_selective(run)
 
 
-def _decide(trainer: BaseTrainer) -> None:
-    args = trainer.args
+def _decide(run: FittedRun) -> None:
+    args = run.args
     if args.device.type != "cuda":
         args.gradient_checkpointing = bool(args.gradient_checkpointing)
         return
-    wishes = wishes_of(trainer)
+    wishes = wishes_of(run)
     if wishes.checkpointing is not None and wishes.offload is not None and wishes.optim is not None:
         return
-    innermost = innermost_model(trainer.model)
+    innermost = innermost_model(run.model)
     body, head = getattr(innermost, innermost.base_model_prefix), innermost.get_output_embeddings()
     if args.sharding is None:
         cost = memory.activation_cost(body, innermost.config)
-        state = memory.state_cost(trainer.model.parameters(), head, args.world_size)
+        state = memory.state_cost(run.model.parameters(), head, args.world_size)
     else:
         cost = memory.activation_cost(body, innermost.config, is_sharded=True, dtype=args.compute_dtype)
         layers = [module for module in innermost.modules() if isinstance(module, GradientCheckpointingLayer)]
-        shards = (trainer.model, layers, head, args.world_size, args.compute_dtype, args.device.type)
+        shards = (run.model, layers, head, args.world_size, args.compute_dtype, args.device.type)
         state = memory.sharded_state_cost(*shards)
     can_recompute = any(isinstance(module, GradientCheckpointingLayer) for module in innermost.modules())
-    logit_bytes = logit_bytes_of(trainer, innermost)
-    plan = memory.memory_plan(_free(trainer), batch_tokens(trainer), cost, state, wishes, can_recompute, logit_bytes)
-    apply(trainer, plan)
+    logit_bytes = logit_bytes_of(run, innermost)
+    plan = memory.memory_plan(_free(run), batch_tokens(run), cost, state, wishes, can_recompute, logit_bytes)
+    apply(run, plan)
     if args.should_log:
         print(plan.sentence, flush=True)
 
 
-def _uncompile_if_selective(trainer: BaseTrainer) -> None:
+def _uncompile_if_selective(run: FittedRun) -> None:
     """Selective checkpointing decides operation by operation what is kept; compiled layers show it none."""
-    args, loaded = trainer.args, trainer.loaded
+    args, loaded = run.args, run.loaded
     is_selective = args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get(memory.SELECTIVE)
     if is_selective and loaded.kernels == COMPILED:
-        uncompile_layers(innermost_model(trainer.model))
+        uncompile_layers(innermost_model(run.model))
         loaded.kernels = PLAIN
         loaded.notes.append("Decoder layers run uncompiled: selective checkpointing needs to see their operations.")
 
 
-def can_keep_logits(trainer: BaseTrainer) -> bool:
-    """Whether keeping them takes one copy: autograd keeps several in float32, for which nobody asks without being told."""
-    return trainer.recomputes_logits() and not trainer.differentiable_stats()
+def can_keep_logits(run: FittedRun) -> bool:
+    """Whether keeping them takes one copy: autograd keeps several in float32, which only an explicit option may ask for."""
+    return run.recomputes_logits() and not run.differentiable_stats()
 
 
-def logit_bytes_of(trainer: BaseTrainer, causal_lm: Any) -> float:
+def logit_bytes_of(run: FittedRun, causal_lm: Any) -> float:
     """Of one token, as the fused head keeps them; 0 where the loss has no second use for them."""
-    if not can_keep_logits(trainer) or trainer.args.sharding is not None:
+    if not can_keep_logits(run) or run.args.sharding is not None:
         return 0.0
     head = LanguageHead.of(causal_lm)
     return head.vocabulary * head.module.weight.element_size() if can_fuse(head) else 0.0
 
 
-def wishes_of(trainer: BaseTrainer) -> memory.Wishes:
+def wishes_of(run: FittedRun) -> memory.Wishes:
     """What the user has decided. An optimizer other than the default one is a decision; sharded states are their engine's."""
-    args = trainer.args
+    args = run.args
     level = None
     if args.gradient_checkpointing is not None:
         chosen = memory.SELECTIVE if args.gradient_checkpointing_kwargs.get(memory.SELECTIVE) else memory.FULL
         level = chosen if args.gradient_checkpointing else memory.NONE
     optim = getattr(args.optim, "value", args.optim)
-    given = trainer.optimizer is not None or trainer.optimizer_cls_and_kwargs is not None
+    given = run.optimizer is not None or run.optimizer_cls_and_kwargs is not None
     is_open = optim == getattr(DEFAULT_OPTIM, "value", DEFAULT_OPTIM) and not given and args.sharding is None
     return memory.Wishes(
         level, args.activation_offloading, None if is_open else optim, args.max_tokens_per_pass, args.keep_logits
     )
 
 
-def batch_tokens(trainer: BaseTrainer) -> memory.BatchTokens:
+def batch_tokens(run: FittedRun) -> memory.BatchTokens:
     """Tokens of the micro-batches that this run will make: the rows of every epoch are known before it begins.
 
     Where the lengths are not known (a stream), the limits on rows and length stand for them.
     """
-    args = trainer.args
+    args = run.args
     can_split = args.sharding != DEEPSPEED
-    lengths = getattr(trainer.train_dataset, "unit_lengths", None)
+    lengths = getattr(run.train_dataset, "unit_lengths", None)
     if lengths is None or len(lengths) == 0:
-        return memory.BatchTokens(trainer.largest_batch(), trainer.longest_row(), can_split)
-    lengths = np.asarray(lengths) * laid_out_share(trainer)
-    batches = trainer.epoch_batches(
-        trainer.train_dataset, args.per_device_train_batch_size, args.train_sampling_strategy, args.dataloader_drop_last
-    )
+        return memory.BatchTokens(run.largest_batch(), run.longest_row(), can_split)
+    lengths = np.asarray(lengths) * laid_out_share(run)
+    order = (args.train_sampling_strategy, args.dataloader_drop_last)
+    batches = epoch_batches(run.train_dataset, args, args.per_device_train_batch_size, *order)
     largest = 0
     for epoch in range(min(int(np.ceil(args.num_train_epochs)), EPOCHS_LOOKED_AT)):
         batches.set_epoch(epoch)
@@ -122,10 +139,10 @@ def batch_tokens(trainer: BaseTrainer) -> memory.BatchTokens:
     return memory.BatchTokens(largest, int(lengths.max()), can_split)
 
 
-def laid_out_share(trainer: BaseTrainer) -> float:
+def laid_out_share(run: FittedRun) -> float:
     """Share of a unit's tokens that are computed: less than 1 where its samples share their beginning. From a sample of units."""
-    dataset = trainer.train_dataset
-    if trainer.data_collator.layout != SHARED:
+    dataset = run.train_dataset
+    if run.data_collator.layout != SHARED:
         return 1.0
     places = np.linspace(0, len(dataset) - 1, min(len(dataset), UNITS_LOOKED_AT)).astype(int)
     units = [dataset[int(place)] for place in places]
@@ -133,8 +150,8 @@ def laid_out_share(trainer: BaseTrainer) -> float:
     return laid_out_tokens(units, SHARED) / max(total, 1)
 
 
-def apply(trainer: BaseTrainer, plan: memory.MemoryPlan) -> None:
-    args = trainer.args
+def apply(run: FittedRun, plan: memory.MemoryPlan) -> None:
+    args = run.args
     args.gradient_checkpointing = plan.checkpointing != memory.NONE
     if plan.checkpointing == memory.SELECTIVE:
         args.gradient_checkpointing_kwargs = {**args.gradient_checkpointing_kwargs, memory.SELECTIVE: True}
@@ -145,11 +162,7 @@ def apply(trainer: BaseTrainer, plan: memory.MemoryPlan) -> None:
         args.optim = memory.EIGHT_BIT
 
 
-def _free(trainer: BaseTrainer) -> float:
+def _free(run: FittedRun) -> float:
     """Every process decides by the one that has least."""
-    args = trainer.args
-    own = memory.free_memory(args.device) - trainer.reserved_bytes()
-    free = torch.tensor(own, dtype=torch.float64, device=args.device)
-    if args.world_size > 1:
-        torch.distributed.all_reduce(free, op=torch.distributed.ReduceOp.MIN)
-    return float(free)
+    own = memory.free_memory(run.args.device) - run.reserved_bytes()
+    return float(over_processes(own, run.args, torch.distributed.ReduceOp.MIN))

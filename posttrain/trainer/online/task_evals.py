@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
-from transformers import TrainerCallback
+from torch import nn
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import SaveStrategy
 
+from posttrain.data.render.renderer import Renderer
 from posttrain.evaluation.result import EvalResult
 from posttrain.evaluation.run import TaskEvaluation, engine_for, stop_ids
 from posttrain.evaluation.spec import EvalSpec
 from posttrain.models.load.model import CAUSAL_LM
 from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.trainer.online.gathered_engine import GatheredEngine
-from posttrain.trainer.options.base import DEEPSPEED
+from posttrain.trainer.options.base import DEEPSPEED, BaseConfig
 from posttrain.trainer.report.progress import say
-
-if TYPE_CHECKING:
-    from posttrain.trainer.base import BaseTrainer
 
 PREFIX = "evals"
 
@@ -35,13 +35,27 @@ def is_read(spec: EvalSpec, metric: str | None) -> bool:
 
 
 def best_metric(args: Any, specs: Sequence[EvalSpec]) -> str | None:
-    """The metric of ours that says which checkpoint is best; None: somebody else's does."""
+    """The metric of ours that says which checkpoint is best; None: another one does."""
     named = args.metric_for_best_model
     if named is None:
         # With a limit of 1 transformers deletes the last checkpoint for the best: only where that was asked for.
         return None if args.save_total_limit == 1 else f"{PREFIX}/{specs[0].name}/score"
     named = named.removeprefix("eval_")
     return named if named.startswith(f"{PREFIX}/") else None
+
+
+class EvaluatedRun(Protocol):
+    """What is asked of the trainer. An online one has besides an `engine` and a `weight_sync`, which are used."""
+
+    task: str
+    args: BaseConfig
+    state: TrainerState
+    model: nn.Module
+    renderer: Renderer
+    processing_class: Any
+    callback_handler: CallbackHandler
+    is_fully_sharded: bool
+    log: Callable[[dict[str, float]], None]
 
 
 class TaskEvals(TrainerCallback):
@@ -56,7 +70,7 @@ class TaskEvals(TrainerCallback):
     training is the same with and without.
     """
 
-    def __init__(self, trainer: BaseTrainer, evals: Sequence[EvalSpec]) -> None:
+    def __init__(self, trainer: EvaluatedRun, evals: Sequence[EvalSpec]) -> None:
         self.trainer, self.specs = trainer, [*evals]
         self._refuse_impossible()
         args, renderer = trainer.args, trainer.renderer

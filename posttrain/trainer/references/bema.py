@@ -194,5 +194,5 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def trained_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """(name, parameter) of all that is trained; frozen weights, such as those under an adapter, are no business of an average."""
+    """(name, parameter) of all that is trained; frozen weights, such as those under an adapter, are not averaged."""
     return [(name, parameter) for name, parameter in _unwrapped(model).named_parameters() if parameter.requires_grad]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from posttrain.trainer.checkpoints.run_state import RunState
 from posttrain.trainer.checkpoints.step_file import StepFile
+from posttrain.trainer.step.optimizer import FiniteSteps
 
 logger = logging.getLogger(__name__)
 
@@ -28,10 +29,16 @@ class SkippedSteps:
         self._rows_of_the_streak: list[int] = []
 
     def begin(self, step: int) -> None:
-        """A run that goes on at `step` keeps the records up to it; a new one has none."""
+        """A run that continues at `step` keeps the records up to it; a new one has none."""
         if self.writes and self.path.exists():
             self.file.begin(step)
         self._rows_of_the_streak = []
+
+    def settle(self, finite: FiniteSteps | None, state: RunState, wait: bool = False) -> None:
+        """Take note of steps whose flag has arrived from the device; end the run after too many in a row."""
+        if finite is not None:
+            for (step, rows), was_skipped in finite.finished(wait):
+                self.record(step, rows, was_skipped, state)
 
     def record(self, step: int, rows: list[int], was_skipped: bool, state: RunState) -> None:
         if not was_skipped:

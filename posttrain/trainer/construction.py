@@ -1,0 +1,236 @@
+"""What a trainer is made of before anything is trained: its options, tokenizer, loading of the model, data and their loaders."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from torch.utils.data import IterableDataset
+from transformers import TrainingArguments, enable_full_determinism, set_seed
+
+from posttrain.core.batch import PADDED
+from posttrain.data.collate import Collator
+from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
+from posttrain.data.render.renderer import Renderer
+from posttrain.data.render.template_checks import trained_stop_token
+from posttrain.data.render.templates import BUILT_IN_FORMATS, use_chat_format
+from posttrain.data.rows.formats import RowFormat
+from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.models.load.model import LoadOptions, innermost_model, load_tokenizer, model_type_of
+from posttrain.models.load.vocabulary import copy_chat_template, fit_embeddings
+from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig
+
+logger = logging.getLogger(__name__)
+
+
+def config_of(args: Any, config_class: type[BaseConfig], model: Any, trainer: str, method: str) -> BaseConfig:
+    """The options that were given, as `config_class`; `trainer` names who asks."""
+    if args is None:
+        name = type(model).__name__ if isinstance(model, nn.Module) else str(model).rstrip("/").split("/")[-1]
+        return config_class(output_dir=f"{name}-{method.upper()}")
+    if isinstance(args, config_class):
+        return args
+    if type(args) is TrainingArguments:
+        known = args.to_dict() | {"hub_token": args.hub_token}
+        names = [name for name, field in config_class.__dataclass_fields__.items() if field.init]
+        return config_class(**{name: known[name] for name in names if name in known})
+    raise TypeError(f"`args` is a {type(args).__name__}; {trainer} takes a {config_class.__name__}.")
+
+
+def prepare_process(args: BaseConfig) -> None:
+    """What holds for the whole process, before anything is loaded."""
+    if args.n_gpu > 1:
+        raise ValueError("nn.DataParallel is not supported: start one process per GPU (accelerate launch or torchrun).")
+    if args.full_determinism:  # before the first kernel: cuBLAS reads its part of it once
+        enable_full_determinism(args.seed)
+    set_seed(args.seed)
+
+
+# ---- the tokenizer -------------------------------------------------------------------------------------------------------
+
+
+def renderer_of(model: str | Path | nn.Module, processing_class: Any, args: BaseConfig, trainer: str) -> Renderer:
+    """What renders a run's rows, with its tokenizer. Where it has to find a chat format itself, it knows the type of the model."""
+    tokenizer = processing_class
+    if tokenizer is None:
+        tokenizer = load_tokenizer(model, args.model_init_kwargs, args.trust_remote_code)
+    if not hasattr(tokenizer, "convert_tokens_to_ids"):
+        raise TypeError(
+            f"`processing_class` is a {type(tokenizer).__name__}; {trainer} trains text models and needs their tokenizer."
+        )
+    prepare_tokenizer(tokenizer, args)
+    renderer = Renderer(tokenizer)
+    if not renderer.has_template:
+        renderer.model_type = model_type_of(model, args.model_init_kwargs)
+    return renderer
+
+
+def prepare_tokenizer(tokenizer: Any, args: BaseConfig) -> None:
+    """Apply `chat_template_path`, `eos_token` and `pad_token`; a tokenizer without padding uses its end token."""
+    if args.chat_template_path is not None:
+        _set_template(tokenizer, args.chat_template_path)
+    for name in ("eos_token", "pad_token"):
+        wanted = getattr(args, name)
+        if wanted is not None:
+            if (
+                tokenizer.convert_tokens_to_ids(wanted) in (None, tokenizer.unk_token_id)
+                and wanted != tokenizer.unk_token
+            ):
+                raise ValueError(
+                    f"`{name}` is {wanted!r}, which is not in the vocabulary of {type(tokenizer).__name__}."
+                )
+            setattr(tokenizer, name, wanted)
+    if tokenizer.pad_token is None:
+        if tokenizer.eos_token is None:
+            raise ValueError("The tokenizer has neither a padding nor an end token: set `pad_token` or `eos_token`.")
+        tokenizer.pad_token = tokenizer.eos_token
+
+
+def _set_template(tokenizer: Any, source: str) -> None:
+    path = Path(source)
+    if path.suffix in (".jinja", ".j2"):
+        if not path.is_file():
+            raise FileNotFoundError(f"`chat_template_path` is {source}, but there is no such file.")
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+    elif source in BUILT_IN_FORMATS:
+        for note in use_chat_format(tokenizer, source).notes:
+            logger.warning(note)
+    else:
+        copy_chat_template(tokenizer, source)
+
+
+def adopt_vocabulary(model: nn.Module, renderer: Renderer, args: BaseConfig) -> None:
+    """Give the model rows for tokens that a cloned template added, and its configs the padding and end tokens."""
+    innermost, tokenizer = innermost_model(model), renderer.tokenizer
+    fit_embeddings(innermost, tokenizer)
+    innermost.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+    innermost.config.pad_token_id = tokenizer.pad_token_id
+    if args.eos_token is not None:
+        innermost.config.eos_token_id = tokenizer.eos_token_id
+    generation = getattr(innermost, "generation_config", None)
+    if generation is None:
+        return
+    generation.pad_token_id = tokenizer.pad_token_id
+    known = generation.eos_token_id if isinstance(generation.eos_token_id, list) else [generation.eos_token_id]
+    known = [token for token in known if token is not None]
+    closing = trained_stop_token(renderer) if renderer.has_template else None
+    if closing is not None and closing not in known:
+        logger.warning(
+            f"Turns of this chat template end with {tokenizer.convert_ids_to_tokens(closing)!r} (token {closing}), which the "
+            f"model's generation config does not stop at ({known or 'nothing'}): it is added there and to the stops of rollouts."
+        )
+    ends = [tokenizer.eos_token_id if args.eos_token is not None else None, closing, *known]
+    ends = list(dict.fromkeys(token for token in ends if token is not None))
+    if ends != known:
+        generation.eos_token_id = ends
+
+
+# ---- the model -----------------------------------------------------------------------------------------------------------
+
+
+def load_options(
+    args: BaseConfig, task: str, peft_config: Any, quantization_config: Any, train_dataset: Any
+) -> LoadOptions:
+    return LoadOptions(
+        # A frozen base needs no masters: its shards are kept in the dtype that it computes in.
+        dtype=args.load_dtype if peft_config is None else args.compute_dtype,
+        task=task,
+        model_init_kwargs=dict(args.model_init_kwargs or {}),
+        trust_remote_code=args.trust_remote_code,
+        disable_dropout=args.disable_dropout,
+        layer_kernels=args.layer_kernels(_steps_ahead(args, train_dataset)),
+        peft_config=peft_config,
+        fuse_lora=args.fuse_lora,
+        quantization_config=quantization_config,
+        layout=args.layout if args.neftune_noise_alpha is None else PADDED,
+        share_prefixes=isinstance(args, SharedPromptsConfig) and args.share_prompts,
+        router_aux_loss_coef=args.router_aux_loss_coef,
+        device=args.device,
+        sharded=args.sharding is not None,
+    )
+
+
+def _steps_ahead(args: BaseConfig, train_dataset: Any) -> int:
+    """Optimizer steps of the run, as far as they can be known before the model is there."""
+    if args.max_steps > 0 or not hasattr(train_dataset, "__len__"):
+        return max(args.max_steps, 0)
+    rows_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    return int(args.num_train_epochs * len(train_dataset) / rows_a_step)
+
+
+# ---- the data ------------------------------------------------------------------------------------------------------------
+
+
+def prepared_rows(
+    dataset: Any,
+    name: str,
+    args: BaseConfig,
+    formats: tuple[RowFormat, ...],
+    renderer: Renderer,
+    formatting_func: Callable | None,
+    **of_method: Any,
+) -> Any:
+    """Check and encode one dataset; what is prepared already passes. `of_method`: arguments of PrepareOptions."""
+    if dataset is None or hasattr(dataset, "report"):
+        return dataset
+    shared = {
+        "max_length": args.max_length,
+        "truncation_mode": args.truncation_mode,
+        "on_bad_rows": args.on_bad_rows,
+        "chat_template_kwargs": args.chat_template_kwargs,
+        "formatting_func": formatting_func,
+        "cache_dir": args.dataset_cache_dir,
+        "bad_rows_file": str(Path(args.output_dir) / f"bad_rows_{name}.jsonl"),
+        "shuffle_seed": args.seed if args.shuffle_dataset and name == "train" else None,
+    }
+    options = PrepareOptions(**{**shared, **of_method})
+    with args.main_process_first(desc=f"preparing the {name} dataset"):
+        prepared = prepare_dataset(dataset, formats, renderer, options, name, args.dataset_num_proc)
+    if args.should_log:
+        print(prepared.report.summary(), flush=True)
+    return prepared
+
+
+def collator_of(given: Any, roles: tuple[str, ...], pad_token_id: int, layout: str, args: BaseConfig) -> Collator:
+    if given is None:
+        return Collator(roles, pad_token_id, layout, args.pad_multiple)
+    if not isinstance(given, Collator):
+        raise TypeError(
+            f"`data_collator` is a {type(given).__name__}; batches are made from Samples by posttrain.data.collate.Collator. "
+            "Change what goes into a Sample with `formatting_func`, or derive from Collator."
+        )
+    return given
+
+
+def unit_loader(
+    dataset: Any, args: BaseConfig, collator: Collator, batch_size: int, order: str, drop_last: bool = False
+) -> UnitLoader:
+    workers = {
+        "num_workers": args.dataloader_num_workers,
+        "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
+        "persistent_workers": args.dataloader_persistent_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+    }
+    if isinstance(dataset, IterableDataset):
+        stream = StreamBatches(dataset, batch_size, args.process_index, args.world_size, collator)
+        return UnitLoader(stream, batch_size=1, collate_fn=first_of, **workers)
+    batches = epoch_batches(dataset, args, batch_size, order, drop_last)
+    return UnitLoader(dataset, batch_sampler=batches, collate_fn=collator, **workers)
+
+
+def epoch_batches(dataset: Any, args: BaseConfig, batch_size: int, order: str, drop_last: bool) -> EpochBatches:
+    """Which rows this process reads together."""
+    return EpochBatches(
+        len(dataset),
+        batch_size,
+        rank=args.process_index,
+        world_size=args.world_size,
+        accumulation=args.gradient_accumulation_steps,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        order=order,
+        drop_last=drop_last,
+        lengths=getattr(dataset, "unit_lengths", None),
+    )

@@ -1,0 +1,121 @@
+"""MasterWeights: float32 masters and accumulators of low-precision parameters.
+
+A bfloat16 weight has 8 bits of mantissa: an AdamW step at a learning rate of 1e-6 is smaller than half of its last bit and
+vanishes. So the optimizer works on float32 *masters*; gradients of micro-batches are added up in float32 as they appear; after the
+step the masters are rounded back into the bfloat16 parameters that the forward pass reads. Float32 parameters are left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from posttrain.trainer.step import master_adamw
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+REDUCE_BUCKET_ELEMENTS = 2**25
+
+
+class MasterWeights:
+    """Puts float32 masters in the place of an optimizer's low-precision parameters.
+
+    Use it on an optimizer that has not stepped yet. `parameter.grad` is folded into `master.grad` by a hook as soon as autograd
+    has written it, so a low-precision gradient never outlives its micro-batch. Where a step is one micro-batch on one process
+    (`accumulates=False`) there is nothing to add up: if the optimizer can read it as it is, the gradient stays where it is.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, accumulates: bool = True) -> None:
+        self.optimizer = optimizer
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []  # (parameter, master)
+        self._low_of: dict[int, nn.Parameter] = {}
+        self._hooks = []
+        in_one_pass = master_adamw.can_run(optimizer)
+        self.folds = accumulates or not in_one_pass
+        for group in optimizer.param_groups:
+            group["params"] = [self._master_of(parameter) for parameter in group["params"]]
+        if in_one_pass:
+            master_adamw.MasterAdamW.take_over(optimizer, self)
+        self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._after_step(copies=not in_one_pass)))
+
+    def _master_of(self, parameter: nn.Parameter) -> nn.Parameter:
+        if parameter.dtype not in LOW_PRECISION:
+            return parameter
+        master = nn.Parameter(parameter.detach().float())
+        self.pairs.append((parameter, master))
+        self._low_of[id(master)] = parameter
+        if not self.folds:
+            return master
+
+        def fold(low: Tensor) -> None:
+            if master.grad is None:
+                master.grad = low.grad.float()
+            else:
+                master.grad.add_(low.grad)
+            low.grad = None
+
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(fold))
+        return master
+
+    def low_of(self, master: Tensor) -> nn.Parameter | None:
+        """The parameter that `master` is the accurate copy of; None for a parameter that needs no master."""
+        return self._low_of.get(id(master))
+
+    def gradient_of(self, master: Tensor) -> Tensor | None:
+        """Its accumulated gradient, or the one that autograd wrote for the low-precision parameter."""
+        low = self.low_of(master)
+        return low.grad if master.grad is None and low is not None else master.grad
+
+    def _after_step(self, copies: bool) -> None:
+        if copies:
+            self.publish()
+        for low, master in self.pairs:
+            low.grad = master.grad = None
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into the parameters."""
+        if self.pairs:
+            torch._foreach_copy_([low for low, _ in self.pairs], [master for _, master in self.pairs])
+
+    @torch.no_grad()
+    def reload(self) -> None:
+        """Take the parameters as they are now, e.g. after weights were loaded into the model."""
+        for low, master in self.pairs:
+            master.copy_(low)
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def all_reduce(self) -> None:
+        """Average the accumulated float32 gradients over the processes, in buckets.
+
+        DDP does not reduce (it would see the last micro-batch only); the sums of whole steps are averaged here.
+        """
+        bucket: list[Tensor] = []
+        size = 0
+        for _, master in self.pairs:
+            if master.grad is None:  # a process whose rows trained nothing
+                master.grad = torch.zeros_like(master)
+            bucket.append(master.grad)
+            size += master.grad.numel()
+            if size >= REDUCE_BUCKET_ELEMENTS:
+                _average(bucket)
+                bucket, size = [], 0
+        if bucket:
+            _average(bucket)
+
+
+def _average(tensors: list[Tensor]) -> None:
+    flat = torch._utils._flatten_dense_tensors(tensors)
+    dist.all_reduce(flat)
+    flat /= dist.get_world_size()
+    for tensor, part in zip(tensors, torch._utils._unflatten_dense_tensors(flat, tensors)):
+        tensor.copy_(part)
+
+
+def has_low_precision(parameters: Iterable[nn.Parameter]) -> bool:
+    return any(parameter.requires_grad and parameter.dtype in LOW_PRECISION for parameter in parameters)
