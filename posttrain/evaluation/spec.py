@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.formats import PROMPT_ONLY
 from posttrain.data.sources.named import DatasetSource, load_source
-from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.store.prepare import prepare_dataset
 from posttrain.rewards.reward_set import reward_name
 from posttrain.rewards.runtime.invoke import OURS, Wants
 from posttrain.rollout.engines.protocol import SamplingParams

@@ -23,8 +23,9 @@ from posttrain.core.batch import PADDED, Passes, StepTotals, TokenBatch, passes_
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.data.collate import Collator
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
+from posttrain.data.options import PrepareOptions
 from posttrain.data.rows.formats import RowFormat
-from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.store.prepare import prepare_dataset
 from posttrain.data.store.report import PreparationReport
 from posttrain.losses.formulas import Formula, Totals
 from posttrain.models.layers.checkpointing import allow_selective_checkpointing

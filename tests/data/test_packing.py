@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.sample import Sample
-from posttrain.data.store.packing import (
+from posttrain.data.packing import (
     PACKING_STRATEGIES,
     PackedDataset,
     merge,

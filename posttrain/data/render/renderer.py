@@ -33,7 +33,6 @@ from posttrain.data.render.provenance import Provenance, Span
 from posttrain.data.render.response_parser import ResponseParser
 from posttrain.data.render.skeletons import Skeletons, shape_of
 from posttrain.data.render.special_tokens import ControlTokens, whole_texts
-from posttrain.data.render.template_checks import probe_template
 from posttrain.data.render.template_limits import TemplateLimit, bounded_template
 
 __all__ = ["TRAIN_MODES", "Conversation", "RenderError", "Renderer"]
@@ -165,10 +164,6 @@ class Renderer:
     @cached_property
     def response_parser(self) -> ResponseParser:
         return ResponseParser(self._render, self._provenance, self._control)
-
-    def probe(self) -> list[str]:
-        """Warnings in words about this template."""
-        return probe_template(self) if self.has_template else []
 
     # ------------------------------------------------------------------------------------------- inside: rendering
 

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from posttrain.core.sample import Sample, Unit
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Conversation, Renderer
 from posttrain.data.rows.checks import Finding
-
-if TYPE_CHECKING:
-    from posttrain.data.store.prepare import PrepareOptions
 
 Row = dict[str, Any]
 Notes = Counter[str]

@@ -6,21 +6,19 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from posttrain.core.sample import Unit
+from posttrain.data.options import PrepareOptions
+from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, describe
 from posttrain.data.rows.foreign_formats import Row
 from posttrain.data.rows.formats import Detection
 from posttrain.data.rows.label_report import LabelReport, answer_hashes, label_report
 from posttrain.data.rows.message_checks import BLANK_USER
-
-if TYPE_CHECKING:
-    from posttrain.data.render.renderer import Renderer
-    from posttrain.data.store.prepare import PrepareOptions
 
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 LOST_TOOLS = "rows call tools and have no 'tools': what the model was asked is rendered without them"

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from posttrain.core.sample import Unit
+from posttrain.data.options import PrepareOptions
+from posttrain.data.render.renderer import Renderer
+from posttrain.data.render.templates import adopt_chat_format
 from posttrain.data.rows import encoding as row_encoding
 from posttrain.data.rows import reading as row_reading
 from posttrain.data.rows.checks import Finding, describe
@@ -31,10 +34,6 @@ from posttrain.data.rows.foreign_formats import (
     value_kind,
 )
 from posttrain.data.rows.reading import PAIR_NUMBERS, Reading
-
-if TYPE_CHECKING:
-    from posttrain.data.render.renderer import Renderer
-    from posttrain.data.store.prepare import PrepareOptions
 
 CHAT_EXTRAS = ("tools", "chat_template_kwargs", "trained_roles")
 
@@ -285,6 +284,35 @@ def detect_format(
         f"The columns of {name} are {', '.join(map(repr, kinds)) or 'none'}; this method reads {alternatives}. "
         f"{_renaming(kinds, candidates) or 'Rename the columns, or give a formatting function or a column mapping.'}"
     )
+
+
+def detect(
+    rows: Sequence[Any], formats: tuple[RowFormat, ...], renderer: Renderer, options: PrepareOptions, name: str
+) -> Detection:
+    """The format of a dataset, and a refusal of options that do not go with it."""
+    if options.formatting_func is not None:
+        why = "read as plain language modelling because formatting_func writes the text of each row"
+        detection = Detection(LANGUAGE_MODELLING, False, why)
+    else:
+        detection = detect_format(
+            rows, formats, text_field=options.dataset_text_field, has_template=renderer.has_template, name=name
+        )
+    _check_options(options, detection, name)
+    if detection.conversational and not renderer.has_template:
+        detection = replace(detection, explanation=f"{detection.explanation}; {adopt_chat_format(renderer)}")
+    return detection
+
+
+def _check_options(options: PrepareOptions, detection: Detection, name: str) -> None:
+    """Options that the format of a dataset cannot honour are refused, not ignored."""
+    fmt = detection.format
+    if options.assistant_only_loss and not (detection.conversational or fmt.tokenised):
+        raise ValueError(f"assistant_only_loss needs conversations; {name} was {detection.explanation}.")
+    if options.completion_only_loss and fmt is LANGUAGE_MODELLING:
+        why = "formatting_func writes one text" if options.formatting_func else f"{name} was {detection.explanation}"
+        raise ValueError(f"completion_only_loss=True needs the columns 'prompt' and 'completion'; {why}.")
+    if options.packing is not None and len(fmt.roles) > 1:
+        raise ValueError(f"packing puts single samples into blocks; {name} was {detection.explanation}.")
 
 
 ALSO_CALLED = {

@@ -28,7 +28,7 @@ from posttrain.data.rows.message_checks import (
     read_tools,
     read_trained_roles,
 )
-from posttrain.data.trl_helpers import split_shared_text, split_shared_turns
+from posttrain.data.rows.shared_beginning import split_shared_text, split_shared_turns
 
 REFERENCE_NUMBERS = ("ref_chosen_logps", "ref_rejected_logps")
 PAIR_NUMBERS = ("margin", *REFERENCE_NUMBERS)

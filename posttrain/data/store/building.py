@@ -12,13 +12,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import pyarrow as pa
 import xxhash
 from filelock import FileLock, Timeout
 
+from posttrain.data.options import PrepareOptions
+from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, ProblemLog
 from posttrain.data.rows.examiner import RowExaminer, Tally
 from posttrain.data.rows.foreign_formats import Row
@@ -33,10 +35,6 @@ from posttrain.data.store.token_store import (
     remove_folder,
     seal,
 )
-
-if TYPE_CHECKING:
-    from posttrain.data.render.renderer import Renderer
-    from posttrain.data.store.prepare import PrepareOptions
 
 logger = logging.getLogger(__name__)
 

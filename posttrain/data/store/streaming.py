@@ -17,13 +17,13 @@ import numpy as np
 import torch.utils.data
 
 from posttrain.core.sample import Sample, Unit
+from posttrain.data.options import DROP, ERROR, PrepareOptions
+from posttrain.data.packing import CUTTING_STRATEGIES, MERGING_STRATEGIES, merge, packing_strategy
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, ProblemLog
 from posttrain.data.rows.examiner import RowExaminer
-from posttrain.data.rows.formats import RowFormat
-from posttrain.data.store.packing import CUTTING_STRATEGIES, MERGING_STRATEGIES, merge, packing_strategy
-from posttrain.data.store.prepare import DROP, ERROR, TOO_LONG, UNTRAINED, PrepareOptions, detect
-from posttrain.data.store.report import PreparationReport
+from posttrain.data.rows.formats import RowFormat, detect
+from posttrain.data.store.report import TOO_LONG, UNTRAINED, PreparationReport
 
 logger = logging.getLogger(__name__)
 

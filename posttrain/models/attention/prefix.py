@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.core.batch import SharedPrefixes
-from posttrain.models.scoring.head_kernels import runs_triton
+from posttrain.models.triton_support import runs_triton
 
 
 @torch.compiler.disable  # a compiled layer is split around it: its arguments are different numbers in every batch

@@ -13,11 +13,12 @@ logits; torch's own operations would write it four times in float32. Elsewhere t
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Collection
 
 import torch
 from torch import Tensor
+
+from posttrain.models.triton_support import runs_triton
 
 BLOCK = 8192
 WARPS = 16
@@ -115,16 +116,6 @@ def _torch_slopes(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tenso
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------------------------
-
-
-def runs_triton(tensor: Tensor) -> bool:
-    """Whether kernels of ours take this tensor."""
-    return tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _triton_rows(
