@@ -51,10 +51,7 @@ SCORE_FORMULAS = {
 }
 """Value of `f_divergence_type` -> the score s of a log-ratio l."""
 
-REWARD_FORMULAS = {
-    "bradley_terry": "-log(sigmoid(r_c - r_r - margin))",
-    "centring": "(r_c + r_r)**2",
-}
+REWARD_FORMULAS = {"bradley_terry": "-log(sigmoid(r_c - r_r - margin))", "centring": "(r_c + r_r)**2"}
 """Function of losses/reward -> the loss of a pair."""
 
 SURROGATE_FORMULAS = {

@@ -61,11 +61,7 @@ class Provenance:
         self._headers: dict[Any, str] = {}
 
     def mark(
-        self,
-        chat: Conversation,
-        plain: str,
-        said_by: frozenset[int] = frozenset(),
-        add_generation_prompt: bool = False,
+        self, chat: Conversation, plain: str, said_by: frozenset[int] = frozenset(), add_generation_prompt: bool = False
     ) -> MarkedRender:
         """The places of all pieces of `chat` in `plain`. Raises if no marked render agrees with the plain one."""
         for attempt in ATTEMPTS:
@@ -288,11 +284,7 @@ class Provenance:
             return None
 
     def _try_mark(
-        self,
-        chat: Conversation,
-        plain: str | None,
-        said_by: frozenset[int],
-        add_generation_prompt: bool = False,
+        self, chat: Conversation, plain: str | None, said_by: frozenset[int], add_generation_prompt: bool = False
     ) -> MarkedRender | None:
         """`mark` for a render that only informs: None where there is none."""
         try:

@@ -11,15 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.data.rows.checks import (
-    Finding,
-    check_text,
-    describe,
-    read_ids,
-    read_integers,
-    read_label,
-    read_number,
-)
+from posttrain.data.rows.checks import Finding, check_text, describe, read_ids, read_integers, read_label, read_number
 from posttrain.data.rows.foreign_formats import Row
 from posttrain.data.rows.message_checks import (
     check_turns,

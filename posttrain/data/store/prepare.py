@@ -110,12 +110,7 @@ class PreparedDataset:
     """
 
     def __init__(
-        self,
-        store: TokenStore,
-        detection: Detection,
-        options: PrepareOptions,
-        name: str,
-        max_length: int | None,
+        self, store: TokenStore, detection: Detection, options: PrepareOptions, name: str, max_length: int | None
     ) -> None:
         self.store, self.detection, self.options, self.name = store, detection, options, name
         self.roles = detection.format.roles

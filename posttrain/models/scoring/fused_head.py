@@ -48,12 +48,7 @@ def can_fuse(head: Head) -> bool:
 
 
 def summed_nll(
-    hidden: Tensor,
-    head: Head,
-    targets: Tensor,
-    chunk_tokens: int,
-    stats: dict[str, Statistic],
-    label_smoothing: float,
+    hidden: Tensor, head: Head, targets: Tensor, chunk_tokens: int, stats: dict[str, Statistic], label_smoothing: float
 ) -> dict[str, Tensor]:
     """{"nll_sum": differentiable, "logps": detached, and the detached statistics}."""
     nll_sum, logps, *values = _SummedNLL.apply(
