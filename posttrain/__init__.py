@@ -46,7 +46,7 @@ _HOMES = {
         "init_zero_verbose",
     ),
     "posttrain.migration.trl_parser": ("TrlParser",),
-    "posttrain.models.load.chat_template_clone": ("clone_chat_template",),
+    "posttrain.models.load.vocabulary": ("clone_chat_template",),
     "posttrain.models.load.options": ("get_kbit_device_map", "get_peft_config", "get_quantization_config"),
     "posttrain.models.load.reference": ("create_reference_model",),
     "posttrain.rewards.builtin.accuracy": ("accuracy_reward", "reasoning_accuracy_reward"),

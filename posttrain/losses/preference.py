@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.core.results import LossTerm
-from posttrain.losses.coupled import Coupling, linearised
 from posttrain.losses.divergences import F_DIVERGENCES
 from posttrain.losses.named_options import call
-from posttrain.losses.pair import Pair
+from posttrain.losses.pair import Coupling, Pair, linearised
 
 
 def sigmoid(pair: Pair, *, beta: float) -> Tensor:

@@ -14,8 +14,8 @@ from posttrain import SFTConfig, SFTTrainer
 from posttrain.data import trl_helpers
 from posttrain.data.render.renderer import Conversation, Renderer, RenderError
 from posttrain.data.render.templates import BUILT_IN_FORMATS, describe_template, detect_chat_format, use_chat_format
-from posttrain.models.load.chat_template_clone import clone_chat_template
 from posttrain.models.load.model import model_type_of
+from posttrain.models.load.vocabulary import clone_chat_template
 from tests import tiny
 from tests.data.chat_cases import CALL, REAL_FAMILIES, SHAPES, SYSTEM, TOOLS, call, said, template_text, thought, user
 from tests.data.tiny_tokenizers import KINDS, _wrapped, byte_level_without_control_tokens, kind, tokenizer_for

@@ -18,8 +18,7 @@ import xxhash
 
 from posttrain.core.batch import PADDED
 from posttrain.data.collate import collate
-from posttrain.data.store.annotated import AnnotatedDataset
-from posttrain.data.store.row_store import RowStore, row_key
+from posttrain.data.store.row_store import AnnotatedDataset, RowStore, row_key
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference
 from posttrain.models.load.weights import weights_fingerprint
 

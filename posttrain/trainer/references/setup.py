@@ -10,9 +10,8 @@ from torch import nn
 
 from posttrain.core.batch import RAGGED, SHARED
 from posttrain.data.options import PrepareOptions
-from posttrain.data.store.annotated import AnnotatedDataset
 from posttrain.data.store.prepare import cache_folder
-from posttrain.data.store.row_store import RowStore
+from posttrain.data.store.row_store import AnnotatedDataset, RowStore
 from posttrain.models.layers.kernels import COMPILED, compile_layers
 from posttrain.models.load.adapters import freeze_copy_of_adapter, is_peft_model
 from posttrain.models.load.model import LoadOptions, innermost_model, load_model
