@@ -13,12 +13,12 @@ import posttrain
 from posttrain import SFTConfig, SFTTrainer
 from posttrain.data import trl_helpers
 from posttrain.data.render.renderer import Conversation, Renderer, RenderError
-from posttrain.data.render.templates import BUILT_IN_FORMATS, describe_template, detect_chat_format, use_chat_format
+from posttrain.data.render.templates import BUILT_IN_FORMATS, detect_chat_format, use_chat_format
 from posttrain.models.load.model import model_type_of
 from posttrain.models.load.vocabulary import clone_chat_template
 from tests import tiny
 from tests.data.chat_cases import CALL, REAL_FAMILIES, SHAPES, SYSTEM, TOOLS, call, said, template_text, thought, user
-from tests.data.tiny_tokenizers import KINDS, _wrapped, byte_level_without_control_tokens, kind, tokenizer_for
+from tests.data.tiny_tokenizers import KINDS, _wrapped, byte_level_without_control_tokens, tokenizer_for
 
 DIALOGUE = [SYSTEM, user("One?"), said("First."), user("Two?")]
 
@@ -125,25 +125,6 @@ def test_a_format_whose_tokens_are_spelled_still_trains_its_end_of_turn(name: st
     gap = " " if name == "llama2" else ""
     texts = tokenizer.decode(sample.input_ids[sample.trained]).replace(" First", "First").replace(" Second", "Second")
     assert texts == f"First.{gap}{stop}Second.{gap}{stop}"
-
-
-def test_describe_template():
-    described = describe_template(built_in("chatml").tokenizer)
-    assert described.built_in_format == "chatml"
-    assert described.stop_token == "<|im_end|>"
-    assert described.prefix_preserving
-    assert described.supports_tools
-    assert not described.generation_markers
-    assert described.warnings == ()
-    phi3 = describe_template(tokenizer_for(template_text("phi3")))
-    assert (phi3.built_in_format, phi3.stop_token, phi3.prefix_preserving, phi3.supports_tools) == (
-        None,
-        "<|end|>",
-        False,
-        False,
-    )
-    with pytest.raises(ValueError, match="no chat template"):
-        describe_template(kind("byte_level"))
 
 
 # ---------------------------------------------------------------------------------------------------------- parsing

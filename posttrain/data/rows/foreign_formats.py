@@ -15,14 +15,8 @@ from typing import Any
 from posttrain.data.rows.checks import Finding, check_text, describe
 
 Row = dict[str, Any]
-TEXT, MESSAGES, SHAREGPT, IDS, OTHER, NOTHING = (
-    "text",
-    "messages",
-    "from/value messages",
-    "token ids",
-    "other",
-    "nothing",
-)
+TEXT, MESSAGES, SHAREGPT = "text", "messages", "from/value messages"
+IDS, OTHER, NOTHING = "token ids", "other", "nothing"
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 CONVERSATION_COLUMNS = ("conversations", "conversation")
 BESIDE_FOREIGN = ("system", "system_prompt", "history", "context", "input")
@@ -136,8 +130,7 @@ def _role_of(message: Any) -> Any:
 
 
 def _conversation(row: Row) -> Any:
-    value = next((row[c] for c in CONVERSATION_COLUMNS if row.get(c) is not None), None)
-    return _with_system(row, from_value_messages(value))
+    return _with_system(row, from_value_messages(_first_of(row, *CONVERSATION_COLUMNS)))
 
 
 def _read_sharegpt(row: Row, found: list[Finding], chat: bool) -> Row:

@@ -297,12 +297,12 @@ def read_template_kwargs(value: Any, column: str, found: list[Finding]) -> dict[
     return None
 
 
-def read_trained_roles(value: Any, found: list[Finding]) -> list[str] | None:
+def read_trained_roles(value: Any, column: str, found: list[Finding]) -> list[str] | None:
     """The `trained_roles` column: ["assistant"] trains the assistant's turns only, and not the tool results between them."""
     if list(value) == ["assistant"] if isinstance(value, (list, tuple)) else value == "assistant":
         return ["assistant"]
     reason = f'is {describe(value)}; the one value it takes is ["assistant"]'
-    found.append(Finding("unknown_value", "trained_roles", reason))
+    found.append(Finding("unknown_value", column, reason))
     return None
 
 

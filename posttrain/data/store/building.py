@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import logging
@@ -42,7 +43,7 @@ BATCH_ROWS = 1000
 ROWS_PER_WORKER = 5000  # fewer are not worth a process, which needs two seconds to start
 FEWEST_ROWS, MOST_ROWS = 128, 20_000  # of what a worker takes at once
 TELL_EVERY_S = 10
-TALLY = "tally.json"
+TALLY = "tally.pickle"
 SHARED_ROWS = "rows.arrow"
 LOCK_DEADLINE_S = 6 * 3600
 ENCODING_VERSION = 2
@@ -111,10 +112,8 @@ class RowSource:
         return RowSource(datasets.Dataset.from_file(str(path)), None)
 
 
-class _HashSink:
+class _HashSink(io.RawIOBase):
     """A file that remembers only the checksum of what was written to it."""
-
-    closed = False
 
     def __init__(self) -> None:
         self.digest = xxhash.xxh3_128()
@@ -122,12 +121,6 @@ class _HashSink:
     def write(self, data: Any) -> int:
         self.digest.update(data)
         return len(data)
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def store_key(source: RowSource, detection: Detection, renderer: Renderer, options: PrepareOptions) -> str:
@@ -229,7 +222,7 @@ def build_store(
     def use_part(i: int) -> None:
         nonlocal told
         counted = folder / f"part-{i}.{TALLY}"
-        tally.add(Tally.of_json(json.loads(counted.read_text(encoding="utf-8"))))
+        tally.add(pickle.loads(counted.read_bytes()))
         counted.unlink()
         join_part(folder, f"part-{i}.")
         if time.monotonic() - told > TELL_EVERY_S:
@@ -289,7 +282,7 @@ def _build_part(
         writer.add(units)
     writer.close()
     log.flush()
-    (folder / f"{part}{TALLY}").write_text(json.dumps(examiner.tally.as_json()), encoding="utf-8")
+    (folder / f"{part}{TALLY}").write_bytes(pickle.dumps(examiner.tally))
 
 
 def read_problems(store: TokenStore) -> Iterator[tuple[int, list[Finding]]]:
