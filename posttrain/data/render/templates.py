@@ -29,47 +29,25 @@ class ChatFormat:
         return (TEMPLATES / self.file).read_text(encoding="utf-8")
 
 
+MISTRAL_TOKENS = (
+    "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+)  # fmt: skip
+DEEPSEEK_TOKENS = (
+    "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>",
+    "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
+)  # fmt: skip
 BUILT_IN_FORMATS: dict[str, ChatFormat] = {
     "chatml": ChatFormat("chatml.jinja", "<|im_end|>", ("<|im_start|>",)),
     "alpaca": ChatFormat("alpaca.jinja"),
     "llama2": ChatFormat("llama2.jinja", needs_bos=True),
     "llama3": ChatFormat("llama3.jinja", "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>"), needs_bos=True),
-    "mistral": ChatFormat(
-        "mistral.jinja",
-        None,
-        (
-            "[INST]",
-            "[/INST]",
-            "[TOOL_CALLS]",
-            "[AVAILABLE_TOOLS]",
-            "[/AVAILABLE_TOOLS]",
-            "[TOOL_RESULTS]",
-            "[/TOOL_RESULTS]",
-        ),
-        needs_bos=True,
-    ),  # fmt: skip
+    "mistral": ChatFormat("mistral.jinja", None, MISTRAL_TOKENS, needs_bos=True),
     "zephyr": ChatFormat("zephyr.jinja", None, ("<|system|>", "<|user|>", "<|assistant|>")),
     "gemma": ChatFormat("gemma.jinja", "<end_of_turn>", ("<start_of_turn>",), needs_bos=True),
     "phi3": ChatFormat("phi3.jinja", "<|end|>", ("<|system|>", "<|user|>", "<|assistant|>")),
     "vicuna": ChatFormat("vicuna.jinja", needs_bos=True),
-    "deepseek": ChatFormat(
-        "deepseek.jinja",
-        None,
-        (
-            "<｜User｜>",
-            "<｜Assistant｜>",
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁end｜>",
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁call▁end｜>",
-            "<｜tool▁sep｜>",
-            "<｜tool▁outputs▁begin｜>",
-            "<｜tool▁outputs▁end｜>",
-            "<｜tool▁output▁begin｜>",
-            "<｜tool▁output▁end｜>",
-        ),
-        needs_bos=True,
-    ),  # fmt: skip
+    "deepseek": ChatFormat("deepseek.jinja", None, DEEPSEEK_TOKENS, needs_bos=True),
 }
 
 
