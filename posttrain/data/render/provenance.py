@@ -92,7 +92,9 @@ class Provenance:
             self.check_said(marked, turn)
             start = self.turn_start(chat, marked, turn)
             end = self._turn_end(chat, marked, turn, start)
-            self._check_turn(marked, turn, start, end, spans[-1][1] if spans else 0)
+            inside = [p for p in marked.places if p.piece.message != turn and p.end > start and p.start < end]
+            if inside or (spans and start < spans[-1][1]):
+                raise _refusal(marked, turn, "mixes the turn with text of other messages")
             spans.append((start, end))
         return spans
 
@@ -268,11 +270,6 @@ class Provenance:
         names_a_role = any(map(str.isalnum, rest[tokens[0][1] :])) or len(tokens) > 1
         is_end_of_text = not rest[tokens[0][1] :].strip()
         return tokens[0][1] if names_a_role or is_end_of_text else None
-
-    def _check_turn(self, marked: MarkedRender, turn: int, start: int, end: int, previous_end: int) -> None:
-        inside = [p for p in marked.places if p.piece.message != turn and p.end > start and p.start < end]
-        if start < previous_end or inside:
-            raise _refusal(marked, turn, "mixes the turn with text of other messages")
 
     def _try_render(
         self, messages: list[dict[str, Any]], chat: Conversation, add_generation_prompt: bool

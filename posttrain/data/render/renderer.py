@@ -278,9 +278,6 @@ class Renderer:
             if not self._role_is_safe[role] and not self.allow_control_tokens_in_content:
                 raise RenderError(f"The role {role!r} of message {number} is no word, or a part of a control token.")
 
-    def _everything(self, chat: Conversation) -> Rendered:
-        return self._rendered(chat)
-
     def _assistant(self, chat: Conversation) -> Rendered:
         turns = assistant_turns(chat)
         if not turns:
@@ -411,25 +408,18 @@ def trained_tokens(encoding: Any, spans: list[Span]) -> np.ndarray:
 
     A token across the edge of a span counts: the model has to produce it as a whole, and the prompt alone ends in other ids.
     """
-    trained = np.zeros(len(encoding.ids), dtype=bool)
-    for start, end in spans:
-        trained[_tokens_before(encoding, start) : _tokens_up_to(encoding, end)] = True
-    return trained
-
-
-def _tokens_before(encoding: Any, start: int) -> int:
-    """How many tokens end before a span begins."""
-    return bisect_right(range(len(encoding.ids)), start, key=lambda token: encoding.token_to_chars(token)[1])
-
-
-def _tokens_up_to(encoding: Any, end: int) -> int:
-    """How many tokens begin before a span ends. Byte-level tokenizers that trim offsets leave nothing of a space but its end."""
 
     def first_character(token: int) -> int:
+        """Byte-level tokenizers that trim offsets leave nothing of a space but its end."""
         start, stop = encoding.token_to_chars(token)
         return start if start < stop else start - 1
 
-    return bisect_left(range(len(encoding.ids)), end, key=first_character)
+    tokens = range(len(encoding.ids))
+    trained = np.zeros(len(tokens), dtype=bool)
+    for start, end in spans:
+        first = bisect_right(tokens, start, key=lambda token: encoding.token_to_chars(token)[1])
+        trained[first : bisect_left(tokens, end, key=first_character)] = True
+    return trained
 
 
 def _continuation(marked: MarkedRender, turn: int, continued: str) -> int | None:
@@ -469,7 +459,7 @@ def _any_string(value: Any, test: Callable[[str], bool]) -> bool:
 
 
 TRAIN_MODES: dict[str, Callable[[Renderer, Conversation], Rendered]] = {
-    "everything": Renderer._everything,
+    "everything": Renderer._rendered,
     "assistant": Renderer._assistant,
     "completion": Renderer._completion,
     "assistant_in_completion": Renderer._assistant_in_completion,

@@ -72,7 +72,8 @@ def _read_message(message: Any, place: str, column: str, found: list[Finding]) -
     if plain == "function" or plain in ROLES:
         clean["role"] = role = "tool" if plain == "function" else plain  # `function` is OpenAI's older name
     if role not in ROLES:
-        return refuse("unknown_role", f"has the role {role!r}{_nearest_role(plain)}; roles are {', '.join(ROLES)}")
+        hint = f" (write {SHAREGPT_ROLES[plain]!r})" if plain in SHAREGPT_ROLES else ""
+        return refuse("unknown_role", f"has the role {role!r}{hint}; roles are {', '.join(ROLES)}")
     weight = clean.pop("weight", 1)
     if weight not in (0, 1) or (weight == 0 and role != "assistant"):
         return refuse(
@@ -83,10 +84,6 @@ def _read_message(message: Any, place: str, column: str, found: list[Finding]) -
     _read_tool_calls(clean, place, column, found)
     _read_content(clean, role, place, column, found)
     return clean
-
-
-def _nearest_role(role: str) -> str:
-    return f" (write {SHAREGPT_ROLES[role]!r})" if role in SHAREGPT_ROLES else ""
 
 
 def _listed(names: Iterable[str]) -> str:

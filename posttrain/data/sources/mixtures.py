@@ -81,13 +81,8 @@ LOOKED_AT = 1000
 MARGIN = "margin"
 """The one column that is read in every row or in none: a pair without one is a pair with 0 (arXiv:2307.09288, eq. 2)."""
 PAIR = ({"chosen", "rejected"}, {"chosen_ids", "rejected_ids"}, {"chosen_input_ids", "rejected_input_ids"})
-NULL, TEXT, SCALAR, NESTED, JSON = (
-    "null",
-    "text",
-    "numbers or truth values",
-    "lists or records",
-    "JSON values that are not all text",
-)
+NULL, TEXT, SCALAR, NESTED = "null", "text", "numbers or truth values", "lists or records"
+JSON = "JSON values that are not all text"
 JOINED = ({SCALAR, JSON}, {NESTED, JSON})
 """Different kinds that can stand in one column; whether single JSON values fit is for the check of the rows to say."""
 
@@ -103,7 +98,15 @@ def with_all_columns(parts: Parts, paths: list[str]) -> Parts:
         _refuse_other_kinds(name, [each.get(name, NULL) for each in columns], paths)
     neutral = {MARGIN: 0.0} if MARGIN in names and any(pair <= set(names) for pair in PAIR) else {}
     if isinstance(parts[0], datasets.IterableDataset):
-        return [_stream_with(part, names, neutral, path) for part, path in zip(parts, paths)]
+        # Declared as JSON, the values of a stream are handed on as they are; otherwise types would be guessed from its head.
+        features, more = (
+            datasets.Features({name: datasets.Json() for name in names}),
+            {"names": names, "neutral": neutral},
+        )
+        return [
+            part.map(_completed, fn_kwargs={**more, "path": path}, features=features)
+            for part, path in zip(parts, paths)
+        ]
     parts = [_with_neutral_values(part, neutral) for part in parts]
     for name in names:
         parts = _in_one_type(parts, name)
@@ -122,12 +125,9 @@ def _columns_of_rows(rows: Any) -> dict[str, str]:
     for row in rows:
         for name, value in row.items():
             kinds.setdefault(name, set()).add(_kind_of_value(value))
-    return {name: _kind_of_all(found - {NULL}) for name, found in kinds.items()}
-
-
-def _kind_of_all(kinds: set[str]) -> str:
-    """A column with several kinds of values is one of JSON values, as it is where a whole file is read."""
-    return next(iter(kinds), NULL) if len(kinds) < 2 else JSON
+    # A column with several kinds of values is one of JSON values, as it is where a whole file is read.
+    known = {name: found - {NULL} for name, found in kinds.items()}
+    return {name: next(iter(found), NULL) if len(found) < 2 else JSON for name, found in known.items()}
 
 
 def _kind_of_value(value: Any) -> str:
@@ -183,12 +183,6 @@ def _in_one_type(parts: list[datasets.Dataset], name: str) -> list[datasets.Data
 
 
 # --------------------------------------------------------------------------------------------------------------- streams
-
-
-def _stream_with(part: datasets.IterableDataset, names: list[str], neutral: Row, path: str) -> datasets.IterableDataset:
-    """Declared as JSON, the values of a stream are handed on as they are; otherwise types would be guessed from its head."""
-    features = datasets.Features({name: datasets.Json() for name in names})
-    return part.map(_completed, fn_kwargs={"names": names, "neutral": neutral, "path": path}, features=features)
 
 
 def _completed(row: Row, names: list[str], neutral: Row, path: str) -> Row:

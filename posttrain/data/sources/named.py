@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import logging
 import math
 import os
@@ -23,7 +24,6 @@ from posttrain.data.sources.text_files import READERS, SourceError, read_text_fi
 
 logger = logging.getLogger(__name__)
 
-HASHED_AT_ONCE = 2**22
 LOADERS = {
     ".jsonl": "json",
     ".json": "json",
@@ -177,14 +177,12 @@ def _cache_files(dataset: AnyDataset) -> list[Path]:
 def _is_as_recorded(path: Path) -> bool:
     """Whether a file has the digest that was recorded when it was first read; the first time, it is recorded."""
     record = path.with_name(f"{path.name}.xxh3")
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while part := file.read(HASHED_AT_ONCE):
-            digest.update(part)
+        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     if record.exists():
-        return record.read_text(encoding="ascii") == digest.hexdigest()
+        return record.read_text(encoding="ascii") == digest
     unfinished = record.with_name(f"{record.name}.{os.getpid()}")
-    unfinished.write_text(digest.hexdigest(), encoding="ascii")
+    unfinished.write_text(digest, encoding="ascii")
     os.replace(unfinished, record)
     return True
 

@@ -159,13 +159,10 @@ def _json_rows(name: str) -> Iterator[Row | Fault]:
             yield value
 
 
-def _json_value(text: str | bytes) -> Any:
+def _json_value(text: str) -> Any:
     """The value of a JSON text; a ValueError that says why where it is none, or one that nobody can mean."""
-    if (
-        max(text.count(b"[" if isinstance(text, bytes) else "["), text.count(b"{" if isinstance(text, bytes) else "{"))
-        > DEEPEST
-    ):
-        _refuse_depth(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+    if max(text.count("["), text.count("{")) > DEEPEST:
+        _refuse_depth(text)
     try:
         return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
     except RecursionError as error:
@@ -213,7 +210,7 @@ def _rows_of_document(name: str) -> list[Row | Fault] | None:
     with _opened(name) as content:
         text = content.read()
     try:
-        value = _json_value(text)
+        value = _json_value(text.decode(json.detect_encoding(text), "surrogatepass"))
     except ValueError as error:
         return None if _is_json_lines(name) else _faults_of_document(name, error)
     if isinstance(value, dict):
@@ -280,7 +277,9 @@ def _csv_rows(name: str) -> Iterator[Row | Fault]:
             if header is None:
                 header = values
                 if repeated := [column for column in dict.fromkeys(header) if header.count(column) > 1]:
-                    yield Fault(name, reader.line_num, _repeated(repeated[0], header))
+                    places = [str(place) for place, column in enumerate(header, 1) if column == repeated[0]]
+                    reason = f"names the column {repeated[0]!r} {len(places)} times (fields {', '.join(places)})"
+                    yield Fault(name, reader.line_num, f"{reason}; give each a name of its own")
                     break
             elif values and len(values) != len(header):
                 yield Fault(name, reader.line_num, f"has {len(values)} fields, the header has {len(header)}")
@@ -297,11 +296,6 @@ def _delimiter(name: str) -> str:
         return "\t"
     header = next((line for _, line in _decoded_lines(name) if isinstance(line, str) and line.strip()), "")
     return next((sign for sign in ",;\t" if sign in header), ",")
-
-
-def _repeated(column: str, header: list[str]) -> str:
-    places = [str(place) for place, name in enumerate(header, 1) if name == column]
-    return f"names the column {column!r} {len(places)} times (fields {', '.join(places)}); give each a name of its own"
 
 
 def _typed(column: str, value: str) -> Any:

@@ -118,6 +118,9 @@ class _HashSink(io.RawIOBase):
     def __init__(self) -> None:
         self.digest = xxhash.xxh3_128()
 
+    def writable(self) -> bool:
+        return True
+
     def write(self, data: Any) -> int:
         self.digest.update(data)
         return len(data)

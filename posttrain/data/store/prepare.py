@@ -156,7 +156,9 @@ class PreparedDataset:
         if mode == DROP:
             self.report.drop(TOO_LONG, int(too_long.sum()))
         if self.detection.format.trains_tokens:
-            untrained = self._untrained_units() & good
+            # Pairs need a trained token on both sides; a packed row needs one somewhere.
+            empty = store.trained_within(self._sample_starts, self._sample_stops) == 0
+            untrained = good & (self._any_sample(empty) if len(self.roles) > 1 else ~self._any_sample(~empty))
             self.report.drop(UNTRAINED, int(untrained.sum()))
             good &= ~untrained
         return np.flatnonzero(good)
@@ -184,11 +186,6 @@ class PreparedDataset:
         self.report.warnings += [f"column {p.column!r} {p.reason}" for p in log.problems if p.row < 0]
         for kind, rows in Counter(log.kind_of_row.values()).items():
             self.report.drop(f"bad ({kind})", rows)
-
-    def _untrained_units(self) -> np.ndarray:
-        """Pairs need a trained token on both sides; a packed row needs one somewhere."""
-        empty = self.store.trained_within(self._sample_starts, self._sample_stops) == 0
-        return self._any_sample(empty) if len(self.roles) > 1 else ~self._any_sample(~empty)
 
     def _any_sample(self, flags: np.ndarray) -> np.ndarray:
         """(samples,) flags -> (units,) whether any sample of the unit has it."""

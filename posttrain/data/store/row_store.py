@@ -72,7 +72,10 @@ class RowStore:
     def read(self, key: bytes) -> np.ndarray:
         path, start, size = self._index[key]
         if path not in self._maps:
-            self._maps[path] = _values_of(path)
+            with open(path, "rb") as file:
+                _, rows, values = HEADER.unpack(file.read(HEADER.size))
+            offset = HEADER.size + (KEY_BYTES + 4) * rows
+            self._maps[path] = np.memmap(path, dtype="<f4", mode="r", offset=offset, shape=(values,))
         return self._maps[path][start : start + size]
 
     def add(self, rows: Iterable[tuple[bytes, np.ndarray]]) -> None:
@@ -102,7 +105,8 @@ class RowStore:
         reason = _damage(content)
         if reason is not None:
             logger.warning(f"{path} is damaged ({reason}): it is put aside, and its rows will be computed again.")
-            _put_aside(path)
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                path.rename(path.with_suffix(".damaged"))
             return
         _, rows, _ = HEADER.unpack_from(content)
         keys_end = HEADER.size + KEY_BYTES * rows
@@ -122,17 +126,6 @@ def _damage(content: bytes) -> str | None:
     if xxhash.xxh3_128_digest(memoryview(content)[:-KEY_BYTES]) != content[-KEY_BYTES:]:
         return "its checksum does not hold"
     return None
-
-
-def _values_of(path: Path) -> np.ndarray:
-    with open(path, "rb") as file:
-        _, rows, values = HEADER.unpack(file.read(HEADER.size))
-    return np.memmap(path, dtype="<f4", mode="r", offset=HEADER.size + (KEY_BYTES + 4) * rows, shape=(values,))
-
-
-def _put_aside(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another process was faster
-        path.rename(path.with_suffix(".damaged"))
 
 
 def _write_durably(path: Path, content: bytes) -> None:

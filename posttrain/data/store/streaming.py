@@ -97,7 +97,9 @@ class PreparedStream(torch.utils.data.IterableDataset):
                 if isinstance(unit, list):
                     self._refuse(row, unit)
                 elif unit:
-                    self._count(unit)
+                    self.report.kept += 1
+                    self.report.tokens += sum(map(len, unit))
+                    self.report.trained_tokens += sum(sample.num_trained for sample in unit)
                     yield batch[row - first], unit
             self.report.control_token_rows = examiner.tally.control_token_rows
             self.report.notes = dict(examiner.tally.notes)
@@ -135,11 +137,6 @@ class PreparedStream(torch.utils.data.IterableDataset):
             self.report.drop(UNTRAINED)
             return ()
         return unit
-
-    def _count(self, unit: Unit) -> None:
-        self.report.kept += 1
-        self.report.tokens += sum(map(len, unit))
-        self.report.trained_tokens += sum(sample.num_trained for sample in unit)
 
     def _packed(self, units: Iterator[Unit]) -> Iterator[Unit]:
         """Blocks made of a thousand units at a time, as a stream has no end to look at."""

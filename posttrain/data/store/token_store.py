@@ -8,6 +8,7 @@ one that does not agree with it, is damaged and is built again.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import mmap
 import os
@@ -151,11 +152,8 @@ def _seal(manifest: dict[str, Any]) -> str:
 
 
 def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 class TokenStore:
