@@ -21,15 +21,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from posttrain.core.batch import PADDED, RAGGED, TokenBatch
-from posttrain.models.attention.ragged import RAGGED_ATTENTION
+from posttrain.models.attention.ragged import RAGGED_ATTENTION, segment_kwargs
 from posttrain.models.layers.checkpointing import KEPT
-from posttrain.models.scoring.token_scores import CHUNK_BYTES, forward_kwargs
+from posttrain.models.scoring.token_scores import CHUNK_BYTES
 
 NONE, SELECTIVE, FULL = "none", "selective", "full"
-HEAD_ROOM = (
-    0.9  # share of the free memory that may be claimed: the allocator's gaps and the kernels' workspaces need the rest
-)
+HEAD_ROOM = 0.9  # share of free memory that may be claimed: the allocator's gaps and kernels' workspaces need the rest
 PROBE_TOKENS = (128, 256)
 ENOUGH_TOKENS = 16384  # of one pass: more make a GPU no faster
 CHUNKS_IN_THE_HEAD = 2  # a chunk of logits and its gradient
@@ -132,25 +129,11 @@ def _kept_by(body: nn.Module, config: Any, tokens: int) -> tuple[int, int]:
 
 def _probe_inputs(config: Any, tokens: int, device: torch.device) -> dict[str, Any]:
     """One row of `tokens` tokens, in the layout that the model runs, as keyword arguments."""
-    is_ragged = config._attn_implementation == RAGGED_ATTENTION
-    places, size = torch.arange(tokens), torch.tensor([tokens])
-    batch = TokenBatch(
-        layout=RAGGED if is_ragged else PADDED,
-        input_ids=(places % config.get_text_config().vocab_size)[None],
-        position_ids=places[None],
-        positions=places,
-        targets=places,
-        counts=size,
-        lengths=size,
-        ends=size - 1,
-        num_units=1,
-        roles=("text",),
-        rows=(0,),
-        cu_segments=torch.tensor([0, tokens], dtype=torch.int32) if is_ragged else None,
-        longest=tokens,
-        attention_mask=None if is_ragged else torch.ones_like(places)[None],
-    )
-    return forward_kwargs(batch.to(device))
+    places = torch.arange(tokens, device=device)[None]
+    inputs = {"input_ids": places % config.get_text_config().vocab_size, "position_ids": places}
+    if config._attn_implementation != RAGGED_ATTENTION:
+        return inputs | {"attention_mask": torch.ones_like(places)}
+    return inputs | segment_kwargs(torch.tensor([0, tokens], dtype=torch.int32, device=device), tokens)
 
 
 # ---- what does not grow with the tokens ---------------------------------------------------------------------------------
@@ -322,31 +305,21 @@ def memory_plan(
         "logits": tokens * logit_bytes if keep_logits else 0.0,
     }
     is_split = tokens < batch.largest
+    passes = f", run in passes of up to {tokens}," if is_split else ""
+    needed = ", ".join(f"{name} {_gib(size)}" for name, size in terms.items() if size >= 2**20)
     sentence = (
         f"Activations are {IN_WORDS[level, offload]}{', and the moments have 8 bits' if eight_bit else ''}: "
-        f"{_passes_in_words(batch, tokens)} would keep {_gib(tokens * activations.of(NONE, False))} "
+        f"micro-batches of up to {batch.largest} tokens{passes} would keep {_gib(tokens * activations.of(NONE, False))} "
         f"({activations.of(NONE, False) / 2**10:.0f} KiB a token, "
-        f"{'measured' if activations.is_measured else 'estimated'}). {_needs_in_words(terms, room, free)}"
+        f"{'measured' if activations.is_measured else 'estimated'}). "
+        f"Needed now: {needed}; {_gib(room)} of {_gib(free)} free may be used. "
+        f"The largest term is {max(terms, key=terms.get)}."
     )
     missing = sum(terms.values()) - room
     if missing > 0:
         sentence += f" That is {_gib(missing)} too much: lower `per_device_train_batch_size` or `max_length` if memory runs out."
     sentence += f" {', '.join(f'`{name}`' for name in DECIDING[:-1])} and `{DECIDING[-1]}` decide otherwise."
     return MemoryPlan(level, offload, eight_bit, sentence, tokens if is_split else wishes.tokens_per_pass, keep_logits)
-
-
-def _passes_in_words(batch: BatchTokens, tokens: int) -> str:
-    if tokens < batch.largest:
-        return f"micro-batches of up to {batch.largest} tokens, run in passes of up to {tokens},"
-    return f"micro-batches of up to {batch.largest} tokens"
-
-
-def _needs_in_words(terms: dict[str, float], room: float, free: float) -> str:
-    said = ", ".join(f"{name} {_gib(size)}" for name, size in terms.items() if size >= 2**20)
-    return (
-        f"Needed now: {said}; {_gib(room)} of {_gib(free)} free may be used. "
-        f"The largest term is {max(terms, key=terms.get)}."
-    )
 
 
 def _gib(size: float) -> str:

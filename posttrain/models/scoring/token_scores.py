@@ -216,7 +216,7 @@ def forward_kwargs(batch: TokenBatch) -> dict[str, Any]:
     kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
     if batch.layout == PADDED:
         return kwargs | {"attention_mask": batch.attention_mask}
-    return kwargs | segment_kwargs(batch)
+    return kwargs | segment_kwargs(batch.cu_segments, batch.longest, batch.prefixes)
 
 
 def install_scores(model: nn.Module) -> None:
