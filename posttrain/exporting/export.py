@@ -18,7 +18,7 @@ import xxhash
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig
 
 from posttrain.exporting.gguf_file import GGUF_TYPES, check_gguf, described, family_of, the_package, write_gguf
 from posttrain.exporting.verification import BOUNDS, ExportRefused, Recorded, Verified, check_answers, record, verify
@@ -27,11 +27,8 @@ from posttrain.models.load.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, S
 from posttrain.models.load.weight_export import exported_weights, untied_weights
 
 SHARD_BYTES = 5 * 10**9
-SINGLE, SHARD, INDEX = (
-    "model.safetensors",
-    "model-{number:05d}-of-{count:05d}.safetensors",
-    "model.safetensors.index.json",
-)
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = "model-{number:05d}-of-{count:05d}.safetensors"
 
 
 def write_weights(
@@ -42,15 +39,20 @@ def write_weights(
     shard: dict[str, Tensor] = {}
     parts: list[list[str]] = []
     size = total = 0
+
+    def write_part(tensors: dict[str, Tensor]) -> list[str]:
+        save_file(tensors, folder / f"part-{len(parts)}.safetensors", metadata={"format": "pt"})
+        return list(tensors)
+
     for name, tensor in weights:
         tensor = tensor.detach().cpu().contiguous().clone()
         if shard and size + tensor.nbytes > shard_bytes:
-            parts.append(_written(folder, shard, len(parts)))
+            parts.append(write_part(shard))
             shard, size = {}, 0
         shard[name], sums[name] = tensor, checksum(tensor)
         size, total = size + tensor.nbytes, total + tensor.nbytes
-    parts.append(_written(folder, shard, len(parts)))
-    _named(folder, parts, total)
+    parts.append(write_part(shard))
+    _name_shards(folder, parts, total)
     return sums
 
 
@@ -74,12 +76,7 @@ def checksum(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy())}"
 
 
-def _written(folder: Path, shard: dict[str, Tensor], number: int) -> list[str]:
-    save_file(shard, folder / f"part-{number}.safetensors", metadata={"format": "pt"})
-    return list(shard)
-
-
-def _named(folder: Path, parts: list[list[str]], total: int) -> None:
+def _name_shards(folder: Path, parts: list[list[str]], total: int) -> None:
     """How many shards there are is known at the end, and is a part of their names."""
     if len(parts) == 1:
         (folder / "part-0.safetensors").rename(folder / SINGLE)
@@ -137,7 +134,9 @@ def export(wanted: Export) -> Exported:
         gc.collect()
         check_files()
         verified = _verified(wanted, recorded, staged, written_as)
-        _publish(staged, wanted.output)
+        if wanted.output.exists():
+            wanted.output.rmdir()  # empty: looked at before
+        staged.rename(wanted.output)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     name = GGUF_NAME.format(kind=written_as) if wanted.to == GGUF else ""
@@ -216,12 +215,8 @@ WRITERS: dict[str, Callable[[Export, nn.Module, Path, str], Callable[[], None]]]
 
 
 def _check_folder(wanted: Export, folder: Path, sums: dict[str, str]) -> None:
-    check_weights(folder, sums)
-    _check_tokenizer(wanted, folder)
-
-
-def _check_tokenizer(wanted: Export, folder: Path) -> None:
     """Loaders choose a tokenizer's class by the files around it: what is loaded from the export must cut text as in training."""
+    check_weights(folder, sums)
     trained, fresh = (one.tokenizer(wanted.trust_remote_code) for one in (wanted.saved, SavedModel(str(folder))))
     for text in TEXTS:
         if trained(text)["input_ids"] != fresh(text)["input_ids"]:
@@ -247,15 +242,11 @@ def _write_companions(wanted: Export, innermost: nn.Module | None, folder: Path)
         generation.eos_token_id = [tokenizer.eos_token_id, *ends]
     if generation.pad_token_id is None:
         generation.pad_token_id = tokenizer.pad_token_id
-    _save_generation(generation, folder)
-
-
-def _save_generation(generation: GenerationConfig, folder: Path) -> None:
     try:
         generation.save_pretrained(folder)
     except (
         ValueError
-    ):  # a temperature and no sampling, as many models come: transformers reads that and refuses to write it
+    ):  # a temperature without sampling, as many models come: transformers reads it and refuses to write it
         generation.do_sample = True
         generation.save_pretrained(folder)
 
@@ -285,12 +276,6 @@ def _check_llama_cpp_tokens(wanted: Export, path: Path) -> None:
     for text, found in zip(TEXTS, llama_cpp_tokens(path, TEXTS)):
         if found != tokenizer(text, add_special_tokens=False)["input_ids"]:
             raise ExportRefused(f"llama.cpp cuts {text!r} into other tokens than the run's tokenizer does.")
-
-
-def _publish(staged: Path, output: Path) -> None:
-    if output.exists():
-        output.rmdir()  # empty: looked at before
-    staged.rename(output)
 
 
 # ---- what llama.cpp itself says about a GGUF file ------------------------------------------------------------------------

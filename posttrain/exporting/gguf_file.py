@@ -34,11 +34,9 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _llama(name: str, weight: np.ndarray, config: Any) -> np.ndarray:
-    if name.endswith("q_proj.weight"):
-        return interleaved(weight, config.num_attention_heads)
-    if name.endswith("k_proj.weight"):
-        return interleaved(weight, config.num_key_value_heads)
-    return weight
+    heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
+    part = ".".join(name.split(".")[-2:])
+    return interleaved(weight, heads[part]) if part in heads else weight
 
 
 def _as_it_is(name: str, weight: np.ndarray, config: Any) -> np.ndarray:
@@ -113,9 +111,8 @@ def family_of(config: Any) -> Family:
             f"This model scales its rotary positions ({rope['rope_type']!r}), which needs tensors that are not written here. "
             "Export it as merged, and convert that with llama.cpp's convert_hf_to_gguf.py."
         )
-    if family.architecture == "llama" and (
-        getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-    ):
+    has_bias = any(getattr(config, name, False) for name in ("attention_bias", "mlp_bias"))
+    if family.architecture == "llama" and has_bias:
         raise ValueError("Llama models with biases are not written as GGUF. Export it as merged.")
     return family
 
@@ -162,9 +159,6 @@ def _checksum(data: np.ndarray) -> str:
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(data).view(np.uint8).tobytes())
 
 
-# ---- the tokenizer: byte-level BPE as metadata ---------------------------------------------------------------------------
-
-
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
 """Types of tokens in a GGUF file."""
 
@@ -192,7 +186,8 @@ def write_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
         number = getattr(tokenizer, f"{kind}_token_id", None)
         if number is not None:
             getattr(writer, f"add_{kind}_token_id")(number)
-    writer.add_add_bos_token(_adds_bos(tokenizer))
+    starts = tokenizer("a")["input_ids"][:1]
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and starts == [tokenizer.bos_token_id])
     writer.add_add_space_prefix(False)
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
@@ -224,18 +219,7 @@ def pre_tokenizer_name(description: dict[str, Any]) -> str:
 def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[int]]:
     known = {number: token for token, number in tokenizer.get_vocab().items()}
     added = tokenizer.added_tokens_decoder
-    tokens, types = [], []
-    for number in range(rows):
-        token = known.get(number)
-        if token is None:
-            tokens.append(f"[PAD{number}]")
-            types.append(UNUSED)
-            continue
-        tokens.append(token)
-        types.append(NORMAL if number not in added else CONTROL if added[number].special else USER_DEFINED)
-    return tokens, types
-
-
-def _adds_bos(tokenizer: Any) -> bool:
-    ids = tokenizer("a")["input_ids"]
-    return tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]
+    kinds = dict.fromkeys(known, NORMAL)
+    kinds |= {number: CONTROL if token.special else USER_DEFINED for number, token in added.items()}
+    tokens = [known.get(number, f"[PAD{number}]") for number in range(rows)]
+    return tokens, [kinds[number] if number in known else UNUSED for number in range(rows)]

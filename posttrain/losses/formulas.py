@@ -11,8 +11,6 @@ from typing import Any
 
 from posttrain.losses.policy import CISPO_CAP, POLICY_LOSSES, chosen_level, clip_range
 
-# ---- the table -------------------------------------------------------------------------------------------------------------
-
 SUPERVISED_FORMULAS = {
     "nll": "-log(p)",
     "label_smoothed_nll": "-(1 - {label_smoothing_factor}) * log(p) - {label_smoothing_factor} * mean_v(log(p_v))",
@@ -91,9 +89,6 @@ ADVANTAGE_FORMULAS = {
     "rloo": "r - mean of the other {others} of the group",
 }
 """Value of `scale_rewards` (or the name of another rule) -> the advantage A."""
-
-
-# ---- with numbers ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

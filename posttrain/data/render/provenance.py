@@ -157,11 +157,11 @@ class Provenance:
     def _start_of_first_message(self, chat: Conversation, marked: MarkedRender, first: int) -> int | None:
         """Where an assistant message begins that no message precedes: where it would begin after a user's message."""
         asked = _part(chat, [PROBE_USER, *chat.messages])
-        plain = self._try_render(asked.messages, asked, False)
         question = self._try_render([PROBE_USER], asked, False)
-        places = self._try_mark(asked, plain, frozenset(number + 1 for number in marked.said_by))
+        places = self._try_mark(asked, frozenset(number + 1 for number in marked.said_by))
         if question is None or places is None or not places.places_of(0) or not places.places_of(1):
             return None
+        plain = places.text
         end_of_question, own = places.places_of(0)[-1].end, places.places_of(1)[0].start
         start = self.turn_start(asked, places, 1)
         closing = self._common(plain[end_of_question:], question.rpartition(PROBE_USER["content"])[2])
@@ -180,11 +180,10 @@ class Provenance:
         key = (tuple(shape[last.piece.message :]), *_template_state(chat))
         if key in self._prompt_tails:
             yield self._prompt_tails[key]
-        plain = self._try_render(chat.messages[:turn], chat, True)
         said_by = frozenset(number for number in marked.said_by if number < turn)
-        prompt = self._try_mark(_part(chat, chat.messages[:turn]), plain, said_by, add_generation_prompt=True)
+        prompt = self._try_mark(_part(chat, chat.messages[:turn]), said_by, add_generation_prompt=True)
         if prompt is not None and prompt.places:
-            self._prompt_tails[key] = tail = plain[max(place.end for place in prompt.places) :]
+            self._prompt_tails[key] = tail = prompt.text[max(place.end for place in prompt.places) :]
             yield tail
 
     def _header(self, chat: Conversation) -> str:
@@ -224,11 +223,10 @@ class Provenance:
         messages = [*chat.messages]
         messages[turn] = messages[turn] | {"content": PROBE_USER["content"]}
         filled = _part(chat, messages)
-        plain = self._try_render(messages, filled, False)
-        places = self._try_mark(filled, plain, marked.said_by)
+        places = self._try_mark(filled, marked.said_by)
         if places is None or not places.places_of(turn):
             return chat, start
-        before = plain[self.turn_start(filled, places, turn) : places.places_of(turn)[0].start]
+        before = places.text[self.turn_start(filled, places, turn) : places.places_of(turn)[0].start]
         return (filled, start + len(before)) if marked.text.startswith(before, start) else (chat, start)
 
     def _closer(self, chat: Conversation, turn: int) -> Closer:
@@ -248,8 +246,7 @@ class Provenance:
     def _rest_after(self, chat: Conversation, messages: list[dict[str, Any]], turn: int) -> str | None:
         """The text after the last piece of `turn` up to the next piece, when the chat consists of `messages`."""
         part = _part(chat, messages)
-        plain = self._try_render(messages, chat, False)
-        marked = self._try_mark(part, plain, frozenset([turn]))
+        marked = self._try_mark(part, frozenset([turn]))
         if marked is None:
             return None
         ends = [place.end for place in marked.places_of(turn)]
@@ -258,7 +255,7 @@ class Provenance:
         except RenderError:  # the probe says nothing; the caller goes by the other one
             return None
         others = [place.start for place in marked.places if place.start >= last and place.piece.message != turn]
-        return plain[last : min(others, default=None)]
+        return marked.text[last : min(others, default=None)]
 
     def _closed_at(self, closer: Closer, rest: str) -> int | None:
         if not closer.is_first_token:
@@ -281,9 +278,10 @@ class Provenance:
             return None
 
     def _try_mark(
-        self, chat: Conversation, plain: str | None, said_by: frozenset[int], add_generation_prompt: bool = False
+        self, chat: Conversation, said_by: frozenset[int], add_generation_prompt: bool = False
     ) -> MarkedRender | None:
-        """`mark` for a render that only informs: None where there is none."""
+        """The places of all pieces in a render that only informs: None where there is none."""
+        plain = self._try_render(chat.messages, chat, add_generation_prompt)
         try:
             return None if plain is None else self.mark(chat, plain, said_by, add_generation_prompt)
         except RenderError:

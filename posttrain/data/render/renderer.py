@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -135,24 +135,17 @@ class Renderer:
         """
         if train not in TRAIN_MODES:
             raise ValueError(f"train={train!r} is none of {', '.join(map(repr, TRAIN_MODES))}.")
-        prepared: list[Rendered | RenderError] = []
-        for chat in chats:
-            try:
-                rendered = TRAIN_MODES[train](self, chat)
-                prepared.append(self._without_untrained(rendered, chat) if chat.untrained else rendered)
-            except RenderError as error:
-                prepared.append(error)
-        return self._encode(prepared)
+
+        def render(chat: Conversation) -> Rendered:
+            rendered = TRAIN_MODES[train](self, chat)
+            return self._without_untrained(rendered, chat) if chat.untrained else rendered
+
+        return self._encode(chats, render)
 
     def encode_prompts(self, chats: list[Conversation]) -> list[np.ndarray | RenderError]:
         """Ids of the prompts with the generation prompt, or, after an assistant message, ready to continue that message."""
-        prepared: list[Rendered | RenderError] = []
-        for chat in chats:
-            try:
-                prepared.append(self._rendered_prompt(chat))
-            except RenderError as error:
-                prepared.append(error)
-        return [item.input_ids if isinstance(item, Sample) else item for item in self._encode(prepared)]
+        samples = self._encode(chats, self._rendered_prompt)
+        return [item.input_ids if isinstance(item, Sample) else item for item in samples]
 
     def parse(self, ids: Any) -> dict[str, Any]:
         """Token ids of an assistant turn -> message with content and, where the turn holds them, reasoning and tool calls.
@@ -345,12 +338,19 @@ class Renderer:
 
     # -------------------------------------------------------------------------------------------- inside: encoding
 
-    def _encode(self, prepared: Sequence[Rendered | RenderError]) -> list[Sample | RenderError]:
-        results: list[Sample | RenderError] = list(prepared)
-        numbers = [number for number, item in enumerate(prepared) if isinstance(item, Rendered)]
+    def _encode(
+        self, chats: list[Conversation], render: Callable[[Conversation], Rendered]
+    ) -> list[Sample | RenderError]:
+        results: list[Any] = []
+        for chat in chats:
+            try:
+                results.append(render(chat))
+            except RenderError as error:
+                results.append(error)
+        numbers = [number for number, item in enumerate(results) if isinstance(item, Rendered)]
         for begin in range(0, len(numbers), BATCH):
             chunk = numbers[begin : begin + BATCH]
-            for number, sample in zip(chunk, self._encode_chunk([prepared[number] for number in chunk])):
+            for number, sample in zip(chunk, self._encode_chunk([results[number] for number in chunk])):
                 results[number] = sample
         return results
 

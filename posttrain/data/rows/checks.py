@@ -116,9 +116,6 @@ def without_nones(value: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------------------------------------------------- plain text
-
-
 def check_text(value: Any, column: str, found: list[Finding], *, may_be_blank: bool = False) -> bool:
     """Whether `value` is text that can be tokenised; what is wrong otherwise goes to `found`."""
     if value is None:
@@ -149,9 +146,6 @@ def check_characters(text: str, column: str, found: list[Finding]) -> bool:
         found.append(Finding("surrogate", column, reason))
         return False
     return True
-
-
-# ------------------------------------------------------------------------------------------------------------- numbers
 
 
 def read_number(value: Any, column: str, found: list[Finding]) -> float:

@@ -169,9 +169,6 @@ def tokenised_scored_preference(rows: list[Row], renderer: Renderer, options: Pr
     return [_pair(row, c, r, must_train=False) for row, c, r in zip(rows, *sides)]
 
 
-# ------------------------------------------------------------------------------------------------------------ the parts
-
-
 def _trained_part(options: PrepareOptions) -> str:
     if options.completion_only_loss is False:
         return ASSISTANT if options.assistant_only_loss else EVERYTHING

@@ -81,9 +81,6 @@ def parsed_messages(row: Row) -> Row:
     return {**row, **parsed} if parsed else row
 
 
-# ------------------------------------------------------------------------------------------------------------- ShareGPT
-
-
 def from_value_messages(value: Any) -> Any:
     """[{"from": "human", "value": "..."}] -> [{"role": "user", "content": "..."}]; anything else unchanged."""
     if isinstance(value, Mapping) and "from" in value:
@@ -142,9 +139,6 @@ def _read_sharegpt_preference(row: Row, found: list[Finding], chat: bool) -> Row
     return {**row, "prompt": _conversation(row), **answers}
 
 
-# ---------------------------------------------------------------------------------------------------- Alpaca and OpenAI
-
-
 def _first_of(row: Row, *columns: str) -> Any:
     return next((row[column] for column in columns if row.get(column) is not None), None)
 
@@ -186,9 +180,6 @@ def _read_openai_preference(row: Row, found: list[Finding], chat: bool) -> Row:
         "chosen": row.get("preferred_output"),
         "rejected": row.get("non_preferred_output"),
     }
-
-
-# --------------------------------------------------------------------------------------------------------------- table
 
 
 @dataclass(frozen=True)

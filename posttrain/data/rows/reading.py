@@ -65,9 +65,6 @@ class Reading:
         self.found.append(Finding(kind, column, reason))
 
 
-# -------------------------------------------------------------------------------------------------- reading, per format
-
-
 def language_modelling(row: Row, reading: Reading) -> Row:
     if not reading.conversational:
         return {"text": reading.text_or_messages(row, reading.text_field)}

@@ -72,9 +72,6 @@ MIXERS: dict[str, Callable[[list[AnyDataset], list[float], int], AnyDataset]] = 
 }
 
 
-# ---- columns of all parts ------------------------------------------------------------------------------------------------
-
-
 Parts = list[datasets.Dataset] | list[datasets.IterableDataset]
 LOOKED_AT = 1000
 """Rows of a stream that tell its columns; as many as are checked before training begins."""
@@ -158,9 +155,6 @@ def _refuse_other_kinds(column: str, kinds: list[str], paths: list[str]) -> None
             )
 
 
-# ------------------------------------------------------------------------------------------------------------- in memory
-
-
 def _with_neutral_values(part: datasets.Dataset, neutral: Row) -> datasets.Dataset:
     for name, value in neutral.items():
         if name not in part.column_names:
@@ -180,9 +174,6 @@ def _in_one_type(parts: list[datasets.Dataset], name: str) -> list[datasets.Data
     else:
         joined = datasets.Value("string") if TEXT in kinds else datasets.Json()
     return [part.cast_column(name, joined) if name in part.column_names else part for part in parts]
-
-
-# --------------------------------------------------------------------------------------------------------------- streams
 
 
 def _completed(row: Row, names: list[str], neutral: Row, path: str) -> Row:

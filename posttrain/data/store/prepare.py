@@ -134,8 +134,6 @@ class PreparedDataset:
         decided_by = [store.folder.name, self.max_length, options.truncation_mode, options.shuffle_seed, len(self)]
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(decided_by).encode())
 
-    # ------------------------------------------------------------------------------------------------ which units stay
-
     def _windows(self) -> tuple[np.ndarray, np.ndarray]:
         """The part of each stored sample that is kept."""
         lengths = self.store.lengths.astype(np.int64)
@@ -220,8 +218,6 @@ class PreparedDataset:
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         return np.repeat(firsts, sizes) + within
 
-    # ---------------------------------------------------------------------------------------------------------- reading
-
     def __len__(self) -> int:
         return len(self._units)
 
@@ -257,8 +253,6 @@ class PreparedDataset:
         """Tokens of each unit, all its samples together."""
         sizes = np.concatenate([[0], np.cumsum(self._sample_stops - self._sample_starts)])
         return sizes[self.store.unit_offsets[self._units + 1]] - sizes[self.store.unit_offsets[self._units]]
-
-    # ------------------------------------------------------------------------------- as single samples, for packing
 
     @property
     def num_samples(self) -> int:

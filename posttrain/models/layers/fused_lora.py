@@ -49,9 +49,6 @@ def lora_layers(model: nn.Module) -> int:
     return sum(isinstance(module, LoraLayer) for module in model.modules())
 
 
-# ---- one linear -------------------------------------------------------------------------------------------------------
-
-
 def _is_lora_linear(module: nn.Module) -> bool:
     from peft.tuners.lora.layer import Linear
 
@@ -135,9 +132,6 @@ def _linear_forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Te
     return shared.output_of(self, linear, x)
 
 
-# ---- linears on one input ---------------------------------------------------------------------------------------------
-
-
 class SharedInput:
     """Siblings such as q, k and v. The first that is given a tensor computes for all; each of the others collects its part.
 
@@ -185,9 +179,6 @@ def _introduce_siblings(parent: nn.Module) -> None:
             shared = SharedInput(fused)
             for module in fused:
                 module._shared_input = shared
-
-
-# ---- the gated MLP ----------------------------------------------------------------------------------------------------
 
 
 def _is_gated_mlp(module: nn.Module, known: dict[Any, bool]) -> bool:

@@ -38,8 +38,6 @@ class AdaptedLinear(NamedTuple):
         return 0 if self.down is None else self.down.shape[0]
 
 
-# ---- the product, one operation for selective checkpointing and for torch.compile -------------------------------------
-
 _library = torch.library.Library("posttrain", "DEF")
 _library.define("lora_product(Tensor x, Tensor weight, Tensor? bias, Tensor low, Tensor up) -> Tensor")
 
@@ -52,9 +50,6 @@ def _lora_product(x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, u
 
 _library.impl("lora_product", _lora_product, "CompositeExplicitAutograd")
 LORA_PRODUCT = torch.ops.posttrain.lora_product.default
-
-
-# ---- several linears on one input -------------------------------------------------------------------------------------
 
 
 def _stacked(matrices: list[Tensor]) -> Tensor:
@@ -172,9 +167,6 @@ class _LinearsOfOneInput(torch.autograd.Function):
         dx = _input_gradient(gradients, linears, slopes).view(ctx.shape) if ctx.needs_input_grad[0] else None
         x = None if x is None else _rows(x)
         return dx, None, *_adapter_gradients(x, gradients, lows, slopes, ctx.needs_input_grad[2:])
-
-
-# ---- the gated MLP ----------------------------------------------------------------------------------------------------
 
 
 def gated_mlp(x: Tensor, activation: Activation, gate: AdaptedLinear, up: AdaptedLinear, down: AdaptedLinear) -> Tensor:

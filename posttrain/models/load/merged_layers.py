@@ -109,9 +109,6 @@ def _high(tensor: Tensor) -> Tensor:
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
-# ---- PEFT's kinds of modules ----------------------------------------------------------------------------------------
-
-
 def _of_saved_module(wrapper: Any, prefix: str) -> Iterator[tuple[str, Source]]:
     active = _active(wrapper, wrapper.modules_to_save)
     return sources_of(wrapper.modules_to_save[active[0]] if active else wrapper.original_module, prefix)

@@ -110,9 +110,6 @@ def _adapter_state(model: nn.Module, adapter: str) -> dict[str, Tensor]:
     return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
 
 
-# ---- which tensors ----------------------------------------------------------------------------------------------------
-
-
 def _peft_model(model: nn.Module) -> nn.Module:
     for _ in range(3):  # DDP around torch.compile, say
         if is_peft_model(model):
@@ -147,9 +144,6 @@ def _cast(tensor: Tensor, source: Source, dtype: torch.dtype | None) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor.to(source.dtype if dtype is None else dtype)
-
-
-# ---- under which names ------------------------------------------------------------------------------------------------
 
 
 def _converted(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:

@@ -69,9 +69,6 @@ def slopes_of_rows(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tens
     return implementation(logits, targets, log_z, factors, scale)
 
 
-# ---- torch -----------------------------------------------------------------------------------------------------------------
-
-
 def _torch_rows(
     logits: Tensor, targets: Tensor, rows: Rows, part: slice, scale: float, smoothing: float, slopes: bool
 ) -> Tensor | None:
@@ -113,9 +110,6 @@ def _torch_slopes(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tenso
     slope = exact.sub_(log_z[:, None]).exp_() if exact is not logits else exact.sub(log_z[:, None]).exp_()
     slope.scatter_add_(-1, targets[:, None], torch.full_like(targets[:, None], -1, dtype=slope.dtype))
     return slope.mul_((factors * scale)[:, None]).to(logits.dtype)
-
-
-# ---- Triton ----------------------------------------------------------------------------------------------------------------
 
 
 def _triton_rows(
