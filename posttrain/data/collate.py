@@ -77,7 +77,7 @@ def collate(
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
     plan = _plan(layout, units, lengths, pad_to_multiple_of)
 
-    # All samples end to end, prefixes repeated: what is said of token number n of that row comes from the Samples as they are.
+    # All samples end to end, prefixes repeated: what belongs to token number n of that row comes from the Samples as they are.
     starts = np.cumsum(lengths) - lengths
     tokens = np.concatenate([sample.input_ids for sample in samples])
     places = plan.places()
@@ -194,7 +194,7 @@ def _shared(units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) ->
 
 
 def shared_prefix(unit: Unit) -> int:
-    """Tokens with which all samples of a unit begin, none of them trained, and after which each of them goes on.
+    """Tokens with which all samples of a unit begin, none of them trained, and after which each of them continues.
 
     The last shared position may predict a trained token of each: it is computed once and asked several times. Samples with
     images share nothing, since the model matches images and tokens by their order.

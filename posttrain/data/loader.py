@@ -104,7 +104,7 @@ ORDERS: dict[str, Callable[[EpochBatches], np.ndarray]] = {
 
 
 class UnitLoader(DataLoader):
-    """torch's DataLoader over units, told about epochs. Batches are this process's own: nothing shards them again."""
+    """torch's DataLoader over units that passes epochs on. Batches are this process's own: nothing shards them again."""
 
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()

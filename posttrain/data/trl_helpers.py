@@ -65,7 +65,7 @@ def extract_prompt(example: Row) -> Row:
     chosen, rejected = example["chosen"], example["rejected"]
     if not chosen or not rejected or chosen == rejected:
         what = "are equal" if chosen == rejected else "must not be empty"
-        raise ValueError(f"'chosen' and 'rejected' {what}: no prompt can be told apart from the answers.")
+        raise ValueError(f"'chosen' and 'rejected' {what}: no prompt can be separated from the answers.")
     split = split_shared_turns if isinstance(chosen, list) else split_shared_text
     parts = split(chosen, rejected)
     if parts is None or not parts[0]:

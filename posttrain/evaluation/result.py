@@ -84,11 +84,11 @@ def estimates(columns: dict[str, np.ndarray], shares: set[str], binomial: bool, 
     (`binomial`) and where all prompts agree, of which a bootstrap would say that there is no doubt at all.
     """
     table = np.stack([*columns.values()], 1)
-    told = {name: values[~np.isnan(values)] for name, values in columns.items()}
-    varies = [name for name, values in told.items() if len(values) > 1]
+    known = {name: values[~np.isnan(values)] for name, values in columns.items()}
+    varies = [name for name, values in known.items() if len(values) > 1]
     intervals = dict(zip(columns, bootstrap(table, seed))) if varies else {}
     found = {}
-    for name, values in told.items():
+    for name, values in known.items():
         mean = float(values.mean()) if len(values) else math.nan
         if name in shares and len(values) and (binomial or np.ptp(values) == 0):
             found[name] = Estimate(mean, *wilson(mean, len(values)), WILSON)
@@ -190,8 +190,8 @@ class EvalResult:
         """Means of the single rewards, where there are several."""
         if len(self.reward_names) < 2:
             return {}
-        told = zip(self.reward_names, self.answers.rewards.T)
-        return {name: float(np.nanmean(values)) for name, values in told if not np.isnan(values).all()}
+        columns = zip(self.reward_names, self.answers.rewards.T)
+        return {name: float(np.nanmean(values)) for name, values in columns if not np.isnan(values).all()}
 
     def as_json(self) -> dict[str, Any]:
         spec = self.spec

@@ -47,7 +47,7 @@ class EvalSpec:
     seed: int = 0
     """Of the draws: answers are a function of weights, prompt, row, sample and seed, and of nothing else."""
     threshold: float | None = None
-    """An answer passes from this reward on. None: from 1 on, where all rewards are 0 or 1; else nothing is said about passing."""
+    """An answer passes from this reward on. None: from 1 on, where all rewards are 0 or 1; else no pass rate is reported."""
     reward_weights: Sequence[float] | None = None
     """One for each reward; the score is their weighted sum. None: 1 each."""
     subset: str | None = None

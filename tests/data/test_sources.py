@@ -163,7 +163,7 @@ def test_parquet_shards_of_other_schema(tmp_path):
     widths = write_shards(tmp_path / "widths", {"n": pa.array([1], pa.int32())}, {"n": pa.array([1], pa.int64())})
     assert len(load_source(str(widths))) == 2
     (tmp_path / "no.parquet").write_bytes(b"PAR1 this is not one")
-    with pytest.raises(SourceError, match="is no readable Parquet file"):
+    with pytest.raises(SourceError, match="is not a readable Parquet file"):
         load_source(str(tmp_path / "no.parquet"))
 
 

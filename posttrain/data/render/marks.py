@@ -1,4 +1,4 @@
-"""Marks: a conversation whose pieces can be told apart after a chat template has rendered it.
+"""Marks: a conversation whose pieces can be identified after a chat template has rendered it.
 
 Each piece of text that somebody said is wrapped in two characters of Unicode's private plane 16, a pair of its own. Taking
 the marks out of the marked render must give the plain render to the byte; then the place of every piece in the plain render

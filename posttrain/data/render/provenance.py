@@ -301,7 +301,7 @@ class Provenance:
 
 
 def _part(chat: Conversation, messages: list[dict[str, Any]]) -> Conversation:
-    """A conversation of `messages` that the template is told the same about as `chat`."""
+    """A conversation of `messages` with the tools and template arguments of `chat`."""
     return Conversation(messages, chat.tools, chat.template_kwargs)
 
 

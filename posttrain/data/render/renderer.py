@@ -269,7 +269,9 @@ class Renderer:
                 is_word = re.fullmatch(r"[\w\-]+", role) is not None
                 self._role_is_safe[role] = is_word and not any(role in text for text in self._control.texts)
             if not self._role_is_safe[role] and not self.allow_control_tokens_in_content:
-                raise RenderError(f"The role {role!r} of message {number} is no word, or a part of a control token.")
+                raise RenderError(
+                    f"The role {role!r} of message {number} is not a word, or is part of a control token."
+                )
 
     def _assistant(self, chat: Conversation) -> Rendered:
         turns = assistant_turns(chat)
@@ -391,7 +393,7 @@ class Renderer:
         """The encoding in which nothing but the template's control tokens are control tokens."""
         control, text = self._control, item.text
         owned = control.find(text) if item.owned_control_tokens is None else item.owned_control_tokens
-        # Texts that are no control tokens may be taken for some, as the tokenizer normalises them; aliases cannot.
+        # Texts that are not control tokens may be taken for some, as the tokenizer normalises them; aliases cannot.
         encoding = control.literal_backend.encode(control.with_aliases(text, owned), add_special_tokens=False)
         count, expected = control.count_ids(encoding.ids), self._expected_control_tokens(text, owned)
         if count != expected:

@@ -120,7 +120,7 @@ def probe_template(renderer: Renderer) -> list[str]:
         return [f"The chat template refuses a plain question and answer: {_refusal(renderer)}"]
     (sample,) = renderer.encode_chats([Conversation([USER, ANSWER])], train="assistant")
     if isinstance(sample, RenderError):
-        warnings.append(f"What the assistant says cannot be told apart: {sample.reason}")
+        warnings.append(f"The assistant's turns cannot be located: {sample.reason}")
     elif trained_stop_token(renderer) is None:
         warnings.append(
             "No end-of-turn token is trained: after what the assistant says the template writes "

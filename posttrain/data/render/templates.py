@@ -56,7 +56,7 @@ class FormatNeeds:
     """What a tokenizer and a model still need before a format works as it should."""
 
     stop_token: str  # generation must stop here: set it as EOS of the generation config
-    missing_tokens: tuple[str, ...]  # texts of the format that are no single token of this tokenizer yet
+    missing_tokens: tuple[str, ...]  # texts of the format that are not single tokens of this tokenizer yet
     notes: tuple[str, ...]  # the same in sentences
 
 
@@ -125,5 +125,5 @@ def adopt_chat_format(renderer: Renderer) -> str:
     name, why = detect_chat_format(renderer.tokenizer, renderer.model_type)
     needs = use_chat_format(renderer.tokenizer, name)
     notes = "".join(f" {note}" for note in needs.notes).rstrip(".")
-    told = f"the tokenizer has no chat template, so the built-in format {name} is used: {why} (another one: `chat_template_path`)"
-    return f"{told}.{notes}" if notes else told
+    note = f"the tokenizer has no chat template, so the built-in format {name} is used: {why} (another one: `chat_template_path`)"
+    return f"{note}.{notes}" if notes else note

@@ -20,7 +20,7 @@ from posttrain.data.rows.checks import Finding
 Row = dict[str, Any]
 Notes = Counter[str]
 Units = list[Unit | Finding]
-"""A Finding stands for a row that cannot be rendered; `Notes` counts what a reader should know although it is no error."""
+"""A Finding stands for a row that cannot be rendered; `Notes` counts what a reader should know although it is not an error."""
 MERGED_BOUNDARY = "prompts whose last token merges with the answer"
 EVERYTHING, ASSISTANT, COMPLETION = "everything", "assistant", "completion"
 ASSISTANT_IN_COMPLETION = "assistant_in_completion"
@@ -90,7 +90,7 @@ def unpaired_preference(rows: list[Row], renderer: Renderer, options: PrepareOpt
 
 
 def stepwise(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
-    """Prompt, then each step followed by the separator. `labels` speaks about the last token of each separator.
+    """Prompt, then each step followed by the separator. `labels` is about the last token of each separator.
 
     Steps are tokenised one by one and without special tokens; the beginning-of-sequence token, where the tokenizer has
     one, comes first. `trained` marks the tokens at which a step is judged.

@@ -232,7 +232,7 @@ FOREIGN_FORMATS = (
         _read_openai_preference,
     ),
 )
-"""Tried in this order, after our own formats where nothing else is said."""
+"""Tried in this order, after our own formats unless `before_ours`."""
 
 
 def convert_message_columns(row: Row, columns: Iterable[str]) -> Row:

@@ -104,7 +104,7 @@ def _load_from_hub(source: DatasetSource, streaming: bool) -> AnyDataset:
         return datasets.load_dataset(source.path, source.subset, split=source.split, streaming=streaming, **files)
     except (ValueError, OSError) as error:
         where = f"{source.path} (subset {source.subset!r}, split {source.split!r})"
-        raise SourceError(f"{where} is no local file and could not be loaded from the Hub: {error}") from error
+        raise SourceError(f"{where} is not a local file and could not be loaded from the Hub: {error}") from error
 
 
 def rename_columns(dataset: AnyDataset, columns: dict[str, str], name: str) -> AnyDataset:
@@ -250,14 +250,14 @@ def _load_saved(path: Path, split: str, streaming: bool) -> AnyDataset:
 
 
 def _check_schemas(files: list[Path]) -> None:
-    """All Parquet shards have the columns and kinds of values of the first one; a reader would cast them in silence."""
+    """All Parquet shards have the columns and kinds of values of the first one; a reader would cast them silently."""
     first: dict[str, str] = {}
     rows = 0
     for file in files:
         try:
             metadata = pq.read_metadata(file)
         except (pa.ArrowException, OSError) as error:
-            raise SourceError(f"{file} is no readable Parquet file: {error}") from error
+            raise SourceError(f"{file} is not a readable Parquet file: {error}") from error
         rows += metadata.num_rows
         arrow = metadata.schema.to_arrow_schema()
         schema = {name: _kind(kind) for name, kind in zip(arrow.names, arrow.types)}

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 BATCH_ROWS = 1000
 ROWS_PER_WORKER = 5000  # fewer are not worth a process, which needs two seconds to start
 FEWEST_ROWS, MOST_ROWS = 128, 20_000  # of what a worker takes at once
-TELL_EVERY_S = 10
+LOG_EVERY_S = 10
 TALLY = "tally.pickle"
 SHARED_ROWS = "rows.arrow"
 LOCK_DEADLINE_S = 6 * 3600
@@ -214,7 +214,7 @@ def build_store(
     num_workers = _num_workers(len(source), num_proc)
     shares = _shares(len(source), num_workers)
     tally = Tally()
-    told = time.monotonic()
+    last_logged = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     if num_workers > 1:
         source = source.in_a_file(folder / SHARED_ROWS)
@@ -223,13 +223,13 @@ def build_store(
         _build_part(source, *shares[i], RowExaminer(detection, renderer, options), name, folder, f"part-{i}.")
 
     def use_part(i: int) -> None:
-        nonlocal told
+        nonlocal last_logged
         counted = folder / f"part-{i}.{TALLY}"
         tally.add(pickle.loads(counted.read_bytes()))
         counted.unlink()
         join_part(folder, f"part-{i}.")
-        if time.monotonic() - told > TELL_EVERY_S:
-            told = time.monotonic()
+        if time.monotonic() - last_logged > LOG_EVERY_S:
+            last_logged = time.monotonic()
             logger.info("Preparing %s: %d of %d rows.", name, shares[i][1], len(source))
 
     build_parts(build_part, use_part, len(shares), num_workers, folder)

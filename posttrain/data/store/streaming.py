@@ -154,6 +154,6 @@ class PreparedStream(torch.utils.data.IterableDataset):
             for i in range(len(packing)):
                 block = [samples[s].slice(start, stop) for s, start, stop in packing.block(i).tolist()]
                 if merges and sum(map(len, block)) < capacity:
-                    left = block  # the tail goes on with what comes next
+                    left = block  # the tail is continued by what comes next
                 else:
                     yield (merge(block),) if merges else tuple(block)

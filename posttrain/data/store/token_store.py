@@ -118,7 +118,7 @@ def trained_ranges(masks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 def join_part(folder: Path, part: str) -> None:
     """Put the files whose names begin with `part` at the end of those without that beginning.
 
-    Parts are no folders: to remove a folder takes a hundred times as long as to remove a file.
+    Parts are not folders: to remove a folder takes a hundred times as long as to remove a file.
     """
     for source in sorted(folder.glob(f"{part}*")):
         target = folder / source.name.removeprefix(part)

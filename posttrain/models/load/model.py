@@ -1,6 +1,6 @@
 """Path, hub id, GGUF file or module -> a model that is ready to be asked about tokens.
 
-Every quirk of dtype, quantisation, PEFT and attention is handled here, once, so that no method ever hears of it.
+Every quirk of dtype, quantisation, PEFT and attention is handled here, once, so that no method has to know it.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
 
 
 def _adapter_config(options: LoadOptions) -> Any:
-    """A reward model's head is new: PEFT trains and saves it with the adapter when it is told what the task is."""
+    """A reward model's head is new: PEFT trains and saves it with the adapter when the task is named."""
     config = options.peft_config
     if options.task == SEQUENCE_REWARD and getattr(config, "task_type", "") is None:
         config = copy.deepcopy(config)

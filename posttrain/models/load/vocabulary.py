@@ -42,7 +42,7 @@ def clone_chat_template(
     """Copies template, missing special tokens and EOS of the tokenizer at `source_tokenizer_path`; resizes embeddings.
 
     The embedding gets as many rows as there are tokens, rounded up to `resize_to_multiple_of`, and never fewer than it has.
-    Rows beyond the vocabulary get tokens named `<extra_id_i>`, so that the tokenizer and the model speak of the same ids.
+    Rows beyond the vocabulary get tokens named `<extra_id_i>`, so that the tokenizer and the model have the same ids.
     Returns the model, the tokenizer and the ids of all added tokens (to be trained under PEFT).
     """
     added = copy_chat_template(tokenizer, source_tokenizer_path)

@@ -28,7 +28,7 @@ def weights_fingerprint(model: nn.Module) -> str:
     named = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
     for shown, name in sorted((_without_wrappers(name), name) for name in named if not f"{name}.".startswith(unused)):
         tensor = named[name].detach()
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a shard speaks for itself
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a shard, this process's part
         digest.update(f"{shown}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy())
     for config in _configs_in_use(model):

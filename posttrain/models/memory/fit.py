@@ -4,7 +4,7 @@ A micro-batch may be run in several passes, which costs nothing as long as a pas
 the ladder is whether it leaves room for a pass of that size, or of the longest row. The rungs, each slower than the one before it:
 keep all activations; recompute the cheap ones (selective checkpointing);
 recompute whole layers from their inputs (full checkpointing); park those inputs in host memory; keep the optimizer's moments in 8
-bits. What a user has set himself is left as it is: the ladder then has fewer rungs.
+bits. What the user has set is left as it is: the ladder then has fewer rungs.
 
 Activations are not guessed: a probe of a few hundred tokens runs through the model and everything that autograd keeps is counted,
 storage by storage. What is kept grows with the tokens of a micro-batch, so two probes give the bytes of one token.
@@ -32,7 +32,7 @@ ENOUGH_TOKENS = 16384  # of one pass: more make a GPU no faster
 CHUNKS_IN_THE_HEAD = 2  # a chunk of logits and its gradient
 OFFLOAD_WINDOW = 3  # layer inputs on the device at once: the one in use, the next, and one on its way
 MOMENT_BYTES = {"adamw_8bit": 2 + 8 / 256, "sgd": 0, "lion_32bit": 4, "adafactor": 0.01, "adagrad": 4, "rmsprop": 4}
-"""Optimizer state of one trained weight, gradients and masters not counted; Adam's two float32 moments where nothing is said."""
+"""Optimizer state of one trained weight, gradients and masters not counted; Adam's two float32 moments for any other name."""
 EIGHT_BIT = "adamw_8bit"
 
 
@@ -78,10 +78,10 @@ def activation_cost(
         everything = layers * (12 * width + 4 * inner) * item
         kept = {NONE: everything, SELECTIVE: 0.55 * everything, FULL: inputs}
         return ActivationCost(kept, width * item, everything / layers, is_measured=False)
-    (few_saved, few_dear), (saved, dear) = (_kept_by(body, config, tokens) for tokens in PROBE_TOKENS)
+    (few_saved, few_selected), (saved, selected) = (_kept_by(body, config, tokens) for tokens in PROBE_TOKENS)
     tokens = PROBE_TOKENS[1] - PROBE_TOKENS[0]
     everything = (saved - few_saved) / tokens
-    kept = {NONE: everything, SELECTIVE: min((dear - few_dear) / tokens + inputs, everything), FULL: inputs}
+    kept = {NONE: everything, SELECTIVE: min((selected - few_selected) / tokens + inputs, everything), FULL: inputs}
     return ActivationCost(kept, width * item, everything / layers)
 
 
@@ -203,7 +203,7 @@ def _head_bytes(head: nn.Module | None, device: str) -> int:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user has set himself; None: decided here."""
+    """What the user has set; None: decided here."""
 
     checkpointing: str | None = None  # NONE, SELECTIVE or FULL
     offload: bool | None = None
@@ -240,11 +240,11 @@ class MemoryPlan:
 
 IN_WORDS = {
     (NONE, False): "kept",
-    (SELECTIVE, False): "kept where they are dear and recomputed where they are cheap",
+    (SELECTIVE, False): "kept where recomputing them is expensive (selective checkpointing)",
     (FULL, False): "recomputed in the backward",
     (FULL, True): "recomputed in the backward from layer inputs that wait in host memory",
     (NONE, True): "kept in host memory",
-    (SELECTIVE, True): "kept in host memory where they are dear and recomputed where they are cheap",
+    (SELECTIVE, True): "kept in host memory where recomputing them is expensive (selective checkpointing)",
 }
 DECIDING = ("gradient_checkpointing", "activation_offloading", "max_tokens_per_pass", "keep_logits", "optim")
 """Options that overrule the plan."""

@@ -1,11 +1,11 @@
 """The language head and what is asked about its logits as one autograd function, a chunk of rows at a time.
 
 `summed_nll`: a loss that is a plain sum of -log p needs no second pass over the head: d nll / d logits = softmax(logits) - onehot
-is at hand while the chunk of logits exists. Three products with the vocabulary instead of four (6VH instead of 8VH a token).
+is known while the chunk of logits exists. Three products with the vocabulary instead of four (6VH instead of 8VH a token).
 
 `token_logps`: a loss that is any function of log-probs learns its slopes only later; the logits are computed again in the backward
 from the hidden states and log Z. Where there is memory for them they are kept instead (`keep_logits`), and on a CPU, where a chunk
-is small and a product dear, where they are one chunk. Both ways give the same bits.
+is small and a product expensive, where they are one chunk. Both ways give the same bits.
 
 Both write slopes over the logits (`head_kernels`) and add the weight's gradient up in float32 inside the product.
 """

@@ -287,7 +287,7 @@ def map_over_logits(
 def chunks_on_every_process(head: nn.Module, rows: int, chunk_tokens: int) -> int:
     """How often the head must be called where each call is a collective: processes with fewer tokens call it on none.
 
-    Where the head is whole, or FSDP2 has gathered it, each process may count for itself, and 0 is said.
+    Where the head is whole, or FSDP2 has gathered it, each process may count alone, and the result is 0.
     """
     weight = getattr(head, "weight", None)
     is_sharded = hasattr(weight, "placements") or hasattr(weight, "ds_id")
