@@ -32,7 +32,7 @@ from posttrain.data.rows.foreign_formats import (
     from_value_messages,
     value_kind,
 )
-from posttrain.data.rows.shared_beginning import split_shared_text, split_shared_turns
+from posttrain.data.rows.reading import split_shared_text, split_shared_turns
 
 AnyDataset = Dataset | IterableDataset | DatasetDict | IterableDatasetDict
 

@@ -265,17 +265,13 @@ def _verified(wanted: Export, recorded: Recorded, staged: Path, written_as: str)
         raise ExportRefused(f"The export cannot be loaded: {type(error).__name__}: {error}") from error
     found = verify(recorded, model, written_as, wanted.bound)
     if wanted.to == GGUF and importlib.util.find_spec("llama_cpp"):
-        _check_llama_cpp_tokens(wanted, path)
+        tokenizer = wanted.saved.tokenizer(wanted.trust_remote_code)
+        for text, ids in zip(TEXTS, llama_cpp_tokens(path, TEXTS)):
+            if ids != tokenizer(text, add_special_tokens=False)["input_ids"]:
+                raise ExportRefused(f"llama.cpp cuts {text!r} into other tokens than the run's tokenizer does.")
         answers = llama_cpp_logps(path, recorded.sequences)
         found = replace(found, llama_cpp=check_answers(recorded, answers, found.bound, "llama.cpp"))
     return found
-
-
-def _check_llama_cpp_tokens(wanted: Export, path: Path) -> None:
-    tokenizer = wanted.saved.tokenizer(wanted.trust_remote_code)
-    for text, found in zip(TEXTS, llama_cpp_tokens(path, TEXTS)):
-        if found != tokenizer(text, add_special_tokens=False)["input_ids"]:
-            raise ExportRefused(f"llama.cpp cuts {text!r} into other tokens than the run's tokenizer does.")
 
 
 # ---- what llama.cpp itself says about a GGUF file ------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from datasets import Dataset, DatasetDict
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from posttrain.data.rows.shared_beginning import split_shared_text, split_shared_turns
+from posttrain.data.rows.reading import split_shared_text, split_shared_turns
 from posttrain.data.trl_helpers import (
     extract_prompt,
     get_dataset_column_names,

@@ -75,8 +75,10 @@ class Provenance:
             found = read_marks(plain, marked, marker)
             if found is None:
                 continue
-            if not attempt.strict:
-                _refuse_outer_white_space(found, said_by)
+            for piece in () if attempt.strict else [*(place.piece for place in found.places), *found.lost]:
+                if piece.message in said_by and piece.text != piece.text.strip():
+                    does = f"trims the white space around the {piece.kind} {_excerpt(piece.text)}"
+                    raise _refusal(found, piece.message, does)
             return found
         raise RenderError(
             "The chat template renders a conversation differently when its texts are marked, so it is not known which "
@@ -307,15 +309,6 @@ def _part(chat: Conversation, messages: list[dict[str, Any]]) -> Conversation:
 
 def _template_state(chat: Conversation) -> tuple[bool, str]:
     return bool(chat.tools), repr(chat.template_kwargs) if chat.template_kwargs else ""
-
-
-def _refuse_outer_white_space(marked: MarkedRender, said_by: frozenset[int]) -> None:
-    said = [place.piece for place in marked.places] + marked.lost
-    for piece in said:
-        if piece.message in said_by and piece.text != piece.text.strip():
-            raise _refusal(
-                marked, piece.message, f"trims the white space around the {piece.kind} {_excerpt(piece.text)}"
-            )
 
 
 def _refusal(marked: MarkedRender, turn: int, does: str) -> RenderError:

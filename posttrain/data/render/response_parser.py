@@ -59,8 +59,10 @@ class ObjectCalls:
             if found is None or not isinstance(found[0], dict) or not isinstance(found[0].get(self.name_key), str):
                 return None
             value, position = found
-            arguments = _as_object(value.get(self.arguments_key) or {})
-            if arguments is None:
+            arguments = value.get(self.arguments_key) or {}
+            if isinstance(arguments, str):
+                arguments, _ = _read_json(arguments, 0) or (None, 0)
+            if not isinstance(arguments, dict):
                 return None
             calls.append(_call(value[self.name_key], arguments))
             joint = self.joint.match(text, position)
@@ -366,11 +368,6 @@ def _read_data(text: str, position: int) -> tuple[Any, int] | None:
     if constant is not None:
         return PYTHON_CONSTANTS[constant[1]], constant.end()
     return _read_json(text, position)
-
-
-def _as_object(arguments: Any) -> dict[str, Any] | None:
-    found = _read_json(arguments, 0) if isinstance(arguments, str) else (arguments, 0)
-    return found[0] if found is not None and isinstance(found[0], dict) else None
 
 
 def _call(name: str, arguments: Any) -> Call:

@@ -46,8 +46,10 @@ def prompt_only(rows: list[Row], renderer: Renderer, options: PrepareOptions, no
 
 def prompt_completion(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     """Prompt and completion; the completion is trained unless `completion_only_loss=False`."""
-    samples = _answers(rows, "completion", renderer, options, _trained_part(options), notes)
-    return _singles(samples, "completion")
+    trained = ASSISTANT_IN_COMPLETION if options.assistant_only_loss else COMPLETION
+    if options.completion_only_loss is False:
+        trained = ASSISTANT if options.assistant_only_loss else EVERYTHING
+    return _singles(_answers(rows, "completion", renderer, options, trained, notes), "completion")
 
 
 def preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
@@ -167,12 +169,6 @@ def tokenised_scored_preference(rows: list[Row], renderer: Renderer, options: Pr
         for side in ("chosen", "rejected")
     ]
     return [_pair(row, c, r, must_train=False) for row, c, r in zip(rows, *sides)]
-
-
-def _trained_part(options: PrepareOptions) -> str:
-    if options.completion_only_loss is False:
-        return ASSISTANT if options.assistant_only_loss else EVERYTHING
-    return ASSISTANT_IN_COMPLETION if options.assistant_only_loss else COMPLETION
 
 
 def _answers(

@@ -116,9 +116,11 @@ class RowExaminer:
 
     def _read(self, row: Any, number: int) -> tuple[Row, list[Finding]]:
         if self.options.formatting_func is not None:
-            row, found = _formatted(row, self.options.formatting_func)
-            if found:
-                return {}, found
+            try:
+                row = {"text": self.options.formatting_func(row)}
+            except Exception as error:  # the user's function; whatever it raises is a problem of this row
+                reason = f"formatting_func raised {type(error).__name__}: {error}"
+                return {}, [Finding("formatting_func", "text", reason)]
         clean, found, unknown_keys = self.detection.read(row, self.vocab_size)
         if self.options.allow_blank_prompts:
             found = [finding for finding in found if finding.kind != BLANK_USER]
@@ -177,10 +179,3 @@ class RowExaminer:
 def _calls_tools(row: Row) -> bool:
     columns = (row.get(column) for column in MESSAGE_COLUMNS)
     return any(message.get("tool_calls") for messages in columns if isinstance(messages, list) for message in messages)
-
-
-def _formatted(row: Any, formatting_func: Any) -> tuple[Row, list[Finding]]:
-    try:
-        return {"text": formatting_func(row)}, []
-    except Exception as error:  # the user's function; whatever it raises is a problem of this row
-        return {}, [Finding("formatting_func", "text", f"formatting_func raised {type(error).__name__}: {error}")]

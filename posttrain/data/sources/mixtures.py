@@ -93,7 +93,8 @@ def with_all_columns(parts: Parts, paths: list[str]) -> Parts:
     names = list(dict.fromkeys(name for each in columns for name in each))
     for name in names:
         _refuse_other_kinds(name, [each.get(name, NULL) for each in columns], paths)
-    neutral = {MARGIN: 0.0} if MARGIN in names and any(pair <= set(names) for pair in PAIR) else {}
+    has_margin = MARGIN in names and any(pair <= set(names) for pair in PAIR)
+    neutral = {MARGIN: 0.0} if has_margin else {}
     if isinstance(parts[0], datasets.IterableDataset):
         # Declared as JSON, the values of a stream are handed on as they are; otherwise types would be guessed from its head.
         features, more = (
@@ -104,7 +105,8 @@ def with_all_columns(parts: Parts, paths: list[str]) -> Parts:
             part.map(_completed, fn_kwargs={**more, "path": path}, features=features)
             for part, path in zip(parts, paths)
         ]
-    parts = [_with_neutral_values(part, neutral) for part in parts]
+    if has_margin:
+        parts = [p if MARGIN in p.column_names else p.add_column(MARGIN, [0.0] * len(p)) for p in parts]
     for name in names:
         parts = _in_one_type(parts, name)
     return parts
@@ -153,13 +155,6 @@ def _refuse_other_kinds(column: str, kinds: list[str], paths: list[str]) -> None
                 f"The column {column!r} of the mixture cannot be joined: in {here} it holds {one}, in {there} it holds {other}. "
                 "Map one of them to another name with `columns`, or convert it."
             )
-
-
-def _with_neutral_values(part: datasets.Dataset, neutral: Row) -> datasets.Dataset:
-    for name, value in neutral.items():
-        if name not in part.column_names:
-            part = part.add_column(name, [value] * len(part))
-    return part
 
 
 def _in_one_type(parts: list[datasets.Dataset], name: str) -> list[datasets.Dataset]:

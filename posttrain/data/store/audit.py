@@ -13,6 +13,7 @@ import numpy as np
 import xxhash
 
 from posttrain.data.render.template_checks import probe_template, trained_stop_token
+from posttrain.data.rows.encoding import common_prefix_length
 from posttrain.data.rows.foreign_formats import BESIDE_FOREIGN
 from posttrain.data.rows.formats import LANGUAGE_MODELLING, Detection
 from posttrain.data.store.building import read_problems
@@ -223,10 +224,8 @@ def _of_pairs(name: str, prepared: PreparedDataset) -> list[AuditFinding]:
         first = int(store.unit_offsets[unit])
         begin = max(store.first_trained(first), 0)
         one, other = (store.tokens_of(number)[begin:] for number in (first, first + 1))
-        size = min(len(one), len(other))
-        differ = np.flatnonzero(one[:size] != other[:size])
-        shared = int(differ[0]) if len(differ) else size
-        if size >= 8 and shared > NEARLY_EQUAL * max(len(one), len(other)):
+        long_enough = min(len(one), len(other)) >= 8
+        if long_enough and common_prefix_length(one, other) > NEARLY_EQUAL * max(len(one), len(other)):
             places.append(int(store.rows[unit]))
     if not places or len(places) < FEW * len(prepared):
         return []

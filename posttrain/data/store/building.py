@@ -82,19 +82,16 @@ class RowSource:
     def content_hash(self) -> str:
         """Of the values themselves: it survives moved files, and no edit keeps it."""
         sink = _HashSink()
-        if self.is_arrow and not self.is_transformed:
-            self._hash_tables(sink)
-        else:
+        if not self.is_arrow or self.is_transformed:
             for first, rows in self.batches(0, len(self)):
                 sink.write(pickle.dumps((first, rows)))
-        return sink.digest.hexdigest()
-
-    def _hash_tables(self, sink: _HashSink) -> None:
+            return sink.digest.hexdigest()
         sink.write(repr(self.dataset.features).encode())
         for table in self._tables():
             table = table.replace_schema_metadata(None).combine_chunks()
             with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema) as writer:
                 writer.write_table(table)
+        return sink.digest.hexdigest()
 
     def _tables(self) -> Iterator[pa.Table]:
         tables = self.dataset.with_format("arrow")

@@ -71,22 +71,18 @@ def prepare_dataset(
     try:
         store = open_or_build(key, cache_folder(options), build)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _out_of_room(error, f"{len(dataset):,} rows of {called or name}", cache_folder(options)) from error
-        raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        folder = cache_folder(options)
+        reason = (
+            f"the tokens of {len(dataset):,} rows of {called or name} could not be written ({error.strerror}; "
+            f"{shutil.disk_usage(folder).free:,} bytes are free): make room, or name another folder with `dataset_cache_dir`"
+        )
+        raise OSError(error.errno, reason, str(folder)) from error
     cut_to = options.max_length if not options.packing or options.packing in CUTTING_STRATEGIES else None
     prepared = PreparedDataset(store, detection, options, name, cut_to)
     prepared.report.source = called
     return PackedDataset(prepared, options.max_length, options.packing) if options.packing else prepared
-
-
-def _out_of_room(error: OSError, rows: str, folder: Path) -> OSError:
-    free = shutil.disk_usage(folder).free
-    said = (
-        f"the tokens of {rows} could not be written ({error.strerror}; {free:,} bytes are free): make room, or name another "
-        "folder with `dataset_cache_dir`"
-    )
-    return OSError(error.errno, said, str(folder))
 
 
 def columns_read(options: PrepareOptions) -> set[str] | None:

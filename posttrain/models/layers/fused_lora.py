@@ -28,7 +28,13 @@ def fuse_lora(model: nn.Module) -> int:
 
     Layers with dropout are left to PEFT in training, and are fused in evaluation (a reference, say).
     """
-    fused = [module for module in model.modules() if _is_lora_linear(module) and _could_be_fused(module)]
+    fused = [
+        module
+        for module in model.modules()
+        if _is_lora_linear(module)
+        and _is_plain(module.base_layer)
+        and any(_adapter_fits(module, name) for name in module.lora_A)
+    ]
     for module in fused:
         if not hasattr(module, "_forward_of_peft"):
             module._forward_of_peft = module.forward
@@ -53,11 +59,6 @@ def _is_lora_linear(module: nn.Module) -> bool:
     from peft.tuners.lora.layer import Linear
 
     return type(module) is Linear  # derived classes are for quantised and parallel layers
-
-
-def _could_be_fused(module: nn.Module) -> bool:
-    """Whether any call of this layer could be: a plain base, and an adapter of its dtype without bias or variant."""
-    return _is_plain(module.base_layer) and any(_adapter_fits(module, name) for name in module.lora_A)
 
 
 def _drops_out(dropout: nn.Module) -> bool:
@@ -151,7 +152,9 @@ class SharedInput:
     def output_of(self, module: nn.Module, linear: AdaptedLinear, x: Tensor) -> Tensor:
         place = next(index for index, sibling in enumerate(self.modules) if sibling is module)
         if self._waiting:
-            if self._is_the_question(x) and place in self._waiting:
+            asked, version, with_grad = self._question
+            is_asked_again = x is asked and x._version == version and torch.is_grad_enabled() == with_grad
+            if is_asked_again and place in self._waiting:
                 output = self._waiting.pop(place)
                 if not self._waiting:
                     self._forget()
@@ -165,10 +168,6 @@ class SharedInput:
         self._waiting = {index: output for index, output in enumerate(outputs) if index != place}
         self._question = (x, x._version, torch.is_grad_enabled())
         return outputs[place]
-
-    def _is_the_question(self, x: Tensor) -> bool:
-        asked, version, with_grad = self._question
-        return x is asked and x._version == version and torch.is_grad_enabled() == with_grad
 
 
 def _introduce_siblings(parent: nn.Module) -> None:

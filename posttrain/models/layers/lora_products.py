@@ -208,13 +208,10 @@ class _GatedMLP(torch.autograd.Function):
         return dx, None, None, *_adapter_gradients(x, both, [gate_low, up_low], slopes, needed), *of_down
 
 
-def is_silu(activation: Activation) -> bool:
-    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
-
-
 def _kernels_for(activation: Activation, tensor: Tensor) -> Any:
     """The Triton kernels, where they apply: SiLU on a CUDA device, in a precision that float32 holds."""
-    if not tensor.is_cuda or tensor.dtype == torch.float64 or not is_silu(activation):
+    is_silu = isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+    if not tensor.is_cuda or tensor.dtype == torch.float64 or not is_silu:
         return None
     from posttrain.models.layers import silu_triton
 

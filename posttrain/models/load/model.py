@@ -192,18 +192,14 @@ def locate(model: str | Path, init_kwargs: dict[str, Any] | None = None) -> tupl
     if path.suffix == ".gguf":
         if not path.is_file():
             raise FileNotFoundError(f"There is no GGUF file at {path}.")
-        _check_gguf(path)
+        if importlib.util.find_spec("gguf") is None:
+            raise ImportError("GGUF files are read with the `gguf` package: pip install posttrain[gguf].")
+        from posttrain.models.load.gguf_check import check_gguf_file
+
+        check_gguf_file(path)
         kwargs["gguf_file"] = path.name
         return str(path.parent), kwargs
     return str(model), kwargs
-
-
-def _check_gguf(path: Path) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise ImportError("GGUF files are read with the `gguf` package: pip install posttrain[gguf].")
-    from posttrain.models.load.gguf_check import check_gguf_file
-
-    check_gguf_file(path)
 
 
 def load_tokenizer(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None, trust_remote_code: bool) -> Any:

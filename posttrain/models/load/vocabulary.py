@@ -51,12 +51,7 @@ def clone_chat_template(
     unused = (name for number in itertools.count() if (name := f"<extra_id_{number}>") not in known)
     names = itertools.islice(unused, max(0, model.get_input_embeddings().num_embeddings - first_free))
     tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
-    _set_end_token(model, tokenizer.eos_token_id)
+    for config in (model.config, model.config.get_text_config(), getattr(model, "generation_config", None)):
+        if config is not None:
+            config.eos_token_id = tokenizer.eos_token_id
     return model, tokenizer, [*added, *range(first_free, len(tokenizer))]
-
-
-def _set_end_token(model: nn.Module, eos_token_id: int) -> None:
-    model.config.eos_token_id = eos_token_id
-    model.config.get_text_config().eos_token_id = eos_token_id
-    if getattr(model, "generation_config", None) is not None:
-        model.generation_config.eos_token_id = eos_token_id
