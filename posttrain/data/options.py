@@ -62,19 +62,10 @@ class PrepareOptions:
     """Where tokens are kept. None: the folder `posttrain` in the cache of `datasets`."""
 
     ENCODING_FIELDS: ClassVar[tuple[str, ...]] = (
-        "completion_only_loss",
-        "assistant_only_loss",
-        "chat_template_kwargs",
-        "tools",
-        "allow_blank_prompts",
-        "append_eos",
-        "step_separator",
-        "train_on_last_step_only",
-        "max_completion_length",
-        "required_columns",
-        "allowed_values",
-        "row_id_column",
-    )
+        "completion_only_loss", "assistant_only_loss", "chat_template_kwargs", "tools", "allow_blank_prompts",
+        "append_eos", "step_separator", "train_on_last_step_only", "max_completion_length", "required_columns",
+        "allowed_values", "row_id_column",
+    )  # fmt: skip
     """Options that change what is stored; the others apply to a stored dataset."""
 
     def __post_init__(self) -> None:

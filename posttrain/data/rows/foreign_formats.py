@@ -22,21 +22,10 @@ CONVERSATION_COLUMNS = ("conversations", "conversation")
 BESIDE_FOREIGN = ("system", "system_prompt", "history", "context", "input")
 """Columns that the formats of others read where they are there."""
 SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-}
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "bard": "assistant", "model": "assistant", "assistant": "assistant", "function_call": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool",
+}  # fmt: skip
 
 
 def value_kind(value: Any) -> str:

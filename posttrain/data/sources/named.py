@@ -25,15 +25,9 @@ from posttrain.data.sources.text_files import READERS, SourceError, read_text_fi
 logger = logging.getLogger(__name__)
 
 LOADERS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
+    ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+    ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
 AnyDataset = datasets.Dataset | datasets.IterableDataset
 
 
