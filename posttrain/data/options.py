@@ -70,7 +70,9 @@ class PrepareOptions:
 
     def __post_init__(self) -> None:
         if self.truncation_mode not in TRUNCATION_MODES:
-            raise ValueError(f"truncation_mode={self.truncation_mode!r} is none of {', '.join(TRUNCATION_MODES)}.")
+            raise ValueError(
+                f"truncation_mode={self.truncation_mode!r}; it must be one of {', '.join(TRUNCATION_MODES)}."
+            )
         if self.on_bad_rows not in (ERROR, DROP):
             raise ValueError(f"on_bad_rows={self.on_bad_rows!r} is neither {ERROR!r} nor {DROP!r}.")
         if self.max_length is not None and self.max_length < 2:

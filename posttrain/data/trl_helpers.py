@@ -218,7 +218,7 @@ def prepare_multimodal_messages(messages: list[Row], images: list[Any] | None = 
     known = ("system", "developer", "user", "assistant", "tool")
     for message in messages:
         if message.get("role") not in known:
-            raise ValueError(f"The role {message.get('role')!r} is none of {', '.join(known)}.")
+            raise ValueError(f"The role {message.get('role')!r} is unknown; roles are {', '.join(known)}.")
     prepared = [{**message, "content": _blocks(message.get("content"))} for message in messages]
     if images is None:
         return prepared

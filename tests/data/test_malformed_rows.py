@@ -313,7 +313,7 @@ PLAIN = [
         {**PAIR, "environment": "maze"},
         {"environment": "moon"},
         "environment",
-        "none of 'maze'",
+        "it must be one of 'maze'",
         allowed_values={"environment": ("maze",)},
     ),
 ]

@@ -142,7 +142,7 @@ def test_merge_keeps_what_is_aligned():
 
 
 def test_unknown_strategy_and_capacity_are_refused():
-    with pytest.raises(ValueError, match="packing_strategy='best' is none of bfd, bfd_split, wrapped"):
+    with pytest.raises(ValueError, match="packing_strategy='best'; it must be one of bfd, bfd_split, wrapped"):
         packing_strategy("best")
     assert packing_strategy("bfd-requeue") is pack_bfd_split
     with pytest.raises(ValueError, match="not None"):

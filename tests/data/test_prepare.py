@@ -131,7 +131,10 @@ def test_file_of_bad_rows_is_that_of_this_run(renderer, cache, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"truncation_mode": "middle"}, "truncation_mode='middle' is none of keep_start, keep_end, error, drop"),
+        (
+            {"truncation_mode": "middle"},
+            "truncation_mode='middle'; it must be one of keep_start, keep_end, error, drop",
+        ),
         ({"on_bad_rows": "ignore"}, "on_bad_rows='ignore' is neither 'error' nor 'drop'"),
         ({"max_length": 1}, "max_length=1"),
         ({"packing": "bfd", "max_length": None}, "packing needs max_length"),

@@ -286,7 +286,7 @@ def test_without_a_template_and_with_an_unknown_mode():
     assert not renderer.has_template
     (error,) = renderer.encode_chats([Conversation([user("Hi")])], "everything")
     assert "no chat template" in error.reason
-    with pytest.raises(ValueError, match="train='all' is none of 'everything', 'assistant'"):
+    with pytest.raises(ValueError, match="train='all'; it must be one of 'everything', 'assistant'"):
         renderer.encode_chats([], "all")
     assert set(TRAIN_MODES) == {"everything", "assistant", "completion", "assistant_in_completion"}
 

@@ -134,7 +134,7 @@ class Renderer:
         follows the prompt) or "assistant_in_completion" (assistant turns that follow the prompt).
         """
         if train not in TRAIN_MODES:
-            raise ValueError(f"train={train!r} is none of {', '.join(map(repr, TRAIN_MODES))}.")
+            raise ValueError(f"train={train!r}; it must be one of {', '.join(map(repr, TRAIN_MODES))}.")
 
         def render(chat: Conversation) -> Rendered:
             rendered = TRAIN_MODES[train](self, chat)

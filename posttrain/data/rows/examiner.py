@@ -142,7 +142,7 @@ class RowExaminer:
         for column, allowed in self.options.allowed_values.items():
             value = row.get(column)
             if value not in allowed:
-                reason = f"is {describe(value)}, which is none of {', '.join(map(repr, allowed))}"
+                reason = f"is {describe(value)}; it must be one of {', '.join(map(repr, allowed))}"
                 found.append(Finding("unknown_value", column, reason))
         id_column = self.options.row_id_column
         if id_column is not None:

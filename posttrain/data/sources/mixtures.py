@@ -26,7 +26,7 @@ def load_mixture(
     `interleave`: each row is drawn from a source with probability weight / sum of weights, until one is exhausted.
     """
     if mixing not in MIXERS:
-        raise ValueError(f"mixing={mixing!r} is none of {', '.join(MIXERS)}.")
+        raise ValueError(f"mixing={mixing!r}; it must be one of {', '.join(MIXERS)}.")
     if not sources:
         raise ValueError("A mixture needs at least one source.")
     listed = [DatasetSource(source) if isinstance(source, str) else source for source in sources]
