@@ -266,17 +266,16 @@ def _check_schemas(files: list[Path]) -> None:
 
 def _kind(kind: pa.DataType) -> str:
     """A type without its width: shards written by different tools differ in it, and it does not matter."""
-    if pa.types.is_integer(kind):
-        return "integers"
-    if pa.types.is_floating(kind):
-        return "numbers"
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return "text"
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return f"lists of {_kind(kind.value_type)}"
-    if pa.types.is_struct(kind):
-        return "records"
-    return str(kind)
+    words = {
+        "integer": "integers",
+        "floating": "numbers",
+        "string": "text",
+        "large_string": "text",
+        "struct": "records",
+    }
+    return next((word for name, word in words.items() if getattr(pa.types, f"is_{name}")(kind)), str(kind))
 
 
 # ---- which files of a folder are a split ---------------------------------------------------------------------------------

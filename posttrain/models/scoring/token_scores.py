@@ -341,25 +341,16 @@ class LanguageHead:
         call = head if call is None else call
         if softcap is None:  # the temperature can join the scale; under a soft-cap it must come after it
             return cls(head, call, scale / temperature, None, config.vocab_size)
-        return cls(head, _Tempered(call, softcap, scale, temperature), 1.0, softcap, config.vocab_size)
+
+        def capped(hidden: Tensor) -> Tensor:
+            """softcap * tanh(scale * z / softcap) / temperature."""
+            return torch.tanh(call(hidden) * scale / softcap) * softcap / temperature
+
+        return cls(head, capped, 1.0, softcap, config.vocab_size)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.logits(hidden)
         return logits * self.scale if self.scale != 1.0 else logits
-
-
-@dataclass
-class _Tempered:
-    """A soft-capped head: cap * tanh(scale * z / cap) / temperature."""
-
-    head: Callable[[Tensor], Tensor]
-    softcap: float
-    scale: float
-    temperature: float
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.head(hidden) * self.scale
-        return torch.tanh(logits / self.softcap) * self.softcap / self.temperature
 
 
 # ---- mixtures of experts -----------------------------------------------------------------------------------------------
