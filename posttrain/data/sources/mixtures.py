@@ -7,6 +7,7 @@ that changes nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from itertools import combinations, islice
 from typing import Any
@@ -97,14 +98,9 @@ def with_all_columns(parts: Parts, paths: list[str]) -> Parts:
     neutral = {MARGIN: 0.0} if has_margin else {}
     if isinstance(parts[0], datasets.IterableDataset):
         # Declared as JSON, the values of a stream are handed on as they are; otherwise types would be guessed from its head.
-        features, more = (
-            datasets.Features({name: datasets.Json() for name in names}),
-            {"names": names, "neutral": neutral},
-        )
-        return [
-            part.map(_completed, fn_kwargs={**more, "path": path}, features=features)
-            for part, path in zip(parts, paths)
-        ]
+        features = datasets.Features({name: datasets.Json() for name in names})
+        filled = [functools.partial(_completed, names=names, neutral=neutral, path=path) for path in paths]
+        return [part.map(fill, features=features) for part, fill in zip(parts, filled)]
     if has_margin:
         parts = [p if MARGIN in p.column_names else p.add_column(MARGIN, [0.0] * len(p)) for p in parts]
     for name in names:
