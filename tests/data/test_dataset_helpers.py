@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from datasets import Dataset, DatasetDict
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from posttrain.data.rows.reading import split_shared_text, split_shared_turns
@@ -65,6 +65,7 @@ def test_prompt_ends_with_a_word(chosen, rejected, prompt):
         assert (parts[0] + parts[1], parts[0] + parts[2]) == (chosen, rejected)
 
 
+@settings(deadline=None)
 @given(st.text("ab .'\n", max_size=15), st.text("ab .'\n", max_size=8), st.text("ab .'\n", max_size=8))
 def test_extracted_parts_are_the_texts_again(shared, first, second):
     chosen, rejected = shared + first, shared + second
