@@ -73,11 +73,11 @@ def collate(
     the batch at the entry whose position is `t - 1`. A process that got no row sends one token that nobody trains on:
     a (1, 0) batch breaks attention kernels, and a process that skips its forward pass breaks collectives.
     """
-    samples = [sample for unit in units for sample in unit] or [_untrained_token(pad_token_id)]
+    samples = [sample for unit in units for sample in unit] or [Sample([pad_token_id], [False])]
     lengths = np.array([len(sample) for sample in samples], dtype=np.int64)
     plan = _plan(layout, units, lengths, pad_to_multiple_of)
 
-    # All samples end to end, prefixes repeated: what is said of token number n of that row comes from the Samples as they are.
+    # All samples end to end, prefixes repeated: what belongs to token number n of that row comes from the Samples as they are.
     starts = np.cumsum(lengths) - lengths
     tokens = np.concatenate([sample.input_ids for sample in samples])
     places = plan.places()
@@ -126,10 +126,6 @@ def _twins(units: Sequence[Unit], *how: Any) -> TokenBatch | None:
     if alone:
         raise ValueError(f"The sample of row {alone[0].row} has no twin, and others of its batch have one.")
     return collate([tuple(sample.twin for sample in unit) for unit in units], *how)
-
-
-def _untrained_token(pad_token_id: int) -> Sample:
-    return Sample([pad_token_id], [False])
 
 
 @dataclass
@@ -198,7 +194,7 @@ def _shared(units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) ->
 
 
 def shared_prefix(unit: Unit) -> int:
-    """Tokens with which all samples of a unit begin, none of them trained, and after which each of them goes on.
+    """Tokens with which all samples of a unit begin, none of them trained, and after which each of them continues.
 
     The last shared position may predict a trained token of each: it is computed once and asked several times. Samples with
     images share nothing, since the model matches images and tokens by their order.
@@ -241,10 +237,9 @@ _PLANS = {PADDED: _padded, RAGGED: _ragged, SHARED: _shared}
 
 def _per_token(samples: list[Sample], predicted: np.ndarray) -> dict[str, torch.Tensor]:
     """`predicted`: the numbers of the trained tokens, counted through all samples."""
-    names = samples[0].per_token.keys()
     return {
         name: torch.from_numpy(np.concatenate([sample.per_token[name] for sample in samples])[predicted])
-        for name in names
+        for name in samples[0].per_token
     }
 
 

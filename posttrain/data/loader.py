@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler, get_worker_in
 from posttrain.core.sample import Unit
 
 
+@dataclass(eq=False)
 class EpochBatches(Sampler[list[int]]):
     """Batch sampler of one process. Every row is in exactly one batch of an epoch, on exactly one process.
 
@@ -21,26 +23,22 @@ class EpochBatches(Sampler[list[int]]):
     process that is left without a row gets an empty batch, because it must still take part in the collectives.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        batch_size: int,
-        *,
-        rank: int = 0,
-        world_size: int = 1,
-        accumulation: int = 1,
-        seed: int = 0,
-        order: str = "random",
-        drop_last: bool = False,
-        lengths: Sequence[int] | None = None,
-    ) -> None:
-        self.num_rows, self.batch_size = num_rows, batch_size
-        self.rank, self.world_size, self.accumulation = rank, world_size, accumulation
-        self.seed, self.order, self.drop_last = seed, order, drop_last
-        self.lengths = None if lengths is None else np.asarray(lengths)
-        self.epoch = 0
-        if order not in ORDERS:
-            raise ValueError(f"`train_sampling_strategy` is {order!r}; it must be one of {', '.join(ORDERS)}.")
+    num_rows: int
+    batch_size: int
+    _: KW_ONLY
+    rank: int = 0
+    world_size: int = 1
+    accumulation: int = 1
+    seed: int = 0
+    order: str = "random"
+    drop_last: bool = False
+    lengths: Sequence[int] | np.ndarray | None = None
+    epoch: int = 0
+
+    def __post_init__(self) -> None:
+        self.lengths = None if self.lengths is None else np.asarray(self.lengths)
+        if self.order not in ORDERS:
+            raise ValueError(f"`train_sampling_strategy` is {self.order!r}; it must be one of {', '.join(ORDERS)}.")
 
     @property
     def window(self) -> int:
@@ -104,7 +102,7 @@ ORDERS: dict[str, Callable[[EpochBatches], np.ndarray]] = {
 
 
 class UnitLoader(DataLoader):
-    """torch's DataLoader over units, told about epochs. Batches are this process's own: nothing shards them again."""
+    """torch's DataLoader over units that passes epochs on. Batches are this process's own: nothing shards them again."""
 
     def __iter__(self) -> Iterator[Any]:
         batches = super().__iter__()

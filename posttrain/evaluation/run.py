@@ -50,7 +50,7 @@ class TaskEvaluation:
     def __call__(
         self, engine: RolloutEngine, stop_ids: tuple[int, ...], state: Any = None, keep_samples: bool = False
     ) -> EvalResult:
-        """With several processes each answers its share of the prompts, and all are told everything."""
+        """With several processes each answers its share of the prompts, and all get all answers."""
         requests = [
             Request(row, row, sample)
             for row in range(self.rank, len(self.rows), self.world_size)

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.formats import PROMPT_ONLY
 from posttrain.data.sources.named import DatasetSource, load_source
-from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.store.prepare import prepare_dataset
 from posttrain.rewards.reward_set import reward_name
 from posttrain.rewards.runtime.invoke import OURS, Wants
 from posttrain.rollout.engines.protocol import SamplingParams
@@ -46,7 +47,7 @@ class EvalSpec:
     seed: int = 0
     """Of the draws: answers are a function of weights, prompt, row, sample and seed, and of nothing else."""
     threshold: float | None = None
-    """An answer passes from this reward on. None: from 1 on, where all rewards are 0 or 1; else nothing is said about passing."""
+    """An answer passes from this reward on. None: from 1 on, where all rewards are 0 or 1; else no pass rate is reported."""
     reward_weights: Sequence[float] | None = None
     """One for each reward; the score is their weighted sum. None: 1 each."""
     subset: str | None = None
@@ -67,7 +68,9 @@ class EvalSpec:
     def __post_init__(self) -> None:
         self.reward = list(self.reward) if isinstance(self.reward, list | tuple) else [self.reward]
         if not self.name:
-            self.name = self._own_name()
+            named = Path(self.data).name.split(".")[0] if isinstance(self.data, str | Path) else ""
+            self.name = re.sub(r"[^\w.@+-]", "_", named) or "eval"
+        weights_fit = self.reward_weights is None or len(self.reward_weights) == len(self.reward)
         for key, holds, wanted in (
             ("name", NAME.fullmatch(self.name) is not None, "a word of letters, digits and . @ + - _"),
             ("reward", len(self.reward) > 0, "at least one reward"),
@@ -78,19 +81,11 @@ class EvalSpec:
             ("every", self.every is None or self.every >= 1, "at least 1"),
             ("patience", self.patience is None or self.patience >= 1, "at least 1"),
             ("max_drop", self.max_drop is None or self.max_drop >= 0, "0 or more"),
-            ("reward_weights", self._weights_fit(), f"as long as there are rewards, which are {len(self.reward)}"),
+            ("reward_weights", weights_fit, f"as long as there are rewards, which are {len(self.reward)}"),
         ):
             if not holds:
                 raise ValueError(f"`{key}` is {getattr(self, key)!r}; it must be {wanted}.")
         self.sampling(())
-
-    def _own_name(self) -> str:
-        if not isinstance(self.data, str | Path):
-            return "eval"
-        return re.sub(r"[^\w.@+-]", "_", Path(self.data).name.split(".")[0]) or "eval"
-
-    def _weights_fit(self) -> bool:
-        return self.reward_weights is None or len(self.reward_weights) == len(self.reward)
 
     def sampling(self, stop_ids: tuple[int, ...]) -> SamplingParams:
         return SamplingParams(

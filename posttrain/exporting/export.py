@@ -4,26 +4,91 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib.util
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
-from safetensors.torch import load_file
-from torch import nn
-from transformers import AutoConfig, GenerationConfig
+import xxhash
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AutoConfig
 
-from posttrain.exporting import llama_cpp
-from posttrain.exporting.gguf_file import GGUF_TYPES, check_gguf, family_of, the_package, write_gguf
-from posttrain.exporting.gguf_tokenizer import described
+from posttrain.exporting.gguf_file import GGUF_TYPES, check_gguf, described, family_of, the_package, write_gguf
 from posttrain.exporting.verification import BOUNDS, ExportRefused, Recorded, Verified, check_answers, record, verify
-from posttrain.exporting.weight_files import check_weights, write_weights
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.saved_model import ADAPTER_CONFIG, ADAPTER_WEIGHTS, SavedModel, find_saved
 from posttrain.models.load.weight_export import exported_weights, untied_weights
+
+SHARD_BYTES = 5 * 10**9
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = "model-{number:05d}-of-{count:05d}.safetensors"
+
+
+def write_weights(
+    folder: Path, weights: Iterable[tuple[str, Tensor]], shard_bytes: int = SHARD_BYTES
+) -> dict[str, str]:
+    """Name -> checksum of what was written. One shard is held in memory at a time."""
+    sums: dict[str, str] = {}
+    shard: dict[str, Tensor] = {}
+    parts: list[list[str]] = []
+    size = total = 0
+
+    def write_part(tensors: dict[str, Tensor]) -> list[str]:
+        save_file(tensors, folder / f"part-{len(parts)}.safetensors", metadata={"format": "pt"})
+        return list(tensors)
+
+    for name, tensor in weights:
+        tensor = tensor.detach().cpu().contiguous().clone()
+        if shard and size + tensor.nbytes > shard_bytes:
+            parts.append(write_part(shard))
+            shard, size = {}, 0
+        shard[name], sums[name] = tensor, checksum(tensor)
+        size, total = size + tensor.nbytes, total + tensor.nbytes
+    parts.append(write_part(shard))
+    _name_shards(folder, parts, total)
+    return sums
+
+
+def check_weights(folder: Path, sums: dict[str, str]) -> None:
+    """ExportRefused where a file does not hold what was written."""
+    found: set[str] = set()
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                found.add(name)
+                if checksum(file.get_tensor(name)) != sums.get(name):
+                    raise ExportRefused(
+                        f"{path.name} does not hold the numbers of {name} that were written to it.", name
+                    )
+    if missing := [name for name in sums if name not in found]:
+        raise ExportRefused(f"{missing[0]} was written, and is in none of the files.", missing[0])
+
+
+def checksum(tensor: Tensor) -> str:
+    flat = tensor.contiguous().reshape(-1)
+    return f"{tuple(tensor.shape)} {tensor.dtype} {xxhash.xxh3_64_hexdigest(flat.view(torch.uint8).numpy())}"
+
+
+def _name_shards(folder: Path, parts: list[list[str]], total: int) -> None:
+    """How many shards there are is known at the end, and is a part of their names."""
+    if len(parts) == 1:
+        (folder / "part-0.safetensors").rename(folder / SINGLE)
+        return
+    where: dict[str, str] = {}
+    for number, names in enumerate(parts):
+        final = SHARD.format(number=number + 1, count=len(parts))
+        (folder / f"part-{number}.safetensors").rename(folder / final)
+        where |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
 
 MERGED, ADAPTER, GGUF = "merged", "adapter", "gguf"
 GGUF_NAME = "model-{kind}.gguf"
@@ -69,7 +134,9 @@ def export(wanted: Export) -> Exported:
         gc.collect()
         check_files()
         verified = _verified(wanted, recorded, staged, written_as)
-        _publish(staged, wanted.output)
+        if wanted.output.exists():
+            wanted.output.rmdir()  # empty: looked at before
+        staged.rename(wanted.output)
     finally:
         shutil.rmtree(staged, ignore_errors=True)
     name = GGUF_NAME.format(kind=written_as) if wanted.to == GGUF else ""
@@ -148,12 +215,8 @@ WRITERS: dict[str, Callable[[Export, nn.Module, Path, str], Callable[[], None]]]
 
 
 def _check_folder(wanted: Export, folder: Path, sums: dict[str, str]) -> None:
-    check_weights(folder, sums)
-    _check_tokenizer(wanted, folder)
-
-
-def _check_tokenizer(wanted: Export, folder: Path) -> None:
     """Loaders choose a tokenizer's class by the files around it: what is loaded from the export must cut text as in training."""
+    check_weights(folder, sums)
     trained, fresh = (one.tokenizer(wanted.trust_remote_code) for one in (wanted.saved, SavedModel(str(folder))))
     for text in TEXTS:
         if trained(text)["input_ids"] != fresh(text)["input_ids"]:
@@ -179,15 +242,11 @@ def _write_companions(wanted: Export, innermost: nn.Module | None, folder: Path)
         generation.eos_token_id = [tokenizer.eos_token_id, *ends]
     if generation.pad_token_id is None:
         generation.pad_token_id = tokenizer.pad_token_id
-    _save_generation(generation, folder)
-
-
-def _save_generation(generation: GenerationConfig, folder: Path) -> None:
     try:
         generation.save_pretrained(folder)
     except (
         ValueError
-    ):  # a temperature and no sampling, as many models come: transformers reads that and refuses to write it
+    ):  # a temperature without sampling, as many models come: transformers reads it and refuses to write it
         generation.do_sample = True
         generation.save_pretrained(folder)
 
@@ -205,21 +264,42 @@ def _verified(wanted: Export, recorded: Recorded, staged: Path, written_as: str)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ExportRefused(f"The export cannot be loaded: {type(error).__name__}: {error}") from error
     found = verify(recorded, model, written_as, wanted.bound)
-    if wanted.to == GGUF and llama_cpp.is_installed():
-        _check_llama_cpp_tokens(wanted, path)
-        answers = llama_cpp.llama_cpp_logps(path, recorded.sequences)
+    if wanted.to == GGUF and importlib.util.find_spec("llama_cpp"):
+        tokenizer = wanted.saved.tokenizer(wanted.trust_remote_code)
+        for text, ids in zip(TEXTS, llama_cpp_tokens(path, TEXTS)):
+            if ids != tokenizer(text, add_special_tokens=False)["input_ids"]:
+                raise ExportRefused(f"llama.cpp cuts {text!r} into other tokens than the run's tokenizer does.")
+        answers = llama_cpp_logps(path, recorded.sequences)
         found = replace(found, llama_cpp=check_answers(recorded, answers, found.bound, "llama.cpp"))
     return found
 
 
-def _check_llama_cpp_tokens(wanted: Export, path: Path) -> None:
-    tokenizer = wanted.saved.tokenizer(wanted.trust_remote_code)
-    for text, found in zip(TEXTS, llama_cpp.llama_cpp_tokens(path, TEXTS)):
-        if found != tokenizer(text, add_special_tokens=False)["input_ids"]:
-            raise ExportRefused(f"llama.cpp cuts {text!r} into other tokens than the run's tokenizer does.")
+# ---- what llama.cpp itself says about a GGUF file ------------------------------------------------------------------------
 
 
-def _publish(staged: Path, output: Path) -> None:
-    if output.exists():
-        output.rmdir()  # empty: looked at before
-    staged.rename(output)
+def llama_cpp_tokens(path: Path, texts: tuple[str, ...]) -> list[list[int]]:
+    """How llama.cpp cuts texts into tokens."""
+    from llama_cpp import Llama
+
+    model = Llama(str(path), vocab_only=True, verbose=False)
+    found = [model.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
+    model.close()
+    return found
+
+
+def llama_cpp_logps(path: Path, sequences: list[np.ndarray]) -> np.ndarray:
+    """Log-probs of the tokens after the first of each sequence."""
+    from llama_cpp import Llama
+
+    longest = max(map(len, sequences))
+    # Type 0 (GGML_TYPE_F32) of keys and values: by default they are rounded to float16.
+    model = Llama(str(path), n_ctx=longest + 8, logits_all=True, verbose=False, type_k=0, type_v=0)
+    found = []
+    for ids in sequences:
+        model.reset()
+        model.eval(ids.tolist())
+        logits = torch.from_numpy(np.array(model.scores[: len(ids) - 1], dtype=np.float64))
+        wanted = torch.from_numpy(ids[1:].astype(np.int64))
+        found.append(logits.log_softmax(-1).gather(1, wanted[:, None])[:, 0].numpy())
+    model.close()
+    return np.concatenate(found)

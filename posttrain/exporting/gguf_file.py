@@ -6,6 +6,7 @@ of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; names of tensors c
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,6 @@ import torch
 import xxhash
 from torch import nn
 
-from posttrain.exporting.gguf_tokenizer import write_tokenizer
 from posttrain.exporting.verification import ExportRefused
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.weight_export import exported_weights
@@ -34,11 +34,9 @@ def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _llama(name: str, weight: np.ndarray, config: Any) -> np.ndarray:
-    if name.endswith("q_proj.weight"):
-        return interleaved(weight, config.num_attention_heads)
-    if name.endswith("k_proj.weight"):
-        return interleaved(weight, config.num_key_value_heads)
-    return weight
+    heads = {"q_proj.weight": config.num_attention_heads, "k_proj.weight": config.num_key_value_heads}
+    part = ".".join(name.split(".")[-2:])
+    return interleaved(weight, heads[part]) if part in heads else weight
 
 
 def _as_it_is(name: str, weight: np.ndarray, config: Any) -> np.ndarray:
@@ -113,9 +111,8 @@ def family_of(config: Any) -> Family:
             f"This model scales its rotary positions ({rope['rope_type']!r}), which needs tensors that are not written here. "
             "Export it as merged, and convert that with llama.cpp's convert_hf_to_gguf.py."
         )
-    if family.architecture == "llama" and (
-        getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-    ):
+    has_bias = any(getattr(config, name, False) for name in ("attention_bias", "mlp_bias"))
+    if family.architecture == "llama" and has_bias:
         raise ValueError("Llama models with biases are not written as GGUF. Export it as merged.")
     return family
 
@@ -160,3 +157,69 @@ def _type_of(weight: np.ndarray, written_as: str) -> str:
 
 def _checksum(data: np.ndarray) -> str:
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(data).view(np.uint8).tobytes())
+
+
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+"""Types of tokens in a GGUF file."""
+
+PRE_TOKENIZERS = {
+    "smollm": ("Digits",),
+    "llama-bpe": (r"\p{N}{1,3}", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"),
+    "qwen2": (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)",),
+}
+"""llama.cpp's name of a way to cut text into words -> texts in the tokenizer's own description of it, in order of trial."""
+PLAIN = "gpt-2"
+
+
+def write_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
+    """`rows`: of the embedding; those without a token are filled with names that no text has."""
+    description = described(tokenizer)
+    tokens, types = _tokens(tokenizer, rows)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre_tokenizer_name(description))
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(
+        [merge if isinstance(merge, str) else " ".join(merge) for merge in description["model"]["merges"]]
+    )
+    for kind in ("bos", "eos", "pad", "unk"):
+        number = getattr(tokenizer, f"{kind}_token_id", None)
+        if number is not None:
+            getattr(writer, f"add_{kind}_token_id")(number)
+    starts = tokenizer("a")["input_ids"][:1]
+    writer.add_add_bos_token(tokenizer.bos_token_id is not None and starts == [tokenizer.bos_token_id])
+    writer.add_add_space_prefix(False)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def described(tokenizer: Any) -> dict[str, Any]:
+    """tokenizer.json; ValueError for a tokenizer of another kind."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    description = json.loads(backend.to_str()) if backend is not None else {"model": {}}
+    byte_level = "ByteLevel" in json.dumps(description.get("decoder"))
+    if description["model"].get("type") != "BPE" or not byte_level or not description["model"].get("merges"):
+        raise ValueError(
+            f"GGUF files are written with byte-level BPE tokenizers (as those of Llama 3, Qwen and SmolLM); this is a "
+            f"{type(tokenizer).__name__} of another kind. Export the model as merged, and convert that with llama.cpp's "
+            "convert_hf_to_gguf.py."
+        )
+    return description
+
+
+def pre_tokenizer_name(description: dict[str, Any]) -> str:
+    """llama.cpp knows ways of cutting text by name."""
+    cuts = json.dumps(description.get("pre_tokenizer"), ensure_ascii=False)
+    for name, marks in PRE_TOKENIZERS.items():
+        if all(mark.replace("\\", "\\\\") in cuts for mark in marks):
+            return name
+    return PLAIN
+
+
+def _tokens(tokenizer: Any, rows: int) -> tuple[list[str], list[int]]:
+    known = {number: token for token, number in tokenizer.get_vocab().items()}
+    added = tokenizer.added_tokens_decoder
+    kinds = dict.fromkeys(known, NORMAL)
+    kinds |= {number: CONTROL if token.special else USER_DEFINED for number, token in added.items()}
+    tokens = [known.get(number, f"[PAD{number}]") for number in range(rows)]
+    return tokens, [kinds[number] if number in known else UNUSED for number in range(rows)]

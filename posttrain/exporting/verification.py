@@ -155,16 +155,16 @@ def verify(recorded: Recorded, fresh: nn.Module, written_as: str, bound: float |
     allowed = LAYER_BOUNDS[written_as]
     worst, first = _layers_apart(recorded, fresh, allowed)
     what = "log-probs" if recorded.task == CAUSAL_LM else "scores"
-    told = f"{what} differ by {mean:.3g} on average and {largest:.3g} at most; the bound on the average is {bound:g}"
+    by = f"{what} differ by {mean:.3g} on average and {largest:.3g} at most; the bound on the average is {bound:g}"
     if first is not None:
         raise ExportRefused(
             f"The export is not the model that was trained: {first[0]} is the first layer whose outputs differ, {first[1]} "
-            f"({told}).",
+            f"({by}).",
             first[0],
         )
     if not mean <= bound:  # NaN is past every bound
         raise ExportRefused(
-            f"The export is not the model that was trained: {told}. Layer by layer nothing is past {allowed:g}: what differs is "
+            f"The export is not the model that was trained: {by}. Layer by layer nothing is past {allowed:g}: what differs is "
             "how they are put together, or the rounding is too coarse for this model."
         )
     return Verified(mean, largest, bound, len(recorded.layers), worst)

@@ -67,7 +67,7 @@ def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
 
 
 def incomparable(rewards: Tensor, groups: Tensor) -> Tensor:
-    """(N,) bool: completions without a reward, or the only one in their group that has one: no advantage can be told of them."""
+    """(N,) bool: completions without a reward, or the only one in their group that has one: they have no advantage."""
     table = _Groups.of(rewards, groups)
     return ~table.valid | (table.sizes < 2)[table.index]
 

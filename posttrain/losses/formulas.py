@@ -11,8 +11,6 @@ from typing import Any
 
 from posttrain.losses.policy import CISPO_CAP, POLICY_LOSSES, chosen_level, clip_range
 
-# ---- the table -------------------------------------------------------------------------------------------------------------
-
 SUPERVISED_FORMULAS = {
     "nll": "-log(p)",
     "label_smoothed_nll": "-(1 - {label_smoothing_factor}) * log(p) - {label_smoothing_factor} * mean_v(log(p_v))",
@@ -51,10 +49,7 @@ SCORE_FORMULAS = {
 }
 """Value of `f_divergence_type` -> the score s of a log-ratio l."""
 
-REWARD_FORMULAS = {
-    "bradley_terry": "-log(sigmoid(r_c - r_r - margin))",
-    "centring": "(r_c + r_r)**2",
-}
+REWARD_FORMULAS = {"bradley_terry": "-log(sigmoid(r_c - r_r - margin))", "centring": "(r_c + r_r)**2"}
 """Function of losses/reward -> the loss of a pair."""
 
 SURROGATE_FORMULAS = {
@@ -94,9 +89,6 @@ ADVANTAGE_FORMULAS = {
     "rloo": "r - mean of the other {others} of the group",
 }
 """Value of `scale_rewards` (or the name of another rule) -> the advantage A."""
-
-
-# ---- with numbers ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

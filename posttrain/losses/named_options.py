@@ -19,15 +19,17 @@ def call(function: Callable[..., Any], *inputs: Any, options: Any) -> Any:
 
     A parameter that `options` does not have keeps its default; without a default that is an error.
     """
-    has, get = _reader(options)
+    is_mapping = isinstance(options, Mapping)
     given: dict[str, Any] = {}
     for parameter in _option_parameters(function, len(inputs)):
-        if has(parameter.name):
-            given[parameter.name] = get(parameter.name)
+        name = parameter.name
+        if name in options if is_mapping else hasattr(options, name):
+            given[name] = options[name] if is_mapping else getattr(options, name)
         elif parameter.default is inspect.Parameter.empty:
+            where = f"the mapping with {sorted(options)}" if is_mapping else type(options).__name__
             raise TypeError(
-                f"{function_name(function)} takes an option {parameter.name!r}, which {_describe(options)} does not "
-                "have. Rename the parameter to an option that exists, or give it a default."
+                f"{function_name(function)} takes an option {name!r}, which {where} does not have. Rename the parameter to an "
+                "option that exists, or give it a default."
             )
     return function(*inputs, **given)
 
@@ -50,13 +52,3 @@ def function_name(function: Callable[..., Any]) -> str:
 
 def _option_parameters(function: Callable[..., Any], inputs: int) -> list[inspect.Parameter]:
     return [p for p in list(inspect.signature(function).parameters.values())[inputs:] if p.kind in _NAMED]
-
-
-def _reader(options: Any) -> tuple[Callable[[str], bool], Callable[[str], Any]]:
-    if isinstance(options, Mapping):
-        return options.__contains__, options.__getitem__
-    return (lambda name: hasattr(options, name)), (lambda name: getattr(options, name))
-
-
-def _describe(options: Any) -> str:
-    return f"the mapping with {sorted(options)}" if isinstance(options, Mapping) else type(options).__name__

@@ -16,10 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from posttrain.core.results import LossTerm
-from posttrain.losses.coupled import Coupling, linearised
 from posttrain.losses.divergences import F_DIVERGENCES
 from posttrain.losses.named_options import call
-from posttrain.losses.pair import Pair
+from posttrain.losses.pair import Coupling, Pair, linearised
 
 
 def sigmoid(pair: Pair, *, beta: float) -> Tensor:
@@ -58,7 +57,7 @@ def exo_pair(pair: Pair, *, beta: float, label_smoothing: float) -> Tensor:
 
 
 def nca_pair(pair: Pair, *, beta: float) -> Tensor:
-    """Noise contrastive alignment, arXiv:2402.05369: each answer is told from noise on its own.
+    """Noise contrastive alignment, arXiv:2402.05369: each answer is separated from noise on its own.
 
     -log sigmoid(beta l_c) - 1/2 log sigmoid(-beta l_c) - 1/2 log sigmoid(-beta l_r)
     """
@@ -176,7 +175,7 @@ def preference_loss(
     """One term for each name, weighted (MPO, arXiv:2411.10442, mixes sigmoid, bco_pair and sft). WPO weights multiply.
 
     `couplings` holds, for coupled losses, the part of the whole step's Coupling that belongs to these pairs; without an
-    entry the pairs at hand are taken for the whole step.
+    entry these pairs are taken for the whole step.
     """
     terms = []
     for name, weight in zip(names, weights or [1.0] * len(names), strict=True):

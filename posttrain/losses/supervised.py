@@ -25,9 +25,5 @@ def dft(logps: Tensor) -> Tensor:
     return -logps.detach().exp() * logps
 
 
-SUPERVISED_LOSSES: dict[str, Callable[..., Tensor]] = {
-    "nll": nll,
-    "label_smoothed_nll": label_smoothed_nll,
-    "dft": dft,
-}
+SUPERVISED_LOSSES: dict[str, Callable[..., Tensor]] = {"nll": nll, "label_smoothed_nll": label_smoothed_nll, "dft": dft}
 """Name -> loss of each trained token; all are divided per token."""

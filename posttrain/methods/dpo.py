@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
 from posttrain.data.rows.formats import PREFERENCE, TOKENISED_PREFERENCE
-from posttrain.losses.coupled import Coupling, coupled_coefficients
 from posttrain.losses.formulas import PREFERENCE_FORMULAS, SCORE_FORMULAS, Formula, Totals, filled, number
 from posttrain.losses.named_options import call, function_name, unused_options
-from posttrain.losses.pair import Pair
+from posttrain.losses.pair import Coupling, Pair, coupled_coefficients
 from posttrain.losses.preference import PREFERENCE_LOSSES, check_preference_losses, preference_loss
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.options.base import BaseConfig, ReferenceConfig, SharedPromptsConfig, check_range, option

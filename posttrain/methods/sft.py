@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import SUMMED, LossOutput, LossTerm, TokenScores
+from posttrain.data.packing import PACKING_STRATEGIES
 from posttrain.data.rows.formats import LANGUAGE_MODELLING, PROMPT_COMPLETION, TOKENISED
-from posttrain.data.store.packing import PACKING_STRATEGIES
 from posttrain.losses.formulas import SUPERVISED_FORMULAS, Formula, Totals, filled
 from posttrain.losses.supervised import dft, label_smoothed_nll, nll
 from posttrain.models.scoring.token_scores import score_tokens

@@ -69,8 +69,8 @@ def found(name: str, module: str = ROOT) -> Any:
     if name in posttrain.__all__:
         return getattr(posttrain, name)
     why = UNSUPPORTED.get(name) or _planned(name)
-    told = f": {why}" if why else ". docs/differences-from-trl.md lists what is there"
-    raise UnsupportedByPosttrain(f"The script imports {name} from {module}, which posttrain does not have{told}.")
+    hint = f": {why}" if why else ". docs/differences-from-trl.md lists what is there"
+    raise UnsupportedByPosttrain(f"The script imports {name} from {module}, which posttrain does not have{hint}.")
 
 
 def _planned(name: str) -> str | None:

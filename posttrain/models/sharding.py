@@ -36,15 +36,6 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
-def sharded_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules that gather and give back their parameters, outermost first."""
-    if not torch.distributed.is_available():
-        return []
-    from torch.distributed.fsdp import FSDPModule
-
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
 def plain_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before it was sharded."""
     kind = type(module)
@@ -60,8 +51,9 @@ def reshard(model: nn.Module) -> None:
 
     To be called before parameters are handed to others: FSDP frees the memory of those that are gathered whenever it likes.
     """
-    for module in sharded_modules(model):
-        module.reshard()
+    for module in model.modules():
+        if is_sharded_module(module):
+            module.reshard()
 
 
 def is_sharded_module(module: nn.Module) -> bool:

@@ -14,11 +14,12 @@ from transformers import TrainingArguments, enable_full_determinism, set_seed
 from posttrain.core.batch import PADDED
 from posttrain.data.collate import Collator
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.render.template_checks import trained_stop_token
 from posttrain.data.render.templates import BUILT_IN_FORMATS, use_chat_format
 from posttrain.data.rows.formats import RowFormat
-from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.store.prepare import prepare_dataset
 from posttrain.models.load.model import LoadOptions, innermost_model, load_tokenizer, model_type_of
 from posttrain.models.load.vocabulary import copy_chat_template, fit_embeddings
 from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig

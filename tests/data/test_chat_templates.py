@@ -11,14 +11,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import posttrain
 from posttrain import SFTConfig, SFTTrainer
-from posttrain.data import chat_helpers
+from posttrain.data import trl_helpers
 from posttrain.data.render.renderer import Conversation, Renderer, RenderError
-from posttrain.data.render.templates import BUILT_IN_FORMATS, describe_template, detect_chat_format, use_chat_format
-from posttrain.models.load.chat_template_clone import clone_chat_template
+from posttrain.data.render.templates import BUILT_IN_FORMATS, detect_chat_format, use_chat_format
 from posttrain.models.load.model import model_type_of
+from posttrain.models.load.vocabulary import clone_chat_template
 from tests import tiny
 from tests.data.chat_cases import CALL, REAL_FAMILIES, SHAPES, SYSTEM, TOOLS, call, said, template_text, thought, user
-from tests.data.tiny_tokenizers import KINDS, _wrapped, byte_level_without_control_tokens, kind, tokenizer_for
+from tests.data.tiny_tokenizers import KINDS, _wrapped, byte_level_without_control_tokens, tokenizer_for
 
 DIALOGUE = [SYSTEM, user("One?"), said("First."), user("Two?")]
 
@@ -98,7 +98,7 @@ def test_tools_of_the_formats_that_have_them():
     assert f"{outputs}Paris is warmer.</s>" in built_in("deepseek").render(SHAPES["parallel tool calls"])
     for name in ("chatml", "llama3", "mistral", "deepseek"):
         assert signature in built_in(name).render(chat)
-        assert chat_helpers.supports_tool_calling(built_in(name).tokenizer)
+        assert trl_helpers.supports_tool_calling(built_in(name).tokenizer)
 
 
 def test_use_chat_format_says_what_the_tokenizer_lacks():
@@ -125,25 +125,6 @@ def test_a_format_whose_tokens_are_spelled_still_trains_its_end_of_turn(name: st
     gap = " " if name == "llama2" else ""
     texts = tokenizer.decode(sample.input_ids[sample.trained]).replace(" First", "First").replace(" Second", "Second")
     assert texts == f"First.{gap}{stop}Second.{gap}{stop}"
-
-
-def test_describe_template():
-    described = describe_template(built_in("chatml").tokenizer)
-    assert described.built_in_format == "chatml"
-    assert described.stop_token == "<|im_end|>"
-    assert described.prefix_preserving
-    assert described.supports_tools
-    assert not described.generation_markers
-    assert described.warnings == ()
-    phi3 = describe_template(tokenizer_for(template_text("phi3")))
-    assert (phi3.built_in_format, phi3.stop_token, phi3.prefix_preserving, phi3.supports_tools) == (
-        None,
-        "<|end|>",
-        False,
-        False,
-    )
-    with pytest.raises(ValueError, match="no chat template"):
-        describe_template(kind("byte_level"))
 
 
 # ---------------------------------------------------------------------------------------------------------- parsing
@@ -237,13 +218,13 @@ def test_parse_response_types_arguments_by_schema_and_knows_the_end_of_the_promp
     arguments = "<parameter=place>\n75001\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
     text = f"<tool_call>\n<function=get_weather>\n{arguments}</function>\n</tool_call><|im_end|>"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    untyped = chat_helpers.parse_response(tokenizer, ids)["tool_calls"][0]["function"]["arguments"]
-    typed = chat_helpers.parse_response(tokenizer, ids, tools=TOOLS)["tool_calls"][0]["function"]["arguments"]
+    untyped = trl_helpers.parse_response(tokenizer, ids)["tool_calls"][0]["function"]["arguments"]
+    typed = trl_helpers.parse_response(tokenizer, ids, tools=TOOLS)["tool_calls"][0]["function"]["arguments"]
     assert (untyped, typed) == ({"place": 75001, "days": 3}, {"place": "75001", "days": 3})
     chatml = built_in("chatml").tokenizer
     ids = chatml("Hm.\n</think>\n\nYes.<|im_end|>", add_special_tokens=False)["input_ids"]
-    assert chat_helpers.parse_response(chatml, ids)["content"] == "Hm.\n</think>\n\nYes."
-    parsed = chat_helpers.parse_response(chatml, ids, prefix="<|im_start|>assistant\n<think>\n")
+    assert trl_helpers.parse_response(chatml, ids)["content"] == "Hm.\n</think>\n\nYes."
+    parsed = trl_helpers.parse_response(chatml, ids, prefix="<|im_start|>assistant\n<think>\n")
     assert parsed == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm."}
 
 
@@ -270,7 +251,7 @@ def test_apply_chat_template_on_each_set_of_columns():
     tokenizer = built_in("zephyr").tokenizer
     question, good, bad = [user("One?")], [said("First.")], [said("Last.")]
     prompt = "<|user|>\nOne?</s>\n<|assistant|>\n"
-    apply = chat_helpers.apply_chat_template
+    apply = trl_helpers.apply_chat_template
     assert apply({"messages": question + good}, tokenizer) == {"text": f"{prompt}First.</s>\n"}
     assert apply({"prompt": question}, tokenizer) == {"prompt": prompt}
     completion = {"prompt": prompt, "completion": "First.</s>\n"}
@@ -293,7 +274,7 @@ def test_the_prompt_is_cut_to_what_its_completions_share():
     """DeepSeek's generation prompt opens a thought that rendered turns do not have."""
     tokenizer = tokenizer_for(template_text("deepseekv3"))
     row = {"prompt": [user("One?")], "chosen": [said("First.")], "rejected": [said("Last.")]}
-    texts = chat_helpers.apply_chat_template(row, tokenizer)
+    texts = trl_helpers.apply_chat_template(row, tokenizer)
     assert texts["prompt"] == "<s><｜User｜>One?<｜Assistant｜>"
     assert texts["chosen"] == "First.<｜end▁of▁sentence｜>"
 
@@ -301,59 +282,59 @@ def test_the_prompt_is_cut_to_what_its_completions_share():
 def test_tools_and_template_arguments_reach_the_template():
     qwen = tokenizer_for(template_text("qwen3"))
     row = {"prompt": [user("Hi")], "chat_template_kwargs": {"enable_thinking": False}}
-    assert chat_helpers.apply_chat_template(row, qwen)["prompt"].endswith("<think>\n\n</think>\n\n")
-    assert "get_weather" in chat_helpers.apply_chat_template({"prompt": [user("Hi")]}, qwen, tools=TOOLS)["prompt"]
+    assert trl_helpers.apply_chat_template(row, qwen)["prompt"].endswith("<think>\n\n</think>\n\n")
+    assert "get_weather" in trl_helpers.apply_chat_template({"prompt": [user("Hi")]}, qwen, tools=TOOLS)["prompt"]
 
 
 def test_maybe_apply_chat_template_leaves_plain_rows_alone():
     tokenizer = built_in("chatml").tokenizer
     row = {"prompt": "One?", "completion": " First."}
-    assert chat_helpers.maybe_apply_chat_template(row, tokenizer) is row
-    assert chat_helpers.maybe_apply_chat_template({"messages": [user("a")]}, tokenizer)["text"].startswith(
+    assert trl_helpers.maybe_apply_chat_template(row, tokenizer) is row
+    assert trl_helpers.maybe_apply_chat_template({"messages": [user("a")]}, tokenizer)["text"].startswith(
         "<|im_start|>user\na"
     )
 
 
 def test_facts_about_real_templates():
     tokenizers = {name: tokenizer_for(template_text(name)) for name in REAL_FAMILIES}
-    takes_tools = {name for name, tokenizer in tokenizers.items() if chat_helpers.supports_tool_calling(tokenizer)}
+    takes_tools = {name for name, tokenizer in tokenizers.items() if trl_helpers.supports_tool_calling(tokenizer)}
     assert takes_tools == {
         "qwen2_5", "qwen3", "qwen3_6", "llama3_1", "llama3_2", "gemma4_v5", "glm4moe", "gptoss", "lfm2_v2", "nemotron_3_nano",
     }  # fmt: skip
     grows = {
-        name for name, tokenizer in tokenizers.items() if chat_helpers.is_chat_template_prefix_preserving(tokenizer)
+        name for name, tokenizer in tokenizers.items() if trl_helpers.is_chat_template_prefix_preserving(tokenizer)
     }
     assert {"qwen2_5", "llama3", "gemma", "glm4moe", "cohere"} <= grows
     assert not {"qwen3", "phi3", "deepseekv3", "gptoss"} & grows
     untrained = {
-        n for n, tokenizer in tokenizers.items() if not chat_helpers.is_chat_template_stop_token_trained(tokenizer)
+        n for n, tokenizer in tokenizers.items() if not trl_helpers.is_chat_template_stop_token_trained(tokenizer)
     }
     assert untrained == {"glm4moe"}
     for name, tokenizer in tokenizers.items():
-        assert chat_helpers.get_training_chat_template(tokenizer) is None
-        assert not chat_helpers.has_generation_markers(tokenizer), name
-    assert chat_helpers.has_generation_markers("{%- generation -%}{{ x }}{% endgeneration %}")
+        assert trl_helpers.get_training_chat_template(tokenizer) is None
+        assert not trl_helpers.has_generation_markers(tokenizer), name
+    assert trl_helpers.has_generation_markers("{%- generation -%}{{ x }}{% endgeneration %}")
 
 
 def test_get_training_chat_template_raises_where_no_mask_can_be_had():
     tokenizer = tokenizer_for("{% for m in messages %}<|im_start|>{{ m.content | upper }}{% endfor %}")
     with pytest.raises(ValueError, match="No mask of what the assistant says can be had"):
-        chat_helpers.get_training_chat_template(tokenizer)
+        trl_helpers.get_training_chat_template(tokenizer)
 
 
 def test_the_renderer_of_a_tokenizer_follows_its_template():
     tokenizer = built_in("chatml").tokenizer
     row = {"messages": [user("a")]}
-    assert "im_start" in chat_helpers.apply_chat_template(row, tokenizer)["text"]
+    assert "im_start" in trl_helpers.apply_chat_template(row, tokenizer)["text"]
     use_chat_format(tokenizer, "vicuna")
-    assert "USER: a" in chat_helpers.apply_chat_template(row, tokenizer)["text"]
+    assert "USER: a" in trl_helpers.apply_chat_template(row, tokenizer)["text"]
 
 
 def test_add_response_schema_checks_that_there_is_something_to_parse():
     tokenizer = built_in("chatml").tokenizer
-    assert chat_helpers.add_response_schema(tokenizer) is tokenizer
+    assert trl_helpers.add_response_schema(tokenizer) is tokenizer
     with pytest.raises(ValueError, match="writes no tool calls"):
-        chat_helpers.add_response_schema(built_in("zephyr").tokenizer)
+        trl_helpers.add_response_schema(built_in("zephyr").tokenizer)
 
 
 def test_generation_markers_of_a_template_agree_with_provenance():

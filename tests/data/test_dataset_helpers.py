@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from datasets import Dataset, DatasetDict
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from posttrain.data.rows.reading import split_shared_text, split_shared_turns
 from posttrain.data.trl_helpers import (
     extract_prompt,
     get_dataset_column_names,
@@ -17,8 +18,6 @@ from posttrain.data.trl_helpers import (
     maybe_unpair_preference_dataset,
     pack_dataset,
     prepare_multimodal_messages,
-    split_shared_text,
-    split_shared_turns,
     truncate_dataset,
     unpair_preference_dataset,
 )
@@ -66,6 +65,7 @@ def test_prompt_ends_with_a_word(chosen, rejected, prompt):
         assert (parts[0] + parts[1], parts[0] + parts[2]) == (chosen, rejected)
 
 
+@settings(deadline=None)
 @given(st.text("ab .'\n", max_size=15), st.text("ab .'\n", max_size=8), st.text("ab .'\n", max_size=8))
 def test_extracted_parts_are_the_texts_again(shared, first, second):
     chosen, rejected = shared + first, shared + second

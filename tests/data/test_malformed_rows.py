@@ -21,10 +21,11 @@ import pyarrow as pa
 import pytest
 
 from posttrain.core.sample import Sample
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows import formats
 from posttrain.data.rows.checks import BadRowsError, without_nones
-from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.store.prepare import prepare_dataset
 from tests import tiny
 
 ROWS, BAD = 1_500, 1_331
@@ -312,7 +313,7 @@ PLAIN = [
         {**PAIR, "environment": "maze"},
         {"environment": "moon"},
         "environment",
-        "none of 'maze'",
+        "it must be one of 'maze'",
         allowed_values={"environment": ("maze",)},
     ),
 ]

@@ -10,12 +10,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows import formats
 from posttrain.data.rows.checks import BadRowsError
 from posttrain.data.sources.mixtures import load_mixture
 from posttrain.data.sources.named import DatasetSource, SourceError
-from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.store.prepare import prepare_dataset
 from tests import tiny
 
 TOOL = {"type": "function", "function": {"name": "look", "description": "Look.", "parameters": {"type": "object"}}}

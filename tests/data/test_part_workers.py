@@ -11,8 +11,8 @@ import threading
 import psutil
 import pytest
 
+from posttrain.data.options import PrepareOptions
 from posttrain.data.store.part_workers import build_parts
-from posttrain.data.store.prepare import PrepareOptions
 from tests.waiting import eventually
 
 PARTS = 12

@@ -16,13 +16,14 @@ import numpy as np
 import pytest
 import torch.utils.data
 
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows import formats
 from posttrain.data.rows.checks import BadRowsError
 from posttrain.data.store import building as store_building
 from posttrain.data.store import prepare
 from posttrain.data.store.part_workers import build_parts
-from posttrain.data.store.prepare import PreparedDataset, PrepareOptions, prepare_dataset
+from posttrain.data.store.prepare import PreparedDataset, prepare_dataset
 from posttrain.data.store.token_store import DamagedStoreError, TokenStore, trained_ranges
 from tests import tiny
 from tests.forked import Child
@@ -130,7 +131,10 @@ def test_file_of_bad_rows_is_that_of_this_run(renderer, cache, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"truncation_mode": "middle"}, "truncation_mode='middle' is none of keep_start, keep_end, error, drop"),
+        (
+            {"truncation_mode": "middle"},
+            "truncation_mode='middle'; it must be one of keep_start, keep_end, error, drop",
+        ),
         ({"on_bad_rows": "ignore"}, "on_bad_rows='ignore' is neither 'error' nor 'drop'"),
         ({"max_length": 1}, "max_length=1"),
         ({"packing": "bfd", "max_length": None}, "packing needs max_length"),
@@ -341,7 +345,8 @@ def test_script_without_a_main_guard(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "from posttrain.data.rows import formats as f\n"
-        "from posttrain.data.store.prepare import PrepareOptions, prepare_dataset\n"
+        "from posttrain.data.options import PrepareOptions\n"
+        "from posttrain.data.store.prepare import prepare_dataset\n"
         "from posttrain.data.render.renderer import Renderer\n"
         "from tests import tiny\n"
         "from tests.waiting import eventually\n"

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.sample import Sample
 from posttrain.data.render.renderer import TRAIN_MODES, Conversation, Renderer, RenderError
+from posttrain.data.render.template_checks import probe_template
 from posttrain.data.render.templates import use_chat_format
 from tests.data.chat_cases import GOLDEN, LONG, SHAPES, SYSTEM, TEMPLATES, said, template_text, user
 from tests.data.tiny_tokenizers import KINDS, kind, tokenizer_for
@@ -285,7 +286,7 @@ def test_without_a_template_and_with_an_unknown_mode():
     assert not renderer.has_template
     (error,) = renderer.encode_chats([Conversation([user("Hi")])], "everything")
     assert "no chat template" in error.reason
-    with pytest.raises(ValueError, match="train='all' is none of 'everything', 'assistant'"):
+    with pytest.raises(ValueError, match="train='all'; it must be one of 'everything', 'assistant'"):
         renderer.encode_chats([], "all")
     assert set(TRAIN_MODES) == {"everything", "assistant", "completion", "assistant_in_completion"}
 
@@ -410,17 +411,17 @@ def test_a_tokenizer_without_a_fast_backend_is_refused():
 
 
 def test_probe_speaks_of_what_may_go_wrong():
-    assert renderer_of("built-in chatml").probe() == []
-    assert "No end-of-turn token is trained" in renderer_of("glm4moe").probe()[0]
-    deepseek = renderer_of("deepseekv3").probe()
+    assert probe_template(renderer_of("built-in chatml")) == []
+    assert "No end-of-turn token is trained" in probe_template(renderer_of("glm4moe"))[0]
+    deepseek = probe_template(renderer_of("deepseekv3"))
     assert any("The prompt is not the beginning of prompt + completion" in warning for warning in deepseek)
-    assert any("changes earlier turns" in warning for warning in renderer_of("qwen3").probe())
-    assert any("does not write tools" in warning for warning in renderer_of("phi3").probe())
+    assert any("changes earlier turns" in warning for warning in probe_template(renderer_of("qwen3")))
+    assert any("does not write tools" in warning for warning in probe_template(renderer_of("phi3")))
     twice = Renderer(tokenizer_for("{{ bos_token }}{{ bos_token }}" + template_text("smollm2")))
-    assert any("writes '<s>' twice" in warning for warning in twice.probe())
+    assert any("writes '<s>' twice" in warning for warning in probe_template(twice))
     no_prompt = Renderer(tokenizer_for(template_text("smollm2").split("{% if add_generation_prompt %}")[0]))
-    assert "is trained to write '<|im_start|>assistant\\n' itself" in no_prompt.probe()[0]
+    assert "is trained to write '<|im_start|>assistant\\n' itself" in probe_template(no_prompt)[0]
     broken = Renderer(tokenizer_for("{{ raise_exception('never') }}"))
-    assert broken.probe() == [
+    assert probe_template(broken) == [
         "The chat template refuses a plain question and answer: The chat template refuses this conversation: never"
     ]

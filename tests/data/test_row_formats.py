@@ -11,11 +11,12 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows import formats
 from posttrain.data.rows.formats import FormatError, detect_format
 from posttrain.data.rows.label_report import answer_hashes, label_report
-from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.store.prepare import prepare_dataset
 from tests import tiny
 
 SFT = (formats.LANGUAGE_MODELLING, formats.PROMPT_COMPLETION, formats.TOKENISED)
@@ -310,7 +311,10 @@ def test_near_misses_are_answered_with_the_line_to_write(columns, accepted, rena
     assert detect_format([{renamed.get(name, name): "some text" for name in columns}], accepted)
 
 
-def test_check_and_normalise_of_a_single_row():
+def test_a_single_row_is_checked_and_put_into_its_clean_form():
+    def read(row, fmt):
+        return detect_format([row], (fmt,)).read(row)[:2]
+
     call = {"name": "f", "arguments": "{}"}
     row = {
         "messages": [
@@ -318,15 +322,17 @@ def test_check_and_normalise_of_a_single_row():
             turn("assistant", None, tool_calls=[call]),
         ]
     }
-    assert formats.LANGUAGE_MODELLING.check(row) == []
-    assert formats.LANGUAGE_MODELLING.normalise(row)["messages"] == [
+    clean, found = read(row, formats.LANGUAGE_MODELLING)
+    assert found == []
+    assert clean["messages"] == [
         USER,
         turn("assistant", "", tool_calls=[{"type": "function", "function": {"name": "f", "arguments": {}}}]),
     ]
-    [finding] = formats.PREFERENCE.check({"prompt": "P", "chosen": "a", "rejected": "a"})
+    _, [finding] = read({"prompt": "P", "chosen": "a", "rejected": "a"}, formats.PREFERENCE)
     assert finding.kind == "equal_pair"
-    with pytest.raises(FormatError, match="column 'text' is empty"):
-        formats.LANGUAGE_MODELLING.normalise({"text": ""})
+    _, [finding] = read({"text": ""}, formats.LANGUAGE_MODELLING)
+    assert finding[:2] == ("blank", "text")
+    assert finding.reason.startswith("is empty: ")
 
 
 def test_options_that_the_data_cannot_honour_are_refused(renderer):

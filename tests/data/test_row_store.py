@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from posttrain.core.sample import Sample
-from posttrain.data.store.annotated import AnnotatedDataset
-from posttrain.data.store.row_store import RowStore, row_key
+from posttrain.data.store.row_store import AnnotatedDataset, RowStore, row_key
 from tests.forked import Child
 
 

@@ -11,12 +11,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows import formats
 from posttrain.data.rows.checks import BadRowsError
 from posttrain.data.sources.mixtures import load_mixture
 from posttrain.data.sources.named import DatasetSource, SourceError, load_source
-from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.store.prepare import prepare_dataset
 from tests import tiny
 
 GOOD = [{"text": f"row {i}"} for i in range(20)]
@@ -162,7 +163,7 @@ def test_parquet_shards_of_other_schema(tmp_path):
     widths = write_shards(tmp_path / "widths", {"n": pa.array([1], pa.int32())}, {"n": pa.array([1], pa.int64())})
     assert len(load_source(str(widths))) == 2
     (tmp_path / "no.parquet").write_bytes(b"PAR1 this is not one")
-    with pytest.raises(SourceError, match="is no readable Parquet file"):
+    with pytest.raises(SourceError, match="is not a readable Parquet file"):
         load_source(str(tmp_path / "no.parquet"))
 
 

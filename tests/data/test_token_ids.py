@@ -7,10 +7,11 @@ import random
 import numpy as np
 import pytest
 
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows import formats
 from posttrain.data.store import building as store_building
-from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.store.prepare import prepare_dataset
 from tests.data.tokenizer_families import FAMILIES, SCRIPTS, family, made_text
 
 FORMATS = (formats.LANGUAGE_MODELLING, formats.PROMPT_COMPLETION)

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from posttrain.evaluation.statistics import bootstrap, estimates, pass_at_k, wilson
+from posttrain.evaluation.result import bootstrap, estimates, pass_at_k, wilson
 
 
 @pytest.mark.parametrize(("samples", "right"), [(5, 0), (5, 1), (5, 3), (5, 5), (8, 2)])

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.losses.coupled import coupled_coefficients, linearised
-from posttrain.losses.pair import Pair
+from posttrain.losses.pair import Pair, coupled_coefficients, linearised
 from posttrain.losses.preference import PREFERENCE_LOSSES, preference_loss
 
 OPTIONS = {"beta": 0.7, "label_smoothing": 0.1}

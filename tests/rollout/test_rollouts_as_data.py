@@ -6,11 +6,12 @@ import json
 
 import pytest
 
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.conversation import Conversation
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.render.turn_suffix import TurnSuffix
 from posttrain.data.rows import formats
-from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.store.prepare import prepare_dataset
 from posttrain.rollout.engines.protocol import SamplingParams
 from posttrain.rollout.episodes.episode import run_episodes
 from posttrain.rollout.episodes.tool_episode import EpisodeRules, ToolEpisode

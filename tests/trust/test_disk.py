@@ -17,9 +17,10 @@ import pytest
 from transformers import TrainerCallback
 
 from posttrain import SFTTrainer
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.sources.named import load_source
-from posttrain.data.store.prepare import PrepareOptions, prepare_dataset
+from posttrain.data.store.prepare import prepare_dataset
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.background_save import EXIT_CODE
 from tests import tiny

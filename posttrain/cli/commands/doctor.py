@@ -135,7 +135,7 @@ def kernels() -> list[Line]:
 
     lines = [_tried("attention", f"torch's, in {str(dtype).removeprefix('torch.')} on {device}", attend)]
     if device == "cuda":
-        from posttrain.models.scoring.head_kernels import runs_triton
+        from posttrain.models.triton_support import runs_triton
 
         works = runs_triton(torch.zeros(1, device="cuda"))
         text = "fused head, AdamW and decoding" if works else "no Triton: everything runs in plain torch, slower"

@@ -39,7 +39,7 @@ def text_decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
 
 
 def _bytes_of_tokens(backend: Any) -> dict[int, bytes]:
-    """By id. Special tokens are no text; a token with characters that stand for no byte is taken literally."""
+    """By id. Special tokens have no text; a token with characters that stand for no byte is taken literally."""
     byte_of = _byte_of_character()
     special = {number for number, token in backend.get_added_tokens_decoder().items() if token.special}
     table = {}

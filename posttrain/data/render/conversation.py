@@ -20,7 +20,7 @@ class RenderError(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One chat in OpenAI's style, and what the template is told besides.
+    """One chat in OpenAI's style, and the other arguments of the template.
 
     `num_prompt_messages` says, for prompt + completion data, how many of `messages` are the prompt. Where the prompt ends
     with an assistant message and the completion begins with one, the completion continues that message.

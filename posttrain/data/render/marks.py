@@ -1,4 +1,4 @@
-"""Marks: a conversation whose pieces can be told apart after a chat template has rendered it.
+"""Marks: a conversation whose pieces can be identified after a chat template has rendered it.
 
 Each piece of text that somebody said is wrapped in two characters of Unicode's private plane 16, a pair of its own. Taking
 the marks out of the marked render must give the plain render to the byte; then the place of every piece in the plain render
@@ -8,6 +8,7 @@ is known, without knowing anything about the template.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,20 +48,12 @@ class Place:
     verbatim: bool
 
 
-def _around(text: str) -> tuple[int, int]:
-    return 0, len(text)
-
-
-def _inside(text: str) -> tuple[int, int]:
-    return len(text) - len(text.lstrip()), len(text.rstrip())
-
-
-def _middle(text: str) -> tuple[int, int]:
-    return len(text) // 2, len(text) // 2
-
-
 UNMARKED = "unmarked"
-PLACEMENTS: dict[str, Callable[[str], tuple[int, int]]] = {"around": _around, "inside": _inside, "middle": _middle}
+PLACEMENTS: dict[str, Callable[[str], tuple[int, int]]] = {
+    "around": lambda text: (0, len(text)),
+    "inside": lambda text: (len(text) - len(text.lstrip()), len(text.rstrip())),
+    "middle": lambda text: (len(text) // 2, len(text) // 2),
+}
 """Where the two marks go: around all of a text (a template that trims it is found out), inside its outer white space
 (trimming is allowed), or both in its middle (tests such as `content.startswith(...)` are not disturbed)."""
 
@@ -233,13 +226,8 @@ def read_marks(plain: str, marked: str, marker: Marker) -> MarkedRender | None:
     return MarkedRender(plain, places, lost, kinds, marker.said_by, owned)
 
 
-def common_prefix(text: str, *others: str) -> str:
-    """The characters that all of the texts begin with."""
-    size = min(len(text), *map(len, others)) if others else len(text)
-    for at in range(size):
-        if any(other[at] != text[at] for other in others):
-            return text[:at]
-    return text[:size]
+def common_prefix(*texts: str) -> str:
+    return os.path.commonprefix(texts)  # noqa: RUF071 - by characters, not by parts of a path
 
 
 def _mark_code(mark: str) -> int:

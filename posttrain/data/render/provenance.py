@@ -61,11 +61,7 @@ class Provenance:
         self._headers: dict[Any, str] = {}
 
     def mark(
-        self,
-        chat: Conversation,
-        plain: str,
-        said_by: frozenset[int] = frozenset(),
-        add_generation_prompt: bool = False,
+        self, chat: Conversation, plain: str, said_by: frozenset[int] = frozenset(), add_generation_prompt: bool = False
     ) -> MarkedRender:
         """The places of all pieces of `chat` in `plain`. Raises if no marked render agrees with the plain one."""
         for attempt in ATTEMPTS:
@@ -79,8 +75,10 @@ class Provenance:
             found = read_marks(plain, marked, marker)
             if found is None:
                 continue
-            if not attempt.strict:
-                _refuse_outer_white_space(found, said_by)
+            for piece in () if attempt.strict else [*(place.piece for place in found.places), *found.lost]:
+                if piece.message in said_by and piece.text != piece.text.strip():
+                    does = f"trims the white space around the {piece.kind} {_excerpt(piece.text)}"
+                    raise _refusal(found, piece.message, does)
             return found
         raise RenderError(
             "The chat template renders a conversation differently when its texts are marked, so it is not known which "
@@ -96,7 +94,9 @@ class Provenance:
             self.check_said(marked, turn)
             start = self.turn_start(chat, marked, turn)
             end = self._turn_end(chat, marked, turn, start)
-            self._check_turn(marked, turn, start, end, spans[-1][1] if spans else 0)
+            inside = [p for p in marked.places if p.piece.message != turn and p.end > start and p.start < end]
+            if inside or (spans and start < spans[-1][1]):
+                raise _refusal(marked, turn, "mixes the turn with text of other messages")
             spans.append((start, end))
         return spans
 
@@ -159,11 +159,11 @@ class Provenance:
     def _start_of_first_message(self, chat: Conversation, marked: MarkedRender, first: int) -> int | None:
         """Where an assistant message begins that no message precedes: where it would begin after a user's message."""
         asked = _part(chat, [PROBE_USER, *chat.messages])
-        plain = self._try_render(asked.messages, asked, False)
         question = self._try_render([PROBE_USER], asked, False)
-        places = self._try_mark(asked, plain, frozenset(number + 1 for number in marked.said_by))
+        places = self._try_mark(asked, frozenset(number + 1 for number in marked.said_by))
         if question is None or places is None or not places.places_of(0) or not places.places_of(1):
             return None
+        plain = places.text
         end_of_question, own = places.places_of(0)[-1].end, places.places_of(1)[0].start
         start = self.turn_start(asked, places, 1)
         closing = self._common(plain[end_of_question:], question.rpartition(PROBE_USER["content"])[2])
@@ -182,11 +182,10 @@ class Provenance:
         key = (tuple(shape[last.piece.message :]), *_template_state(chat))
         if key in self._prompt_tails:
             yield self._prompt_tails[key]
-        plain = self._try_render(chat.messages[:turn], chat, True)
         said_by = frozenset(number for number in marked.said_by if number < turn)
-        prompt = self._try_mark(_part(chat, chat.messages[:turn]), plain, said_by, add_generation_prompt=True)
+        prompt = self._try_mark(_part(chat, chat.messages[:turn]), said_by, add_generation_prompt=True)
         if prompt is not None and prompt.places:
-            self._prompt_tails[key] = tail = plain[max(place.end for place in prompt.places) :]
+            self._prompt_tails[key] = tail = prompt.text[max(place.end for place in prompt.places) :]
             yield tail
 
     def _header(self, chat: Conversation) -> str:
@@ -226,11 +225,10 @@ class Provenance:
         messages = [*chat.messages]
         messages[turn] = messages[turn] | {"content": PROBE_USER["content"]}
         filled = _part(chat, messages)
-        plain = self._try_render(messages, filled, False)
-        places = self._try_mark(filled, plain, marked.said_by)
+        places = self._try_mark(filled, marked.said_by)
         if places is None or not places.places_of(turn):
             return chat, start
-        before = plain[self.turn_start(filled, places, turn) : places.places_of(turn)[0].start]
+        before = places.text[self.turn_start(filled, places, turn) : places.places_of(turn)[0].start]
         return (filled, start + len(before)) if marked.text.startswith(before, start) else (chat, start)
 
     def _closer(self, chat: Conversation, turn: int) -> Closer:
@@ -250,8 +248,7 @@ class Provenance:
     def _rest_after(self, chat: Conversation, messages: list[dict[str, Any]], turn: int) -> str | None:
         """The text after the last piece of `turn` up to the next piece, when the chat consists of `messages`."""
         part = _part(chat, messages)
-        plain = self._try_render(messages, chat, False)
-        marked = self._try_mark(part, plain, frozenset([turn]))
+        marked = self._try_mark(part, frozenset([turn]))
         if marked is None:
             return None
         ends = [place.end for place in marked.places_of(turn)]
@@ -260,7 +257,7 @@ class Provenance:
         except RenderError:  # the probe says nothing; the caller goes by the other one
             return None
         others = [place.start for place in marked.places if place.start >= last and place.piece.message != turn]
-        return plain[last : min(others, default=None)]
+        return marked.text[last : min(others, default=None)]
 
     def _closed_at(self, closer: Closer, rest: str) -> int | None:
         if not closer.is_first_token:
@@ -273,11 +270,6 @@ class Provenance:
         is_end_of_text = not rest[tokens[0][1] :].strip()
         return tokens[0][1] if names_a_role or is_end_of_text else None
 
-    def _check_turn(self, marked: MarkedRender, turn: int, start: int, end: int, previous_end: int) -> None:
-        inside = [p for p in marked.places if p.piece.message != turn and p.end > start and p.start < end]
-        if start < previous_end or inside:
-            raise _refusal(marked, turn, "mixes the turn with text of other messages")
-
     def _try_render(
         self, messages: list[dict[str, Any]], chat: Conversation, add_generation_prompt: bool
     ) -> str | None:
@@ -288,13 +280,10 @@ class Provenance:
             return None
 
     def _try_mark(
-        self,
-        chat: Conversation,
-        plain: str | None,
-        said_by: frozenset[int],
-        add_generation_prompt: bool = False,
+        self, chat: Conversation, said_by: frozenset[int], add_generation_prompt: bool = False
     ) -> MarkedRender | None:
-        """`mark` for a render that only informs: None where there is none."""
+        """The places of all pieces in a render that only informs: None where there is none."""
+        plain = self._try_render(chat.messages, chat, add_generation_prompt)
         try:
             return None if plain is None else self.mark(chat, plain, said_by, add_generation_prompt)
         except RenderError:
@@ -314,21 +303,12 @@ class Provenance:
 
 
 def _part(chat: Conversation, messages: list[dict[str, Any]]) -> Conversation:
-    """A conversation of `messages` that the template is told the same about as `chat`."""
+    """A conversation of `messages` with the tools and template arguments of `chat`."""
     return Conversation(messages, chat.tools, chat.template_kwargs)
 
 
 def _template_state(chat: Conversation) -> tuple[bool, str]:
     return bool(chat.tools), repr(chat.template_kwargs) if chat.template_kwargs else ""
-
-
-def _refuse_outer_white_space(marked: MarkedRender, said_by: frozenset[int]) -> None:
-    said = [place.piece for place in marked.places] + marked.lost
-    for piece in said:
-        if piece.message in said_by and piece.text != piece.text.strip():
-            raise _refusal(
-                marked, piece.message, f"trims the white space around the {piece.kind} {_excerpt(piece.text)}"
-            )
 
 
 def _refusal(marked: MarkedRender, turn: int, does: str) -> RenderError:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -33,7 +33,6 @@ from posttrain.data.render.provenance import Provenance, Span
 from posttrain.data.render.response_parser import ResponseParser
 from posttrain.data.render.skeletons import Skeletons, shape_of
 from posttrain.data.render.special_tokens import ControlTokens, whole_texts
-from posttrain.data.render.template_checks import probe_template
 from posttrain.data.render.template_limits import TemplateLimit, bounded_template
 
 __all__ = ["TRAIN_MODES", "Conversation", "RenderError", "Renderer"]
@@ -135,25 +134,18 @@ class Renderer:
         follows the prompt) or "assistant_in_completion" (assistant turns that follow the prompt).
         """
         if train not in TRAIN_MODES:
-            raise ValueError(f"train={train!r} is none of {', '.join(map(repr, TRAIN_MODES))}.")
-        prepared: list[Rendered | RenderError] = []
-        for chat in chats:
-            try:
-                rendered = TRAIN_MODES[train](self, chat)
-                prepared.append(self._without_untrained(rendered, chat) if chat.untrained else rendered)
-            except RenderError as error:
-                prepared.append(error)
-        return self._encode(prepared)
+            raise ValueError(f"train={train!r}; it must be one of {', '.join(map(repr, TRAIN_MODES))}.")
+
+        def render(chat: Conversation) -> Rendered:
+            rendered = TRAIN_MODES[train](self, chat)
+            return self._without_untrained(rendered, chat) if chat.untrained else rendered
+
+        return self._encode(chats, render)
 
     def encode_prompts(self, chats: list[Conversation]) -> list[np.ndarray | RenderError]:
         """Ids of the prompts with the generation prompt, or, after an assistant message, ready to continue that message."""
-        prepared: list[Rendered | RenderError] = []
-        for chat in chats:
-            try:
-                prepared.append(self._rendered_prompt(chat))
-            except RenderError as error:
-                prepared.append(error)
-        return [item.input_ids if isinstance(item, Sample) else item for item in self._encode(prepared)]
+        samples = self._encode(chats, self._rendered_prompt)
+        return [item.input_ids if isinstance(item, Sample) else item for item in samples]
 
     def parse(self, ids: Any) -> dict[str, Any]:
         """Token ids of an assistant turn -> message with content and, where the turn holds them, reasoning and tool calls.
@@ -165,10 +157,6 @@ class Renderer:
     @cached_property
     def response_parser(self) -> ResponseParser:
         return ResponseParser(self._render, self._provenance, self._control)
-
-    def probe(self) -> list[str]:
-        """Warnings in words about this template."""
-        return probe_template(self) if self.has_template else []
 
     # ------------------------------------------------------------------------------------------- inside: rendering
 
@@ -281,10 +269,9 @@ class Renderer:
                 is_word = re.fullmatch(r"[\w\-]+", role) is not None
                 self._role_is_safe[role] = is_word and not any(role in text for text in self._control.texts)
             if not self._role_is_safe[role] and not self.allow_control_tokens_in_content:
-                raise RenderError(f"The role {role!r} of message {number} is no word, or a part of a control token.")
-
-    def _everything(self, chat: Conversation) -> Rendered:
-        return self._rendered(chat)
+                raise RenderError(
+                    f"The role {role!r} of message {number} is not a word, or is part of a control token."
+                )
 
     def _assistant(self, chat: Conversation) -> Rendered:
         turns = assistant_turns(chat)
@@ -353,12 +340,19 @@ class Renderer:
 
     # -------------------------------------------------------------------------------------------- inside: encoding
 
-    def _encode(self, prepared: Sequence[Rendered | RenderError]) -> list[Sample | RenderError]:
-        results: list[Sample | RenderError] = list(prepared)
-        numbers = [number for number, item in enumerate(prepared) if isinstance(item, Rendered)]
+    def _encode(
+        self, chats: list[Conversation], render: Callable[[Conversation], Rendered]
+    ) -> list[Sample | RenderError]:
+        results: list[Any] = []
+        for chat in chats:
+            try:
+                results.append(render(chat))
+            except RenderError as error:
+                results.append(error)
+        numbers = [number for number, item in enumerate(results) if isinstance(item, Rendered)]
         for begin in range(0, len(numbers), BATCH):
             chunk = numbers[begin : begin + BATCH]
-            for number, sample in zip(chunk, self._encode_chunk([prepared[number] for number in chunk])):
+            for number, sample in zip(chunk, self._encode_chunk([results[number] for number in chunk])):
                 results[number] = sample
         return results
 
@@ -399,7 +393,7 @@ class Renderer:
         """The encoding in which nothing but the template's control tokens are control tokens."""
         control, text = self._control, item.text
         owned = control.find(text) if item.owned_control_tokens is None else item.owned_control_tokens
-        # Texts that are no control tokens may be taken for some, as the tokenizer normalises them; aliases cannot.
+        # Texts that are not control tokens may be taken for some, as the tokenizer normalises them; aliases cannot.
         encoding = control.literal_backend.encode(control.with_aliases(text, owned), add_special_tokens=False)
         count, expected = control.count_ids(encoding.ids), self._expected_control_tokens(text, owned)
         if count != expected:
@@ -416,25 +410,18 @@ def trained_tokens(encoding: Any, spans: list[Span]) -> np.ndarray:
 
     A token across the edge of a span counts: the model has to produce it as a whole, and the prompt alone ends in other ids.
     """
-    trained = np.zeros(len(encoding.ids), dtype=bool)
-    for start, end in spans:
-        trained[_tokens_before(encoding, start) : _tokens_up_to(encoding, end)] = True
-    return trained
-
-
-def _tokens_before(encoding: Any, start: int) -> int:
-    """How many tokens end before a span begins."""
-    return bisect_right(range(len(encoding.ids)), start, key=lambda token: encoding.token_to_chars(token)[1])
-
-
-def _tokens_up_to(encoding: Any, end: int) -> int:
-    """How many tokens begin before a span ends. Byte-level tokenizers that trim offsets leave nothing of a space but its end."""
 
     def first_character(token: int) -> int:
+        """Byte-level tokenizers that trim offsets leave nothing of a space but its end."""
         start, stop = encoding.token_to_chars(token)
         return start if start < stop else start - 1
 
-    return bisect_left(range(len(encoding.ids)), end, key=first_character)
+    tokens = range(len(encoding.ids))
+    trained = np.zeros(len(tokens), dtype=bool)
+    for start, end in spans:
+        first = bisect_right(tokens, start, key=lambda token: encoding.token_to_chars(token)[1])
+        trained[first : bisect_left(tokens, end, key=first_character)] = True
+    return trained
 
 
 def _continuation(marked: MarkedRender, turn: int, continued: str) -> int | None:
@@ -474,7 +461,7 @@ def _any_string(value: Any, test: Callable[[str], bool]) -> bool:
 
 
 TRAIN_MODES: dict[str, Callable[[Renderer, Conversation], Rendered]] = {
-    "everything": Renderer._everything,
+    "everything": Renderer._rendered,
     "assistant": Renderer._assistant,
     "completion": Renderer._completion,
     "assistant_in_completion": Renderer._assistant_in_completion,

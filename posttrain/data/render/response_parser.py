@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from posttrain.data.render.conversation import Conversation, RenderError
 from posttrain.data.render.marks import common_prefix
@@ -30,19 +30,6 @@ PYTHON_CONSTANT = re.compile(r"\s*(True|False|None)\b")
 
 Call = dict[str, Any]
 Schemas = dict[str, dict[str, Any]]
-
-
-class CallSyntax(Protocol):
-    """How a template writes tool calls."""
-
-    def read(self, text: str, schemas: Schemas) -> tuple[str, list[Call]] | None:
-        """The text before the calls, and the calls; None if there are none or they are malformed.
-
-        `schemas` (name of a tool -> its properties) tell whether a value without quotes is a string.
-        """
-
-    def begins_in(self, text: str) -> bool:
-        """Whether the text holds what a call begins with, be it well formed or not."""
 
 
 @dataclass(frozen=True)
@@ -72,8 +59,10 @@ class ObjectCalls:
             if found is None or not isinstance(found[0], dict) or not isinstance(found[0].get(self.name_key), str):
                 return None
             value, position = found
-            arguments = _as_object(value.get(self.arguments_key) or {})
-            if arguments is None:
+            arguments = value.get(self.arguments_key) or {}
+            if isinstance(arguments, str):
+                arguments, _ = _read_json(arguments, 0) or (None, 0)
+            if not isinstance(arguments, dict):
                 return None
             calls.append(_call(value[self.name_key], arguments))
             joint = self.joint.match(text, position)
@@ -148,6 +137,13 @@ class ArgumentCalls:
         found = None if is_text else _read_data(value, 0)  # what is no data is a string
         is_data = found is not None and not value[found[1] :].strip()
         return (found[0] if is_data else value.strip("\n")), end + len(self.closing)
+
+
+CallSyntax = ObjectCalls | NamedCalls | ArgumentCalls
+"""How a template writes tool calls. `read` gives the text before the calls, and the calls; None if there are none or they are
+malformed; `schemas` (name of a tool -> its properties) tell whether a value without quotes is a string. `begins_in` says whether a
+text holds what a call begins with, be it well formed or not.
+"""
 
 
 def _unescaped(text: str, closing: str, position: int) -> int:
@@ -372,11 +368,6 @@ def _read_data(text: str, position: int) -> tuple[Any, int] | None:
     if constant is not None:
         return PYTHON_CONSTANTS[constant[1]], constant.end()
     return _read_json(text, position)
-
-
-def _as_object(arguments: Any) -> dict[str, Any] | None:
-    found = _read_json(arguments, 0) if isinstance(arguments, str) else (arguments, 0)
-    return found[0] if found is not None and isinstance(found[0], dict) else None
 
 
 def _call(name: str, arguments: Any) -> Call:

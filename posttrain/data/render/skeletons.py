@@ -56,8 +56,8 @@ class Skeletons:
     def keep(self, shape: Any, pieces: list[str], marked: MarkedRender, spans: list[Span]) -> None:
         """Remembers a conversation that was read with marks, if its pieces stand in it once each, in order, unchanged.
 
-        Where the generation prompt goes on after the header of a turn ("<think>"), the turn begins later for a text that
-        goes on in the same way: such turns are read one by one.
+        Where the generation prompt continues after the header of a turn ("<think>"), the turn begins later for a text that
+        continues in the same way: such turns are read one by one.
         """
         places = marked.places
         if (

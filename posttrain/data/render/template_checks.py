@@ -120,14 +120,14 @@ def probe_template(renderer: Renderer) -> list[str]:
         return [f"The chat template refuses a plain question and answer: {_refusal(renderer)}"]
     (sample,) = renderer.encode_chats([Conversation([USER, ANSWER])], train="assistant")
     if isinstance(sample, RenderError):
-        warnings.append(f"What the assistant says cannot be told apart: {sample.reason}")
+        warnings.append(f"The assistant's turns cannot be located: {sample.reason}")
     elif trained_stop_token(renderer) is None:
         warnings.append(
             "No end-of-turn token is trained: after what the assistant says the template writes "
             f"{whole[whole.rfind(ANSWER['content']) + len(ANSWER['content']) :]!r}, which holds no token of the tokenizer's. "
             "A model trained with it does not learn to stop."
         )
-    header = _untold_header(renderer)
+    header = _trained_header(renderer)
     if header:
         warnings.append(f"The template has no generation prompt, so the model is trained to write {header!r} itself.")
     bos = tokenizer.bos_token
@@ -148,7 +148,7 @@ def probe_template(renderer: Renderer) -> list[str]:
     return warnings
 
 
-def _untold_header(renderer: Renderer) -> str:
+def _trained_header(renderer: Renderer) -> str:
     """What a template without generation prompt writes between a question and its answer that names a role."""
     prompt, question = rendered(renderer, [USER], prompt=True), rendered(renderer, [USER])
     whole = rendered(renderer, [USER, ANSWER])

@@ -29,12 +29,10 @@ class BoundedTemplate:
 
     def __init__(self, text: str) -> None:
         self._counts = threading.local()
-        environment = chat_template_utils._cached_compile_jinja_template(
-            ""
-        ).environment  # one of its own, not the cached one
+        environment = chat_template_utils._cached_compile_jinja_template("").environment  # its own, not the cached one
         environment.filters[COUNTED] = self._counted
         environment.intercepted_binops = frozenset(OPERATORS)
-        environment.call_binop = _product
+        environment.call_binop = lambda context, operator, left, right: OPERATORS[operator](left, right)
         tree = environment.parse(text)
         for loop in tree.find_all(nodes.For):
             loop.iter = nodes.Filter(loop.iter, COUNTED, [], [], None, None, lineno=loop.lineno)
@@ -71,10 +69,6 @@ def _power(left: Any, right: Any) -> Any:
 
 
 OPERATORS: dict[str, Callable[[Any, Any], Any]] = {"*": _times, "**": _power}
-
-
-def _product(context: Any, operator: str, left: Any, right: Any) -> Any:
-    return OPERATORS[operator](left, right)
 
 
 @lru_cache(maxsize=64)

@@ -1,4 +1,4 @@
-"""Built-in chat formats for tokenizers that have none, and a description of any template.
+"""Built-in chat formats for tokenizers that have none.
 
 The formats are Jinja files of our own writing in `posttrain/chat_templates`. A format is more than its template: the tokens
 it writes should be single tokens, and generation has to stop at the token that closes a turn.
@@ -11,14 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.data.render.renderer import Renderer
-from posttrain.data.render.template_checks import (
-    has_generation_markers,
-    is_prefix_preserving,
-    probe_template,
-    shows_tools,
-    tool_dialogue,
-    trained_stop_token,
-)
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "chat_templates"
 
@@ -37,47 +29,25 @@ class ChatFormat:
         return (TEMPLATES / self.file).read_text(encoding="utf-8")
 
 
+MISTRAL_TOKENS = (
+    "[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+)  # fmt: skip
+DEEPSEEK_TOKENS = (
+    "<｜User｜>", "<｜Assistant｜>", "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>", "<｜tool▁sep｜>", "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>",
+    "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
+)  # fmt: skip
 BUILT_IN_FORMATS: dict[str, ChatFormat] = {
     "chatml": ChatFormat("chatml.jinja", "<|im_end|>", ("<|im_start|>",)),
     "alpaca": ChatFormat("alpaca.jinja"),
     "llama2": ChatFormat("llama2.jinja", needs_bos=True),
     "llama3": ChatFormat("llama3.jinja", "<|eot_id|>", ("<|start_header_id|>", "<|end_header_id|>"), needs_bos=True),
-    "mistral": ChatFormat(
-        "mistral.jinja",
-        None,
-        (
-            "[INST]",
-            "[/INST]",
-            "[TOOL_CALLS]",
-            "[AVAILABLE_TOOLS]",
-            "[/AVAILABLE_TOOLS]",
-            "[TOOL_RESULTS]",
-            "[/TOOL_RESULTS]",
-        ),
-        needs_bos=True,
-    ),
+    "mistral": ChatFormat("mistral.jinja", None, MISTRAL_TOKENS, needs_bos=True),
     "zephyr": ChatFormat("zephyr.jinja", None, ("<|system|>", "<|user|>", "<|assistant|>")),
     "gemma": ChatFormat("gemma.jinja", "<end_of_turn>", ("<start_of_turn>",), needs_bos=True),
     "phi3": ChatFormat("phi3.jinja", "<|end|>", ("<|system|>", "<|user|>", "<|assistant|>")),
     "vicuna": ChatFormat("vicuna.jinja", needs_bos=True),
-    "deepseek": ChatFormat(
-        "deepseek.jinja",
-        None,
-        (
-            "<｜User｜>",
-            "<｜Assistant｜>",
-            "<｜tool▁calls▁begin｜>",
-            "<｜tool▁calls▁end｜>",
-            "<｜tool▁call▁begin｜>",
-            "<｜tool▁call▁end｜>",
-            "<｜tool▁sep｜>",
-            "<｜tool▁outputs▁begin｜>",
-            "<｜tool▁outputs▁end｜>",
-            "<｜tool▁output▁begin｜>",
-            "<｜tool▁output▁end｜>",
-        ),
-        needs_bos=True,
-    ),
+    "deepseek": ChatFormat("deepseek.jinja", None, DEEPSEEK_TOKENS, needs_bos=True),
 }
 
 
@@ -86,7 +56,7 @@ class FormatNeeds:
     """What a tokenizer and a model still need before a format works as it should."""
 
     stop_token: str  # generation must stop here: set it as EOS of the generation config
-    missing_tokens: tuple[str, ...]  # texts of the format that are no single token of this tokenizer yet
+    missing_tokens: tuple[str, ...]  # texts of the format that are not single tokens of this tokenizer yet
     notes: tuple[str, ...]  # the same in sentences
 
 
@@ -123,12 +93,8 @@ def use_chat_format(tokenizer: Any, name: str) -> FormatNeeds:
 
 
 FORMATS_OF_MODELS = {
-    "llama": "llama2",
-    "mistral": "mistral",
-    "mixtral": "mistral",
-    "gemma": "gemma",
-    "deepseek": "deepseek",
-}
+    "llama": "llama2", "mistral": "mistral", "mixtral": "mistral", "gemma": "gemma", "deepseek": "deepseek",
+}  # fmt: skip
 """How the model types of families begin -> the format that the family's chats are in, where no control token tells."""
 
 
@@ -159,35 +125,5 @@ def adopt_chat_format(renderer: Renderer) -> str:
     name, why = detect_chat_format(renderer.tokenizer, renderer.model_type)
     needs = use_chat_format(renderer.tokenizer, name)
     notes = "".join(f" {note}" for note in needs.notes).rstrip(".")
-    told = f"the tokenizer has no chat template, so the built-in format {name} is used: {why} (another one: `chat_template_path`)"
-    return f"{told}.{notes}" if notes else told
-
-
-@dataclass(frozen=True)
-class TemplateDescription:
-    """What is known about a tokenizer's chat template."""
-
-    built_in_format: str | None
-    stop_token: str | None  # the trained end-of-turn token, None where the template has none
-    prefix_preserving: bool
-    supports_tools: bool
-    generation_markers: bool
-    warnings: tuple[str, ...]
-
-
-def describe_template(tokenizer: Any) -> TemplateDescription:
-    """Finds out by rendering short conversations how the tokenizer's chat template behaves."""
-    renderer = Renderer(tokenizer)
-    if not renderer.has_template:
-        raise ValueError(f"The tokenizer has no chat template; the built-in formats are {', '.join(BUILT_IN_FORMATS)}.")
-    template = tokenizer.get_chat_template()
-    built_in = [name for name, chat_format in BUILT_IN_FORMATS.items() if chat_format.template == template]
-    stop = trained_stop_token(renderer)
-    return TemplateDescription(
-        built_in_format=built_in[0] if built_in else None,
-        stop_token=None if stop is None else tokenizer.convert_ids_to_tokens(stop),
-        prefix_preserving=is_prefix_preserving(renderer),
-        supports_tools=shows_tools(renderer) and tool_dialogue(renderer) is not None,
-        generation_markers=has_generation_markers(template),
-        warnings=tuple(probe_template(renderer)),
-    )
+    note = f"the tokenizer has no chat template, so the built-in format {name} is used: {why} (another one: `chat_template_path`)"
+    return f"{note}.{notes}" if notes else note

@@ -66,8 +66,6 @@ class TurnSuffix:
         found = self._after_closing(results, kwargs or {})
         return found if is_closed else np.concatenate([np.asarray([self.closing], found.dtype), found])
 
-    # ---- inside ------------------------------------------------------------------------------------------------------
-
     def _refuse_templates_without_tools(self) -> None:
         renderer = self.renderer
         if not renderer.has_template:

@@ -1,6 +1,6 @@
 """What can be wrong with one value of one row, in words; and the log that collects it for a whole dataset.
 
-A check appends `Finding`s to a list and goes on, so that one pass over the data shows everything that is wrong with it.
+A check appends `Finding`s to a list and continues, so that one pass over the data shows everything that is wrong with it.
 Arrow gives every row the keys of all rows, filled with None; such keys are taken away first and never complained about.
 """
 
@@ -57,7 +57,7 @@ class BadRowsError(ValueError):
         super().__init__(
             f"{total:,} problem{'s' * (total != 1)} in the {num_rows:,} rows of {name} (rows are counted from 0):\n"
             + "\n".join(lines)
-            + f"\nMend the rows, or set on_bad_rows='drop' to leave them out and count them.{where}"
+            + f"\nFix the rows, or set on_bad_rows='drop' to leave them out and count them.{where}"
         )
 
 
@@ -116,9 +116,6 @@ def without_nones(value: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------------------------------------------------- plain text
-
-
 def check_text(value: Any, column: str, found: list[Finding], *, may_be_blank: bool = False) -> bool:
     """Whether `value` is text that can be tokenised; what is wrong otherwise goes to `found`."""
     if value is None:
@@ -149,9 +146,6 @@ def check_characters(text: str, column: str, found: list[Finding]) -> bool:
         found.append(Finding("surrogate", column, reason))
         return False
     return True
-
-
-# ------------------------------------------------------------------------------------------------------------- numbers
 
 
 def read_number(value: Any, column: str, found: list[Finding]) -> float:

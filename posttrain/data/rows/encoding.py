@@ -8,31 +8,25 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from posttrain.core.sample import Sample, Unit
+from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Conversation, Renderer
 from posttrain.data.rows.checks import Finding
 
-if TYPE_CHECKING:
-    from posttrain.data.store.prepare import PrepareOptions
-
 Row = dict[str, Any]
 Notes = Counter[str]
+Units = list[Unit | Finding]
+"""A Finding stands for a row that cannot be rendered; `Notes` counts what a reader should know although it is not an error."""
 MERGED_BOUNDARY = "prompts whose last token merges with the answer"
-EVERYTHING, ASSISTANT, COMPLETION, ASSISTANT_IN_COMPLETION = (
-    "everything",
-    "assistant",
-    "completion",
-    "assistant_in_completion",
-)
+EVERYTHING, ASSISTANT, COMPLETION = "everything", "assistant", "completion"
+ASSISTANT_IN_COMPLETION = "assistant_in_completion"
 
 
-def language_modelling(
-    rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes
-) -> list[Unit | Finding]:
+def language_modelling(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     """One sample a row: a text, all of it trained, or a conversation, trained whole or on the assistant's turns."""
     if "text" in rows[0]:
         ids = renderer.encode_texts([_ended(row["text"], renderer, options) for row in rows])
@@ -42,7 +36,7 @@ def language_modelling(
     return _singles(_encoded_chats(rows, chats, renderer, train), "messages")
 
 
-def prompt_only(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> list[Unit | Finding]:
+def prompt_only(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     """The prompt, ready to be continued; nothing is trained."""
     ids = _prompt_ids(rows, renderer, options)
     return [
@@ -50,15 +44,15 @@ def prompt_only(rows: list[Row], renderer: Renderer, options: PrepareOptions, no
     ]
 
 
-def prompt_completion(
-    rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes
-) -> list[Unit | Finding]:
+def prompt_completion(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     """Prompt and completion; the completion is trained unless `completion_only_loss=False`."""
-    samples = _answers(rows, "completion", renderer, options, _trained_part(options), notes)
-    return _singles(samples, "completion")
+    trained = ASSISTANT_IN_COMPLETION if options.assistant_only_loss else COMPLETION
+    if options.completion_only_loss is False:
+        trained = ASSISTANT if options.assistant_only_loss else EVERYTHING
+    return _singles(_answers(rows, "completion", renderer, options, trained, notes), "completion")
 
 
-def preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> list[Unit | Finding]:
+def preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     """(chosen, rejected): the prompt followed by each answer, the answer trained.
 
     Both answers of plain text begin at the same token: where only one of them merges with the end of the prompt, that end
@@ -74,9 +68,7 @@ def preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, not
     return [_pair(row, c, r, must_train=True) for row, c, r in zip(rows, chosen, rejected)]
 
 
-def scored_preference(
-    rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes
-) -> list[Unit | Finding]:
+def scored_preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     """(chosen, rejected) as whole sequences; their score is read at the last token, no token is trained."""
     sides = []
     for side in ("chosen", "rejected"):
@@ -90,9 +82,7 @@ def scored_preference(
     return [_pair(row, c, r, must_train=False) for row, c, r in zip(rows, *sides)]
 
 
-def unpaired_preference(
-    rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes
-) -> list[Unit | Finding]:
+def unpaired_preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     """Prompt and completion, with `label` 1 for a wanted completion and 0 for an unwanted one."""
     units = _singles(_answers(rows, "completion", renderer, options, COMPLETION, notes), "completion")
     for row, unit in zip(rows, units):
@@ -101,8 +91,8 @@ def unpaired_preference(
     return units
 
 
-def stepwise(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> list[Unit | Finding]:
-    """Prompt, then each step followed by the separator. `labels` speaks about the last token of each separator.
+def stepwise(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
+    """Prompt, then each step followed by the separator. `labels` is about the last token of each separator.
 
     Steps are tokenised one by one and without special tokens; the beginning-of-sequence token, where the tokenizer has
     one, comes first. `trained` marks the tokens at which a step is judged.
@@ -111,7 +101,7 @@ def stepwise(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes
     separator = renderer.encode_texts([options.step_separator], add_special_tokens=False)[0]
     steps = [step for row in rows for step in row["completions"]]
     encoded = iter(renderer.encode_texts(steps, add_special_tokens=False))
-    units: list[Unit | Finding] = []
+    units: Units = []
     for row, prompt in zip(rows, prompts):
         ids = [np.concatenate([next(encoded), separator]) for _ in row["completions"]]
         if not isinstance(prompt, np.ndarray):
@@ -132,9 +122,9 @@ def _judged(prompt: np.ndarray, completion: np.ndarray, labels: np.ndarray) -> U
     return _checked_unit(Sample(ids, trained, per_token={"labels": np.where(trained, all_labels, 0)}), "completions")
 
 
-def tokenised(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> list[Unit | Finding]:
+def tokenised(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     """Rows that bring their token ids. A row with `seq_lengths` was packed and comes apart into its documents."""
-    units: list[Unit | Finding] = []
+    units: Units = []
     for row in rows:
         missing = _missing_mask(row, options)
         if missing is not None:
@@ -161,39 +151,24 @@ def tokenised(rows: list[Row], renderer: Renderer, options: PrepareOptions, note
 
 def _missing_mask(row: Row, options: PrepareOptions) -> Finding | None:
     """An option that asks for a part of the tokens needs a column that tells the part."""
-    asked = {"completion_mask": options.completion_only_loss, "assistant_masks": options.assistant_only_loss}
-    for column, option in asked.items():
-        if option and row.get(column) is None and not row["has_labels"]:
-            name = "completion_only_loss" if column == "completion_mask" else "assistant_only_loss"
+    for column, name in (("completion_mask", "completion_only_loss"), ("assistant_masks", "assistant_only_loss")):
+        if getattr(options, name) and row.get(column) is None and not row["has_labels"]:
             return Finding("missing_mask", column, f"is missing, and {name}=True needs it (or 'labels')")
     return None
 
 
-def tokenised_preference(
-    rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes
-) -> list[Unit | Finding]:
+def tokenised_preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     sides = [[Sample.of_text(row["prompt_ids"], row[f"{side}_ids"]) for row in rows] for side in ("chosen", "rejected")]
     return [_pair(row, c, r, must_train=True) for row, c, r in zip(rows, *sides)]
 
 
-def tokenised_scored_preference(
-    rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes
-) -> list[Unit | Finding]:
+def tokenised_scored_preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     none = np.zeros(0, dtype=np.int32)
     sides = [
         [_untrained(np.concatenate([row.get("prompt_ids", none), row[f"{side}_ids"]])) for row in rows]
         for side in ("chosen", "rejected")
     ]
     return [_pair(row, c, r, must_train=False) for row, c, r in zip(rows, *sides)]
-
-
-# ------------------------------------------------------------------------------------------------------------ the parts
-
-
-def _trained_part(options: PrepareOptions) -> str:
-    if options.completion_only_loss is False:
-        return ASSISTANT if options.assistant_only_loss else EVERYTHING
-    return ASSISTANT_IN_COMPLETION if options.assistant_only_loss else COMPLETION
 
 
 def _answers(
@@ -288,7 +263,7 @@ def _pair(row: Row, chosen: Sample | Exception, rejected: Sample | Exception, mu
     return chosen, rejected
 
 
-def _singles(samples: Sequence[Sample | Exception], column: str) -> list[Unit | Finding]:
+def _singles(samples: Sequence[Sample | Exception], column: str) -> Units:
     return [_checked_unit(sample, column) for sample in samples]
 
 

@@ -6,21 +6,19 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from posttrain.core.sample import Unit
+from posttrain.data.options import PrepareOptions
+from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, describe
 from posttrain.data.rows.foreign_formats import Row
 from posttrain.data.rows.formats import Detection
 from posttrain.data.rows.label_report import LabelReport, answer_hashes, label_report
 from posttrain.data.rows.message_checks import BLANK_USER
-
-if TYPE_CHECKING:
-    from posttrain.data.render.renderer import Renderer
-    from posttrain.data.store.prepare import PrepareOptions
 
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 LOST_TOOLS = "rows call tools and have no 'tools': what the model was asked is rendered without them"
@@ -42,35 +40,6 @@ class Tally:
     labels: set[bool] = field(default_factory=set)
     ids: dict[int, int] = field(default_factory=dict)  # hash of a row id -> first row
     repeated_ids: list[tuple[int, int]] = field(default_factory=list)  # (row, hash of its id)
-
-    def as_json(self) -> dict[str, Any]:
-        """For the file in which a worker leaves its tally."""
-        return {
-            "rows_read": self.rows_read,
-            "control_token_rows": self.control_token_rows,
-            "keys": [[*key, count, self.key_rows[key]] for key, count in self.key_counts.items()],
-            "hashes": list(self.hashes),
-            "answer_lengths": list(self.answer_lengths),
-            "notes": dict(self.notes),
-            "labels": sorted(self.labels),
-            "ids": list(self.ids.items()),
-            "repeated_ids": self.repeated_ids,
-        }
-
-    @classmethod
-    def of_json(cls, raw: dict[str, Any]) -> Tally:
-        return cls(
-            rows_read=raw["rows_read"],
-            control_token_rows=raw["control_token_rows"],
-            key_counts={(column, key): count for column, key, count, _ in raw["keys"]},
-            key_rows={(column, key): rows for column, key, _, rows in raw["keys"]},
-            hashes=array("Q", raw["hashes"]),
-            answer_lengths=array("q", raw["answer_lengths"]),
-            notes=Counter(raw["notes"]),
-            labels=set(raw["labels"]),
-            ids=dict(raw["ids"]),
-            repeated_ids=[tuple(pair) for pair in raw["repeated_ids"]],
-        )
 
     def add(self, other: Tally) -> None:
         self.rows_read += other.rows_read
@@ -131,7 +100,8 @@ class RowExaminer:
             results.append(found)
         self._count_control_tokens(clean_rows)
         self._count_lost_tools(clean_rows)
-        encoded = self.detection.format.units(clean_rows, self.renderer, self.options, self.tally.notes)
+        encode = self.detection.format.encode
+        encoded = encode(clean_rows, self.renderer, self.options, self.tally.notes) if clean_rows else []
         for place, clean, unit in zip(places, clean_rows, encoded):
             if isinstance(unit, Finding):
                 user_column = self.detection.columns.get(unit.column, unit.column)
@@ -146,9 +116,11 @@ class RowExaminer:
 
     def _read(self, row: Any, number: int) -> tuple[Row, list[Finding]]:
         if self.options.formatting_func is not None:
-            row, found = _formatted(row, self.options.formatting_func)
-            if found:
-                return {}, found
+            try:
+                row = {"text": self.options.formatting_func(row)}
+            except Exception as error:  # the user's function; whatever it raises is a problem of this row
+                reason = f"formatting_func raised {type(error).__name__}: {error}"
+                return {}, [Finding("formatting_func", "text", reason)]
         clean, found, unknown_keys = self.detection.read(row, self.vocab_size)
         if self.options.allow_blank_prompts:
             found = [finding for finding in found if finding.kind != BLANK_USER]
@@ -170,7 +142,7 @@ class RowExaminer:
         for column, allowed in self.options.allowed_values.items():
             value = row.get(column)
             if value not in allowed:
-                reason = f"is {describe(value)}, which is none of {', '.join(map(repr, allowed))}"
+                reason = f"is {describe(value)}; it must be one of {', '.join(map(repr, allowed))}"
                 found.append(Finding("unknown_value", column, reason))
         id_column = self.options.row_id_column
         if id_column is not None:
@@ -207,10 +179,3 @@ class RowExaminer:
 def _calls_tools(row: Row) -> bool:
     columns = (row.get(column) for column in MESSAGE_COLUMNS)
     return any(message.get("tool_calls") for messages in columns if isinstance(messages, list) for message in messages)
-
-
-def _formatted(row: Any, formatting_func: Any) -> tuple[Row, list[Finding]]:
-    try:
-        return {"text": formatting_func(row)}, []
-    except Exception as error:  # the user's function; whatever it raises is a problem of this row
-        return {}, [Finding("formatting_func", "text", f"formatting_func raised {type(error).__name__}: {error}")]

@@ -15,34 +15,17 @@ from typing import Any
 from posttrain.data.rows.checks import Finding, check_text, describe
 
 Row = dict[str, Any]
-TEXT, MESSAGES, SHAREGPT, IDS, OTHER, NOTHING = (
-    "text",
-    "messages",
-    "from/value messages",
-    "token ids",
-    "other",
-    "nothing",
-)
+TEXT, MESSAGES, SHAREGPT = "text", "messages", "from/value messages"
+IDS, OTHER, NOTHING = "token ids", "other", "nothing"
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 CONVERSATION_COLUMNS = ("conversations", "conversation")
 BESIDE_FOREIGN = ("system", "system_prompt", "history", "context", "input")
 """Columns that the formats of others read where they are there."""
 SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "function_response": "tool",
-}
+    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
+    "bard": "assistant", "model": "assistant", "assistant": "assistant", "function_call": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool", "function": "tool", "function_response": "tool",
+}  # fmt: skip
 
 
 def value_kind(value: Any) -> str:
@@ -85,9 +68,6 @@ def parsed_messages(row: Row) -> Row:
             except ValueError:  # a text after all; the check of the format says what it should be
                 continue
     return {**row, **parsed} if parsed else row
-
-
-# ------------------------------------------------------------------------------------------------------------- ShareGPT
 
 
 def from_value_messages(value: Any) -> Any:
@@ -136,8 +116,7 @@ def _role_of(message: Any) -> Any:
 
 
 def _conversation(row: Row) -> Any:
-    value = next((row[c] for c in CONVERSATION_COLUMNS if row.get(c) is not None), None)
-    return _with_system(row, from_value_messages(value))
+    return _with_system(row, from_value_messages(_first_of(row, *CONVERSATION_COLUMNS)))
 
 
 def _read_sharegpt(row: Row, found: list[Finding], chat: bool) -> Row:
@@ -147,9 +126,6 @@ def _read_sharegpt(row: Row, found: list[Finding], chat: bool) -> Row:
 def _read_sharegpt_preference(row: Row, found: list[Finding], chat: bool) -> Row:
     answers = {side: from_value_messages(row.get(side)) for side in ("chosen", "rejected")}
     return {**row, "prompt": _conversation(row), **answers}
-
-
-# ---------------------------------------------------------------------------------------------------- Alpaca and OpenAI
 
 
 def _first_of(row: Row, *columns: str) -> Any:
@@ -193,9 +169,6 @@ def _read_openai_preference(row: Row, found: list[Finding], chat: bool) -> Row:
         "chosen": row.get("preferred_output"),
         "rejected": row.get("non_preferred_output"),
     }
-
-
-# --------------------------------------------------------------------------------------------------------------- table
 
 
 @dataclass(frozen=True)
@@ -248,7 +221,7 @@ FOREIGN_FORMATS = (
         _read_openai_preference,
     ),
 )
-"""Tried in this order, after our own formats where nothing else is said."""
+"""Tried in this order, after our own formats unless `before_ours`."""
 
 
 def convert_message_columns(row: Row, columns: Iterable[str]) -> Row:

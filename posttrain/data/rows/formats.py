@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from posttrain.core.sample import Unit
-from posttrain.data.rows import encoding as row_encoding
-from posttrain.data.rows import reading as row_reading
+from posttrain.data.options import PrepareOptions
+from posttrain.data.render.renderer import Renderer
+from posttrain.data.render.templates import adopt_chat_format
+from posttrain.data.rows import encoding as encode
+from posttrain.data.rows import reading as read
 from posttrain.data.rows.checks import Finding, describe
-from posttrain.data.rows.encoding import Notes
+from posttrain.data.rows.encoding import Notes, Units
 from posttrain.data.rows.foreign_formats import (
     FOREIGN_FORMATS,
     MESSAGE_COLUMNS,
@@ -31,10 +33,6 @@ from posttrain.data.rows.foreign_formats import (
     value_kind,
 )
 from posttrain.data.rows.reading import PAIR_NUMBERS, Reading
-
-if TYPE_CHECKING:
-    from posttrain.data.render.renderer import Renderer
-    from posttrain.data.store.prepare import PrepareOptions
 
 CHAT_EXTRAS = ("tools", "chat_template_kwargs", "trained_roles")
 
@@ -52,40 +50,10 @@ class RowFormat:
     required: tuple[tuple[str, ...], ...]
     optional: tuple[str, ...]
     read: Callable[[Row, Reading], Row]
-    encode: Callable[[list[Row], Renderer, PrepareOptions, Notes], list[Unit | Finding]]
+    encode: Callable[[list[Row], Renderer, PrepareOptions, Notes], Units]
     decided_by: str = ""  # the column whose values tell plain from conversational; the first required one by default
     trains_tokens: bool = True  # False: units are read or scored as a whole, `trained` may be empty
     tokenised: bool = False
-
-    def reading(self, row: Row, **options: Any) -> Reading:
-        """How this single row would be read if it were a dataset of its own."""
-        detection = _match(self, column_kinds([row]), options.pop("text_field", "text"))
-        if detection is None:
-            detection = Detection(self, False, "")
-        return detection.reading(**options)
-
-    def check(self, row: Row, reading: Reading | None = None) -> list[Finding]:
-        """Everything that is wrong with the row."""
-        reading = reading or self.reading(row)
-        self.read(row, reading)
-        return list(dict.fromkeys(reading.found))
-
-    def normalise(self, row: Row, reading: Reading | None = None) -> Row:
-        """The row in its clean form; raises FormatError when something is wrong with it."""
-        reading = reading or self.reading(row)
-        clean = self.read(row, reading)
-        if reading.found:
-            raise FormatError("; ".join(f"column {f.column!r} {f.reason}" for f in reading.found))
-        return clean
-
-    def units(
-        self, rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes | None = None
-    ) -> list[Unit | Finding]:
-        """Normalised rows as units of Samples; a Finding stands for a row that cannot be rendered.
-
-        `notes` counts what a reader should know although it is no error.
-        """
-        return self.encode(rows, renderer, options, notes if notes is not None else Notes()) if rows else []
 
 
 PAIR_OPTIONAL = ("prompt", *CHAT_EXTRAS, *PAIR_NUMBERS)
@@ -95,43 +63,26 @@ LANGUAGE_MODELLING = RowFormat(
     ("text",),
     (("messages",), ("text",)),
     CHAT_EXTRAS,
-    row_reading.read_language_modelling,
-    row_encoding.language_modelling,
+    read.language_modelling,
+    encode.language_modelling,
 )
 PROMPT_ONLY = RowFormat(
-    "prompt-only",
-    ("prompt",),
-    (("prompt",),),
-    CHAT_EXTRAS,
-    row_reading.read_prompt_only,
-    row_encoding.prompt_only,
-    trains_tokens=False,
+    "prompt-only", ("prompt",), (("prompt",),), CHAT_EXTRAS, read.prompt_only, encode.prompt_only, trains_tokens=False
 )
 PROMPT_COMPLETION = RowFormat(
     "prompt-completion",
     ("text",),
     (("prompt", "completion"),),
     CHAT_EXTRAS,
-    row_reading.read_prompt_completion,
-    row_encoding.prompt_completion,
+    read.prompt_completion,
+    encode.prompt_completion,
     decided_by="completion",
 )
 PREFERENCE = RowFormat(
-    "preference",
-    ("chosen", "rejected"),
-    (("chosen", "rejected"),),
-    PAIR_OPTIONAL,
-    row_reading.read_preference,
-    row_encoding.preference,
+    "preference", ("chosen", "rejected"), (("chosen", "rejected"),), PAIR_OPTIONAL, read.preference, encode.preference
 )
-SCORED_PREFERENCE = RowFormat(
-    "preference",
-    ("chosen", "rejected"),
-    (("chosen", "rejected"),),
-    PAIR_OPTIONAL,
-    row_reading.read_scored_preference,
-    row_encoding.scored_preference,
-    trains_tokens=False,
+SCORED_PREFERENCE = replace(
+    PREFERENCE, read=read.scored_preference, encode=encode.scored_preference, trains_tokens=False
 )
 """Preference pairs whose sides are scored as whole sequences, as reward models do."""
 UNPAIRED_PREFERENCE = RowFormat(
@@ -139,8 +90,8 @@ UNPAIRED_PREFERENCE = RowFormat(
     ("completion",),
     (("prompt", "completion", "label"),),
     CHAT_EXTRAS,
-    row_reading.read_unpaired,
-    row_encoding.unpaired_preference,
+    read.unpaired_preference,
+    encode.unpaired_preference,
     decided_by="completion",
 )
 STEPWISE = RowFormat(
@@ -148,16 +99,16 @@ STEPWISE = RowFormat(
     ("text",),
     (("prompt", "completions", "labels"),),
     CHAT_EXTRAS,
-    row_reading.read_stepwise,
-    row_encoding.stepwise,
+    read.stepwise,
+    encode.stepwise,
 )
 TOKENISED = RowFormat(
     "tokenised",
     ("text",),
     (("input_ids",),),
     ("labels", "completion_mask", "assistant_masks", "attention_mask", "seq_lengths"),
-    row_reading.read_tokenised,
-    row_encoding.tokenised,
+    read.tokenised,
+    encode.tokenised,
     tokenised=True,
 )
 TOKENISED_PREFERENCE = RowFormat(
@@ -165,33 +116,22 @@ TOKENISED_PREFERENCE = RowFormat(
     ("chosen", "rejected"),
     (("prompt_ids", "chosen_ids", "rejected_ids"),),
     PAIR_NUMBERS,
-    row_reading.read_tokenised_preference,
-    row_encoding.tokenised_preference,
+    read.tokenised_preference,
+    encode.tokenised_preference,
     tokenised=True,
 )
-TOKENISED_SCORED_PREFERENCE = RowFormat(
-    "tokenised preference",
-    ("chosen", "rejected"),
-    (("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")),
-    ("prompt_ids", "margin"),
-    row_reading.read_tokenised_preference,
-    row_encoding.tokenised_scored_preference,
+TOKENISED_SCORED_PREFERENCE = replace(
+    TOKENISED_PREFERENCE,
+    required=(("chosen_ids", "rejected_ids"), ("chosen_input_ids", "rejected_input_ids")),
+    optional=("prompt_ids", "margin"),
+    encode=encode.tokenised_scored_preference,
     trains_tokens=False,
-    tokenised=True,
 )
 
 FORMATS = (
-    TOKENISED_PREFERENCE,
-    TOKENISED_SCORED_PREFERENCE,
-    TOKENISED,
-    PREFERENCE,
-    SCORED_PREFERENCE,
-    UNPAIRED_PREFERENCE,
-    STEPWISE,
-    PROMPT_COMPLETION,
-    LANGUAGE_MODELLING,
-    PROMPT_ONLY,
-)
+    TOKENISED_PREFERENCE, TOKENISED_SCORED_PREFERENCE, TOKENISED, PREFERENCE, SCORED_PREFERENCE, UNPAIRED_PREFERENCE,
+    STEPWISE, PROMPT_COMPLETION, LANGUAGE_MODELLING, PROMPT_ONLY,
+)  # fmt: skip
 """In the order in which they are looked for: the more a format asks for, the earlier."""
 
 
@@ -287,6 +227,35 @@ def detect_format(
     )
 
 
+def detect(
+    rows: Sequence[Any], formats: tuple[RowFormat, ...], renderer: Renderer, options: PrepareOptions, name: str
+) -> Detection:
+    """The format of a dataset, and a refusal of options that do not go with it."""
+    if options.formatting_func is not None:
+        why = "read as plain language modelling because formatting_func writes the text of each row"
+        detection = Detection(LANGUAGE_MODELLING, False, why)
+    else:
+        detection = detect_format(
+            rows, formats, text_field=options.dataset_text_field, has_template=renderer.has_template, name=name
+        )
+    _check_options(options, detection, name)
+    if detection.conversational and not renderer.has_template:
+        detection = replace(detection, explanation=f"{detection.explanation}; {adopt_chat_format(renderer)}")
+    return detection
+
+
+def _check_options(options: PrepareOptions, detection: Detection, name: str) -> None:
+    """Options that the format of a dataset cannot honour are refused, not ignored."""
+    fmt = detection.format
+    if options.assistant_only_loss and not (detection.conversational or fmt.tokenised):
+        raise ValueError(f"assistant_only_loss needs conversations; {name} was {detection.explanation}.")
+    if options.completion_only_loss and fmt is LANGUAGE_MODELLING:
+        why = "formatting_func writes one text" if options.formatting_func else f"{name} was {detection.explanation}"
+        raise ValueError(f"completion_only_loss=True needs the columns 'prompt' and 'completion'; {why}.")
+    if options.packing is not None and len(fmt.roles) > 1:
+        raise ValueError(f"packing puts single samples into blocks; {name} was {detection.explanation}.")
+
+
 ALSO_CALLED = {
     "prompt": ("question", "query", "instruction", "problem", "input", "user"),
     "completion": ("answer", "response", "output", "target", "assistant"),
@@ -333,7 +302,7 @@ def _match(fmt: RowFormat, kinds: dict[str, str], text_field: str) -> Detection 
         is_chat = not fmt.tokenised and kinds[decider] in (MESSAGES, SHAREGPT)
         from_value = tuple(c for c in MESSAGE_COLUMNS if kinds.get(c) == SHAREGPT)
         implicit = "chosen" in fmt.roles and _prompt_is_implicit(fmt, kinds, is_chat)
-        why = _explain(fmt, columns, kinds[decider], decider, is_chat, implicit, kinds)
+        why = _explain(fmt, columns, decider, is_chat, implicit, kinds)
         return Detection(fmt, is_chat, why, implicit, text_field, from_value_columns=from_value)
     return None
 
@@ -346,18 +315,12 @@ def _prompt_is_implicit(fmt: RowFormat, kinds: dict[str, str], is_chat: bool) ->
 
 
 def _explain(
-    fmt: RowFormat,
-    columns: tuple[str, ...],
-    kind: str,
-    decider: str,
-    is_chat: bool,
-    implicit: bool,
-    kinds: dict[str, str],
+    fmt: RowFormat, columns: tuple[str, ...], decider: str, is_chat: bool, implicit: bool, kinds: dict[str, str]
 ) -> str:
     plural = "s" * (len(columns) > 1)
     sentence = f"read as {_style(fmt, is_chat)} because it has the column{plural} {' and '.join(map(repr, columns))}"
     if not fmt.tokenised:
-        sentence += f" and {decider!r} holds {'lists of ' if is_chat else ''}{kind}"
+        sentence += f" and {decider!r} holds {'lists of ' if is_chat else ''}{kinds[decider]}"
     if implicit and not fmt.tokenised:
         beside = "the 'prompt' column is plain text beside them" if "prompt" in kinds else "there is no 'prompt' column"
         whole = not fmt.trains_tokens and not is_chat

@@ -39,7 +39,8 @@ class LabelReport:
             lines.append(f"{self.flipped:,} rows contradict another row: same prompt and answers, opposite label")
         if self.repeats_prompt:
             lines.append(f"{self.repeats_prompt:,} answers begin with their own prompt")
-        if self.kind == "pairs" and self.total and self._is_biased():
+        gap = abs(self.chosen_longer - 0.5)  # looked at where it exceeds ten points and three standard errors
+        if self.kind == "pairs" and self.total and gap > 0.1 and gap > 1.5 / math.sqrt(self.total):
             lines.append(
                 f"the preferred answer is the longer one in {self.chosen_longer:.0%} of pairs "
                 f"(by {self.length_difference:+.0f} tokens on average): a model can learn length instead of quality"
@@ -47,11 +48,6 @@ class LabelReport:
         if self.kind == "labels" and self.total:
             lines.append(f"{self.wanted_share:.0%} of rows are labelled True")
         return lines
-
-    def _is_biased(self) -> bool:
-        """Further from one half than three standard errors and than ten points."""
-        gap = abs(self.chosen_longer - 0.5)
-        return gap > 0.1 and gap > 1.5 / math.sqrt(self.total)
 
 
 def answer_hashes(row: Row) -> tuple[int, int, int, int]:

@@ -18,6 +18,8 @@ MESSAGE_KEYS = frozenset(
     + ("recipient", "content_type", "tool_plan", "citations", "documents", "weight")
 )
 MEDIA_BLOCKS = frozenset(("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio"))
+Refuse = Callable[[str, str], Any]
+"""(kind, the rest of a sentence that begins with the place of the message) -> a finding."""
 BLANK_USER = "blank_user"
 """A user's turn without words: the only finding that leaves a message usable (see PrepareOptions.allow_blank_prompts)."""
 CALL_IN_TEXT = re.compile(r'tool_call|<function|<\|python_tag\|>|\[TOOL|"name"\s*:|functions\.|Action\s*:')
@@ -55,68 +57,65 @@ def read_messages(
 
 def _read_message(message: Any, place: str, column: str, found: list[Finding]) -> dict[str, Any]:
     def refuse(kind: str, reason: str) -> dict[str, Any]:
-        found.append(Finding(kind, column, f"{place} {reason}"))
+        found.append(Finding(kind, column, f"{place}{reason}"))
         return {}
 
     if not isinstance(message, dict):
-        return refuse("message_not_dict", f"is {describe(message)}, not a dict with 'role' and 'content'")
+        return refuse("message_not_dict", f" is {describe(message)}, not a dict with 'role' and 'content'")
     clean = {key: without_nones(item) for key, item in message.items() if item is not None}
     role = clean.get("role")
     if role is None:
         if "from" in clean and "value" in clean:
-            return refuse("mixed_message_keys", "has the keys 'from' and 'value' (ShareGPT) where 'role' is used")
-        return refuse("missing_role", f"has no 'role'; its keys are {_listed(clean) or 'none'}")
+            return refuse("mixed_message_keys", " has the keys 'from' and 'value' (ShareGPT) where 'role' is used")
+        return refuse("missing_role", f" has no 'role'; its keys are {_listed(clean) or 'none'}")
     if not isinstance(role, str):
-        return refuse("wrong_type", f"has the role {describe(role)}, text is needed")
+        return refuse("wrong_type", f" has the role {describe(role)}, text is needed")
     plain = role.strip().lower()
     if plain == "function" or plain in ROLES:
         clean["role"] = role = "tool" if plain == "function" else plain  # `function` is OpenAI's older name
     if role not in ROLES:
-        return refuse("unknown_role", f"has the role {role!r}{_nearest_role(plain)}; roles are {', '.join(ROLES)}")
+        hint = f" (write {SHAREGPT_ROLES[plain]!r})" if plain in SHAREGPT_ROLES else ""
+        return refuse("unknown_role", f" has the role {role!r}{hint}; roles are {', '.join(ROLES)}")
     weight = clean.pop("weight", 1)
     if weight not in (0, 1) or (weight == 0 and role != "assistant"):
         return refuse(
-            "weight", f"({role}) has the weight {weight!r}; 0 (not trained) and 1 are read, of the assistant's turns"
+            "weight", f" ({role}) has the weight {weight!r}; 0 (not trained) and 1 are read, of the assistant's turns"
         )
     if weight == 0:
         clean["weight"] = 0
-    _read_tool_calls(clean, place, column, found)
-    _read_content(clean, role, place, column, found)
+    _read_tool_calls(clean, refuse)
+    _read_content(clean, role, refuse)
     return clean
-
-
-def _nearest_role(role: str) -> str:
-    return f" (write {SHAREGPT_ROLES[role]!r})" if role in SHAREGPT_ROLES else ""
 
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(repr(str(name)) for name in names)
 
 
-def _read_content(message: dict[str, Any], role: str, place: str, column: str, found: list[Finding]) -> None:
+def _read_content(message: dict[str, Any], role: str, refuse: Refuse) -> None:
     """Make `content` text. Lists of blocks are joined; an answer that only calls tools has none."""
     content = message.get("content")
     if isinstance(content, list):
-        content = _join_blocks(content, place, column, found)
+        content = _join_blocks(content, refuse)
         if content is None:
             return
         message["content"] = content
     if content is None:
         if not (role == "assistant" and _speaks_otherwise(message)):
-            found.append(Finding("missing_content", column, f"{place} ({role}) has no 'content', or it is null"))
+            refuse("missing_content", f" ({role}) has no 'content', or it is null")
             return
         message["content"] = content = ""
     if not isinstance(content, str):
-        found.append(Finding("wrong_type", column, f"{place} has as content {describe(content)}, text is needed"))
+        refuse("wrong_type", f" has as content {describe(content)}, text is needed")
     elif not content or content.isspace():
         if role == "user" or (role == "assistant" and not _speaks_otherwise(message)):
             what = "holds only white space" if content else "is empty"
-            kind = BLANK_USER if role == "user" else "blank_assistant"
-            found.append(Finding(kind, column, f"{place}: the content of the {role} turn {what}"))
+            refuse(f"blank_{role}", f": the content of the {role} turn {what}")
     elif "\x00" in content or not content.isascii():
         details: list[Finding] = []
-        check_characters(content, column, details)
-        found += [Finding(kind, column, f"{place} {reason}") for kind, _, reason in details]
+        check_characters(content, "", details)
+        for kind, _, reason in details:
+            refuse(kind, f" {reason}")
 
 
 def _speaks_otherwise(message: dict[str, Any]) -> bool:
@@ -125,7 +124,7 @@ def _speaks_otherwise(message: dict[str, Any]) -> bool:
     return "tool_calls" in message or any(isinstance(text, str) and text.strip() for text in thoughts)
 
 
-def _join_blocks(blocks: list[Any], place: str, column: str, found: list[Finding]) -> str | None:
+def _join_blocks(blocks: list[Any], refuse: Refuse) -> str | None:
     """[{"type": "text", "text": ...}, ...] as one text; None with a finding where a block is something else."""
     texts = []
     for i, block in enumerate(blocks):
@@ -133,19 +132,17 @@ def _join_blocks(blocks: list[Any], place: str, column: str, found: list[Finding
         if isinstance(block, str):
             texts.append(block)
         elif kind in MEDIA_BLOCKS:
-            reason = f"{place} holds a block of type {kind!r}; this dataset is read for a text model"
-            found.append(Finding("media", column, reason))
+            refuse("media", f" holds a block of type {kind!r}; this dataset is read for a text model")
             return None
         elif kind in ("text", "input_text", "output_text") and isinstance(block.get("text"), str):
             texts.append(block["text"])
         else:
-            reason = f"{place}: content block {i} is {describe(block)}, not {{'type': 'text', 'text': ...}}"
-            found.append(Finding("bad_block", column, reason))
+            refuse("bad_block", f": content block {i} is {describe(block)}, not {{'type': 'text', 'text': ...}}")
             return None
     return "".join(texts)
 
 
-def _read_tool_calls(message: dict[str, Any], place: str, column: str, found: list[Finding]) -> None:
+def _read_tool_calls(message: dict[str, Any], refuse: Refuse) -> None:
     """Tool calls as [{"type": "function", "function": {"name", "arguments": dict}}]; JSON text becomes a dict."""
     legacy = message.pop("function_call", None)
     if legacy is not None and "tool_calls" not in message:
@@ -154,23 +151,18 @@ def _read_tool_calls(message: dict[str, Any], place: str, column: str, found: li
     if calls is None:
         return
     if not isinstance(calls, list):
-        found.append(Finding("tool_calls_not_list", column, f"{place}: 'tool_calls' is {describe(calls)}, not a list"))
-        return
-    if not calls:
+        refuse("tool_calls_not_list", f": 'tool_calls' is {describe(calls)}, not a list")
+    elif not calls:
         del message["tool_calls"]
-        return
-    if message["role"] != "assistant":
-        reason = f"{place}: a {message['role']} turn has 'tool_calls'; only the assistant calls tools"
-        found.append(Finding("tool_calls_role", column, reason))
-        return
-    read = []
-    for i, call in enumerate(calls):
-        clean, reason = _read_tool_call(call)
-        if reason:
-            found.append(Finding("bad_tool_call", column, f"{place}: tool call {i} {reason}"))
-            return
-        read.append(clean)
-    message["tool_calls"] = read
+    elif message["role"] != "assistant":
+        refuse("tool_calls_role", f": a {message['role']} turn has 'tool_calls'; only the assistant calls tools")
+    else:
+        read = [_read_tool_call(call) for call in calls]
+        wrong = next((i for i, (_, reason) in enumerate(read) if reason), None)
+        if wrong is not None:
+            refuse("bad_tool_call", f": tool call {wrong} {read[wrong][1]}")
+        else:
+            message["tool_calls"] = [clean for clean, _ in read]
 
 
 def _read_tool_call(call: Any) -> tuple[dict[str, Any], str | None]:
@@ -195,11 +187,7 @@ def _read_tool_call(call: Any) -> tuple[dict[str, Any], str | None]:
 
 
 def check_turns(
-    messages: list[dict[str, Any]],
-    column_of: Callable[[int], str],
-    found: list[Finding],
-    *,
-    answer_from: int | None = 0,
+    messages: list[dict[str, Any]], column_of: Callable[[int], str], found: list[Finding], answer_from: int | None = 0
 ) -> None:
     """The order of turns of one conversation; reports the first turn that cannot stand where it stands.
 
@@ -297,12 +285,12 @@ def read_template_kwargs(value: Any, column: str, found: list[Finding]) -> dict[
     return None
 
 
-def read_trained_roles(value: Any, found: list[Finding]) -> list[str] | None:
+def read_trained_roles(value: Any, column: str, found: list[Finding]) -> list[str] | None:
     """The `trained_roles` column: ["assistant"] trains the assistant's turns only, and not the tool results between them."""
     if list(value) == ["assistant"] if isinstance(value, (list, tuple)) else value == "assistant":
         return ["assistant"]
     reason = f'is {describe(value)}; the one value it takes is ["assistant"]'
-    found.append(Finding("unknown_value", "trained_roles", reason))
+    found.append(Finding("unknown_value", column, reason))
     return None
 
 

@@ -5,21 +5,14 @@ The clean form has text or messages in the format's own columns, tools as a list
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from posttrain.data.rows.checks import (
-    Finding,
-    check_text,
-    describe,
-    read_ids,
-    read_integers,
-    read_label,
-    read_number,
-)
+from posttrain.data.rows.checks import Finding, check_text, describe, read_ids, read_integers, read_label, read_number
 from posttrain.data.rows.foreign_formats import Row
 from posttrain.data.rows.message_checks import (
     check_turns,
@@ -28,8 +21,13 @@ from posttrain.data.rows.message_checks import (
     read_tools,
     read_trained_roles,
 )
-from posttrain.data.trl_helpers import split_shared_text, split_shared_turns
 
+EXTRAS: dict[str, Callable[[Any, str, list[Finding]], Any]] = {
+    "tools": read_tools,
+    "chat_template_kwargs": read_template_kwargs,
+    "trained_roles": read_trained_roles,
+}
+"""Columns that may stand beside a conversation -> their readers."""
 REFERENCE_NUMBERS = ("ref_chosen_logps", "ref_rejected_logps")
 PAIR_NUMBERS = ("margin", *REFERENCE_NUMBERS)
 
@@ -50,34 +48,24 @@ class Reading:
         value = row.get(column)
         if not self.conversational:
             if isinstance(value, (list, dict)):
-                reason = f"is {describe(value)} where the dataset holds text"
-                self.found.append(Finding("mixed_kinds", column, reason))
+                self.report("mixed_kinds", column, f"is {describe(value)} where the dataset holds text")
                 return None
             return value if check_text(value, column, self.found) else None
         if isinstance(value, str):
-            reason = f"is {describe(value)} where the dataset holds lists of messages"
-            self.found.append(Finding("mixed_kinds", column, reason))
+            self.report("mixed_kinds", column, f"is {describe(value)} where the dataset holds lists of messages")
             return None
         return read_messages(value, column, self.found, self.unknown_keys)
 
     def extras(self, row: Row) -> Row:
         """The per-row `tools`, `chat_template_kwargs` and `trained_roles` of a conversation."""
-        extras: Row = {}
-        if self.conversational and row.get("tools") is not None:
-            extras["tools"] = read_tools(row["tools"], "tools", self.found)
-        if self.conversational and row.get("chat_template_kwargs") is not None:
-            extras["chat_template_kwargs"] = read_template_kwargs(
-                row["chat_template_kwargs"], "chat_template_kwargs", self.found
-            )
-        if self.conversational and row.get("trained_roles") is not None:
-            extras["trained_roles"] = read_trained_roles(row["trained_roles"], self.found)
-        return extras
+        given = {column: row[column] for column in EXTRAS if self.conversational and row.get(column) is not None}
+        return {column: EXTRAS[column](value, column, self.found) for column, value in given.items()}
+
+    def report(self, kind: str, column: str, reason: str) -> None:
+        self.found.append(Finding(kind, column, reason))
 
 
-# -------------------------------------------------------------------------------------------------- reading, per format
-
-
-def read_language_modelling(row: Row, reading: Reading) -> Row:
+def language_modelling(row: Row, reading: Reading) -> Row:
     if not reading.conversational:
         return {"text": reading.text_or_messages(row, reading.text_field)}
     messages = reading.text_or_messages(row, "messages")
@@ -86,14 +74,14 @@ def read_language_modelling(row: Row, reading: Reading) -> Row:
     return {"messages": messages, **reading.extras(row)}
 
 
-def read_prompt_only(row: Row, reading: Reading) -> Row:
+def prompt_only(row: Row, reading: Reading) -> Row:
     prompt = reading.text_or_messages(row, "prompt")
     if prompt and reading.conversational:
         check_turns(prompt, lambda i: "prompt", reading.found, answer_from=None)
     return {"prompt": prompt, **reading.extras(row)}
 
 
-def read_prompt_completion(row: Row, reading: Reading) -> Row:
+def prompt_completion(row: Row, reading: Reading) -> Row:
     prompt = reading.text_or_messages(row, "prompt")
     completion = reading.text_or_messages(row, "completion")
     if prompt and completion and reading.conversational:
@@ -110,11 +98,11 @@ def _check_answer(prompt: list[Row], answer: list[Row], column: str, reading: Re
     check_turns([*prompt, *answer], column_of, reading.found, answer_from=len(prompt))
 
 
-def read_preference(row: Row, reading: Reading) -> Row:
+def preference(row: Row, reading: Reading) -> Row:
     return _read_pair(row, reading, _split_text)
 
 
-def read_scored_preference(row: Row, reading: Reading) -> Row:
+def scored_preference(row: Row, reading: Reading) -> Row:
     """As preference, but plain sides without a prompt are whole texts: they need not share a beginning."""
     return _read_pair(row, reading, lambda clean, reading: {})
 
@@ -126,8 +114,7 @@ def _read_pair(row: Row, reading: Reading, split_text: Callable[[Row, Reading], 
     if reading.found:
         return clean
     if sides["chosen"] == sides["rejected"]:
-        reason = "equals 'chosen': the pair says nothing about which is better"
-        reading.found.append(Finding("equal_pair", "rejected", reason))
+        reading.report("equal_pair", "rejected", "equals 'chosen': the pair says nothing about which is better")
         return clean
     split = _split_conversation if reading.conversational else split_text
     return {**clean, **split(clean, reading)}
@@ -147,7 +134,7 @@ def _split_text(clean: Row, reading: Reading) -> Row:
     parts = split_shared_text(clean["chosen"], clean["rejected"])
     if parts is None:
         reason = "shares no beginning with 'rejected' that could be the prompt of both"
-        reading.found.append(Finding("different_prompts", "chosen", reason))
+        reading.report("different_prompts", "chosen", reason)
         return {}
     return dict(zip(("prompt", "chosen", "rejected"), parts))
 
@@ -158,7 +145,7 @@ def _split_conversation(clean: Row, reading: Reading) -> Row:
         prompt, chosen, rejected = split_shared_turns(chosen, rejected)
         if not prompt or any(side[0]["role"] == "user" for side in (chosen, rejected)):
             reason = f"and 'rejected' have different prompts: they part at message {len(prompt)}, before an answer"
-            reading.found.append(Finding("different_prompts", "chosen", reason))
+            reading.report("different_prompts", "chosen", reason)
             return {}
     elif all(len(side) > len(prompt) and side[: len(prompt)] == prompt for side in (chosen, rejected)):
         chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]  # the sides repeat the prompt
@@ -168,31 +155,30 @@ def _split_conversation(clean: Row, reading: Reading) -> Row:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
-def read_unpaired(row: Row, reading: Reading) -> Row:
-    clean = read_prompt_completion(row, reading)
+def unpaired_preference(row: Row, reading: Reading) -> Row:
+    clean = prompt_completion(row, reading)
     return {**clean, "label": read_label(row.get("label"), "label", reading.found)}
 
 
-def read_stepwise(row: Row, reading: Reading) -> Row:
-    clean = read_prompt_only(row, reading)
+def stepwise(row: Row, reading: Reading) -> Row:
+    clean = prompt_only(row, reading)
     steps, labels = row.get("completions"), row.get("labels")
     for column, value in (("completions", steps), ("labels", labels)):
         if not isinstance(value, list) or not value:
-            reading.found.append(Finding("wrong_type", column, f"is {describe(value)}, a non-empty list is needed"))
+            reading.report("wrong_type", column, f"is {describe(value)}, a non-empty list is needed")
             return clean
     for i, step in enumerate(steps):
         problems: list[Finding] = []
         check_text(step, "completions", problems)
         reading.found += [Finding(kind, column, f"step {i} {reason}") for kind, column, reason in problems]
     if len(steps) != len(labels):
-        reason = f"has {len(labels)} entries for {len(steps)} steps in 'completions'"
-        reading.found.append(Finding("other_length", "labels", reason))
+        reading.report("other_length", "labels", f"has {len(labels)} entries for {len(steps)} steps in 'completions'")
     clean["completions"] = steps
     clean["labels"] = [read_label(label, "labels", reading.found) for label in labels]
     return clean
 
 
-def read_tokenised(row: Row, reading: Reading) -> Row:
+def tokenised(row: Row, reading: Reading) -> Row:
     ids = read_ids(row.get("input_ids"), "input_ids", reading.found, reading.vocab_size)
     if ids is None:
         return {}
@@ -207,13 +193,12 @@ def read_tokenised(row: Row, reading: Reading) -> Row:
         if row.get(column) is not None:
             mask = read_integers(row[column], column, reading.found, len(ids))
             if mask is not None and not np.isin(mask, (0, 1)).all():
-                reading.found.append(Finding("mask_not_binary", column, "holds numbers other than 0 and 1"))
+                reading.report("mask_not_binary", column, "holds numbers other than 0 and 1")
             clean[column] = mask
     if row.get("seq_lengths") is not None:
         lengths = read_integers(row["seq_lengths"], "seq_lengths", reading.found)
         if lengths is not None and lengths.sum() != len(ids):
-            reason = f"adds up to {lengths.sum()} for {len(ids)} token ids"
-            reading.found.append(Finding("other_length", "seq_lengths", reason))
+            reading.report("other_length", "seq_lengths", f"adds up to {lengths.sum()} for {len(ids)} token ids")
         clean["seq_lengths"] = lengths
     _check_attention_mask(clean.get("attention_mask"), reading.found)
     return {**clean, "trained": trained, "has_labels": row.get("labels") is not None}
@@ -241,7 +226,7 @@ def _check_attention_mask(mask: np.ndarray | None, found: list[Finding]) -> None
         found.append(Finding("attention_hole", "attention_mask", f"has a hole at {hole}, between tokens that count"))
 
 
-def read_tokenised_preference(row: Row, reading: Reading) -> Row:
+def tokenised_preference(row: Row, reading: Reading) -> Row:
     clean = _pair_numbers(row, reading)
     for column in ("prompt_ids", "chosen_ids", "rejected_ids"):
         old_name = column.replace("_ids", "_input_ids")
@@ -249,6 +234,50 @@ def read_tokenised_preference(row: Row, reading: Reading) -> Row:
         if name != "prompt_ids" or not reading.implicit_prompt:
             clean[column] = read_ids(row.get(name), name, reading.found, reading.vocab_size)
     if not reading.found and np.array_equal(clean["chosen_ids"], clean["rejected_ids"]):
-        reason = "equals 'chosen_ids': the pair says nothing about which is better"
-        reading.found.append(Finding("equal_pair", "rejected_ids", reason))
+        reading.report("equal_pair", "rejected_ids", "equals 'chosen_ids': the pair says nothing about which is better")
     return clean
+
+
+def split_shared_text(chosen: str, rejected: str) -> tuple[str, str, str] | None:
+    """(prompt, chosen, rejected): the beginning that both share, cut where a word ends; None when there is none.
+
+    A single space at the cut goes to the answers, as tokenizers join it to the word that follows. Both answers keep
+    at least one word, also when one text is the beginning of the other.
+    """
+    shared = _shared_length(chosen, rejected)
+    limit = min(shared, len(chosen.rstrip()) - 1, len(rejected.rstrip()) - 1)
+    for cut in range(limit, 0, -1):
+        if _is_word_end(chosen, cut) and _is_word_end(rejected, cut):
+            if chosen[cut - 1] == " ":
+                cut -= 1
+            if not chosen[:cut].strip():
+                return None
+            return chosen[:cut], chosen[cut:], rejected[cut:]
+    return None
+
+
+def _shared_length(a: str, b: str) -> int:
+    low, high = 0, min(len(a), len(b))
+    while low < high:  # bisection on slices compares at the speed of memcmp
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low
+
+
+def _is_word_end(text: str, cut: int) -> bool:
+    """Whether a new word, or something that is not a word, begins at `cut`."""
+    before, after = text[cut - 1], text[cut]
+    if unicodedata.combining(after) or after in "\u200d\ufe0f" or before == "\u200d":
+        return False  # the character before is not finished
+    if before in "'’" and after.isalpha():
+        return False
+    is_east_asian = ord(after) >= 0x2E80 and ord(before) >= 0x2E80  # scripts without spaces between words
+    return is_east_asian or not (before.isalnum() and (after.isalnum() or after in "'’"))
+
+
+def split_shared_turns(chosen: list[Any], rejected: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
+    """(prompt, chosen, rejected): the turns that both share, leaving at least one turn to each side."""
+    shared = 0
+    while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
+        shared += 1
+    return chosen[:shared], chosen[shared:], rejected[shared:]

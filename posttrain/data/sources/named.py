@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import glob
+import hashlib
 import logging
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -18,22 +20,14 @@ import pyarrow.parquet as pq
 import xxhash
 from datasets.exceptions import DatasetGenerationError
 
-from posttrain.data.sources.folder_splits import files_of_split, tells_splits
 from posttrain.data.sources.text_files import READERS, SourceError, read_text_files, suffix_of
 
 logger = logging.getLogger(__name__)
 
-HASHED_AT_ONCE = 2**22
 LOADERS = {
-    ".jsonl": "json",
-    ".json": "json",
-    ".ndjson": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
+    ".jsonl": "json", ".json": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet",
+    ".arrow": "arrow", ".txt": "text",
+}  # fmt: skip
 AnyDataset = datasets.Dataset | datasets.IterableDataset
 
 
@@ -104,7 +98,7 @@ def _load_from_hub(source: DatasetSource, streaming: bool) -> AnyDataset:
         return datasets.load_dataset(source.path, source.subset, split=source.split, streaming=streaming, **files)
     except (ValueError, OSError) as error:
         where = f"{source.path} (subset {source.subset!r}, split {source.split!r})"
-        raise SourceError(f"{where} is no local file and could not be loaded from the Hub: {error}") from error
+        raise SourceError(f"{where} is not a local file and could not be loaded from the Hub: {error}") from error
 
 
 def rename_columns(dataset: AnyDataset, columns: dict[str, str], name: str) -> AnyDataset:
@@ -177,14 +171,12 @@ def _cache_files(dataset: AnyDataset) -> list[Path]:
 def _is_as_recorded(path: Path) -> bool:
     """Whether a file has the digest that was recorded when it was first read; the first time, it is recorded."""
     record = path.with_name(f"{path.name}.xxh3")
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while part := file.read(HASHED_AT_ONCE):
-            digest.update(part)
+        digest = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     if record.exists():
-        return record.read_text(encoding="ascii") == digest.hexdigest()
+        return record.read_text(encoding="ascii") == digest
     unfinished = record.with_name(f"{record.name}.{os.getpid()}")
-    unfinished.write_text(digest.hexdigest(), encoding="ascii")
+    unfinished.write_text(digest, encoding="ascii")
     os.replace(unfinished, record)
     return True
 
@@ -252,14 +244,14 @@ def _load_saved(path: Path, split: str, streaming: bool) -> AnyDataset:
 
 
 def _check_schemas(files: list[Path]) -> None:
-    """All Parquet shards have the columns and kinds of values of the first one; a reader would cast them in silence."""
+    """All Parquet shards have the columns and kinds of values of the first one; a reader would cast them silently."""
     first: dict[str, str] = {}
     rows = 0
     for file in files:
         try:
             metadata = pq.read_metadata(file)
         except (pa.ArrowException, OSError) as error:
-            raise SourceError(f"{file} is no readable Parquet file: {error}") from error
+            raise SourceError(f"{file} is not a readable Parquet file: {error}") from error
         rows += metadata.num_rows
         arrow = metadata.schema.to_arrow_schema()
         schema = {name: _kind(kind) for name, kind in zip(arrow.names, arrow.types)}
@@ -274,14 +266,81 @@ def _check_schemas(files: list[Path]) -> None:
 
 def _kind(kind: pa.DataType) -> str:
     """A type without its width: shards written by different tools differ in it, and it does not matter."""
-    if pa.types.is_integer(kind):
-        return "integers"
-    if pa.types.is_floating(kind):
-        return "numbers"
-    if pa.types.is_string(kind) or pa.types.is_large_string(kind):
-        return "text"
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
         return f"lists of {_kind(kind.value_type)}"
-    if pa.types.is_struct(kind):
-        return "records"
-    return str(kind)
+    words = {
+        "integer": "integers",
+        "floating": "numbers",
+        "string": "text",
+        "large_string": "text",
+        "struct": "records",
+    }
+    return next((word for name, word in words.items() if getattr(pa.types, f"is_{name}")(kind)), str(kind))
+
+
+# ---- which files of a folder are a split ---------------------------------------------------------------------------------
+
+
+WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+"""Split -> the words that name it; the Hub's own list."""
+SPLIT_OF = {word: split for split, words in WORDS.items() for word in words}
+NO_ROWS = ("readme", "license", "notice", "requirements", "config", "dataset_info", "dataset_infos", "dataset_dict")
+"""Files that a dataset's folder has beside its rows, by their names without suffixes."""
+
+
+def files_of_split(folder: Path, split: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """The data files of a folder that belong to a split; all of them where no name tells one.
+
+    A file's own name decides; where it tells nothing, the nearest folder that does. Once any file tells its split, all have
+    to: rows of one that does not would be lost, or put where they do not belong.
+    """
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and _is_data(file, folder, suffixes)]
+    if not files:
+        raise SourceError(f"The folder {folder} holds no file of type {', '.join(suffixes)}.")
+    splits = {file: _splits_of(file.relative_to(folder), split) for file in files}
+    if not any(splits.values()):
+        return files
+    for file, named in splits.items():
+        if len(named) != 1:
+            raise SourceError(_not_one_split(file, named, folder))
+    chosen = [file for file in files if SPLIT_OF.get(split.lower(), split) in splits[file]]
+    if not chosen:
+        present = [name for name in WORDS if [name] in splits.values()]
+        raise SourceError(f"{folder} has files for the splits {', '.join(map(repr, present))}, none for {split!r}.")
+    return chosen
+
+
+def tells_splits(folder: Path, suffixes: tuple[str, ...]) -> bool:
+    """Whether any data file of the folder names its split."""
+    files = [file for file in folder.rglob("*") if file.is_file() and _is_data(file, folder, suffixes)]
+    return any(_splits_of(file.relative_to(folder), "train") for file in files)
+
+
+def _is_data(file: Path, folder: Path, suffixes: tuple[str, ...]) -> bool:
+    hidden = any(part.startswith(".") for part in file.relative_to(folder).parts)
+    return suffix_of(file) in suffixes and not hidden and file.name.split(".")[0].lower() not in NO_ROWS
+
+
+def _splits_of(relative: Path, wanted: str) -> list[str]:
+    """The splits that the file's name tells, or else its nearest folder's: `wanted` by its whole name, others by words."""
+    own_name = None if wanted.lower() in SPLIT_OF else re.compile(f"(?<![a-z]){re.escape(wanted.lower())}(?![a-z])")
+    for part in reversed(relative.parts):
+        name = part.lower()
+        if own_name is not None and own_name.search(name):
+            return [wanted]
+        if named := [SPLIT_OF[word] for word in re.findall("[a-z]+", name) if word in SPLIT_OF]:
+            return list(dict.fromkeys(named))
+    return []
+
+
+def _not_one_split(file: Path, named: list[str], folder: Path) -> str:
+    if named:
+        return f"{file} names the splits {' and '.join(map(repr, named))}: rename it, or name the files one by one."
+    return (
+        f"{file} belongs to no split, and other files of {folder} do. Rename it (train-{file.name} for one), move it "
+        "elsewhere, or name the files one by one in `datasets`."
+    )

@@ -1,7 +1,7 @@
 """Rows of JSON, CSV and text files, read line by line by us.
 
-The usual readers mend in silence what they should report: bytes that are not UTF-8, numbers among texts, words like "None"
-that become nulls. Here faults are told with file and line, all of them.
+The usual readers silently repair what they should report: bytes that are not UTF-8, numbers among texts, words like "None"
+that become nulls. Here every fault is reported, with file and line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from datasets.exceptions import DatasetGenerationError
 
 SHOWN = 20
 SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-HALF_A_PAIR = "holds half of a surrogate pair (\\ud8.. to \\udf..), which is no character"
+HALF_A_PAIR = "holds half of a surrogate pair (\\ud8.. to \\udf..), which is not a character"
 LONGEST_FIELD = 2**31 - 1
 """Of a CSV file, in characters: the most that fits a C long on every system. Python's own limit is 131,072."""
 DEEPEST = 100
@@ -36,7 +36,7 @@ class SourceError(ValueError):
 
 @dataclass(frozen=True)
 class Fault:
-    """A line that is no row, and why."""
+    """A line that is not a row, and why."""
 
     file: str
     line: int
@@ -159,13 +159,10 @@ def _json_rows(name: str) -> Iterator[Row | Fault]:
             yield value
 
 
-def _json_value(text: str | bytes) -> Any:
-    """The value of a JSON text; a ValueError that says why where it is none, or one that nobody can mean."""
-    if (
-        max(text.count(b"[" if isinstance(text, bytes) else "["), text.count(b"{" if isinstance(text, bytes) else "{"))
-        > DEEPEST
-    ):
-        _refuse_depth(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
+def _json_value(text: str) -> Any:
+    """The value of a JSON text; a ValueError with the reason where it is not JSON, or cannot be meant."""
+    if max(text.count("["), text.count("{")) > DEEPEST:
+        _refuse_depth(text)
     try:
         return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
     except RecursionError as error:
@@ -213,7 +210,7 @@ def _rows_of_document(name: str) -> list[Row | Fault] | None:
     with _opened(name) as content:
         text = content.read()
     try:
-        value = _json_value(text)
+        value = _json_value(text.decode(json.detect_encoding(text), "surrogatepass"))
     except ValueError as error:
         return None if _is_json_lines(name) else _faults_of_document(name, error)
     if isinstance(value, dict):
@@ -231,9 +228,9 @@ def _row_of_document(name: str, number: int, row: Any) -> Row | Fault:
 
 
 def _is_json_lines(name: str) -> bool:
-    """Of a file that is not one JSON value: whether one of its first two lines is a value by itself.
+    """Of a file that is not one JSON value: whether one of its first two lines alone is a value.
 
-    A document that was written over several lines begins with a lone bracket, and the line after that is no value either.
+    A document that was written over several lines begins with a lone bracket, and the line after that is not a value either.
     """
     lines = (line for _, line in _decoded_lines(name) if isinstance(line, Fault) or line.strip())
     first_two = [line for line in islice(lines, 2) if isinstance(line, str)]
@@ -248,7 +245,7 @@ def _is_object(line: str) -> bool:
 
 
 def _faults_of_document(name: str, error: ValueError) -> list[Fault]:
-    """One fault, where the parser stopped: every line after it would be "no JSON" by itself."""
+    """One fault, where the parser stopped: every line after it alone would be "not JSON"."""
     undecodable = [line for _, line in _decoded_lines(name) if isinstance(line, Fault)]
     if undecodable or not isinstance(error, json.JSONDecodeError):
         return undecodable or [Fault(name, 1, str(error))]
@@ -280,7 +277,9 @@ def _csv_rows(name: str) -> Iterator[Row | Fault]:
             if header is None:
                 header = values
                 if repeated := [column for column in dict.fromkeys(header) if header.count(column) > 1]:
-                    yield Fault(name, reader.line_num, _repeated(repeated[0], header))
+                    places = [str(place) for place, column in enumerate(header, 1) if column == repeated[0]]
+                    reason = f"names the column {repeated[0]!r} {len(places)} times (fields {', '.join(places)})"
+                    yield Fault(name, reader.line_num, f"{reason}; give each a name of its own")
                     break
             elif values and len(values) != len(header):
                 yield Fault(name, reader.line_num, f"has {len(values)} fields, the header has {len(header)}")
@@ -292,16 +291,11 @@ def _csv_rows(name: str) -> Iterator[Row | Fault]:
 
 
 def _delimiter(name: str) -> str:
-    """Of a CSV file: what parts the columns of its header, where that is no comma (spreadsheets of many countries write `;`)."""
+    """What separates the columns of a CSV file's header: a comma, or `;` (spreadsheets of many countries) or a tab."""
     if suffix_of(Path(name)) == ".tsv":
         return "\t"
     header = next((line for _, line in _decoded_lines(name) if isinstance(line, str) and line.strip()), "")
     return next((sign for sign in ",;\t" if sign in header), ",")
-
-
-def _repeated(column: str, header: list[str]) -> str:
-    places = [str(place) for place, name in enumerate(header, 1) if name == column]
-    return f"names the column {column!r} {len(places)} times (fields {', '.join(places)}); give each a name of its own"
 
 
 def _typed(column: str, value: str) -> Any:

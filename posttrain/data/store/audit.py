@@ -5,7 +5,6 @@ Everything is read from the stored tokens, so that it costs little beside the pr
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import numpy as np
 import xxhash
 
 from posttrain.data.render.template_checks import probe_template, trained_stop_token
+from posttrain.data.rows.encoding import common_prefix_length
 from posttrain.data.rows.foreign_formats import BESIDE_FOREIGN
 from posttrain.data.rows.formats import LANGUAGE_MODELLING, Detection
 from posttrain.data.store.building import read_problems
@@ -45,11 +45,8 @@ class AuditFinding:
     rows: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        where = (
-            f" (rows {', '.join(map(str, self.rows))}{' ...' if self.count > len(self.rows) else ''})"
-            if self.rows
-            else ""
-        )
+        more = " ..." if self.count > len(self.rows) else ""
+        where = f" (rows {', '.join(map(str, self.rows))}{more})" if self.rows else ""
         return f"{self.dataset}: {self.sentence}{where}."
 
 
@@ -85,7 +82,7 @@ class StoredUnits:
     def _hashes(self) -> tuple[np.ndarray, np.ndarray]:
         """(units,) of all tokens, and of those before the first trained one (all of them where none is trained)."""
         store, units = self.store, self.prepared.units
-        whole, prompts = (np.empty(len(units), dtype=np.uint64) for _ in range(2))
+        whole, prompts = np.empty((2, len(units)), dtype=np.uint64)
         for place, unit in enumerate(units):
             first, last = int(store.unit_offsets[unit]), int(store.unit_offsets[unit + 1])
             hashed = xxhash.xxh3_64()
@@ -140,11 +137,11 @@ def _of_bad_rows(prepared: PreparedDataset) -> list[AuditFinding]:
     report, found = prepared.report, []
     for kind, places in kinds.items():
         rows = list(dict.fromkeys(row for row, _ in places if row >= 0))  # a row may have a fault in several columns
-        told = f"{len(rows):,} of {report.rows_read:,} rows cannot be trained on ({kind}): {places[0][1]}"
+        text = f"{len(rows):,} of {report.rows_read:,} rows cannot be trained on ({kind}): {places[0][1]}"
         if not rows:
-            told = f"no row can be trained on ({kind}): {places[0][1]}"
+            text = f"no row can be trained on ({kind}): {places[0][1]}"
         named = tuple(rows[:MOST_ROWS_NAMED])
-        found.append(AuditFinding(ERROR, f"bad ({kind})", report.dataset, told, len(rows), named))
+        found.append(AuditFinding(ERROR, f"bad ({kind})", report.dataset, text, len(rows), named))
     return found
 
 
@@ -154,22 +151,20 @@ def of_columns(prepared: PreparedDataset, renderer: Renderer, columns: Sequence[
     `columns` are those of the dataset that nothing else (a reward, an environment) reads.
     """
     detection, name, found = prepared.detection, prepared.report.dataset, []
-    plain = (
-        not detection.conversational and not detection.format.tokenised and detection.format is not LANGUAGE_MODELLING
-    )
+    plain = not (detection.conversational or detection.format.tokenised or detection.format is LANGUAGE_MODELLING)
     if plain and renderer.has_template and not prepared.report.control_token_rows:
-        told = (
+        text = (
             "the rows are plain texts, and the model has a chat template, which they are used without: in a chat it will be asked "
             'otherwise. Give lists of messages, [{"role": "user", "content": ...}], unless that is meant'
         )
-        found.append(AuditFinding(WARNING, "no_template", name, told))
+        found.append(AuditFinding(WARNING, "no_template", name, text))
     asked = prepared.options.assistant_only_loss or "trained_roles" in columns
     if detection.conversational and detection.format is LANGUAGE_MODELLING and not asked:
-        told = "all turns are trained, those of system and user too; --assistant_only_loss trains the assistant's alone"
-        found.append(AuditFinding(NOTE, "trained_turns", name, told))
+        text = "all turns are trained, those of system and user too; --assistant_only_loss trains the assistant's alone"
+        found.append(AuditFinding(NOTE, "trained_turns", name, text))
     if unread := [column for column in columns if column not in _used(detection, columns)]:
-        told = f"nothing reads the column{'s' * (len(unread) > 1)} {', '.join(map(repr, unread))}"
-        found.append(AuditFinding(NOTE, "ignored_columns", name, told))
+        text = f"nothing reads the column{'s' * (len(unread) > 1)} {', '.join(map(repr, unread))}"
+        found.append(AuditFinding(NOTE, "ignored_columns", name, text))
     return found
 
 
@@ -186,45 +181,38 @@ def _of_report(report: Any) -> list[AuditFinding]:
     name, found = report.dataset, []
     for reason, rows in report.dropped.items():
         if not reason.startswith("bad ("):
-            severity = WARNING if report.kept else ERROR
-            found.append(
-                AuditFinding(severity, reason, name, f"{rows:,} of {report.rows_read:,} rows are {reason}", rows)
-            )
+            text = f"{rows:,} of {report.rows_read:,} rows are {reason}"
+            found.append(AuditFinding(WARNING if report.kept else ERROR, reason, name, text, rows))
     if report.truncated and report.truncated > MANY_CUT * max(report.kept, 1):
         share = report.truncated_tokens / max(report.tokens + report.truncated_tokens, 1)
-        told = f"{report.truncated:,} samples are cut to max_length, {share:.0%} of all tokens are lost"
-        found.append(AuditFinding(WARNING, "truncated", name, told, report.truncated))
+        text = f"{report.truncated:,} samples are cut to max_length, {share:.0%} of all tokens are lost"
+        found.append(AuditFinding(WARNING, "truncated", name, text, report.truncated))
     if report.control_token_rows:
-        told = f"{report.control_token_rows:,} rows have the text of a control token inside plain text"
-        found.append(AuditFinding(WARNING, "control_tokens", name, told, report.control_token_rows))
+        text = f"{report.control_token_rows:,} rows have the text of a control token inside plain text"
+        found.append(AuditFinding(WARNING, "control_tokens", name, text, report.control_token_rows))
     for what, count in report.notes.items():
         if count:
             found.append(AuditFinding(WARNING, "noted", name, f"{count:,} {what}", count))
     for key, rows in report.unusual_message_keys.items():
-        told = f"messages have the key {key!r}, which templates rarely know"
-        found.append(AuditFinding(WARNING, "message_key", name, told, rows))
+        text = f"messages have the key {key!r}, which templates rarely know"
+        found.append(AuditFinding(WARNING, "message_key", name, text, rows))
     for sentence in report.labels.sentences() if report.labels else ():
         found.append(AuditFinding(WARNING, "labels", name, sentence))
     return found
 
 
 def _of_units(name: str, units: StoredUnits) -> list[AuditFinding]:
-    found = []
-    for kind, hashes, told in (
-        ("duplicate_rows", units.whole, "rows repeat an earlier row"),
-        ("duplicate_prompts", units.prompts, "rows have the prompt of an earlier row"),
+    for kind, hashes, limit, what in (
+        ("duplicate_rows", units.whole, FEW, "rows repeat an earlier row"),
+        # Many answers to a prompt may be meant; mostly one prompt is not.
+        ("duplicate_prompts", units.prompts, 0.5, "rows have the prompt of an earlier row"),
     ):
         places = units.repeats(hashes)
-        limit = (
-            FEW if kind == "duplicate_rows" else 0.5
-        )  # many answers to a prompt may be meant; mostly one prompt is not
-        if len(places) > limit * len(hashes) and len(places) > 0:
-            rows = tuple(int(row) for row in units.rows[places[:MOST_ROWS_NAMED]])
-            found.append(
-                AuditFinding(WARNING, kind, name, f"{len(places):,} of {len(hashes):,} {told}", len(places), rows)
-            )
-            break  # a repeated row has a repeated prompt
-    return found
+        if len(places) > limit * len(hashes):
+            rows = tuple(units.rows[places[:MOST_ROWS_NAMED]].tolist())
+            text = f"{len(places):,} of {len(hashes):,} {what}"  # repeated rows have repeated prompts: one is enough
+            return [AuditFinding(WARNING, kind, name, text, len(places), rows)]
+    return []
 
 
 def _of_pairs(name: str, prepared: PreparedDataset) -> list[AuditFinding]:
@@ -236,15 +224,13 @@ def _of_pairs(name: str, prepared: PreparedDataset) -> list[AuditFinding]:
         first = int(store.unit_offsets[unit])
         begin = max(store.first_trained(first), 0)
         one, other = (store.tokens_of(number)[begin:] for number in (first, first + 1))
-        size = min(len(one), len(other))
-        differ = np.flatnonzero(one[:size] != other[:size])
-        shared = int(differ[0]) if len(differ) else size
-        if size >= 8 and shared > NEARLY_EQUAL * max(len(one), len(other)):
+        long_enough = min(len(one), len(other)) >= 8
+        if long_enough and common_prefix_length(one, other) > NEARLY_EQUAL * max(len(one), len(other)):
             places.append(int(store.rows[unit]))
     if not places or len(places) < FEW * len(prepared):
         return []
-    told = f"the answers of {len(places):,} pairs are the same for nine tenths of their tokens: the pair says little"
-    return [AuditFinding(WARNING, "nearly_equal_pair", name, told, len(places), tuple(places[:MOST_ROWS_NAMED]))]
+    text = f"the answers of {len(places):,} pairs are the same for nine tenths of their tokens: the pair says little"
+    return [AuditFinding(WARNING, "nearly_equal_pair", name, text, len(places), tuple(places[:MOST_ROWS_NAMED]))]
 
 
 def _of_stops(name: str, prepared: PreparedDataset, renderer: Renderer) -> list[AuditFinding]:
@@ -252,31 +238,28 @@ def _of_stops(name: str, prepared: PreparedDataset, renderer: Renderer) -> list[
     if not prepared.detection.format.trains_tokens or prepared.options.assistant_only_loss:
         return []
     stops = {renderer.tokenizer.eos_token_id, trained_stop_token(renderer) if renderer.has_template else None} - {None}
-    store = prepared.store
-    ends = Counter()
-    for unit in prepared.units[:STOPS_LOOKED_AT]:
-        number = int(store.unit_offsets[unit])
-        tokens = store.tokens_of(number)
-        ends[bool(set(tokens[-2:].tolist()) & stops)] += 1  # a template may write a line break after it
-    if ends[False] <= FEW * sum(ends.values()):
+    samples = prepared.store.unit_offsets[prepared.units[:STOPS_LOOKED_AT]]
+    endings = [set(prepared.store.tokens_of(number)[-2:].tolist()) for number in samples]
+    unstopped = sum(not ending & stops for ending in endings)  # a template may write a line break after the stop token
+    if unstopped <= FEW * len(endings):
         return []
-    looked_at = f"{ends[False]:,} of the first {sum(ends.values()):,} samples"
-    told = f"{looked_at} do not end on a stop token: the model is not taught to stop"
-    return [AuditFinding(WARNING, "no_stop_token", name, told, ends[False])]
+    text = f"{unstopped:,} of the first {len(endings):,} samples do not end on a stop token: the model is not taught to stop"
+    return [AuditFinding(WARNING, "no_stop_token", name, text, unstopped)]
 
 
 def overlap(train: PreparedDataset, evaluation: PreparedDataset, name: str = "eval") -> list[AuditFinding]:
     """Rows of the evaluation that are trained on."""
     seen, asked = StoredUnits(train), StoredUnits(evaluation)
-    for kind, told in (
-        ("whole", "rows stand in the training data word for word"),
-        ("prompts", "rows have a prompt of the training data"),
-    ):
+    kinds = {
+        "whole": "rows stand in the training data word for word",
+        "prompts": "rows have a prompt of the training data",
+    }
+    for kind, what in kinds.items():
         places = np.flatnonzero(np.isin(getattr(asked, kind), getattr(seen, kind)))
         if len(places):
             rows = tuple(int(row) for row in asked.rows[places[:MOST_ROWS_NAMED]])
-            told = f"{len(places):,} of {len(asked.rows):,} {told}"
-            return [AuditFinding(WARNING, f"overlap_{kind}", name, told, len(places), rows)]
+            text = f"{len(places):,} of {len(asked.rows):,} {what}"
+            return [AuditFinding(WARNING, f"overlap_{kind}", name, text, len(places), rows)]
     return []
 
 
@@ -286,7 +269,6 @@ def of_tokenizer(renderer: Renderer, uses_template: bool) -> list[AuditFinding]:
     if tokenizer.eos_token_id is None:
         found.append(AuditFinding(ERROR, "no_eos", "tokenizer", "it has no end-of-sequence token: set `eos_token`"))
     if uses_template:
-        found += [
-            AuditFinding(WARNING, "template", "chat template", told.rstrip(".")) for told in probe_template(renderer)
-        ]
+        warnings = probe_template(renderer)
+        found += [AuditFinding(WARNING, "template", "chat template", text.rstrip(".")) for text in warnings]
     return found

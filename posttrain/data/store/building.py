@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import logging
@@ -12,13 +13,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import datasets
 import pyarrow as pa
 import xxhash
 from filelock import FileLock, Timeout
 
+from posttrain.data.options import PrepareOptions
+from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, ProblemLog
 from posttrain.data.rows.examiner import RowExaminer, Tally
 from posttrain.data.rows.foreign_formats import Row
@@ -34,17 +37,13 @@ from posttrain.data.store.token_store import (
     seal,
 )
 
-if TYPE_CHECKING:
-    from posttrain.data.render.renderer import Renderer
-    from posttrain.data.store.prepare import PrepareOptions
-
 logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 1000
 ROWS_PER_WORKER = 5000  # fewer are not worth a process, which needs two seconds to start
 FEWEST_ROWS, MOST_ROWS = 128, 20_000  # of what a worker takes at once
-TELL_EVERY_S = 10
-TALLY = "tally.json"
+LOG_EVERY_S = 10
+TALLY = "tally.pickle"
 SHARED_ROWS = "rows.arrow"
 LOCK_DEADLINE_S = 6 * 3600
 ENCODING_VERSION = 2
@@ -83,19 +82,16 @@ class RowSource:
     def content_hash(self) -> str:
         """Of the values themselves: it survives moved files, and no edit keeps it."""
         sink = _HashSink()
-        if self.is_arrow and not self.is_transformed:
-            self._hash_tables(sink)
-        else:
+        if not self.is_arrow or self.is_transformed:
             for first, rows in self.batches(0, len(self)):
                 sink.write(pickle.dumps((first, rows)))
-        return sink.digest.hexdigest()
-
-    def _hash_tables(self, sink: _HashSink) -> None:
+            return sink.digest.hexdigest()
         sink.write(repr(self.dataset.features).encode())
         for table in self._tables():
             table = table.replace_schema_metadata(None).combine_chunks()
             with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema) as writer:
                 writer.write_table(table)
+        return sink.digest.hexdigest()
 
     def _tables(self) -> Iterator[pa.Table]:
         tables = self.dataset.with_format("arrow")
@@ -113,23 +109,18 @@ class RowSource:
         return RowSource(datasets.Dataset.from_file(str(path)), None)
 
 
-class _HashSink:
+class _HashSink(io.RawIOBase):
     """A file that remembers only the checksum of what was written to it."""
-
-    closed = False
 
     def __init__(self) -> None:
         self.digest = xxhash.xxh3_128()
 
+    def writable(self) -> bool:
+        return True
+
     def write(self, data: Any) -> int:
         self.digest.update(data)
         return len(data)
-
-    def flush(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 def store_key(source: RowSource, detection: Detection, renderer: Renderer, options: PrepareOptions) -> str:
@@ -220,7 +211,7 @@ def build_store(
     num_workers = _num_workers(len(source), num_proc)
     shares = _shares(len(source), num_workers)
     tally = Tally()
-    told = time.monotonic()
+    last_logged = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     if num_workers > 1:
         source = source.in_a_file(folder / SHARED_ROWS)
@@ -229,13 +220,13 @@ def build_store(
         _build_part(source, *shares[i], RowExaminer(detection, renderer, options), name, folder, f"part-{i}.")
 
     def use_part(i: int) -> None:
-        nonlocal told
+        nonlocal last_logged
         counted = folder / f"part-{i}.{TALLY}"
-        tally.add(Tally.of_json(json.loads(counted.read_text(encoding="utf-8"))))
+        tally.add(pickle.loads(counted.read_bytes()))
         counted.unlink()
         join_part(folder, f"part-{i}.")
-        if time.monotonic() - told > TELL_EVERY_S:
-            told = time.monotonic()
+        if time.monotonic() - last_logged > LOG_EVERY_S:
+            last_logged = time.monotonic()
             logger.info("Preparing %s: %d of %d rows.", name, shares[i][1], len(source))
 
     build_parts(build_part, use_part, len(shares), num_workers, folder)
@@ -291,7 +282,7 @@ def _build_part(
         writer.add(units)
     writer.close()
     log.flush()
-    (folder / f"{part}{TALLY}").write_text(json.dumps(examiner.tally.as_json()), encoding="utf-8")
+    (folder / f"{part}{TALLY}").write_bytes(pickle.dumps(examiner.tally))
 
 
 def read_problems(store: TokenStore) -> Iterator[tuple[int, list[Finding]]]:

@@ -92,9 +92,6 @@ def _pipe(open_files: contextlib.ExitStack) -> tuple[FileIO, FileIO]:
     return open_files.enter_context(FileIO(read, "r")), open_files.enter_context(FileIO(write, "w"))
 
 
-# ---- what travels ----------------------------------------------------------------------------------------------------------
-
-
 class _Bounded(io.BytesIO):
     """Stops before gigabytes of rows are written out."""
 
@@ -159,9 +156,6 @@ class Helper:
             raise RuntimeError(f"A worker that prepared the dataset failed: {reason}")
         self.is_needed = False
         logger.warning(f"A worker that should have prepared the dataset could not begin; others do its work. {reason}")
-
-
-# ---- in a helper -----------------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -12,121 +12,30 @@ import logging
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import datasets
 import numpy as np
 import xxhash
 
-from posttrain.core.sample import KEEP_END, KEEP_START, Sample, Unit
+from posttrain.core.sample import KEEP_END, Sample, Unit
+from posttrain.data.options import DROP, ERROR, PrepareOptions
+from posttrain.data.packing import CUTTING_STRATEGIES, PackedDataset
 from posttrain.data.render.renderer import Renderer
-from posttrain.data.render.templates import adopt_chat_format
 from posttrain.data.rows.checks import Finding, ProblemLog
-from posttrain.data.rows.foreign_formats import BESIDE_FOREIGN, CONVERSATION_COLUMNS, FOREIGN_FORMATS, Row
-from posttrain.data.rows.formats import FORMATS, LANGUAGE_MODELLING, Detection, RowFormat, detect_format
+from posttrain.data.rows.foreign_formats import BESIDE_FOREIGN, CONVERSATION_COLUMNS, FOREIGN_FORMATS
+from posttrain.data.rows.formats import FORMATS, Detection, RowFormat, detect
 from posttrain.data.rows.label_report import LabelReport
 from posttrain.data.store.building import RowSource, build_store, open_or_build, read_problems, store_key
-from posttrain.data.store.packing import CUTTING_STRATEGIES, PackedDataset, packing_strategy
-from posttrain.data.store.report import PreparationReport
+from posttrain.data.store.report import TOO_LONG, UNTRAINED, PreparationReport
+from posttrain.data.store.streaming import PreparedStream
 from posttrain.data.store.token_store import PROBLEMS, TokenStore
 
 logger = logging.getLogger(__name__)
 
 PEEKED_ROWS = 100
-DROP, ERROR = "drop", "error"
-TRUNCATION_MODES = (KEEP_START, KEEP_END, ERROR, DROP)
-UNTRAINED = "left without a trained token by max_length"
-TOO_LONG = "longer than max_length"
-
-
-@dataclass
-class PrepareOptions:
-    """What the preparation of a dataset depends on, besides the rows, the format and the tokenizer."""
-
-    max_length: int | None = 1024
-    """Most tokens of a sample; the block size when packing. None: no limit."""
-    truncation_mode: str = KEEP_START
-    """What happens to longer samples: keep_start, keep_end (cut), drop (the whole row, counted), error (a bad row)."""
-    on_bad_rows: str = ERROR
-    """error: refuse the dataset and list what is wrong; drop: leave the rows out, count them and write them down."""
-    completion_only_loss: bool | None = None
-    """Train the completion only. None: yes where rows have prompt and completion."""
-    assistant_only_loss: bool = False
-    """Train the assistant's turns of conversations only."""
-    dataset_text_field: str = "text"
-    """Name of the text column."""
-    packing: str | None = None
-    """None, or the strategy by which samples share blocks of `max_length` tokens: bfd, bfd_split, wrapped."""
-    shuffle_seed: int | None = None
-    """Seed of the order of rows (before packing). None: the dataset's own order."""
-    formatting_func: Callable[[Row], str] | None = None
-    """Row -> text to train on, in place of the row's columns."""
-    chat_template_kwargs: dict[str, Any] | None = None
-    """Arguments for the chat template; those of a row's own `chat_template_kwargs` column come first."""
-    tools: list[dict[str, Any]] | None = None
-    """Schemas of tools that conversations are rendered with; those of a row's own `tools` column come first."""
-    allow_blank_prompts: bool = False
-    """A user's turn may be empty: an environment writes it when an episode begins."""
-    append_eos: bool = True
-    """Put the end-of-sequence text after plain texts and completions that do not end on it."""
-    step_separator: str = "\n"
-    """Written after each step of stepwise rows; its last token is where the step is judged."""
-    train_on_last_step_only: bool = False
-    """Judge only the last step of stepwise rows."""
-    max_completion_length: int | None = None
-    """Most tokens of the steps of stepwise rows."""
-    required_columns: tuple[str, ...] = ()
-    """Further columns that must be there and not null, such as those a reward function reads."""
-    allowed_values: dict[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Column -> the values it may have, such as the names of environments."""
-    row_id_column: str | None = None
-    """Column that names rows; a repeated name is then a bad row."""
-    bad_rows_file: str | os.PathLike[str] | None = None
-    """JSONL file to which every problem is written. None: beside the cached tokens."""
-    cache_dir: str | os.PathLike[str] | None = None
-    """Where tokens are kept. None: the folder `posttrain` in the cache of `datasets`."""
-
-    ENCODING_FIELDS: ClassVar[tuple[str, ...]] = (
-        "completion_only_loss",
-        "assistant_only_loss",
-        "chat_template_kwargs",
-        "tools",
-        "allow_blank_prompts",
-        "append_eos",
-        "step_separator",
-        "train_on_last_step_only",
-        "max_completion_length",
-        "required_columns",
-        "allowed_values",
-        "row_id_column",
-    )
-    """Options that change what is stored; the others apply to a stored dataset."""
-
-    def __post_init__(self) -> None:
-        if self.truncation_mode not in TRUNCATION_MODES:
-            raise ValueError(f"truncation_mode={self.truncation_mode!r} is none of {', '.join(TRUNCATION_MODES)}.")
-        if self.on_bad_rows not in (ERROR, DROP):
-            raise ValueError(f"on_bad_rows={self.on_bad_rows!r} is neither {ERROR!r} nor {DROP!r}.")
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length={self.max_length}: a sample needs two tokens for one to be predicted.")
-        if self.packing is not None:
-            packing_strategy(self.packing)
-            if self.max_length is None:
-                raise ValueError("packing needs max_length, the size of a block.")
-
-    def check_against(self, detection: Detection, name: str) -> None:
-        """Options that the format of a dataset cannot honour are refused, not ignored."""
-        fmt = detection.format
-        if self.assistant_only_loss and not (detection.conversational or fmt.tokenised):
-            raise ValueError(f"assistant_only_loss needs conversations; {name} was {detection.explanation}.")
-        if self.completion_only_loss and fmt is LANGUAGE_MODELLING:
-            why = "formatting_func writes one text" if self.formatting_func else f"{name} was {detection.explanation}"
-            raise ValueError(f"completion_only_loss=True needs the columns 'prompt' and 'completion'; {why}.")
-        if self.packing is not None and len(fmt.roles) > 1:
-            raise ValueError(f"packing puts single samples into blocks; {name} was {detection.explanation}.")
 
 
 def prepare_dataset(
@@ -136,15 +45,13 @@ def prepare_dataset(
     options: PrepareOptions | None = None,
     name: str = "train",
     num_proc: int | None = None,
-) -> PreparedDataset | PackedDataset | Any:
+) -> PreparedDataset | PackedDataset | PreparedStream:
     """Check and encode a `datasets.Dataset`, a list of dicts or a stream; raise BadRowsError before anything is trained.
 
     Gives a map-style dataset of units (tuples of Samples); a `PreparedStream` for an IterableDataset.
     """
     options = options or PrepareOptions()
     if isinstance(dataset, datasets.IterableDataset):
-        from posttrain.data.store.streaming import PreparedStream
-
         return PreparedStream(dataset, formats, renderer, options, name)
     if not isinstance(dataset, (datasets.Dataset, list, tuple)):
         raise TypeError(
@@ -164,39 +71,18 @@ def prepare_dataset(
     try:
         store = open_or_build(key, cache_folder(options), build)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise _out_of_room(error, f"{len(dataset):,} rows of {called or name}", cache_folder(options)) from error
-        raise
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        folder = cache_folder(options)
+        reason = (
+            f"the tokens of {len(dataset):,} rows of {called or name} could not be written ({error.strerror}; "
+            f"{shutil.disk_usage(folder).free:,} bytes are free): make room, or name another folder with `dataset_cache_dir`"
+        )
+        raise OSError(error.errno, reason, str(folder)) from error
     cut_to = options.max_length if not options.packing or options.packing in CUTTING_STRATEGIES else None
     prepared = PreparedDataset(store, detection, options, name, cut_to)
     prepared.report.source = called
     return PackedDataset(prepared, options.max_length, options.packing) if options.packing else prepared
-
-
-def _out_of_room(error: OSError, rows: str, folder: Path) -> OSError:
-    free = shutil.disk_usage(folder).free
-    said = (
-        f"the tokens of {rows} could not be written ({error.strerror}; {free:,} bytes are free): make room, or name another "
-        "folder with `dataset_cache_dir`"
-    )
-    return OSError(error.errno, said, str(folder))
-
-
-def detect(
-    rows: Sequence[Any], formats: tuple[RowFormat, ...], renderer: Renderer, options: PrepareOptions, name: str
-) -> Detection:
-    """The format of a dataset, and a refusal of options that do not go with it."""
-    if options.formatting_func is not None:
-        why = "read as plain language modelling because formatting_func writes the text of each row"
-        detection = Detection(LANGUAGE_MODELLING, False, why)
-    else:
-        detection = detect_format(
-            rows, formats, text_field=options.dataset_text_field, has_template=renderer.has_template, name=name
-        )
-    options.check_against(detection, name)
-    if detection.conversational and not renderer.has_template:
-        detection = replace(detection, explanation=f"{detection.explanation}; {adopt_chat_format(renderer)}")
-    return detection
 
 
 def columns_read(options: PrepareOptions) -> set[str] | None:
@@ -220,12 +106,7 @@ class PreparedDataset:
     """
 
     def __init__(
-        self,
-        store: TokenStore,
-        detection: Detection,
-        options: PrepareOptions,
-        name: str,
-        max_length: int | None,
+        self, store: TokenStore, detection: Detection, options: PrepareOptions, name: str, max_length: int | None
     ) -> None:
         self.store, self.detection, self.options, self.name = store, detection, options, name
         self.roles = detection.format.roles
@@ -249,8 +130,6 @@ class PreparedDataset:
         decided_by = [store.folder.name, self.max_length, options.truncation_mode, options.shuffle_seed, len(self)]
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(decided_by).encode())
 
-    # ------------------------------------------------------------------------------------------------ which units stay
-
     def _windows(self) -> tuple[np.ndarray, np.ndarray]:
         """The part of each stored sample that is kept."""
         lengths = self.store.lengths.astype(np.int64)
@@ -271,7 +150,9 @@ class PreparedDataset:
         if mode == DROP:
             self.report.drop(TOO_LONG, int(too_long.sum()))
         if self.detection.format.trains_tokens:
-            untrained = self._untrained_units() & good
+            # Pairs need a trained token on both sides; a packed row needs one somewhere.
+            empty = store.trained_within(self._sample_starts, self._sample_stops) == 0
+            untrained = good & (self._any_sample(empty) if len(self.roles) > 1 else ~self._any_sample(~empty))
             self.report.drop(UNTRAINED, int(untrained.sum()))
             good &= ~untrained
         return np.flatnonzero(good)
@@ -299,11 +180,6 @@ class PreparedDataset:
         self.report.warnings += [f"column {p.column!r} {p.reason}" for p in log.problems if p.row < 0]
         for kind, rows in Counter(log.kind_of_row.values()).items():
             self.report.drop(f"bad ({kind})", rows)
-
-    def _untrained_units(self) -> np.ndarray:
-        """Pairs need a trained token on both sides; a packed row needs one somewhere."""
-        empty = self.store.trained_within(self._sample_starts, self._sample_stops) == 0
-        return self._any_sample(empty) if len(self.roles) > 1 else ~self._any_sample(~empty)
 
     def _any_sample(self, flags: np.ndarray) -> np.ndarray:
         """(samples,) flags -> (units,) whether any sample of the unit has it."""
@@ -337,8 +213,6 @@ class PreparedDataset:
         sizes = self.store.unit_offsets[self._units + 1] - firsts
         within = np.arange(sizes.sum()) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         return np.repeat(firsts, sizes) + within
-
-    # ---------------------------------------------------------------------------------------------------------- reading
 
     def __len__(self) -> int:
         return len(self._units)
@@ -375,8 +249,6 @@ class PreparedDataset:
         """Tokens of each unit, all its samples together."""
         sizes = np.concatenate([[0], np.cumsum(self._sample_stops - self._sample_starts)])
         return sizes[self.store.unit_offsets[self._units + 1]] - sizes[self.store.unit_offsets[self._units]]
-
-    # ------------------------------------------------------------------------------- as single samples, for packing
 
     @property
     def num_samples(self) -> int:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from posttrain.data.packing import Packing
 from posttrain.data.rows.label_report import LabelReport
-from posttrain.data.store.packing import Packing
+
+UNTRAINED = "left without a trained token by max_length"
+TOO_LONG = "longer than max_length"
 
 
 @dataclass

@@ -15,13 +15,15 @@ import os
 import struct
 import uuid
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import xxhash
+from torch.utils.data import Dataset
 
-from posttrain.core.sample import Sample
+from posttrain.core.sample import Sample, Unit
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,10 @@ class RowStore:
     def read(self, key: bytes) -> np.ndarray:
         path, start, size = self._index[key]
         if path not in self._maps:
-            self._maps[path] = _values_of(path)
+            with open(path, "rb") as file:
+                _, rows, values = HEADER.unpack(file.read(HEADER.size))
+            offset = HEADER.size + (KEY_BYTES + 4) * rows
+            self._maps[path] = np.memmap(path, dtype="<f4", mode="r", offset=offset, shape=(values,))
         return self._maps[path][start : start + size]
 
     def add(self, rows: Iterable[tuple[bytes, np.ndarray]]) -> None:
@@ -100,7 +105,8 @@ class RowStore:
         reason = _damage(content)
         if reason is not None:
             logger.warning(f"{path} is damaged ({reason}): it is put aside, and its rows will be computed again.")
-            _put_aside(path)
+            with contextlib.suppress(FileNotFoundError):  # another process was faster
+                path.rename(path.with_suffix(".damaged"))
             return
         _, rows, _ = HEADER.unpack_from(content)
         keys_end = HEADER.size + KEY_BYTES * rows
@@ -122,17 +128,6 @@ def _damage(content: bytes) -> str | None:
     return None
 
 
-def _values_of(path: Path) -> np.ndarray:
-    with open(path, "rb") as file:
-        _, rows, values = HEADER.unpack(file.read(HEADER.size))
-    return np.memmap(path, dtype="<f4", mode="r", offset=HEADER.size + (KEY_BYTES + 4) * rows, shape=(values,))
-
-
-def _put_aside(path: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # another process was faster
-        path.rename(path.with_suffix(".damaged"))
-
-
 def _write_durably(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     staged = path.with_suffix(f".tmp-{os.getpid()}")
@@ -144,3 +139,30 @@ def _write_durably(path: Path, content: bytes) -> None:
         os.rename(staged, path)
     finally:
         staged.unlink(missing_ok=True)
+
+
+class AnnotatedDataset(Dataset):
+    """`dataset` whose Samples also carry `per_token[name]`, looked up in a store by what the sample is.
+
+    Nothing is read before its unit is; rows may come in any order, and twice.
+    """
+
+    def __init__(self, dataset: Any, name: str, store: RowStore) -> None:
+        self.dataset, self.name, self.store = dataset, name, store
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "dataset":  # copying and pickling look for these before __init__ has run
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+    def __getitem__(self, index: int) -> Unit:
+        return tuple(self._with_numbers(sample) for sample in self.dataset[index])
+
+    def _with_numbers(self, sample: Sample) -> Sample:
+        numbers = np.zeros(len(sample), dtype=np.float32)
+        if sample.num_trained:
+            numbers[1:][sample.trained[1:]] = self.store.read(row_key(sample))
+        return replace(sample, per_token={**sample.per_token, self.name: numbers})

@@ -17,13 +17,13 @@ import numpy as np
 import torch.utils.data
 
 from posttrain.core.sample import Sample, Unit
+from posttrain.data.options import DROP, ERROR, PrepareOptions
+from posttrain.data.packing import CUTTING_STRATEGIES, MERGING_STRATEGIES, merge, packing_strategy
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, ProblemLog
 from posttrain.data.rows.examiner import RowExaminer
-from posttrain.data.rows.formats import RowFormat
-from posttrain.data.store.packing import CUTTING_STRATEGIES, MERGING_STRATEGIES, merge, packing_strategy
-from posttrain.data.store.prepare import DROP, ERROR, TOO_LONG, UNTRAINED, PrepareOptions, detect
-from posttrain.data.store.report import PreparationReport
+from posttrain.data.rows.formats import RowFormat, detect
+from posttrain.data.store.report import TOO_LONG, UNTRAINED, PreparationReport
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,9 @@ class PreparedStream(torch.utils.data.IterableDataset):
                 if isinstance(unit, list):
                     self._refuse(row, unit)
                 elif unit:
-                    self._count(unit)
+                    self.report.kept += 1
+                    self.report.tokens += sum(map(len, unit))
+                    self.report.trained_tokens += sum(sample.num_trained for sample in unit)
                     yield batch[row - first], unit
             self.report.control_token_rows = examiner.tally.control_token_rows
             self.report.notes = dict(examiner.tally.notes)
@@ -136,11 +138,6 @@ class PreparedStream(torch.utils.data.IterableDataset):
             return ()
         return unit
 
-    def _count(self, unit: Unit) -> None:
-        self.report.kept += 1
-        self.report.tokens += sum(map(len, unit))
-        self.report.trained_tokens += sum(sample.num_trained for sample in unit)
-
     def _packed(self, units: Iterator[Unit]) -> Iterator[Unit]:
         """Blocks made of a thousand units at a time, as a stream has no end to look at."""
         strategy, capacity = packing_strategy(self.options.packing), self.options.max_length
@@ -157,6 +154,6 @@ class PreparedStream(torch.utils.data.IterableDataset):
             for i in range(len(packing)):
                 block = [samples[s].slice(start, stop) for s, start, stop in packing.block(i).tolist()]
                 if merges and sum(map(len, block)) < capacity:
-                    left = block  # the tail goes on with what comes next
+                    left = block  # the tail is continued by what comes next
                 else:
                     yield (merge(block),) if merges else tuple(block)

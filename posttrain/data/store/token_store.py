@@ -8,6 +8,7 @@ one that does not agree with it, is damaged and is built again.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import mmap
 import os
@@ -117,7 +118,7 @@ def trained_ranges(masks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 def join_part(folder: Path, part: str) -> None:
     """Put the files whose names begin with `part` at the end of those without that beginning.
 
-    Parts are no folders: to remove a folder takes a hundred times as long as to remove a file.
+    Parts are not folders: to remove a folder takes a hundred times as long as to remove a file.
     """
     for source in sorted(folder.glob(f"{part}*")):
         target = folder / source.name.removeprefix(part)
@@ -151,11 +152,8 @@ def _seal(manifest: dict[str, Any]) -> str:
 
 
 def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
     with open(path, "rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 class TokenStore:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.core.batch import SharedPrefixes
-from posttrain.models.scoring.head_kernels import runs_triton
+from posttrain.models.triton_support import runs_triton
 
 
 @torch.compiler.disable  # a compiled layer is split around it: its arguments are different numbers in every batch
@@ -63,7 +63,9 @@ class _SharedPrefixFlash(torch.autograd.Function):
             q[looking], k[seen], v[seen], prefixes.cu_continuations, prefixes.cu_prefixes,
             prefixes.longest_continuations, prefixes.longest_prefix, dropout, False, False, scale=scale,
         )  # fmt: skip
-        merge = _triton_merge() if runs_triton(q) else merged_parts
+        merge = merged_parts
+        if runs_triton(q):
+            from posttrain.models.attention.prefix_triton import merged_parts as merge
         out, sums = merge(out, sums, back, back_sums, prefixes.start)
         ctx.save_for_backward(q, k, v, out, sums, bounds, *own_seed[:2], *back_seed[:2])
         ctx.longest, ctx.prefixes, ctx.scale, ctx.dropout = longest, prefixes, scale, dropout
@@ -97,19 +99,12 @@ def merged_parts(own: Tensor, own_sums: Tensor, back: Tensor, back_sums: Tensor,
     """
     looking = slice(start, start + len(back))
     out, sums = own.clone(), own_sums.clone()
-    further = (own_sums[:, looking] - back_sums).T.unsqueeze(
-        -1
-    )  # exp(La - L) = sigmoid(La - Lb), without rounding L first
+    # exp(La - L) = sigmoid(La - Lb), without rounding L first
+    further = (own_sums[:, looking] - back_sums).T.unsqueeze(-1)
     own_share, back_share = further.sigmoid(), (-further).sigmoid()
     sums[:, looking] = torch.logaddexp(own_sums[:, looking], back_sums)
     out[looking] = (own[looking] * own_share + back * back_share).to(own.dtype)
     return out, sums
-
-
-def _triton_merge() -> Any:
-    from posttrain.models.attention import prefix_triton
-
-    return prefix_triton.merged_parts
 
 
 @torch.compiler.disable

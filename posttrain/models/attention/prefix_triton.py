@@ -1,4 +1,4 @@
-"""Merging the two parts of a shared prefix's attention in one pass over them; `prefix_attention` has the same in plain torch.
+"""Merging the two parts of a shared prefix's attention in one pass over them; `prefix` has the same in plain torch.
 
 Plain torch reads and writes the outputs seven times, mostly in float32; here both parts are read once and the result is written
 once. One program per token.
@@ -40,7 +40,7 @@ def _merge(
 
 
 def merged_parts(own: Tensor, own_sums: Tensor, back: Tensor, back_sums: Tensor, start: int) -> tuple[Tensor, Tensor]:
-    """As `prefix_attention.merged_parts`."""
+    """As `prefix.merged_parts`."""
     tokens, heads, dim = own.shape
     own, own_sums, back, back_sums = (x.contiguous() for x in (own, own_sums, back, back_sums))
     out, sums = torch.empty_like(own), torch.empty_like(own_sums)

@@ -5,8 +5,8 @@
 varlen flash kernel on CUDA, with one SDPA call per segment elsewhere. Without bounds the call is passed on to transformers'
 `sdpa` and its masks, so that `generate`, padded batches and freshly loaded models behave as ever.
 
-Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/prefix_attention`. A call that
-carries `kv_cache` is one of the rollout engine, which keeps keys and values itself: see `rollout/native_engine`.
+Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/attention/prefix`. A call that
+carries `kv_cache` is one of the rollout engine, which keeps keys and values itself: see `rollout/engines/native`.
 
 transformers would build a dense mask from position ids that restart. It returns a mask of four dimensions as it is, so a ragged
 batch carries a four-dimensional placeholder of one element, which this module's function ignores.
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from posttrain.core.batch import SharedPrefixes, TokenBatch
+from posttrain.core.batch import SharedPrefixes
 from posttrain.models.attention.prefix import shared_prefix_flash, shared_prefix_loop
 
 RAGGED_ATTENTION = "posttrain_ragged"
@@ -43,20 +43,15 @@ class KeyValueCache(Protocol):
         """(1, heads, tokens, dim) of the new tokens -> (1, tokens, heads, dim)."""
 
 
-def segment_kwargs(batch: TokenBatch) -> dict[str, Any]:
+def segment_kwargs(bounds: Tensor, longest: int, prefixes: SharedPrefixes | None = None) -> dict[str, Any]:
     """Forward keyword arguments that keep the segments of a ragged row apart, and tie continuations to their prefixes.
 
     They travel as arguments, never in a context variable: gradient checkpointing recomputes on autograd's own thread.
     """
-    cu_segments, longest = batch.cu_segments, batch.longest
-    shared = {} if batch.prefixes is None else {"shared_prefixes": batch.prefixes}
-    return shared | {
-        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=cu_segments.device),
-        "cu_seq_lens_q": cu_segments,
-        "cu_seq_lens_k": cu_segments,
-        "max_length_q": longest,
-        "max_length_k": longest,
-    }
+    placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=bounds.device)
+    shared = {} if prefixes is None else {"shared_prefixes": prefixes}
+    lengths = {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+    return {"attention_mask": placeholder, **lengths, **shared}
 
 
 def install_ragged_attention() -> None:
@@ -85,7 +80,8 @@ def ragged_attention(
 ) -> tuple[Tensor, None]:
     """(1, heads, tokens, dim) -> (1, tokens, heads, dim), segments apart where bounds are given."""
     if kv_cache is not None:
-        return _attend_cached(kv_cache, module, query, key, value, scaling, sliding_window, kwargs), None
+        how = kwargs | {"scaling": scaling, "sliding_window": sliding_window}
+        return _attend_cached(kv_cache, module, (query, key, value), how), None
     if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -106,19 +102,12 @@ def ragged_attention(
 
 @torch.compiler.disable  # a compiled layer is split around it: what it reads and writes is no argument of the layer
 def _attend_cached(
-    kv_cache: KeyValueCache,
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    others: dict[str, Any],
+    kv_cache: KeyValueCache, module: nn.Module, heads: tuple[Tensor, Tensor, Tensor], how: dict[str, Any]
 ) -> Tensor:
-    if others.get("s_aux") is not None:
+    if how.get("s_aux") is not None:
         raise NotImplementedError("attention sinks are not known to a cache of keys and values")
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return kv_cache.attend(module, query, key, value, scale, sliding_window, others.get("softcap"))
+    scale = heads[0].shape[-1] ** -0.5 if how["scaling"] is None else how["scaling"]
+    return kv_cache.attend(module, *heads, scale, how["sliding_window"], how.get("softcap"))
 
 
 def segment_attention(
@@ -131,66 +120,32 @@ def segment_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
 ) -> Tensor:
-    """(1, heads, tokens, dim) -> (1, tokens, heads, dim): each segment attends causally to itself."""
+    """(1, heads, tokens, dim) -> (1, tokens, heads, dim): each segment attends causally to itself.
+
+    By torch's own varlen flash op (differentiable, grouped-query heads, no flash-attn package) where that runs; elsewhere by one
+    causal SDPA call per segment, which is exact, and on a CPU faster than one call over a padded batch.
+    """
     if _flash_can_run(query):
-        return _varlen_flash(query, key, value, bounds, longest, scaling, dropout, sliding_window)
-    return _segment_loop(query, key, value, bounds, scaling, dropout, sliding_window)
-
-
-def _flash_can_run(query: Tensor) -> bool:
-    width = query.shape[-1]
-    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
-
-
-def _varlen_flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    longest: int,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-) -> Tensor:
-    """torch's own varlen flash op: differentiable, grouped-query heads, no flash-attn package."""
-    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
-    window = (sliding_window - 1) if sliding_window else -1
-    output = torch.ops.aten._flash_attention_forward(
-        q, k, v, bounds, bounds, longest, longest, dropout, True, False,
-        scale=scaling, window_size_left=window, window_size_right=0 if sliding_window else -1,
-    )[0]  # fmt: skip
-    return output.unsqueeze(0)
-
-
-def _segment_loop(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    bounds: Tensor,
-    scaling: float | None,
-    dropout: float,
-    sliding_window: int | None,
-) -> Tensor:
-    """One causal SDPA call per segment. Exact, and on a CPU faster than one call over a padded batch."""
-    grouped = query.shape[1] != key.shape[1]
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+        left, right = (sliding_window - 1, 0) if sliding_window else (-1, -1)
+        output = torch.ops.aten._flash_attention_forward(
+            q, k, v, bounds, bounds, longest, longest, dropout, True, False,
+            scale=scaling, window_size_left=left, window_size_right=right,
+        )[0]  # fmt: skip
+        return output.unsqueeze(0)
     parts = []
     # One split, whose backward is one `cat`: that of a slice fills the whole row with zeros, for every segment.
     lengths = [stop - start for start, stop in itertools.pairwise(bounds.tolist())]
     for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value))):
         window = _window_mask(q.shape[2], sliding_window, q)
-        parts.append(
-            scaled_dot_product_attention(
-                q,
-                k,
-                v,
-                attn_mask=window,
-                dropout_p=dropout,
-                is_causal=window is None,
-                scale=scaling,
-                enable_gqa=grouped,
-            )
-        )
+        how = {"attn_mask": window, "is_causal": window is None, "enable_gqa": query.shape[1] != key.shape[1]}
+        parts.append(scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, **how))
     return torch.cat(parts, dim=2).transpose(1, 2)
+
+
+def _flash_can_run(query: Tensor) -> bool:
+    width = query.shape[-1]
+    return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
 
 
 def _window_mask(length: int, sliding_window: int | None, like: Tensor) -> Tensor | None:

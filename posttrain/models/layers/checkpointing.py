@@ -34,10 +34,10 @@ _products_are_kept: ContextVar[bool] = ContextVar("products are kept", default=F
 
 
 def products_are_kept() -> bool:
-    """Whether the call at hand runs under selective checkpointing: results of KEPT must not be overwritten then.
+    """Whether the current call runs under selective checkpointing: results of KEPT must not be overwritten then.
 
     torch notices an overwritten result by its version, which a Triton kernel does not change: the backward would read the
-    overwritten one and compute a wrong gradient in silence.
+    overwritten one and silently compute a wrong gradient.
     """
     return _products_are_kept.get()
 

@@ -28,7 +28,13 @@ def fuse_lora(model: nn.Module) -> int:
 
     Layers with dropout are left to PEFT in training, and are fused in evaluation (a reference, say).
     """
-    fused = [module for module in model.modules() if _is_lora_linear(module) and _could_be_fused(module)]
+    fused = [
+        module
+        for module in model.modules()
+        if _is_lora_linear(module)
+        and _is_plain(module.base_layer)
+        and any(_adapter_fits(module, name) for name in module.lora_A)
+    ]
     for module in fused:
         if not hasattr(module, "_forward_of_peft"):
             module._forward_of_peft = module.forward
@@ -49,18 +55,10 @@ def lora_layers(model: nn.Module) -> int:
     return sum(isinstance(module, LoraLayer) for module in model.modules())
 
 
-# ---- one linear -------------------------------------------------------------------------------------------------------
-
-
 def _is_lora_linear(module: nn.Module) -> bool:
     from peft.tuners.lora.layer import Linear
 
     return type(module) is Linear  # derived classes are for quantised and parallel layers
-
-
-def _could_be_fused(module: nn.Module) -> bool:
-    """Whether any call of this layer could be: a plain base, and an adapter of its dtype without bias or variant."""
-    return _is_plain(module.base_layer) and any(_adapter_fits(module, name) for name in module.lora_A)
 
 
 def _drops_out(dropout: nn.Module) -> bool:
@@ -135,9 +133,6 @@ def _linear_forward(self: nn.Module, x: Tensor, *args: Any, **kwargs: Any) -> Te
     return shared.output_of(self, linear, x)
 
 
-# ---- linears on one input ---------------------------------------------------------------------------------------------
-
-
 class SharedInput:
     """Siblings such as q, k and v. The first that is given a tensor computes for all; each of the others collects its part.
 
@@ -157,7 +152,9 @@ class SharedInput:
     def output_of(self, module: nn.Module, linear: AdaptedLinear, x: Tensor) -> Tensor:
         place = next(index for index, sibling in enumerate(self.modules) if sibling is module)
         if self._waiting:
-            if self._is_the_question(x) and place in self._waiting:
+            asked, version, with_grad = self._question
+            is_asked_again = x is asked and x._version == version and torch.is_grad_enabled() == with_grad
+            if is_asked_again and place in self._waiting:
                 output = self._waiting.pop(place)
                 if not self._waiting:
                     self._forget()
@@ -172,10 +169,6 @@ class SharedInput:
         self._question = (x, x._version, torch.is_grad_enabled())
         return outputs[place]
 
-    def _is_the_question(self, x: Tensor) -> bool:
-        asked, version, with_grad = self._question
-        return x is asked and x._version == version and torch.is_grad_enabled() == with_grad
-
 
 def _introduce_siblings(parent: nn.Module) -> None:
     for names in SIBLINGS:
@@ -185,9 +178,6 @@ def _introduce_siblings(parent: nn.Module) -> None:
             shared = SharedInput(fused)
             for module in fused:
                 module._shared_input = shared
-
-
-# ---- the gated MLP ----------------------------------------------------------------------------------------------------
 
 
 def _is_gated_mlp(module: nn.Module, known: dict[Any, bool]) -> bool:

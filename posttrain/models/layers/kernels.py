@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from posttrain.core.batch import RAGGED, TokenBatch
 from posttrain.models.attention.ragged import RAGGED_ATTENTION, install_ragged_attention, segment_kwargs
 from posttrain.models.layers.checkpointing import products_are_kept
 
@@ -159,9 +158,11 @@ def _milliseconds(innermost: nn.Module, name: str) -> float:
     with _module_kept(innermost):
         model = _one_layer_model(innermost).to(parameter.device, parameter.dtype)
         APPLY[name](model)
-        batch = _batch().to(parameter.device)
         body = getattr(model, model.base_model_prefix)
-        kwargs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **segment_kwargs(batch)}
+        places = torch.arange(PROBE_SEGMENTS * PROBE_SEGMENT_TOKENS, device=parameter.device)[None]
+        bounds = torch.arange(PROBE_SEGMENTS + 1, dtype=torch.int32, device=parameter.device) * PROBE_SEGMENT_TOKENS
+        kwargs = {"input_ids": places % 64, "position_ids": places % PROBE_SEGMENT_TOKENS}
+        kwargs |= segment_kwargs(bounds, PROBE_SEGMENT_TOKENS)
         durations = []
         for _ in range(PROBE_REPEATS + 2):  # two to warm up: the first compiles
             torch.cuda.synchronize()
@@ -184,17 +185,6 @@ def _one_layer_model(innermost: nn.Module) -> nn.Module:
     model = type(innermost)(config)
     model.set_attn_implementation(RAGGED_ATTENTION)
     return model
-
-
-def _batch() -> TokenBatch:
-    tokens = PROBE_SEGMENTS * PROBE_SEGMENT_TOKENS
-    bounds = torch.arange(0, tokens + 1, PROBE_SEGMENT_TOKENS, dtype=torch.int32)
-    ids = (torch.arange(tokens) % 64)[None]
-    empty = torch.zeros(0, dtype=torch.long)
-    places = (torch.arange(tokens) % PROBE_SEGMENT_TOKENS)[None]
-    return TokenBatch(
-        RAGGED, ids, places, empty, empty, empty, empty, empty, 0, ("text",), (), bounds, PROBE_SEGMENT_TOKENS
-    )
 
 
 @contextmanager

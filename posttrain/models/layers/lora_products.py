@@ -38,8 +38,6 @@ class AdaptedLinear(NamedTuple):
         return 0 if self.down is None else self.down.shape[0]
 
 
-# ---- the product, one operation for selective checkpointing and for torch.compile -------------------------------------
-
 _library = torch.library.Library("posttrain", "DEF")
 _library.define("lora_product(Tensor x, Tensor weight, Tensor? bias, Tensor low, Tensor up) -> Tensor")
 
@@ -52,9 +50,6 @@ def _lora_product(x: Tensor, weight: Tensor, bias: Tensor | None, low: Tensor, u
 
 _library.impl("lora_product", _lora_product, "CompositeExplicitAutograd")
 LORA_PRODUCT = torch.ops.posttrain.lora_product.default
-
-
-# ---- several linears on one input -------------------------------------------------------------------------------------
 
 
 def _stacked(matrices: list[Tensor]) -> Tensor:
@@ -174,9 +169,6 @@ class _LinearsOfOneInput(torch.autograd.Function):
         return dx, None, *_adapter_gradients(x, gradients, lows, slopes, ctx.needs_input_grad[2:])
 
 
-# ---- the gated MLP ----------------------------------------------------------------------------------------------------
-
-
 def gated_mlp(x: Tensor, activation: Activation, gate: AdaptedLinear, up: AdaptedLinear, down: AdaptedLinear) -> Tensor:
     """down(activation(gate(x)) * up(x)); of its inner tensors only gate(x) and up(x) are kept."""
     linears = (gate, up, down)
@@ -216,13 +208,10 @@ class _GatedMLP(torch.autograd.Function):
         return dx, None, None, *_adapter_gradients(x, both, [gate_low, up_low], slopes, needed), *of_down
 
 
-def is_silu(activation: Activation) -> bool:
-    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
-
-
 def _kernels_for(activation: Activation, tensor: Tensor) -> Any:
     """The Triton kernels, where they apply: SiLU on a CUDA device, in a precision that float32 holds."""
-    if not tensor.is_cuda or tensor.dtype == torch.float64 or not is_silu(activation):
+    is_silu = isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+    if not tensor.is_cuda or tensor.dtype == torch.float64 or not is_silu:
         return None
     from posttrain.models.layers import silu_triton
 

@@ -1,4 +1,4 @@
-"""A GGUF file is read from end to end in its description before anybody loads it: what is wrong with it is said in a sentence.
+"""The description of a GGUF file is checked from end to end before the file is loaded; faults are reported in a sentence.
 
 Loaders trust the counts and offsets of a file: one that was cut or made up ends in a KeyError, in gigabytes of memory or in
 weights of the wrong place. The format is that of https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.

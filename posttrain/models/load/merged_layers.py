@@ -3,7 +3,7 @@
     LoRA    W' = W + sum over active adapters of s B A          (Hu et al., arXiv:2106.09685); s = alpha / r or alpha / sqrt(r)
     DoRA    W' = m (W + s B A) / ||W + s B A||_row              (Liu et al., arXiv:2402.09353)
 
-computed in float32 (or better) and rounded once, when whoever asked says to what. Dropout plays no part. Merging in place and
+computed in float32 (or better) and rounded once, to the dtype that the caller asks for. Dropout plays no part. Merging in place and
 back again, in bfloat16, would leave a little of every update behind in the frozen base.
 """
 
@@ -107,9 +107,6 @@ def _active(layer: Any, table: Any) -> list[str]:
 def _high(tensor: Tensor) -> Tensor:
     tensor = whole(tensor)
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
-
-
-# ---- PEFT's kinds of modules ----------------------------------------------------------------------------------------
 
 
 def _of_saved_module(wrapper: Any, prefix: str) -> Iterator[tuple[str, Source]]:

@@ -1,6 +1,6 @@
 """Path, hub id, GGUF file or module -> a model that is ready to be asked about tokens.
 
-Every quirk of dtype, quantisation, PEFT and attention is handled here, once, so that no method ever hears of it.
+Every quirk of dtype, quantisation, PEFT and attention is handled here, once, so that no method has to know it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         model = add_adapter(model, _adapter_config(options), _adapter_dtype(innermost, options, given))
     if options.fuse_lora and is_peft_model(model):
         _fuse_adapters(model, notes)
-    _install(innermost, options.task)
+    if options.task == SEQUENCE_REWARD:
+        sequence_head(innermost)  # an error where it has none
+    install_scores(innermost)
     router_loss_weight = _router_loss_weight(innermost, options.router_aux_loss_coef, name)
     layout = _choose_layout(model, innermost, options, notes)
     if options.share_prefixes and layout == RAGGED:
@@ -112,7 +114,7 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
 
 
 def _adapter_config(options: LoadOptions) -> Any:
-    """A reward model's head is new: PEFT trains and saves it with the adapter when it is told what the task is."""
+    """A reward model's head is new: PEFT trains and saves it with the adapter when the task is named."""
     config = options.peft_config
     if options.task == SEQUENCE_REWARD and getattr(config, "task_type", "") is None:
         config = copy.deepcopy(config)
@@ -128,11 +130,8 @@ def _adapter_dtype(innermost: nn.Module, options: LoadOptions, given: bool) -> t
 
 
 def _refuse_arguments_for_a_module(options: LoadOptions) -> None:
-    for name, value in (
-        ("model_init_kwargs", options.model_init_kwargs),
-        ("quantization_config", options.quantization_config),
-    ):
-        if value:
+    for name in ("model_init_kwargs", "quantization_config"):
+        if getattr(options, name):
             raise ValueError(
                 f"`{name}` is for models given by name or path; this model is loaded already. Leave it out."
             )
@@ -151,7 +150,8 @@ def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
                 "`quantization_config` is given twice: as an argument and in `model_init_kwargs`. Give it once."
             )
         kwargs["quantization_config"] = options.quantization_config
-    if kwargs.get("quantization_config") is not None and not options.sharded and _is_cuda(options.device):
+    on_cuda = options.device is not None and options.device.type == "cuda" and not options.sharded
+    if kwargs.get("quantization_config") is not None and on_cuda:
         kwargs.setdefault("device_map", {"": options.device.index or 0})
     if options.task == SEQUENCE_REWARD:
         kwargs.setdefault("num_labels", 1)
@@ -176,10 +176,6 @@ def _named(what: str, source: str) -> Iterator[None]:
         raise CannotLoad(f"The {what} of {source} cannot be loaded: {reason}") from error
 
 
-def _is_cuda(device: torch.device | None) -> bool:
-    return device is not None and device.type == "cuda"
-
-
 def _as_plain_weights(model: nn.Module) -> nn.Module:
     """transformers unpacks a GGUF file into ordinary weights but may still call the model quantised, and refuse to save it."""
     if any(type(module).__name__.lower().startswith("gguf") for module in model.modules()):
@@ -196,18 +192,14 @@ def locate(model: str | Path, init_kwargs: dict[str, Any] | None = None) -> tupl
     if path.suffix == ".gguf":
         if not path.is_file():
             raise FileNotFoundError(f"There is no GGUF file at {path}.")
-        _check_gguf(path)
+        if importlib.util.find_spec("gguf") is None:
+            raise ImportError("GGUF files are read with the `gguf` package: pip install posttrain[gguf].")
+        from posttrain.models.load.gguf_check import check_gguf_file
+
+        check_gguf_file(path)
         kwargs["gguf_file"] = path.name
         return str(path.parent), kwargs
     return str(model), kwargs
-
-
-def _check_gguf(path: Path) -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise ImportError("GGUF files are read with the `gguf` package: pip install posttrain[gguf].")
-    from posttrain.models.load.gguf_check import check_gguf_file
-
-    check_gguf_file(path)
 
 
 def load_tokenizer(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None, trust_remote_code: bool) -> Any:
@@ -218,9 +210,13 @@ def load_tokenizer(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | 
             raise ValueError("This model does not know where it came from: pass its tokenizer as `processing_class`.")
     else:
         source, kwargs = locate(model, init_kwargs)
-    kept = {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
     with _named("tokenizer", source):
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **kept)
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **_of_files(kwargs))
+
+
+def _of_files(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Those arguments of `from_pretrained` that say where files are."""
+    return {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
 
 
 def model_type_of(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None) -> str | None:
@@ -230,9 +226,8 @@ def model_type_of(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | N
     source, kwargs = locate(model, init_kwargs)
     if (Path(source) / "adapter_config.json").is_file():
         source = json.loads((Path(source) / "adapter_config.json").read_text())["base_model_name_or_path"]
-    kept = {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
     try:
-        return PretrainedConfig.get_config_dict(source, **kept)[0].get("model_type")
+        return PretrainedConfig.get_config_dict(source, **_of_files(kwargs))[0].get("model_type")
     except OSError:  # none there; loading the model will say so in its own words
         return None
 
@@ -251,12 +246,6 @@ def disable_dropout(model: nn.Module) -> None:
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
             module.attention_dropout = 0.0
-
-
-def _install(innermost: nn.Module, task: str) -> None:
-    if task == SEQUENCE_REWARD:
-        sequence_head(innermost)  # an error where it has none
-    install_scores(innermost)
 
 
 def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions, notes: list[str]) -> str:
@@ -317,11 +306,8 @@ def _choose_kernels(model: nn.Module, innermost: nn.Module, options: LoadOptions
     if chosen != PLAIN or times:
         measured = ", ".join(f"{name} {value:.2f} ms" for name, value in times.items())
         notes.append(KERNELS_IN_WORDS[chosen] + (f" (one layer, forward and backward: {measured})." if times else "."))
-    if (
-        chosen == LIGER
-        and hasattr(innermost.config.get_text_config(), ROUTER_LOSS)
-        and os.environ[EXPERT_AUTOTUNING] == "0"
-    ):
+    has_experts = hasattr(innermost.config.get_text_config(), ROUTER_LOSS)
+    if chosen == LIGER and has_experts and os.environ[EXPERT_AUTOTUNING] == "0":
         notes.append(
             f"Liger's kernels for experts run with one configuration each. {EXPERT_AUTOTUNING}=1 in the environment tries all of "
             "them in the first step, which takes minutes and may pay off in a long run."

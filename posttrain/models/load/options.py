@@ -32,7 +32,7 @@ class ModelOptions:
         None, "Names of the linear layers that get one, such as q_proj v_proj. None: all but the head."
     )
     lora_target_parameters: list[str] | None = option(
-        None, "Names of parameters, for experts that are no linear layers."
+        None, "Names of parameters, for experts that are not linear layers."
     )
     lora_modules_to_save: list[str] | None = option(None, "Modules that are trained whole and saved with the adapter.")
     lora_task_type: str | None = option(None, "PEFT's name of the task. None: that of the method.")

@@ -42,10 +42,11 @@ def exported_specs(model: nn.Module, dtype: torch.dtype | None = None) -> list[T
     def shape_only(source: Source) -> Tensor:
         return _cast(torch.empty(source.shape, dtype=source.dtype, device="meta"), source, dtype)
 
-    return [
-        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in _converted(model, shape_only)
-    ]
+    return [_spec(name, tensor) for name, tensor in _converted(model, shape_only)]
+
+
+def _spec(name: str, tensor: Tensor) -> TensorSpec:
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
 
 
 def untied_weights(model: nn.Module) -> list[str]:
@@ -82,10 +83,7 @@ def exported_adapter(
 
 def exported_adapter_specs(model: nn.Module, adapter: str | None = None) -> list[TensorSpec]:
     """Names, dtypes and shapes of the tensors of `exported_adapter`, in its order, with nothing gathered."""
-    return [
-        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        for name, tensor in _adapter_state(*_one_adapter(model, adapter)).items()
-    ]
+    return [_spec(name, tensor) for name, tensor in _adapter_state(*_one_adapter(model, adapter)).items()]
 
 
 def _one_adapter(model: nn.Module, adapter: str | None) -> tuple[nn.Module, str]:
@@ -108,9 +106,6 @@ def _adapter_state(model: nn.Module, adapter: str) -> dict[str, Tensor]:
 
     state = get_peft_model_state_dict(model, adapter_name=adapter, save_embedding_layers=False)
     return {name.replace("_orig_mod.", ""): tensor for name, tensor in state.items()}
-
-
-# ---- which tensors ----------------------------------------------------------------------------------------------------
 
 
 def _peft_model(model: nn.Module) -> nn.Module:
@@ -147,9 +142,6 @@ def _cast(tensor: Tensor, source: Source, dtype: torch.dtype | None) -> Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor.to(source.dtype if dtype is None else dtype)
-
-
-# ---- under which names ------------------------------------------------------------------------------------------------
 
 
 def _converted(model: nn.Module, read: Read) -> Iterator[tuple[str, Tensor]]:

@@ -12,14 +12,8 @@ from torch import nn
 WRAPPERS = ("module.", "_orig_mod.", "base_model.model.", "base_layer.", "original_module.")
 """Parts of names by which DDP, torch.compile and PEFT say that they stand around something."""
 VOLATILE = (
-    "_name_or_path",
-    "transformers_version",
-    "architectures",
-    "use_cache",
-    "_attn_implementation",
-    "dtype",
-    "torch_dtype",
-)
+    "_name_or_path", "transformers_version", "architectures", "use_cache", "_attn_implementation", "dtype", "torch_dtype",
+)  # fmt: skip
 
 
 def weights_fingerprint(model: nn.Module) -> str:
@@ -32,9 +26,9 @@ def weights_fingerprint(model: nn.Module) -> str:
     digest = xxhash.xxh3_128()
     unused = _names_not_used(model)
     named = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
-    for shown, name in sorted((_without_wrappers(name), name) for name in named if not _is_below(name, unused)):
+    for shown, name in sorted((_without_wrappers(name), name) for name in named if not f"{name}.".startswith(unused)):
         tensor = named[name].detach()
-        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # a shard speaks for itself
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # of a shard, this process's part
         digest.update(f"{shown}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(tensor.contiguous().cpu().view(-1).view(torch.uint8).numpy())
     for config in _configs_in_use(model):
@@ -60,31 +54,17 @@ def _without_wrappers(name: str) -> str:
     return name
 
 
-def _names_not_used(model: nn.Module) -> set[str]:
-    """Prefixes of names that belong to adapters which are switched off or not active."""
+def _names_not_used(model: nn.Module) -> tuple[str, ...]:
+    """Beginnings of names that belong to adapters which are switched off or not active."""
     if not hasattr(model, "peft_config"):
-        return set()
+        return ()
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
-    unused = set()
+    unused = []
     for name, module in model.named_modules():
         if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
             active = [] if module.disable_adapters else list(module.active_adapters)
-            unused |= _parts_not_used(name, module, active)
-    return unused
-
-
-def _parts_not_used(name: str, module: nn.Module, active: list[str]) -> set[str]:
-    """Of one adapted module: the entries of its tables (lora_A, modules_to_save, ...) that are not those of active adapters."""
-    unused = set()
-    for table in module.adapter_layer_names:
-        for adapter in getattr(module, table, {}):
-            if adapter not in active:
-                unused.add(f"{name}.{table}.{adapter}")
-    return unused
-
-
-def _is_below(name: str, prefixes: set[str]) -> bool:
-    parts = name.split(".")
-    return any(".".join(parts[:length]) in prefixes for length in range(1, len(parts) + 1))
+            for table in module.adapter_layer_names:  # lora_A, modules_to_save, ...
+                unused += [f"{name}.{table}.{one}." for one in getattr(module, table, {}) if one not in active]
+    return tuple(unused)

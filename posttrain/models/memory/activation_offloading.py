@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,28 +30,6 @@ def offloaded_activations(device: torch.device) -> AbstractContextManager:
 @functools.lru_cache
 def _offloader(device: torch.device) -> Offloader:
     return Offloader(SideStream(device))
-
-
-class Transport(Protocol):
-    """How tensors travel. `ticket`s stand for copies under way."""
-
-    def send(self, tensor: Tensor) -> tuple[Any, Any]:
-        """Begin to copy a tensor out: (parcel, ticket). The tensor must not be changed before the ticket is settled."""
-
-    def bring(self, parcel: Any) -> tuple[Tensor, Any]:
-        """Begin to copy a parcel back: (tensor, ticket)."""
-
-    def settle(self, ticket: Any) -> None:
-        """What follows on the device waits for the copy; the host does not."""
-
-    def is_done(self, ticket: Any) -> bool:
-        """Whether the copy has ended, without waiting for it."""
-
-    def discard(self, parcel: Any) -> None:
-        """Nobody will bring this parcel back."""
-
-    def can_travel(self, tensor: Tensor) -> bool:
-        """Whether the tensor is where it could be sent away from."""
 
 
 class Parked:
@@ -81,7 +59,7 @@ class Parked:
 class Offloader:
     """Hooks on saved tensors: sends all but the newest away, brings each back one before it is needed."""
 
-    def __init__(self, transport: Transport, smallest_bytes: int = SMALLEST_BYTES) -> None:
+    def __init__(self, transport: SideStream, smallest_bytes: int = SMALLEST_BYTES) -> None:
         self.transport, self.smallest_bytes = transport, smallest_bytes
         self.parked: list[Parked | None] = []  # in the order of the forward; None: the backward has used it
         self.leaving: list[Parked] = []
@@ -178,7 +156,8 @@ def _fills_its_memory(tensor: Tensor) -> bool:
 class SideStream:
     """Page-locked buffers that are used again, and a stream of its own for the copies of one CUDA device.
 
-    Both directions use the same stream, so a buffer may be given away as soon as the copy out of it has been queued.
+    Both directions use the same stream, so a buffer may be given away as soon as the copy out of it has been queued. `ticket`s
+    stand for copies under way: what is sent must not be changed, and what is brought not be read, before they are settled.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -212,6 +191,7 @@ class SideStream:
         self.free.setdefault(parcel[0].numel(), []).append(parcel[0])
 
     def settle(self, ticket: torch.cuda.Event) -> None:
+        """What follows on the device waits for the copy; the host does not."""
         torch.cuda.current_stream(self.device).wait_event(ticket)
 
     def is_done(self, ticket: torch.cuda.Event) -> bool:

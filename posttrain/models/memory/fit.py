@@ -4,7 +4,7 @@ A micro-batch may be run in several passes, which costs nothing as long as a pas
 the ladder is whether it leaves room for a pass of that size, or of the longest row. The rungs, each slower than the one before it:
 keep all activations; recompute the cheap ones (selective checkpointing);
 recompute whole layers from their inputs (full checkpointing); park those inputs in host memory; keep the optimizer's moments in 8
-bits. What a user has set himself is left as it is: the ladder then has fewer rungs.
+bits. What the user has set is left as it is: the ladder then has fewer rungs.
 
 Activations are not guessed: a probe of a few hundred tokens runs through the model and everything that autograd keeps is counted,
 storage by storage. What is kept grows with the tokens of a micro-batch, so two probes give the bytes of one token.
@@ -21,21 +21,18 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from posttrain.core.batch import PADDED, RAGGED, TokenBatch
-from posttrain.models.attention.ragged import RAGGED_ATTENTION
+from posttrain.models.attention.ragged import RAGGED_ATTENTION, segment_kwargs
 from posttrain.models.layers.checkpointing import KEPT
-from posttrain.models.scoring.token_scores import CHUNK_BYTES, forward_kwargs
+from posttrain.models.scoring.token_scores import CHUNK_BYTES
 
 NONE, SELECTIVE, FULL = "none", "selective", "full"
-HEAD_ROOM = (
-    0.9  # share of the free memory that may be claimed: the allocator's gaps and the kernels' workspaces need the rest
-)
+HEAD_ROOM = 0.9  # share of free memory that may be claimed: the allocator's gaps and kernels' workspaces need the rest
 PROBE_TOKENS = (128, 256)
 ENOUGH_TOKENS = 16384  # of one pass: more make a GPU no faster
 CHUNKS_IN_THE_HEAD = 2  # a chunk of logits and its gradient
 OFFLOAD_WINDOW = 3  # layer inputs on the device at once: the one in use, the next, and one on its way
 MOMENT_BYTES = {"adamw_8bit": 2 + 8 / 256, "sgd": 0, "lion_32bit": 4, "adafactor": 0.01, "adagrad": 4, "rmsprop": 4}
-"""Optimizer state of one trained weight, gradients and masters not counted; Adam's two float32 moments where nothing is said."""
+"""Optimizer state of one trained weight, gradients and masters not counted; Adam's two float32 moments for any other name."""
 EIGHT_BIT = "adamw_8bit"
 
 
@@ -81,10 +78,10 @@ def activation_cost(
         everything = layers * (12 * width + 4 * inner) * item
         kept = {NONE: everything, SELECTIVE: 0.55 * everything, FULL: inputs}
         return ActivationCost(kept, width * item, everything / layers, is_measured=False)
-    (few_saved, few_dear), (saved, dear) = (_kept_by(body, config, tokens) for tokens in PROBE_TOKENS)
+    (few_saved, few_selected), (saved, selected) = (_kept_by(body, config, tokens) for tokens in PROBE_TOKENS)
     tokens = PROBE_TOKENS[1] - PROBE_TOKENS[0]
     everything = (saved - few_saved) / tokens
-    kept = {NONE: everything, SELECTIVE: min((dear - few_dear) / tokens + inputs, everything), FULL: inputs}
+    kept = {NONE: everything, SELECTIVE: min((selected - few_selected) / tokens + inputs, everything), FULL: inputs}
     return ActivationCost(kept, width * item, everything / layers)
 
 
@@ -132,25 +129,11 @@ def _kept_by(body: nn.Module, config: Any, tokens: int) -> tuple[int, int]:
 
 def _probe_inputs(config: Any, tokens: int, device: torch.device) -> dict[str, Any]:
     """One row of `tokens` tokens, in the layout that the model runs, as keyword arguments."""
-    is_ragged = config._attn_implementation == RAGGED_ATTENTION
-    places, size = torch.arange(tokens), torch.tensor([tokens])
-    batch = TokenBatch(
-        layout=RAGGED if is_ragged else PADDED,
-        input_ids=(places % config.get_text_config().vocab_size)[None],
-        position_ids=places[None],
-        positions=places,
-        targets=places,
-        counts=size,
-        lengths=size,
-        ends=size - 1,
-        num_units=1,
-        roles=("text",),
-        rows=(0,),
-        cu_segments=torch.tensor([0, tokens], dtype=torch.int32) if is_ragged else None,
-        longest=tokens,
-        attention_mask=None if is_ragged else torch.ones_like(places)[None],
-    )
-    return forward_kwargs(batch.to(device))
+    places = torch.arange(tokens, device=device)[None]
+    inputs = {"input_ids": places % config.get_text_config().vocab_size, "position_ids": places}
+    if config._attn_implementation != RAGGED_ATTENTION:
+        return inputs | {"attention_mask": torch.ones_like(places)}
+    return inputs | segment_kwargs(torch.tensor([0, tokens], dtype=torch.int32, device=device), tokens)
 
 
 # ---- what does not grow with the tokens ---------------------------------------------------------------------------------
@@ -220,7 +203,7 @@ def _head_bytes(head: nn.Module | None, device: str) -> int:
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the user has set himself; None: decided here."""
+    """What the user has set; None: decided here."""
 
     checkpointing: str | None = None  # NONE, SELECTIVE or FULL
     offload: bool | None = None
@@ -257,11 +240,11 @@ class MemoryPlan:
 
 IN_WORDS = {
     (NONE, False): "kept",
-    (SELECTIVE, False): "kept where they are dear and recomputed where they are cheap",
+    (SELECTIVE, False): "kept where recomputing them is expensive (selective checkpointing)",
     (FULL, False): "recomputed in the backward",
     (FULL, True): "recomputed in the backward from layer inputs that wait in host memory",
     (NONE, True): "kept in host memory",
-    (SELECTIVE, True): "kept in host memory where they are dear and recomputed where they are cheap",
+    (SELECTIVE, True): "kept in host memory where recomputing them is expensive (selective checkpointing)",
 }
 DECIDING = ("gradient_checkpointing", "activation_offloading", "max_tokens_per_pass", "keep_logits", "optim")
 """Options that overrule the plan."""
@@ -322,31 +305,21 @@ def memory_plan(
         "logits": tokens * logit_bytes if keep_logits else 0.0,
     }
     is_split = tokens < batch.largest
+    passes = f", run in passes of up to {tokens}," if is_split else ""
+    needed = ", ".join(f"{name} {_gib(size)}" for name, size in terms.items() if size >= 2**20)
     sentence = (
         f"Activations are {IN_WORDS[level, offload]}{', and the moments have 8 bits' if eight_bit else ''}: "
-        f"{_passes_in_words(batch, tokens)} would keep {_gib(tokens * activations.of(NONE, False))} "
+        f"micro-batches of up to {batch.largest} tokens{passes} would keep {_gib(tokens * activations.of(NONE, False))} "
         f"({activations.of(NONE, False) / 2**10:.0f} KiB a token, "
-        f"{'measured' if activations.is_measured else 'estimated'}). {_needs_in_words(terms, room, free)}"
+        f"{'measured' if activations.is_measured else 'estimated'}). "
+        f"Needed now: {needed}; {_gib(room)} of {_gib(free)} free may be used. "
+        f"The largest term is {max(terms, key=terms.get)}."
     )
     missing = sum(terms.values()) - room
     if missing > 0:
         sentence += f" That is {_gib(missing)} too much: lower `per_device_train_batch_size` or `max_length` if memory runs out."
     sentence += f" {', '.join(f'`{name}`' for name in DECIDING[:-1])} and `{DECIDING[-1]}` decide otherwise."
     return MemoryPlan(level, offload, eight_bit, sentence, tokens if is_split else wishes.tokens_per_pass, keep_logits)
-
-
-def _passes_in_words(batch: BatchTokens, tokens: int) -> str:
-    if tokens < batch.largest:
-        return f"micro-batches of up to {batch.largest} tokens, run in passes of up to {tokens},"
-    return f"micro-batches of up to {batch.largest} tokens"
-
-
-def _needs_in_words(terms: dict[str, float], room: float, free: float) -> str:
-    said = ", ".join(f"{name} {_gib(size)}" for name, size in terms.items() if size >= 2**20)
-    return (
-        f"Needed now: {said}; {_gib(room)} of {_gib(free)} free may be used. "
-        f"The largest term is {max(terms, key=terms.get)}."
-    )
 
 
 def _gib(size: float) -> str:

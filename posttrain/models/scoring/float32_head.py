@@ -23,9 +23,7 @@ def compute_head_in_float32(causal_lm: nn.Module) -> None:
             "layer, without an adapter and not quantised. Leave it out."
         )
     setattr(head, MARK, True)
-    head.forward = types.MethodType(
-        _float32_forward, head
-    )  # a method: a deep copy of the head computes with its own weights
+    head.forward = types.MethodType(_float32_forward, head)  # a deep copy of the head computes with its own weights
 
 
 def _float32_forward(self: nn.Linear, hidden: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """The language head and what is asked about its logits as one autograd function, a chunk of rows at a time.
 
 `summed_nll`: a loss that is a plain sum of -log p needs no second pass over the head: d nll / d logits = softmax(logits) - onehot
-is at hand while the chunk of logits exists. Three products with the vocabulary instead of four (6VH instead of 8VH a token).
+is known while the chunk of logits exists. Three products with the vocabulary instead of four (6VH instead of 8VH a token).
 
 `token_logps`: a loss that is any function of log-probs learns its slopes only later; the logits are computed again in the backward
 from the hidden states and log Z. Where there is memory for them they are kept instead (`keep_logits`), and on a CPU, where a chunk
-is small and a product dear, where they are one chunk. Both ways give the same bits.
+is small and a product expensive, where they are one chunk. Both ways give the same bits.
 
 Both write slopes over the logits (`head_kernels`) and add the weight's gradient up in float32 inside the product.
 """
@@ -13,7 +13,7 @@ Both write slopes over the logits (`head_kernels`) and add the weight's gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -48,43 +48,38 @@ def can_fuse(head: Head) -> bool:
 
 
 def summed_nll(
-    hidden: Tensor,
-    head: Head,
-    targets: Tensor,
-    chunk_tokens: int,
-    stats: dict[str, Statistic],
-    label_smoothing: float,
+    hidden: Tensor, head: Head, targets: Tensor, chunk_tokens: int, stats: dict[str, Statistic], label_smoothing: float
 ) -> dict[str, Tensor]:
     """{"nll_sum": differentiable, "logps": detached, and the detached statistics}."""
-    nll_sum, logps, *values = _SummedNLL.apply(
-        *head_operands(hidden, head.module), targets, head.scale, chunk_tokens, stats, label_smoothing
-    )
+    asked = _Asked(targets, head.scale, chunk_tokens, stats)
+    nll_sum, logps, *values = _SummedNLL.apply(*head_operands(hidden, head.module), asked, label_smoothing)
     return {"nll_sum": nll_sum, "logps": logps, **dict(zip(stats, values))}
 
 
 def token_logps(
-    hidden: Tensor,
-    head: Head,
-    targets: Tensor,
-    chunk_tokens: int,
-    stats: dict[str, Statistic],
-    keep_logits: bool = False,
+    hidden: Tensor, head: Head, targets: Tensor, chunk_tokens: int, stats: dict[str, Statistic], keep_logits: bool
 ) -> dict[str, Tensor]:
     """{"logps": differentiable, and the detached statistics}."""
-    logps, *values = _TokenLogps.apply(
-        *head_operands(hidden, head.module), targets, head.scale, chunk_tokens, stats, keep_logits
-    )
+    asked = _Asked(targets, head.scale, chunk_tokens, stats)
+    logps, *values = _TokenLogps.apply(*head_operands(hidden, head.module), asked, keep_logits)
     return {"logps": logps, **dict(zip(stats, values))}
+
+
+class _Asked(NamedTuple):
+    """What is asked about each row of hidden states, and how many rows are looked at together."""
+
+    targets: Tensor
+    scale: float
+    chunk_tokens: int
+    stats: dict[str, Statistic]
 
 
 class _Reader:
     """Walks over chunks of logits and keeps what is asked about their rows."""
 
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float, chunk_tokens: int
-    ) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
-        self.targets, self.scale, self.chunk_tokens = targets, scale, chunk_tokens
+        self.targets, self.scale, self.chunk_tokens, self.stats = asked
         self.accurate = torch.promote_types(hidden.dtype, torch.float32)
 
     def parts(self) -> Iterator[slice]:
@@ -96,10 +91,10 @@ class _Reader:
         """Of a chunk. Hand it on without a name: a loop's variable would hold one chunk while the next is computed."""
         return nn.functional.linear(self.hidden[part], self.weight, self.bias)
 
-    def ask(self, stats: dict[str, Statistic]) -> None:
-        """Make room for the answers. What the pass over a row does not say needs the chunk once more, in float32."""
-        self.rows = Rows(len(self.hidden), self.hidden.device, self.accurate, stats)
-        self.other = {name: fn for name, fn in stats.items() if name not in STATISTICS}
+    def make_room(self) -> None:
+        """For the answers. What the pass over a row does not say needs the chunk once more, in float32."""
+        self.rows = Rows(len(self.hidden), self.hidden.device, self.accurate, self.stats)
+        self.other = {name: fn for name, fn in self.stats.items() if name not in STATISTICS}
         self.values = {name: torch.empty_like(self.rows.logps) for name in self.other}
 
     def read(
@@ -113,9 +108,9 @@ class _Reader:
             self.values[name][part] = statistic(exact, self.rows.log_z[part], targets)
         return logits if keep else answer
 
-    def answers(self, stats: dict[str, Statistic]) -> list[Tensor]:
+    def answers(self) -> list[Tensor]:
         known = self.rows.answers() | self.values
-        return [known[name] for name in stats]
+        return [known[name] for name in self.stats]
 
 
 class _Gradients:
@@ -157,18 +152,10 @@ class _SummedNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        scale: float,
-        chunk_tokens: int,
-        stats: dict[str, Statistic],
-        smoothing: float,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked, smoothing: float
     ) -> tuple[Tensor, ...]:
-        reader = _Reader(hidden, weight, bias, targets, scale, chunk_tokens)
-        reader.ask(stats)
+        reader = _Reader(hidden, weight, bias, asked)
+        reader.make_room()
         gradients = _Gradients(reader, ctx.needs_input_grad[:3])
         for part in reader.parts():
             gradients.add(part, reader.read(part, reader.logits(part), smoothing, slopes=True))
@@ -177,7 +164,7 @@ class _SummedNLL(torch.autograd.Function):
             total = total - smoothing * reader.rows.mean_logps.sum()
         ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         ctx.weight_dtype = weight.dtype
-        answers = reader.answers(stats)
+        answers = reader.answers()
         ctx.mark_non_differentiable(reader.rows.logps, *answers)
         return total, reader.rows.logps, *answers
 
@@ -188,7 +175,8 @@ class _SummedNLL(torch.autograd.Function):
             None if grad_hidden is None else grad_hidden * grad_sum.to(grad_hidden.dtype),
             None if grad_weight is None else _rounded_product(grad_weight, grad_sum, ctx.weight_dtype),
             None if grad_bias is None else _rounded_product(grad_bias, grad_sum, ctx.weight_dtype),
-            *[None] * 5,
+            None,
+            None,
         )
 
 
@@ -197,36 +185,28 @@ class _TokenLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        scale: float,
-        chunk_tokens: int,
-        stats: dict[str, Statistic],
-        keep_logits: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked, keep_logits: bool
     ) -> tuple[Tensor, ...]:
-        reader = _Reader(hidden, weight, bias, targets, scale, chunk_tokens)
-        reader.ask(stats)
-        is_one_on_cpu = hidden.device.type == "cpu" and len(hidden) <= chunk_tokens
+        reader = _Reader(hidden, weight, bias, asked)
+        reader.make_room()
+        is_one_on_cpu = hidden.device.type == "cpu" and len(hidden) <= asked.chunk_tokens
         keeps = keep_logits or is_one_on_cpu
         kept = [reader.read(part, reader.logits(part), keep=keeps) for part in reader.parts()]
-        ctx.save_for_backward(hidden, weight, bias, targets, reader.rows.log_z, *(kept if keeps else ()))
-        ctx.scale, ctx.chunk_tokens, ctx.has_kept = scale, chunk_tokens, keeps
-        answers = reader.answers(stats)
+        ctx.save_for_backward(hidden, weight, bias, reader.rows.log_z, *(kept if keeps else ()))
+        ctx.asked, ctx.has_kept = asked, keeps
+        answers = reader.answers()
         ctx.mark_non_differentiable(*answers)
         return reader.rows.logps, *answers
 
     @staticmethod
     def backward(ctx: Any, grad_logps: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, log_z, *kept = ctx.saved_tensors
-        reader = _Reader(hidden, weight, bias, targets, ctx.scale, ctx.chunk_tokens)
+        hidden, weight, bias, log_z, *kept = ctx.saved_tensors
+        reader = _Reader(hidden, weight, bias, ctx.asked)
         gradients = _Gradients(reader, ctx.needs_input_grad[:3])
         for number, part in enumerate(reader.parts()):
             factors = -grad_logps[part].contiguous()
             logits = kept[number] if ctx.has_kept else reader.logits(part)
-            slopes = slopes_of_rows(logits, targets[part], log_z[part], factors, ctx.scale)
+            slopes = slopes_of_rows(logits, reader.targets[part], log_z[part], factors, reader.scale)
             gradients.add(part, slopes)
             del logits, slopes  # before the next chunk is computed
         ctx.has_kept = False  # slopes lie over them now: another backward of this graph computes them
@@ -234,5 +214,6 @@ class _TokenLogps(torch.autograd.Function):
             gradients.hidden,
             None if gradients.weight is None else gradients.weight.to(weight.dtype),
             None if gradients.bias is None else gradients.bias.to(bias.dtype),
-            *[None] * 5,
+            None,
+            None,
         )

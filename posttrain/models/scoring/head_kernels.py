@@ -13,11 +13,12 @@ logits; torch's own operations would write it four times in float32. Elsewhere t
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Collection
 
 import torch
 from torch import Tensor
+
+from posttrain.models.triton_support import runs_triton
 
 BLOCK = 8192
 WARPS = 16
@@ -68,9 +69,6 @@ def slopes_of_rows(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tens
     return implementation(logits, targets, log_z, factors, scale)
 
 
-# ---- torch -----------------------------------------------------------------------------------------------------------------
-
-
 def _torch_rows(
     logits: Tensor, targets: Tensor, rows: Rows, part: slice, scale: float, smoothing: float, slopes: bool
 ) -> Tensor | None:
@@ -112,19 +110,6 @@ def _torch_slopes(logits: Tensor, targets: Tensor, log_z: Tensor, factors: Tenso
     slope = exact.sub_(log_z[:, None]).exp_() if exact is not logits else exact.sub(log_z[:, None]).exp_()
     slope.scatter_add_(-1, targets[:, None], torch.full_like(targets[:, None], -1, dtype=slope.dtype))
     return slope.mul_((factors * scale)[:, None]).to(logits.dtype)
-
-
-# ---- Triton ----------------------------------------------------------------------------------------------------------------
-
-
-def runs_triton(tensor: Tensor) -> bool:
-    """Whether kernels of ours take this tensor."""
-    return tensor.is_cuda and tensor.dtype != torch.float64 and _has_triton()
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _triton_rows(

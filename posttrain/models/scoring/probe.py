@@ -36,42 +36,36 @@ def why_not_ragged(model: nn.Module, innermost: nn.Module, task: str) -> str | N
         return None
     if not getattr(innermost, "_supports_sdpa", False):
         return f"{type(innermost).__name__} has no SDPA attention to build on"
-    training = model.training
-    model.eval()
-    try:
-        asked = _asked(innermost, task)
-        padded = _answers(model, asked, task, PADDED)
-        innermost.set_attn_implementation(RAGGED_ATTENTION)
-        ragged = _answers(model, asked, task, RAGGED)
-    except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
-        innermost.set_attn_implementation(before)
-        return f"{type(innermost).__name__} could not run two ragged segments ({type(error).__name__}: {error})"
-    finally:
-        model.train(training)
-    difference = _difference(padded, ragged, innermost)
-    if difference is None:
+    reason = _why_apart(model, innermost, task, (PADDED, RAGGED), "two ragged segments", "on ragged segments")
+    if reason is None:
         return None
     innermost.set_attn_implementation(before)
-    return (
-        f"{type(innermost).__name__} answers differently on ragged segments (by {difference:.2g}), so it reads its mask"
-    )
+    return f"{reason}, so it reads its mask" if "answers differently" in reason else reason
 
 
 def why_not_shared(model: nn.Module, innermost: nn.Module, task: str) -> str | None:
     """None when a model that runs ragged batches gives the same answers where two samples share their beginning."""
-    training = model.training
+    return _why_apart(model, innermost, task, (RAGGED, SHARED), "a shared prefix", "where a prefix is shared")
+
+
+def _why_apart(
+    model: nn.Module, innermost: nn.Module, task: str, layouts: tuple[str, str], what: str, where: str
+) -> str | None:
+    """None when the answers in two layouts are the same; else what is wrong with the second. Ragged attention is put in place."""
+    name, training = type(innermost).__name__, model.training
     model.eval()
     try:
         asked = _asked(innermost, task)
-        ragged, shared = (_answers(model, asked, task, layout) for layout in (RAGGED, SHARED))
-    except Exception as error:  # as above
-        return f"{type(innermost).__name__} could not run a shared prefix ({type(error).__name__}: {error})"
+        one = _answers(model, asked, task, layouts[0])
+        if layouts[0] == PADDED:
+            innermost.set_attn_implementation(RAGGED_ATTENTION)
+        other = _answers(model, asked, task, layouts[1])
+    except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
+        return f"{name} could not run {what} ({type(error).__name__}: {error})"
     finally:
         model.train(training)
-    difference = _difference(ragged, shared, innermost)
-    if difference is None:
-        return None
-    return f"{type(innermost).__name__} answers differently where a prefix is shared (by {difference:.2g})"
+    difference = _difference(one, other, innermost)
+    return None if difference is None else f"{name} answers differently {where} (by {difference:.2g})"
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor, innermost: nn.Module) -> float | None:

@@ -216,7 +216,7 @@ def forward_kwargs(batch: TokenBatch) -> dict[str, Any]:
     kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
     if batch.layout == PADDED:
         return kwargs | {"attention_mask": batch.attention_mask}
-    return kwargs | segment_kwargs(batch)
+    return kwargs | segment_kwargs(batch.cu_segments, batch.longest, batch.prefixes)
 
 
 def install_scores(model: nn.Module) -> None:
@@ -287,7 +287,7 @@ def map_over_logits(
 def chunks_on_every_process(head: nn.Module, rows: int, chunk_tokens: int) -> int:
     """How often the head must be called where each call is a collective: processes with fewer tokens call it on none.
 
-    Where the head is whole, or FSDP2 has gathered it, each process may count for itself, and 0 is said.
+    Where the head is whole, or FSDP2 has gathered it, each process may count alone, and the result is 0.
     """
     weight = getattr(head, "weight", None)
     is_sharded = hasattr(weight, "placements") or hasattr(weight, "ds_id")
@@ -341,25 +341,16 @@ class LanguageHead:
         call = head if call is None else call
         if softcap is None:  # the temperature can join the scale; under a soft-cap it must come after it
             return cls(head, call, scale / temperature, None, config.vocab_size)
-        return cls(head, _Tempered(call, softcap, scale, temperature), 1.0, softcap, config.vocab_size)
+
+        def capped(hidden: Tensor) -> Tensor:
+            """softcap * tanh(scale * z / softcap) / temperature."""
+            return torch.tanh(call(hidden) * scale / softcap) * softcap / temperature
+
+        return cls(head, capped, 1.0, softcap, config.vocab_size)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.logits(hidden)
         return logits * self.scale if self.scale != 1.0 else logits
-
-
-@dataclass
-class _Tempered:
-    """A soft-capped head: cap * tanh(scale * z / cap) / temperature."""
-
-    head: Callable[[Tensor], Tensor]
-    softcap: float
-    scale: float
-    temperature: float
-
-    def __call__(self, hidden: Tensor) -> Tensor:
-        logits = self.head(hidden) * self.scale
-        return torch.tanh(logits / self.softcap) * self.softcap / self.temperature
 
 
 # ---- mixtures of experts -----------------------------------------------------------------------------------------------

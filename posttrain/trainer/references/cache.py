@@ -19,8 +19,7 @@ from accelerate import PartialState
 from posttrain.core.batch import PADDED
 from posttrain.core.processes import of_every_process
 from posttrain.data.collate import Collator, collate
-from posttrain.data.store.annotated import AnnotatedDataset
-from posttrain.data.store.row_store import RowStore, row_key
+from posttrain.data.store.row_store import AnnotatedDataset, RowStore, row_key
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference
 from posttrain.models.load.weights import weights_fingerprint
 from posttrain.trainer.checkpoints.sharding import most_of_any_process

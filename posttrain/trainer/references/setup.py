@@ -14,9 +14,9 @@ from transformers import TrainerCallback
 
 from posttrain.core.batch import RAGGED, SHARED
 from posttrain.data.collate import Collator
-from posttrain.data.store.annotated import AnnotatedDataset
-from posttrain.data.store.prepare import PrepareOptions, cache_folder
-from posttrain.data.store.row_store import RowStore
+from posttrain.data.options import PrepareOptions
+from posttrain.data.store.prepare import cache_folder
+from posttrain.data.store.row_store import AnnotatedDataset, RowStore
 from posttrain.models.layers.kernels import COMPILED, compile_layers
 from posttrain.models.load.adapters import freeze_copy_of_adapter, is_peft_model
 from posttrain.models.load.model import LoadedModel, LoadOptions, innermost_model, load_model

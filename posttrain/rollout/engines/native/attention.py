@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.models.attention.ragged import segment_attention
-from posttrain.models.scoring.head_kernels import runs_triton
+from posttrain.models.triton_support import runs_triton
 from posttrain.rollout.engines.native.cache import KeyValueStore, LayerShape
 from posttrain.rollout.engines.native.decode_attention import decode_attention, write_token
 from posttrain.rollout.engines.native.dense_rows import DenseRows

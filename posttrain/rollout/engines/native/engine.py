@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.models.load.model import innermost_model
-from posttrain.models.scoring.head_kernels import runs_triton
+from posttrain.models.triton_support import runs_triton
 from posttrain.rollout.engines.model_state import as_for_generation, context_length, inference
 from posttrain.rollout.engines.native import probe
 from posttrain.rollout.engines.native.attention import Prefill, Segments, ShapeReader

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posttrain.models.scoring.head_kernels import runs_triton
 from posttrain.models.scoring.token_scores import LanguageHead
+from posttrain.models.triton_support import runs_triton
 from posttrain.rollout.engines.native.attention import DecodeStep, Pass, Prefill, ShapeReader
 from posttrain.rollout.engines.native.cache import KeyValueStore
 from posttrain.rollout.engines.native.dense_rows import DenseRows, columns_for

@@ -129,7 +129,7 @@ def packing_strategy(name: str) -> Callable[[np.ndarray, int], Packing]:
     """The function behind a strategy's name; TRL's old name `bfd-requeue` is `bfd_split`."""
     name = {"bfd-requeue": "bfd_split", "bfd_requeue": "bfd_split"}.get(name, name)
     if name not in PACKING_STRATEGIES:
-        raise ValueError(f"packing_strategy={name!r} is none of {', '.join(PACKING_STRATEGIES)}.")
+        raise ValueError(f"packing_strategy={name!r}; it must be one of {', '.join(PACKING_STRATEGIES)}.")
     return PACKING_STRATEGIES[name]
 
 
