@@ -30,7 +30,8 @@ from posttrain.models.scoring.float32_head import compute_head_in_float32
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rewards.reward_set import RewardSet
 from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector, joined
-from posttrain.rollout.engines.protocol import ENGINES, RolloutEngine
+from posttrain.rollout.engines.protocol import RolloutEngine
+from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.episodes.writing import Writer, evaluating
 from posttrain.rollout.eval_loader import EvalRolloutLoader
 from posttrain.rollout.loader import RolloutLoader

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 STOP, LENGTH, ERROR = "stop", "length", "error"
 """Finish reasons: a stop id or string; the allowance or the context is used up; this prompt could not be run."""
@@ -171,19 +171,3 @@ def generate(
                 if on_finished is not None:
                     on_finished(place[ticket], completion)
     return finished
-
-
-def _native(model: nn.Module, **options: Any) -> RolloutEngine:
-    from posttrain.rollout.engines.native.engine import native_or_plain_engine
-
-    return native_or_plain_engine(model, **options)
-
-
-def _transformers(model: nn.Module, max_slots: int | None = None, **options: Any) -> RolloutEngine:
-    from posttrain.rollout.engines.transformers import BATCH_SIZE, TransformersEngine
-
-    return TransformersEngine(model, batch_size=max_slots or BATCH_SIZE, **options)
-
-
-ENGINES: dict[str, Callable[..., RolloutEngine]] = {"native": _native, "transformers": _transformers}
-"""Name -> function of (model, decode=..., and options of that engine)."""

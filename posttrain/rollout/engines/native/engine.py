@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -20,15 +19,13 @@ from posttrain.rollout.engines.native.attention import Prefill, Segments, ShapeR
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, PagePool, pages_for
 from posttrain.rollout.engines.native.graphs import StepGraphs
 from posttrain.rollout.engines.native.packed_weights import PackedWeights
+from posttrain.rollout.engines.native.rows import Rows
 from posttrain.rollout.engines.native.scheduler import Prefix, Running, Scheduler
-from posttrain.rollout.engines.native.step import DecodeProgram, Drawing, Rows
-from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, RolloutEngine, SamplingParams
+from posttrain.rollout.engines.native.step import DecodeProgram, Drawing
+from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, SamplingParams
 from posttrain.rollout.engines.request import EndOfText, Request, request_or_error
 from posttrain.rollout.engines.sampling import DrawRule
 from posttrain.rollout.engines.structured import Grammar, GrammarReader
-from posttrain.rollout.engines.transformers import BATCH_SIZE, TransformersEngine
-
-logger = logging.getLogger(__name__)
 
 MAX_SLOTS = {"cuda": 1024, "cpu": 64}
 STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}
@@ -40,18 +37,6 @@ DENSE_SHARE = 0.5
 SHAPE_TOKENS = 21  # no number of heads: a compiled layer would take the two for one
 LONGEST_CONTEXT = 131072
 """Where a family sets no bound."""
-
-
-def native_or_plain_engine(
-    model: nn.Module, decode: Decode | None = None, max_context: int | None = None, **options: Any
-) -> RolloutEngine:
-    """The native engine where a probe shows that it can run this model; the plain one, and a sentence, elsewhere."""
-    engine = NativeEngine(model, decode, max_context=max_context, **options)
-    reason = engine.why_not()
-    if reason is None:
-        return engine
-    logger.warning(f"{type(engine.innermost).__name__} is generated from by transformers, which is slower: {reason}.")
-    return TransformersEngine(model, decode, options.get("max_slots") or BATCH_SIZE, max_context)
 
 
 class NativeEngine:
