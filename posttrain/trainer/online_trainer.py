@@ -24,15 +24,19 @@ from posttrain.core.sample import Sample, Unit
 from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.data.render.templates import adopt_chat_format
 from posttrain.data.rows.formats import PROMPT_ONLY
+from posttrain.models.inference import evaluating
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference, Precomputed
 from posttrain.models.scoring.float32_head import compute_head_in_float32
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rewards.reward_set import RewardSet
 from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector, joined
+from posttrain.rollout.engines.gathered_engine import GatheredEngine
+from posttrain.rollout.engines.joint_export import JointExport
 from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.rollout.engines.select import ENGINES
-from posttrain.rollout.episodes.writing import Writer, evaluating
+from posttrain.rollout.engines.weight_sync import WeightSync
+from posttrain.rollout.episodes.writing import Writer
 from posttrain.rollout.eval_loader import EvalRolloutLoader
 from posttrain.rollout.loader import RolloutLoader
 from posttrain.rollout.prompt_rows import PromptRows
@@ -43,14 +47,11 @@ from posttrain.rollout.streamed_prompts import StreamedPrompts, StreamOrder
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.online.agents import Agents, rows_for
-from posttrain.trainer.online.gathered_engine import GatheredEngine
-from posttrain.trainer.online.joint_export import JointExport
 from posttrain.trainer.online.rollout_log import RolloutLog
 from posttrain.trainer.online.rollout_metrics import as_tensors, rollout_metrics
 from posttrain.trainer.online.rollout_scoring import write_logps
 from posttrain.trainer.online.skipping import skipping_by_position
 from posttrain.trainer.online.vllm_setup import refuse_correction_without_logps, vllm_engine
-from posttrain.trainer.online.weight_sync import WeightSync
 from posttrain.trainer.options.base import DEEPSPEED
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.plan.memory_fit import fit_memory
@@ -130,9 +131,18 @@ class OnlineTrainer(BaseTrainer):
         fit_memory(self)
         self.engine = engine if engine is not None else self._make_engine()
         refuse_correction_without_logps(self)
-        self.weight_sync = WeightSync(self)
+        self.weight_sync = WeightSync(
+            self.engine,
+            self.model,
+            self.joint_export,
+            tolerance=self.args.vllm_sync_tolerance,
+            sharded_dtype=self.args.compute_dtype if self.is_fully_sharded else None,
+            process_index=self.args.process_index,
+            world_size=self.args.world_size,
+        )
         if self.args.replay_buffer_size:
             self.replay = ReplayBuffer(self.args.replay_buffer_size, self.args.seed)
+        self.has_old_logps = self.needs_old_logps  # the options are asked once, not in every window
         self.log_of_rollouts = RolloutLog(self)
         self.add_callback(self.log_of_rollouts)
         self.collector = self._make_collector()
@@ -228,15 +238,13 @@ class OnlineTrainer(BaseTrainer):
         """It owns what a window needs; of this trainer it calls what is the method's (MethodHooks)."""
         agents, function = self.agents, self.rollout_func
         writer = Writer(
-            self.engine,
-            self.model,
-            lambda: self.weight_sync.ready(self.state.global_step),
+            self.weight_sync,
             text_decoder(self.processing_class),
             None if agents is None else functools.partial(agents.episodes, self.renderer, self.engine, self.args),
             None if function is None else lambda prompts: function(prompts, self),
         )
         release = {} if agents is None else {"release": agents.collected}
-        return RolloutCollector(writer, self.rewards, self, lambda: self.state, self.args.world_size, **release)
+        return RolloutCollector(writer, self.rewards, self, self.args.world_size, **release)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -273,14 +281,15 @@ class OnlineTrainer(BaseTrainer):
 
     # ---- rollouts ----------------------------------------------------------------------------------------------------
 
-    def decode_exactly(self, ids: Any) -> str:
-        return self.processing_class.decode(ids, skip_special_tokens=False)
+    @property
+    def decode_exactly(self) -> Callable[[Any], str]:
+        return functools.partial(self.processing_class.decode, skip_special_tokens=False)
 
     def annotate(self, samples: list[Sample]) -> None:
         """The trainer's own log-probs, and the reference's, written on the samples."""
         collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
         how = (collator, self.args.device, self.most_of_any_process if self.is_fully_sharded else int)
-        if self.needs_old_logps:
+        if self.has_old_logps:
             write_logps(samples, OLD_LOGPS, self._policy_logps, *how)
         if self.live is not None:
             write_logps(samples, PRECOMPUTED, lambda batch: self.live.scores(batch).logps, *how)

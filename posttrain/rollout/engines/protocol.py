@@ -143,7 +143,7 @@ class RolloutEngine(Protocol):
 class ForeignEngine(RolloutEngine, Protocol):
     """An engine that is another program with weights of its own: they must be sent, and its log-probs are not quite the trainer's.
 
-    Where several processes ask one such engine it also has `target` and `follow`: see `trainer/weight_sync`.
+    Where several processes ask one such engine it also has `target` and `follow`: see `weight_sync`.
     """
 
     is_foreign: ClassVar[bool]  # True; engines that read the trainer's weights in place have no such attribute

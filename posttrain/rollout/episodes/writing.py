@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
-
 from posttrain.core import faults
-from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
+from posttrain.models.inference import evaluating
+from posttrain.rollout.engines.protocol import SamplingParams
+from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.rollout.episodes.episode import Decode, Episode, SingleTurn, run_episodes
 from posttrain.rollout.episodes.rollout_function import written_by_function
 from posttrain.rollout.prompt_rows import PromptRow, PromptRows
@@ -25,16 +24,14 @@ class Writer:
 
     def __init__(
         self,
-        engine: RolloutEngine,
-        model: nn.Module,
-        ready: Callable[[], dict[str, float]],
+        weight_sync: WeightSync,
         decode: Decode,
         episodes: MakeEpisodes | None = None,
         function: Callable[[list[Any]], dict[str, Any]] | None = None,
     ) -> None:
-        """`ready` wakes the engine and gives it this step's weights, and says what that took. `episodes` makes those with tools or
+        """`weight_sync` has the engine, wakes it and gives it the weights of a step. `episodes` makes those with tools or
         environments; `function` writes in the place of engine and episodes."""
-        self.engine, self.model, self.ready, self.decode = engine, model, ready, decode
+        self.weight_sync, self.decode = weight_sync, decode
         self.episodes = episodes or self._single_turns
         self.function = function
 
@@ -43,23 +40,26 @@ class Writer:
         rows: AnyRows,
         requests: Sequence[Request],
         params: SamplingParams,
+        version: int,
         on_finished: Callable[[int, Rollout], None],
     ) -> dict[str, float]:
-        """Hand each rollout over as soon as it is finished, with the number of its request; returns what `ready` took."""
+        """Hand each rollout over as soon as it is finished, with the number of its request; returns what it took to send the
+        weights. `version` is that of the weights which write."""
         faults.fault_point("generate")
         known = rows.take(request.row for request in requests)
         mine = [known[request.row] for request in requests]
-        with evaluating(self.model):
-            took = self.ready()
+        engine = self.weight_sync.engine
+        with evaluating(self.weight_sync.model):
+            took = self.weight_sync.ready(version)
             try:
                 if self.function is None:
-                    run_episodes(self.engine, self.episodes(mine, requests, params), params, on_finished)
+                    run_episodes(engine, self.episodes(mine, requests, params), params, on_finished)
                 else:
                     found = written_by_function(self.function, mine, requests, self.decode, params.stop_ids)
                     for index, rollout in enumerate(found):
                         on_finished(index, rollout)
             finally:
-                self.engine.sleep()
+                engine.sleep()
         faults.fault_point("score")
         return took
 
@@ -67,14 +67,3 @@ class Writer:
         self, rows: Sequence[PromptRow], requests: Sequence[Request], params: SamplingParams
     ) -> list[SingleTurn]:
         return [SingleTurn(row, request, self.decode) for row, request in zip(rows, requests)]
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout, and as it was afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)

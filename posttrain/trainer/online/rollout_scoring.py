@@ -11,8 +11,7 @@ from torch import Tensor
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.sample import Sample
-from posttrain.data.collate import Collator, split_by_tokens
-from posttrain.rollout.loader import as_units
+from posttrain.data.collate import Collator, as_units, split_by_tokens
 
 TOKENS_OF_A_PASS = {"cuda": 32768, "cpu": 4096}
 """A forward without autograd keeps little: passes are large enough to fill the device."""

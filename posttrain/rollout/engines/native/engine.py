@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.inference import context_length, evaluating, inference
 from posttrain.models.load.model import innermost_model
 from posttrain.models.scoring.head_kernels import runs_triton
-from posttrain.rollout.engines.model_state import as_for_generation, context_length, inference
 from posttrain.rollout.engines.native import probe
 from posttrain.rollout.engines.native.attention import Prefill, Segments, ShapeReader
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, PagePool, pages_for
@@ -76,7 +76,7 @@ class NativeEngine:
         if reason is not None:
             return reason
         try:
-            with as_for_generation(self.model), inference(self.device):
+            with evaluating(self.model), inference(self.device):
                 gap, allowed = probe.difference(self.innermost, self._probe_answers)
         except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
             return f"the native engine could not run two short prompts ({type(error).__name__}: {error})"
@@ -111,7 +111,7 @@ class NativeEngine:
             raise RuntimeError("This engine has an open session already; add to that one, or close it first.")
         self._in_session = True
         try:
-            with as_for_generation(self.model), self._memory() as (program, graphs):
+            with evaluating(self.model), self._memory() as (program, graphs):
                 yield NativeSession(self, params, program, graphs, PagePool())
         finally:
             self._in_session = False
