@@ -32,8 +32,14 @@ import numpy as np
 
 from posttrain.rewards.runtime.invoke import OURS, Wants
 from posttrain.rewards.runtime.options import ALL_AT_ONCE, AUTO, BY_SAMPLE, IN_PROCESS, RewardOptions
-from posttrain.rewards.runtime.outcomes import Outcomes
-from posttrain.rewards.runtime.results import Judged, RewardError, RewardFailure, RewardResults, too_many_failures
+from posttrain.rewards.runtime.results import (
+    Judged,
+    Outcomes,
+    RewardError,
+    RewardFailure,
+    RewardResults,
+    too_many_failures,
+)
 from posttrain.rewards.runtime.runner import Call, FunctionReward, Runner, stays_in_process
 from posttrain.rewards.runtime.statistics import RewardWatch
 from posttrain.rewards.runtime.travel import CannotTravel, packed

@@ -39,11 +39,10 @@ from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.rollout.episodes.writing import Writer
 from posttrain.rollout.eval_loader import EvalRolloutLoader
 from posttrain.rollout.loader import RolloutLoader
-from posttrain.rollout.prompt_rows import PromptRows
+from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts, StreamOrder
 from posttrain.rollout.replay_buffer import ReplayBuffer
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
 from posttrain.rollout.source import Prompts, PromptStream, RolloutSource
-from posttrain.rollout.streamed_prompts import StreamedPrompts, StreamOrder
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.online.agents import Agents, rows_for

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import hashlib
+import io
 import os
+import pickle
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
-from posttrain.rewards.runtime.cache import RewardCache, cache_key
 from posttrain.rewards.runtime.in_process import InProcess
 from posttrain.rewards.runtime.invoke import ERROR, INVALID, Wants, is_async
 from posttrain.rewards.runtime.options import ALL_AT_ONCE, AUTO, RewardOptions
-from posttrain.rewards.runtime.outcomes import Outcomes
-from posttrain.rewards.runtime.results import Judged
-from posttrain.rewards.runtime.worker_pool import PackedCall, SuspectDied, WorkerPool
-from posttrain.rewards.runtime.worker_process import Unloadable
+from posttrain.rewards.runtime.results import Judged, Outcomes
+from posttrain.rewards.runtime.worker_pool import PackedCall, SuspectDied, Unloadable, WorkerPool
 
 JOIN_SECONDS = 10.0
 
@@ -173,7 +174,7 @@ class Runner:
         except Exception as error:  # every type refuses to be pickled in its own way
             return await self._stay(call, f"a column cannot be sent to a worker ({type(error).__name__}: {error})")
         reward = call.reward
-        state = call.outcomes.packed_state() if reward.wants.accepts("trainer_state") else None
+        state = call.outcomes.packed_state if reward.wants.accepts("trainer_state") else None
         packed = PackedCall(reward.key, reward.packed, arguments, state, is_async(reward.function))
         return await self.pool.call(packed, call.alone)
 
@@ -234,3 +235,46 @@ def stays_in_process(name: str, reason: str) -> str:
         f"Reward {name} runs in the trainer's process, not in a worker: {reason}. A time limit cannot stop it there, and a "
         "crash of it ends the run."
     )
+
+
+class RewardCache:
+    """The most recently used values of pure rewards, which depend on nothing but the sample, by function and arguments."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.hits = 0
+        self._known: OrderedDict[bytes, tuple[float | None, dict[str, Any]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, key: bytes | None) -> tuple[float | None, dict[str, Any]] | None:
+        """(value, what it logged), or None where it is not known."""
+        if key is None or key not in self._known:
+            return None
+        self._known.move_to_end(key)
+        self.hits += 1
+        return self._known[key]
+
+    def put(self, key: bytes | None, value: float | None, extras: dict[str, Any]) -> None:
+        if key is None:
+            return
+        self._known[key] = (value, extras)
+        self._known.move_to_end(key)
+        while len(self._known) > self.size:
+            self._known.popitem(last=False)
+
+
+def cache_key(function: int, arguments: dict[str, Any]) -> bytes | None:
+    """Equal for equal arguments; None for arguments that cannot be pickled, which are not remembered.
+
+    `fast` writes every object out in full: with pickle's memo, equal values have different bytes when they share parts.
+    """
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.fast = True
+    try:
+        pickler.dump((function, arguments))
+    except Exception:  # every type refuses in its own way, and not to remember is always right
+        return None
+    return hashlib.sha256(buffer.getbuffer()).digest()
