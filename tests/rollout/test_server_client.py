@@ -29,7 +29,7 @@ from posttrain.rollout.engines.vllm.transport import (
     Transport,
 )
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
-from posttrain.rollout.engines.vllm.workers import Workers, at_once, side_by_side
+from posttrain.rollout.engines.vllm.workers import at_once, side_by_side
 from posttrain.serve.weights.staging import Staging
 from posttrain.serve.wire import payload
 from posttrain.serve.wire.host_memory import HostMemory
@@ -615,19 +615,3 @@ def test_after_an_error_nothing_is_begun_and_nothing_runs_on(error):
     assert len(begun) < 12
     time.sleep(0.05)
     assert len(begun) == len(ended) + 1
-
-
-def test_workers_are_as_many_as_jobs_and_are_used_again():
-    workers, names, gate = Workers("w"), [], threading.Barrier(5)
-
-    def job():
-        gate.wait(5)
-        names.append(threading.current_thread().ident)
-
-    for _ in range(3):
-        for _ in range(4):
-            workers.submit(job)
-        gate.wait(5)
-        eventually(lambda: workers._free == 4)
-    assert len(names) == 12
-    assert len(set(names)) == 4

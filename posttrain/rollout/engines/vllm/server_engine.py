@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import threading
 import time
 import uuid
 import weakref
@@ -35,7 +34,7 @@ from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.params import completion_logps, refuse_unknown_to_vllm, request_seed
 from posttrain.rollout.engines.vllm.sync_probe import BOUNDS
 from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused, ServerSlow
-from posttrain.rollout.engines.vllm.workers import Workers
+from posttrain.rollout.engines.vllm.workers import in_background
 from posttrain.serve.wire.host_memory import HostMemory
 
 log = logging.getLogger(__name__)
@@ -87,12 +86,11 @@ class ServedVLLM:
         self.fleet.attach()
         # An engine that nobody has any more must not send its weights over those of a later one. In a thread, because garbage
         # may be collected in any, at any moment, with any of the locks held that closing needs.
-        self._when_dropped = weakref.finalize(self, _close_in_background, self.fleet)
+        self._when_dropped = weakref.finalize(self, in_background, self.fleet.close, "close servers")
         self._when_dropped.atexit = False
         about = members[0].info
         self.context, self.logprobs_mode = about.context_length, about.logprobs_mode
         self.vocabulary = about.vocabulary or vocabulary or 1 << 31
-        self.workers = Workers("completions")
         self._memory = HostMemory()  # of the versions that are kept
         self._abandoned = False
 
@@ -229,10 +227,6 @@ class ServedVLLM:
             self.fleet.wake()
 
 
-def _close_in_background(fleet: Fleet) -> None:
-    threading.Thread(target=fleet.close, name="close servers", daemon=True).start()
-
-
 @dataclass(eq=False)
 class _Ticket:
     """A prompt on its way. In exactly one of: waiting, sent, handed over."""
@@ -326,7 +320,7 @@ class ServedSession:
             release(member, tokens)
             came.put((number, member, outcome))
 
-        self._engine.workers.submit(call)
+        in_background(call, "completions")
 
     # back -----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import base64
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from posttrain.rollout.engines.vllm.workers import in_background
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire import cuda_ipc
 from posttrain.serve.wire.collective import GLOO, NCCL, Meeting, Pair, available_backends
@@ -325,7 +326,7 @@ def _both(ask: Callable[[], Any], act: Callable[[], T], seconds: float) -> tuple
 
     What the server says counts most: that it is gone, or refuses, explains why the group fails.
     """
-    asked, acted = _in_background(ask), _in_background(act)
+    asked, acted = in_background(ask, "weights"), in_background(act, "weights")
     wait([asked, acted], seconds + GRACE_SECONDS, FIRST_EXCEPTION)
     wait([asked], GRACE_SECONDS)
     if asked.done():
@@ -334,20 +335,6 @@ def _both(ask: Callable[[], Any], act: Callable[[], T], seconds: float) -> tuple
         return answer, acted.result() if acted.done() and acted.exception() is None else None
     error = acted.exception() if acted.done() else None
     raise TransportFailed(str(error) if error else f"The group of trainer and server was silent for {seconds:g} s.")
-
-
-def _in_background(function: Callable[[], T]) -> Future[T]:
-    """In a thread that can be left behind."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:  # handed to whoever waits
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
-    return outcome
 
 
 SENDERS: dict[str, type[Sender]] = {
