@@ -66,10 +66,6 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class Nothing(Body):
-    """A body that may be left out."""
-
-
 # tokens -----------------------------------------------------------------------------------------------------------------
 
 
@@ -241,17 +237,7 @@ class Abort(Body):
     version: Version
 
 
-class LoadAdapter(Body):
-    path: Annotated[str, Field(min_length=1, max_length=4096)]
-    name: Name
-    version: Version
-
-
 # the rest ---------------------------------------------------------------------------------------------------------------
-
-
-class ResetCache(Body):
-    running: bool = False
 
 
 class Sleep(Body):

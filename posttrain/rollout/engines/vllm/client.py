@@ -132,10 +132,6 @@ class ServerClient:
         self._most_seconds, self._transports = info.most_seconds, info.transports
         return info
 
-    def reset_cache(self, running: bool = False) -> None:
-        """Forget cached keys and values."""
-        self._post("/reset_prefix_cache", {"running": running}, self.deadlines.control)
-
     def sleep(self, level: int) -> str | None:
         """None, or the sentence that says why no memory was given back."""
         answer = self._post("/sleep", {"level": level}, self.deadlines.control)
