@@ -223,8 +223,8 @@ class RewardRound:
         columns = {name for sample in group for name in sample.columns}
         with_environments = any(sample.environment is not None for sample in group)
         for reward in self._functions:
-            if told := missing_arguments(reward.name, reward.wants, columns, with_environments):
-                raise ValueError(told)
+            if missing := missing_arguments(reward.name, reward.wants, columns, with_environments):
+                raise ValueError(missing)
 
     def _stop_if_too_many_failed(self, results: RewardResults) -> None:
         samples, failed = len(self._samples), len({failure.sample for failure in results.failures})
@@ -233,7 +233,7 @@ class RewardRound:
 
 
 def missing_arguments(name: str, wants: Wants, columns: set[str], with_environments: bool) -> str | None:
-    """The sentence about arguments of a reward that are no columns beside the prompt; None where all are there."""
+    """The sentence about arguments of a reward that are not columns beside the prompt; None where all are there."""
     missing = wants.missing(columns | (set(OURS) if with_environments else set(OURS) - {"environments"}))
     if not missing:
         return None

@@ -81,9 +81,7 @@ class Collected:
     advantages: Tensor  # (N,) of all processes
     results: RewardResults
     seconds: dict[str, float] = field(default_factory=dict)
-    numbers: dict[str, float] = field(
-        default_factory=dict
-    )  # further ones to log: what the engine's weights took, refills
+    numbers: dict[str, float] = field(default_factory=dict)  # more to log: what sending weights took, refills
 
 
 class RolloutCollector:

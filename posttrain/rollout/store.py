@@ -157,7 +157,7 @@ class RolloutStore:
     def forget_after(self, step: int) -> list[int]:
         """Remove the rollouts of later steps, those of all processes, and return their numbers.
 
-        For a run that goes on from a checkpoint of `step`: it makes them again. One process does this before any writes.
+        For a run that continues from a checkpoint of `step`: it makes them again. One process does this before any writes.
         """
         self.flush()
         later = [(number, path) for number, path in _step_folders(self.folder) if number > step]

@@ -65,9 +65,9 @@ def _head(run: RunNumbers, colour: str) -> str:
     alerts = "".join(
         f"<li>step {escape(str(a.get('step')))}: {escape(str(a.get('seen', '')))}</li>" for a in run.alerts
     )
-    told = f"step {run.last_step:,}" + (f", {run.rollouts:,} rollouts" if run.rollouts else "")
+    progress = f"step {run.last_step:,}" + (f", {run.rollouts:,} rollouts" if run.rollouts else "")
     return (
-        f'<p><i class="dot" style="background:{colour}"></i><b>{escape(run.name)}</b> {told} '
+        f'<p><i class="dot" style="background:{colour}"></i><b>{escape(run.name)}</b> {progress} '
         f'<span class="soft">{escape(run.path)}</span></p>' + (f"<ul>{alerts}</ul>" if alerts else "")
     )
 

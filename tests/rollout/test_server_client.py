@@ -103,9 +103,9 @@ def test_a_right_answer_is_taken_as_it_is(serve):
 @pytest.mark.parametrize(
     ("answer", "said"),
     [
-        (b"\x00\xff\x13garbage\r\n\r\n" * 9, "no HTTP answer"),
-        (b"HTTP/1.1 abc OK\r\n\r\n", "no HTTP answer"),
-        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200_000 + b"\r\n", "no HTTP answer"),
+        (b"\x00\xff\x13garbage\r\n\r\n" * 9, "the reply is not HTTP"),
+        (b"HTTP/1.1 abc OK\r\n\r\n", "the reply is not HTTP"),
+        (b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 200_000 + b"\r\n", "the reply is not HTTP"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 999999999999\r\n\r\n{}", "before the answer did|within"),
         (http(b"<html>"), "not JSON"),
         (http(b""), "not JSON"),
@@ -115,8 +115,8 @@ def test_a_right_answer_is_taken_as_it_is(serve):
         (http(json.dumps(RIGHT | {"request_id": "other"}).encode()), "that of request other"),
         (http(json.dumps(RIGHT | {"completions": []}).encode()), "not what this client"),
         (changed(ids=[3]), "1 tokens and 2 log-probs"),
-        (changed(ids=[3, "4"]), "no token ids"),
-        (changed(ids=[3, -4]), "no token ids"),
+        (changed(ids=[3, "4"]), "not token ids"),
+        (changed(ids=[3, -4]), "not token ids"),
         (changed(ids=[1] * 6, logps=[0.0] * 6, spans=[[0, 6, 5]]), "more than the 4 allowed"),
         (changed(spans=[[0, 2, 4]]), "of version 4, and 5 was asked for"),
         (changed(spans=[[0, 1, 5]]), "wrote 1 of 2 tokens"),

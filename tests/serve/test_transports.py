@@ -109,11 +109,11 @@ def test_only_plain_files_of_this_user_and_folder_are_taken(folder, tmp_path):
         taken(folder, name, 8)
     (folder.path / name).unlink()
     os.mkfifo(folder.path / name)
-    with pytest.raises(TransportFailed, match="no plain file"):
+    with pytest.raises(TransportFailed, match="not a plain file"):
         taken(folder, name, 8)
     (folder.path / name).unlink()
     (folder.path / name).mkdir()
-    with pytest.raises(TransportFailed, match="no plain file"):
+    with pytest.raises(TransportFailed, match="not a plain file"):
         taken(folder, name, 8)
     with folder.write([b"12345678"]) as block:
         for size in (0, 7, 9, 1 << 20):

@@ -23,9 +23,7 @@ THINK_END = ("</think>",)
 ANSWER = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 GOLD = (LatexExtractionConfig(), ExprExtractionConfig())
 
-logging.getLogger("math_verify").setLevel(
-    logging.ERROR
-)  # it warns about each text that takes too long; models write thousands
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about each of thousands of texts that take too long
 
 
 def accuracy_reward(

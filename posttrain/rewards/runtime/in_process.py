@@ -15,7 +15,7 @@ from posttrain.rewards.runtime.invoke import TIMEOUT, Wants, invoke, invoke_asyn
 class Lane:
     """Runs the calls of one function in order, on one thread of its own.
 
-    One at a time, since nobody promised that the function may run twice at once; always on the same thread, since what
+    One at a time, since the function may not be safe to run twice at once; always on the same thread, since what
     cannot travel often cannot change threads either. A thread cannot be killed: one that is over its time is left behind.
     """
 

@@ -111,7 +111,7 @@ class WorkerProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def _read(self) -> None:
-        """Hand the child's answers to those who wait for them, until it ends or writes nonsense."""
+        """Hand the child's answers to those who wait for them, until it ends or writes something else."""
         reason = ""
         try:
             while True:
@@ -285,9 +285,7 @@ class WorkerPool:
                 if error.began or not fresh_starts_left:
                     return self._fault(CRASH, error, started)
             except asyncio.CancelledError:
-                await asyncio.shield(
-                    worker.kill()
-                )  # nobody waits for its answer; a plain call cannot be stopped otherwise
+                await asyncio.shield(worker.kill())  # a plain call cannot be stopped otherwise
                 raise
             finally:
                 await self._release(worker)
@@ -300,7 +298,7 @@ class WorkerPool:
     # --------------------------------------------------------------------------------------------------- slots
 
     async def _acquire(self, shared: bool) -> WorkerProcess:
-        """A worker with room, first come first served: a call that wants one for itself is not overtaken for ever."""
+        """A worker with room, first come first served: a call that wants one for itself is not overtaken indefinitely."""
         worker = None if self.queue else self._with_room(shared)
         if worker is not None:
             return self._taken(worker, shared)
@@ -315,9 +313,7 @@ class WorkerPool:
 
     def _with_room(self, shared: bool) -> WorkerProcess | None:
         for worker in [worker for worker in self.workers if worker.in_flight == 0 and not worker.alive]:
-            self.workers.remove(
-                worker
-            )  # it died while it was idle: nobody releases it, and calls would wait for its place
+            self.workers.remove(worker)  # it died while idle: nothing else would release its place
             task = asyncio.create_task(worker.kill())
             self.ending.add(task)
             task.add_done_callback(self.ending.discard)
@@ -345,7 +341,7 @@ class WorkerPool:
                 self.workers.remove(worker)
                 await worker.kill()
             else:
-                worker.shared = False  # nobody joins it any more
+                worker.shared = False  # no further call joins it
         self._serve()
 
     def _is_worn_out(self, worker: WorkerProcess) -> bool:

@@ -19,7 +19,7 @@ STOP, LENGTH, ERROR = "stop", "length", "error"
 """Finish reasons: a stop id or string; the allowance or the context is used up; this prompt could not be run."""
 
 Decode = Callable[[Sequence[int]], str]
-"""A detokeniser. Engines know token ids only; whoever has the tokenizer hands them one."""
+"""A detokeniser. Engines know token ids only; the owner of the tokenizer passes one in."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Prompt:
     ids: np.ndarray
     key: int = 0  # who this prompt is, for the noise
     sample: int = 0
-    first_token: int = 0  # number of the first token to be drawn: a later turn of an episode goes on counting
+    first_token: int = 0  # number of the first token to be drawn: a later turn of an episode continues the count
     max_tokens: int | None = None  # of this prompt alone; None: that of the params
     media: Mapping[str, Any] = field(default_factory=dict)
 

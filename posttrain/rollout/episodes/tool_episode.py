@@ -3,7 +3,7 @@
     prompt | what the model said ... <stop> | results, generation prompt | what the model said ... <stop> | ...
              trained                          foreign, not trained         trained
 
-Nobody waits for anybody: while the tools of one episode work, the engine writes the turns of others.
+Episodes do not wait for each other: while the tools of one episode work, the engine writes the turns of others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.rollout.episodes.tools import RunningCall, Toolbox, in_words
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout, ToolCall
 
-PREFIX_TOKENS = 64  # of a prompt: its end may open what the turn goes on with, such as reasoning
+PREFIX_TOKENS = 64  # of a prompt: its end may open what the turn continues, such as reasoning
 MALFORMED = "This call cannot be read: it must be one JSON object in the form that was shown."
 
 
@@ -101,11 +101,11 @@ class ToolEpisode:
             max_tokens=self.rules.max_completion - self._length,
         )
 
-    def hear(self, completion: Completion) -> None:
+    def on_completion(self, completion: Completion) -> None:
         self._parts.append(completion)
         self._length += len(completion.ids)
         self._sampled += len(completion.ids)
-        if self._began is None:  # the time that the first turn waited for the engine is nobody's fault
+        if self._began is None:  # the time that the first turn waited for the engine does not count
             own = completion.seconds.get("prefill", 0.0) + completion.seconds.get("decode", 0.0)
             self._began = time.monotonic() - own
         for phase, seconds in completion.seconds.items():
@@ -170,9 +170,9 @@ class ToolEpisode:
         except (RenderError, TypeError) as error:
             self._fail(f"The prompt after reset of {self.environment.kind.cls.__name__} cannot be used: {error}")
 
-    def _encode_prompt(self, told: Any) -> None:
-        if told is not None:
-            self.messages = extended_prompt(self.messages, told)
+    def _encode_prompt(self, observation: Any) -> None:
+        if observation is not None:
+            self.messages = extended_prompt(self.messages, observation)
         elif not self.rules.renders_by_row:
             return
         chat = Conversation(self.messages, self._schemas(), {**self.rules.template_kwargs, **self._kwargs} or None)

@@ -135,7 +135,7 @@ def tied_tensors(folder: Path) -> frozenset[str]:
 
 
 def buffers(known: Mapping[str, TensorSpec]) -> frozenset[str]:
-    """Names in a checkpoint that are no parameters, so that a trainer does not have them."""
+    """Names in a checkpoint that are not parameters, so that a trainer does not have them."""
     return frozenset(name for name, spec in known.items() if BUFFERS.search(name) and not _is_bias(spec))
 
 

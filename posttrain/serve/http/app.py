@@ -203,13 +203,10 @@ class _Served:
             with self._memory.share() as hold:
                 body: Any = await read_body(request, limit, hold)
                 async with asyncio.timeout(seconds):
-                    if endpoint.body is not None:
-                        large = len(body) >= LARGE_BODY
-                        body = (
-                            await asyncio.to_thread(_parsed, body, endpoint.body)
-                            if large
-                            else _parsed(body, endpoint.body)
-                        )
+                    if endpoint.body is not None and len(body) >= LARGE_BODY:
+                        body = await asyncio.to_thread(_parsed, body, endpoint.body)
+                    elif endpoint.body is not None:
+                        body = _parsed(body, endpoint.body)
                     answer = await endpoint.handler(self._server, body)
         except TimeoutError as error:
             raise DeadlinePassed(f"{endpoint.path} took more than {seconds:g} s.") from error
@@ -267,8 +264,8 @@ def build_app(server: RolloutServer, token: str) -> Gate:
     def not_routed(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
         methods = [endpoint.method for endpoint in ENDPOINTS if endpoint.path == path]
-        told = f"{path} is asked with {', '.join(methods)}."
-        response = refusal(MethodNotAllowed(told) if methods else NotFound("There is no such route."))
+        wrong_method = MethodNotAllowed(f"Use {', '.join(methods)} for {path}.")
+        response = refusal(wrong_method if methods else NotFound("There is no such route."))
         server.metrics.count("none", response.status_code, 0.0)
         return response
 

@@ -46,7 +46,7 @@ class HeadWatch:
     def __init__(self, most: int, seconds: float) -> None:
         self._most, self._seconds = most, seconds
         self._waiting: dict[Any, asyncio.TimerHandle] = {}  # protocol -> what ends it
-        self._ended: set[Any] = set()  # that were told to go, and are still counted as open
+        self._ended: set[Any] = set()  # that were closed, and are still counted as open
         self._said_at = -SAID_SECONDS
 
     def waits(self, protocol: Any) -> None:

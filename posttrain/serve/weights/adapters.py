@@ -77,7 +77,7 @@ class Adapters:
         adapter = AdapterRef(next(self._numbers), f"pushed-{version}", version, str(path))
         try:
             engine.add_adapter(adapter)
-        except Exception as error:  # the engine's own words go to the caller; what served before serves on
+        except Exception as error:  # the engine's own words go to the caller; what served before keeps serving
             raise EngineFailed(f"The engine refused the adapter ({type(error).__name__}: {error}).") from error
         self._versions.serve(Serving(version, digest, adapter))
         self._loaded.append(adapter)
@@ -167,9 +167,7 @@ def _locked(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (
-        OSError
-    ) as error:  # a file system without locks: `_is_stale` cannot take one there either, and nothing is swept
+    except OSError as error:  # a file system without locks: `_is_stale` cannot take one either, and nothing is swept
         log.warning("%s cannot be locked (%s); if this server is killed, its adapters stay.", path, error)
     return descriptor
 

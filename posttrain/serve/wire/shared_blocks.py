@@ -189,7 +189,7 @@ class SharedFolder:
 
 def _what_is_wrong(found: os.stat_result, nbytes: int) -> str | None:
     if not stat.S_ISREG(found.st_mode):
-        return "it is no plain file"
+        return "it is not a plain file"
     if found.st_uid != os.geteuid():
         return f"it belongs to user {found.st_uid}, and this server runs as {os.geteuid()}"
     if found.st_size != nbytes:

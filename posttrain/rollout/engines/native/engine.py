@@ -128,7 +128,7 @@ class NativeEngine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The model as a session runs it; outside of the block nobody sees anything of that."""
+        """The model as a session runs it; it is unchanged outside of the block."""
         with (
             inference(self.device),
             probe.cached_attention(self.innermost),
@@ -325,7 +325,7 @@ class NativeSession:
         return self._hand_over(running, *self.program.rows.drawn(steps, len(running)))
 
     def _lay_out(self, running: list[Running], count: int) -> bool:
-        """On the device every row has moved on by itself: it is told only of what has changed besides. Returns whether it has."""
+        """Rows advance on the device by themselves; they are copied there where something else changed. Returns whether it did."""
         has_changed = self.scheduler.changes != self._laid_out
         if has_changed:
             self._width = self.program.rows.put(running, count)

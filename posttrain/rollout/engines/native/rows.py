@@ -47,7 +47,7 @@ class Rows:
         return widest
 
     def restart(self) -> None:
-        """The rows go on from where the steps before have left them; results are written from the first line on again."""
+        """The rows continue from where the last steps left them; results are written from the first line again."""
         self.step.zero_()
 
     def drawn(self, steps: int, rows: int) -> tuple[np.ndarray, np.ndarray]:

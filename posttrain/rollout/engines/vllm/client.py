@@ -295,9 +295,9 @@ def _written(fields: Any, request: GenerateRequest) -> Written:
 
 
 def check_tokens(ids: Any, logps: Any, most: int) -> None:
-    """ValueError unless these are at most `most` token ids with a log-prob each (NaN among them: the caller's affair)."""
+    """ValueError unless these are at most `most` token ids with a log-prob each (NaN is left to the caller)."""
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
-        raise ValueError("its ids are no token ids")
+        raise ValueError("its ids are not token ids")
     if len(logps) != len(ids) or not all(type(x) in (int, float) for x in logps):
         raise ValueError(f"it has {len(ids)} tokens and {len(logps)} log-probs")
     if len(ids) > most:

@@ -188,7 +188,7 @@ class Fleet:
 
     def raise_if_unrecoverable(self) -> None:
         """Raise where no server is up and none can be expected back."""
-        if self._closing.is_set():  # the watch has ended: nobody brings a server back
+        if self._closing.is_set():  # the watch has ended: no server will be brought back
             raise ServerGone("The servers were closed by this trainer while it still waited for them.")
         with self._changed:
             if any(member.is_up for member in self.members):

@@ -56,7 +56,7 @@ class Member:
     process: ServerProcess | None = None  # where it is ours to restart
     info: ServerInfo | None = None
     is_up: bool = False
-    hangs: bool = False  # it did not answer: there is no use in asking a process of ours once more before its restart
+    hangs: bool = False  # it did not answer: a process of ours is restarted without asking it once more
     why: str = "it was not asked yet."
     down_since: float = field(default_factory=time.monotonic)
     unrecoverable: ServerError | None = None  # coming back failed in a way that will not change

@@ -84,7 +84,7 @@ class ServedVLLM:
         members = [Member(s.client, s) if isinstance(s, ServerProcess) else Member(s) for s in servers]
         self.fleet = Fleet(members, self.options.deadlines, self.options.watch_seconds, self.options.bucket_bytes)
         self.fleet.attach()
-        # An engine that nobody has any more must not send its weights over those of a later one. In a thread, because garbage
+        # An engine that is no longer referenced must not send its weights over those of a later one. In a thread, because garbage
         # may be collected in any, at any moment, with any of the locks held that closing needs.
         self._when_dropped = weakref.finalize(self, in_background, self.fleet.close, "close servers")
         self._when_dropped.atexit = False
@@ -372,7 +372,7 @@ class ServedSession:
         self._waiting.appendleft(ticket)
 
     def _look_after(self, ticket: _Ticket, member: Member, error: ServerError) -> None:
-        """The server is gone, silent, talks nonsense or lost its weights: its watcher sees to it, the prompt goes out again."""
+        """The server is gone, silent, answers wrongly or lost its weights: its watcher recovers it, the prompt is sent again."""
         self._fleet.report(member, str(error))
         self._again(ticket, member, str(error))
 
@@ -398,7 +398,7 @@ class ServedSession:
 
     @staticmethod
     def _is_overdue(ticket: _Ticket, member: Member) -> bool:
-        """Sent again it would be as slow; a connection that nobody takes is another matter."""
+        """Sent again it would be as slow; a connection that is not accepted is different."""
         return time.monotonic() - ticket.sent_at >= member.client.deadlines.completion
 
     def _too_slow(self, ticket: _Ticket, member: Member, error: ServerError) -> None:

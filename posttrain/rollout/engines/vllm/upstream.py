@@ -1,4 +1,4 @@
-"""The client of a plain `vllm serve`, for whoever runs one already.
+"""The client of a plain `vllm serve`, for those who run one already.
 
 What it can do: completions of token ids with log-probs, scores, and LoRA adapters that are exchanged by name. What it cannot:
 take full weights, promise which weights wrote a token (so every version is an adapter with a name of its own, and a request
@@ -209,7 +209,7 @@ class UpstreamClient:
 
 
 def _folder_name(server: str) -> str:
-    """Of a server's address: one that can be read, and is no other server's."""
+    """Of a server's address: readable, and unique to this server."""
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", server.partition("://")[2]).strip("-.")
     return f"{readable}-{hashlib.blake2b(server.encode(), digest_size=4).hexdigest()}"
 
@@ -267,7 +267,7 @@ def _prompt_logps(ids: Sequence[int], start: int) -> Any:
         places = choice["prompt_logprobs"]
         logps = [float(place[str(token)]["logprob"]) for token, place in zip(ids[start:], places[start:], strict=True)]
         if not all(math.isfinite(logp) for logp in logps):
-            raise ValueError("a log-prob is no number")
+            raise ValueError("a log-prob is not a number")
         return logps
 
     return read
