@@ -167,21 +167,27 @@ def test_a_deadline_ends_the_work_and_the_same_id_may_try_again(served):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"sampling": {"max_tokens": 0}}, "`max_tokens` of `sampling` of the body is not a whole number from 1"),
+        (
+            {"sampling": {"max_tokens": 0}},
+            "`max_tokens` of `sampling` of the body is wrong: input should be greater",
+        ),
         ({"sampling": {"max_tokens": 4, "temperature": -1}}, "temperature"),
-        ({"sampling": {"max_tokens": 4, "temperature": 10**400}}, "is not a number from 0 up to 1e+06"),
+        ({"sampling": {"max_tokens": 4, "temperature": 10**400}}, "`temperature` of `sampling` of the body is wrong: "),
         ({"deadline_s": -(10**400)}, "deadline_s"),
-        ({"sampling": {"max_tokens": 4, "top_p": 0}}, "above 0"),
+        (
+            {"sampling": {"max_tokens": 4, "top_p": 0}},
+            "`top_p` of `sampling` of the body is wrong: input should be greater",
+        ),
         ({"sampling": {"max_tokens": True}}, "max_tokens"),
         ({"prompts": [{"ids": [100_000]}]}, "Entry 0 of `ids`"),
         ({"prompts": [{"ids": [-1]}]}, "token id"),
         ({"prompts": [{}]}, "`ids` is missing from entry 0 of `prompts`"),
-        ({"prompts": []}, "list of 1"),
+        ({"prompts": []}, "`prompts` of the body is wrong: list should have at least 1 item"),
         ({"prompts": [{"ids": [1] * 4096}]}, "one token at least must fit"),
         ({"prompts": [{"ids": [1], "n": 2, "seeds": [1]}]}, "n = 2 and 1 seeds"),
         ({"request_id": "../x y"}, "request_id"),
         ({"accept": {"min": -1}}, "min"),
-        ({"surprise": 1}, "`surprise` is not a field"),
+        ({"surprise": 1}, "`surprise` is not a field of the body; known are request_id, accept"),
         ({"deadline_s": 1e9}, "deadline_s"),
     ],
 )

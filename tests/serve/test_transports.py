@@ -354,7 +354,7 @@ def test_base64_is_strict():
 
     assert read({"x": "AAEC"}, Short).x == b"\0\1\2"
     for wrong in (None, 3, "A", "AA", "A A=", "AAAA\n", "é", "A" * 400, b"AAAA"):
-        with pytest.raises(FieldError, match="`x` of the body is not base64 of at most 6 bytes"):
+        with pytest.raises(FieldError, match="`x` of the body is wrong: "):
             read({"x": wrong}, Short)
     with pytest.raises(PayloadError):
         parse_head(b"")
