@@ -234,18 +234,9 @@ class ServerClient:
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     """The `sampling` field of a body; every option is written out, so nothing depends on defaults of the server."""
-    return {
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "stop_ids": list(params.stop_ids),
-        "stop": list(params.stop),
-        "logit_bias": [[int(token), float(value)] for token, value in params.logit_bias.items()],
-        "regex": params.regex,
-    }
+    sent = {name: value for name, value in vars(params).items() if name != "seed"}  # each prompt has a seed of its own
+    bias = [[int(token), float(value)] for token, value in params.logit_bias.items()]
+    return sent | {"stop_ids": list(params.stop_ids), "stop": list(params.stop), "logit_bias": bias}
 
 
 def _info(fields: Any) -> ServerInfo:

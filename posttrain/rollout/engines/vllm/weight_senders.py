@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -79,41 +79,38 @@ class Sides:
         return cuda_ipc.gpu_ids()[self.device.index or 0] if self.device.type == "cuda" else None
 
 
-class Sender(Protocol):
+class Sender:
     """One way to one server. `send` answers what the server does; TransportFailed where this way does not work.
 
     So many threads as `at_once` says may send; `rest` and `close` are called while none does.
     """
 
-    at_once: int
+    at_once = AT_ONCE
 
-    @staticmethod
-    def suits(sides: Sides) -> bool:
+    def __init__(self, wire: Wire, sides: Sides) -> None:
+        self._wire = wire
+
+    @classmethod
+    def suits(cls, sides: Sides) -> bool:
         """Whether "auto" takes it."""
+        return cls.why_not(sides) is None
 
     @staticmethod
     def why_not(sides: Sides) -> str | None:
         """None where it can be tried, or the sentence that says why not."""
+        return None
 
-    def __init__(self, wire: Wire, sides: Sides) -> None: ...
-    def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any: ...
+    def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
+        raise NotImplementedError
+
     def rest(self) -> None:
         """Between two versions."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.rest()
 
 
-class HttpSender:
-    at_once = AT_ONCE
-
-    @staticmethod
-    def suits(sides: Sides) -> bool:
-        return True
-
-    @staticmethod
-    def why_not(sides: Sides) -> str | None:
-        return None
-
+class HttpSender(Sender):
     def __init__(self, wire: Wire, sides: Sides) -> None:
         self._wire, self._memory = wire, HostMemory()
 
@@ -129,18 +126,9 @@ class HttpSender:
     def rest(self) -> None:
         self._memory = HostMemory()
 
-    def close(self) -> None:
-        self.rest()
 
-
-class SharedMemorySender:
+class SharedMemorySender(Sender):
     """Each part is a file in /dev/shm, from which the server copies it. The same few files serve all parts of a version."""
-
-    at_once = AT_ONCE
-
-    @staticmethod
-    def suits(sides: Sides) -> bool:
-        return SharedMemorySender.why_not(sides) is None
 
     @staticmethod
     def why_not(sides: Sides) -> str | None:
@@ -196,14 +184,11 @@ class SharedMemorySender:
         self._folder.close()
 
 
-class CudaIpcSender:
-    """Each part is copied into a buffer on the GPU, which the server opens, copies to its host memory, and lets go of."""
+class CudaIpcSender(Sender):
+    """Each part is copied into a buffer on the GPU, which the server opens, copies to its host memory, and lets go of.
 
-    at_once = AT_ONCE
-
-    @staticmethod
-    def suits(sides: Sides) -> bool:
-        return CudaIpcSender.why_not(sides) is None
+    Between two versions the buffers stay: torch keeps an account of every one that was shared.
+    """
 
     @staticmethod
     def why_not(sides: Sides) -> str | None:
@@ -245,21 +230,18 @@ class CudaIpcSender:
             buffer = torch.empty(self._largest, dtype=torch.uint8, device=self._device)
             return buffer, cuda_ipc.share(buffer)
 
-    def rest(self) -> None:
-        """The buffers stay: torch keeps an account of every one that was shared."""
-
     def close(self) -> None:
         self._free.clear()
 
 
-class CollectiveSender:
+class CollectiveSender(Sender):
     """Each part is a broadcast in a group of this trainer and the server: NCCL between GPUs, gloo otherwise."""
 
     at_once = 1  # both ends of a group must take the parts in the same order
 
-    @staticmethod
-    def suits(sides: Sides) -> bool:
-        return CollectiveSender.backend(sides) == NCCL  # over gloo it is no faster than HTTP
+    @classmethod
+    def suits(cls, sides: Sides) -> bool:
+        return cls.backend(sides) == NCCL  # over gloo it is no faster than HTTP
 
     @staticmethod
     def backend(sides: Sides) -> str | None:
@@ -305,9 +287,6 @@ class CollectiveSender:
         if sent is None:  # it had the part already; but the two ends are out of step from here on
             pair.close()
         return answer
-
-    def rest(self) -> None:
-        """The group stays."""
 
     def close(self) -> None:
         self._pair.close()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, wait
+from functools import partial
 from typing import TypeVar
 
-T = TypeVar("T")
+One, T = TypeVar("One"), TypeVar("T")
 
 
 def in_background(function: Callable[[], T], name: str) -> Future[T]:
@@ -24,9 +25,9 @@ def in_background(function: Callable[[], T], name: str) -> Future[T]:
     return outcome
 
 
-def at_once(functions: Sequence[Callable[[], T]]) -> list[T | BaseException]:
-    """What each function returns or raises, all run at the same time; each must have a deadline of its own."""
-    running = [in_background(function, "calls") for function in functions]
+def at_once(function: Callable[[One], T], items: Iterable[One]) -> list[T | BaseException]:
+    """What `function(item)` returns or raises, for all items at the same time; it must have a deadline of its own."""
+    running = [in_background(partial(function, item), "calls") for item in items]
     return [one.exception() or one.result() for one in running]
 
 
