@@ -25,7 +25,7 @@ from posttrain.serve.errors import FieldError, PayloadError, TransportFailed
 from posttrain.serve.http.app import build_app
 from posttrain.serve.launch import bind
 from posttrain.serve.server import RolloutServer, ServerOptions
-from posttrain.serve.weights.parts import parse_head
+from posttrain.serve.weights.staging import parse_head
 from posttrain.serve.weights.transports import RECEIVERS
 from posttrain.serve.wire import shared_blocks
 from posttrain.serve.wire.collective import GLOO, Meeting, join

@@ -59,7 +59,7 @@ class Pending:
 
 
 class CallThreads:
-    """`start` a function of no arguments, then ask `is_over` until it says so; `run` does both and waits."""
+    """`start` a function of no arguments, then ask `is_over` until it says so."""
 
     def __init__(self, threads: int = THREADS, most_abandoned: int = MOST_ABANDONED) -> None:
         self.size, self.most_abandoned = threads, most_abandoned
@@ -87,12 +87,6 @@ class CallThreads:
         if not call.over.is_set() and call.is_late:
             self._give_up(call)
         return call.over.is_set()
-
-    def run(self, function: Callable[[], Any], limit: float | None, is_async: bool = False) -> Pending:
-        call = self.start(function, limit, is_async)
-        while not self.is_over(call):
-            call.over.wait(0.01)
-        return call
 
     def drop(self, call: Pending) -> None:
         """Its result is no longer wanted."""

@@ -101,13 +101,6 @@ class Toolbox:
             return RunningCall(self, call, None, str(fault))
         return RunningCall(self, call, self.threads.start(function, self.timeout, runs_async))
 
-    def run(self, name: Any, arguments: Any) -> ToolCall:
-        """Make a call and wait for it."""
-        running = self.start(name, arguments)
-        while not running.is_over:
-            running.pending.over.wait(0.01)
-        return running.finished()
-
     def _bound(self, name: Any, arguments: Any) -> tuple[Callable[[], Any], bool]:
         tool = self.tools.get(name) if isinstance(name, str) else None
         if tool is None:

@@ -21,8 +21,7 @@ from ..engine.versions import Phase, Serving, Versions
 from ..errors import Conflict, DeadlinePassed, EngineFailed, NotFound, PayloadError, ServeError, TooLarge
 from ..wire.host_memory import HostMemory
 from ..wire.payload import ITEM_BYTES, Buffer, Manifest, TensorSpec, fingerprint
-from .parts import PartHead, parse_head
-from .staging import Staging
+from .staging import PartHead, Staging, parse_head
 
 log = logging.getLogger(__name__)
 
