@@ -301,9 +301,8 @@ def test_addresses():
 # ---- weights ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("on_disk", [False, True])
 @pytest.mark.parametrize("bucket", [7, 64, 1 << 20])
-def test_kept_weights_arrive_bit_for_bit_in_any_buckets(tmp_path, on_disk, bucket):
+def test_kept_weights_arrive_bit_for_bit_in_any_buckets(bucket):
     torch.manual_seed(0)
     weights = {
         "w": torch.randn(5, 3).t(),  # not contiguous
@@ -312,11 +311,10 @@ def test_kept_weights_arrive_bit_for_bit_in_any_buckets(tmp_path, on_disk, bucke
         "none": torch.zeros(0, 4),
         "mask": torch.tensor([True, False]),
     }
-    kept = KeptWeights.of(weights.items(), "xxh3", tmp_path if on_disk else None)
+    kept = KeptWeights.of(weights.items(), "xxh3")
     wanted = {name: tensor.clone() for name, tensor in weights.items()}
     for tensor in weights.values():
         tensor.zero_()  # the trainer's own memory moves on
-    assert not list(tmp_path.iterdir())  # no file is left behind
     plan = kept.plan(bucket)
     staging = Staging(Manifest(3, len(plan), kept.specs), HostMemory())
     for number in range(len(plan)):

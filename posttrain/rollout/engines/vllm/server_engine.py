@@ -17,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,7 +57,6 @@ class ServedOptions:
     per_server: int = PER_SERVER  # completions in flight at one server
     watch_seconds: float = 1.0  # between two looks at a server that is up
     bucket_bytes: int = BUCKET_BYTES  # of one part of the weights
-    keep_folder: Path | None = None  # holds the copy of the serving version, instead of this process's memory
     sleep_level: int = 0  # 0: servers have GPUs of their own and stay awake while the trainer works
 
 
@@ -149,7 +147,7 @@ class ServedVLLM:
     def _kept(self, weights: Weights | None) -> KeptWeights:
         kind = common_checksum([member.info.checksums for member in self.fleet.members])
         config, weights = (None, weights) if weights is not None else self._exported()
-        return KeptWeights.of(weights, kind, self.options.keep_folder, config, self._memory)
+        return KeptWeights.of(weights, kind, config, self._memory)
 
     def _exported(self) -> tuple[dict[str, Any] | None, Weights]:
         """(config of the adapter or None, tensors) as the trainer has them now."""
