@@ -235,14 +235,16 @@ class OnlineTrainer(BaseTrainer):
 
     def _make_collector(self) -> RolloutCollector:
         """It owns what a window needs; of this trainer it calls what is the method's (MethodHooks)."""
-        agents, function = self.agents, self.rollout_func
+        agents = self.agents
         writer = Writer(
             self.weight_sync,
             text_decoder(self.processing_class),
-            None if agents is None else functools.partial(agents.episodes, self.renderer, self.engine, self.args),
-            None if function is None else lambda prompts: function(prompts, self),
+            None if agents is None else agents.episodes(self.renderer, self.engine, self.args),
+            self.rollout_func,
+            self,
         )
-        release = {} if agents is None else {"release": agents.collected}
+        has_environments = agents is not None and agents.environments is not None
+        release = {"release": agents.environments.give_back} if has_environments else {}
         return RolloutCollector(writer, self.rewards, self, self.args.world_size, **release)
 
     @property

@@ -11,6 +11,7 @@ from datasets import Dataset
 from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.rollout.collector import MethodHooks
 from tests import tiny
+from tests.rollout.scripted_engine import ScriptedEngine
 
 HOOKS = {name for name in vars(MethodHooks) if not name.startswith("_") and callable(getattr(MethodHooks, name))}
 ABOVE, BELOW = ("posttrain.trainer", "posttrain.methods"), ("posttrain.rollout", "posttrain.rewards")
@@ -55,21 +56,28 @@ def _modules_above(frame):
         yield frame.f_globals.get("__name__", "")
 
 
-@pytest.fixture(scope="module")
-def calls(tmp_path_factory) -> Calls:
-    """Of a run with two updates on one window, so that old and reference log-probs are computed while it is collected."""
-    args = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 4, "max_steps": 2}
-    args |= {"report_to": "none", "use_cpu": True, "reward_workers": 0, "save_strategy": "no", "num_iterations": 2}
+ARGUMENTS = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 4, "max_steps": 2}
+ARGUMENTS |= {"report_to": "none", "use_cpu": True, "reward_workers": 0, "save_strategy": "no", "num_iterations": 2}
+
+
+def traced(folder, model=None, more_arguments=None, prompt="Say {}", **more) -> Calls:
+    """A run with two updates on one window, so that old and reference log-probs are computed while it is collected."""
     trainer = GRPOTrainer(
-        tiny.causal_lm(),
+        model or tiny.causal_lm(),
         reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 13) for ids in completion_ids],
-        args=GRPOConfig(output_dir=str(tmp_path_factory.mktemp("window")), beta=0.1, **args),
-        train_dataset=Dataset.from_list([{"prompt": f"Say {number}"} for number in range(2)]),
+        args=GRPOConfig(output_dir=str(folder), beta=0.1, **ARGUMENTS | (more_arguments or {})),
+        train_dataset=Dataset.from_list([{"prompt": prompt} for _ in range(2)]),
         processing_class=tiny.tokenizer(),
+        **more,
     )
     with Calls() as calls:
         trainer.train()
     return calls
+
+
+@pytest.fixture(scope="module")
+def calls(tmp_path_factory) -> Calls:
+    return traced(tmp_path_factory.mktemp("window"))
 
 
 def floor(module: str) -> int | None:
@@ -115,3 +123,60 @@ def test_within_rollout_calls_go_down(calls):
         for edge in calls.edges
         if edge[0].startswith("posttrain.rewards") and edge[1].startswith("posttrain.rollout")
     }
+
+
+class Counting:
+    """An environment with one tool."""
+
+    def reset(self, **columns):
+        self.total = 0
+
+    def up(self) -> int:
+        """
+        Count one more.
+        """
+        self.total += 1
+        return self.total
+
+    def get_reward(self) -> float:
+        return float(self.total)
+
+
+def with_environment(folder) -> Calls:
+    stop = tiny.tokenizer().eos_token_id
+    turn = tiny.tokenizer()('<tool_call>\n{"name": "up", "arguments": {}}\n</tool_call>', add_special_tokens=False)
+    engine = ScriptedEngine(lambda prompt: [*turn["input_ids"], stop] if not prompt.first_token else [40, 41, stop])
+    model = tiny.causal_lm(max_position_embeddings=2048)
+    prompt = [{"role": "user", "content": "Count."}]
+    options = {"max_completion_length": 400}
+    return traced(folder, model, options, prompt, engine=engine, environment_factory=Counting)
+
+
+def with_function(folder) -> Calls:
+    def write(prompts, trainer):
+        return {"prompt_ids": [[40, 41]] * len(prompts), "completion_ids": [[42, 43 + i] for i in range(len(prompts))]}
+
+    return traced(folder, rollout_func=write)
+
+
+WRITING = "posttrain.rollout.episodes.writing"
+
+
+@pytest.mark.parametrize(
+    ("run", "asked"),
+    [
+        (
+            with_environment,
+            {
+                (WRITING, "posttrain.rollout.episodes.tool_episode", "__call__"),
+                ("posttrain.rollout.collector", "posttrain.rollout.episodes.environment", "give_back"),
+            },
+        ),
+        (with_function, {(WRITING, WRITING, "written_by_function")}),
+    ],
+)
+def test_tools_environments_and_rollout_functions_do_not_climb_either(tmp_path, run, asked):
+    calls = run(tmp_path)
+    assert asked <= calls.edges
+    test_nothing_calls_up_but_the_hooks_of_the_method(calls)
+    test_the_hooks_call_no_rollout_code(calls)

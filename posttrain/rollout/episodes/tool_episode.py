@@ -9,8 +9,8 @@ Episodes do not wait for each other: while the tools of one episode work, the en
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from posttrain.data.render.conversation import Conversation, RenderError
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.render.turn_suffix import ToolResult, TurnSuffix
 from posttrain.data.rows.message_checks import read_template_kwargs, read_tools
-from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Completion, Prompt
+from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Completion, Prompt, SamplingParams
 from posttrain.rollout.episodes.call_threads import Pending
 from posttrain.rollout.episodes.environment import Environment, extended_prompt
 from posttrain.rollout.episodes.tools import RunningCall, Toolbox, in_words
@@ -38,14 +38,28 @@ class EpisodeRules:
     renderer: Renderer
     suffix: TurnSuffix | None  # None: there are no tools
     toolbox: Toolbox  # of episodes without an environment
-    stop_ids: frozenset[int]
-    max_completion: int  # tokens of all turns and results together
+    stop_ids: frozenset[int] = frozenset()
+    max_completion: int = 0  # tokens of all turns and results together
     max_rounds: int | None = None  # of calls
     max_prompt: int | None = None  # tokens of a prompt that an environment has changed
     context: int | None = None  # tokens that the model can see
     timeout: float | None = None  # seconds of a whole episode
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     renders_by_row: bool = False  # prompts were encoded without tools, as these depend on the row's environment
+
+
+@dataclass(frozen=True)
+class ToolEpisodes:
+    """Makes the episodes of a window; `lend` gives the environment of a row, where there are environments."""
+
+    rules: EpisodeRules
+    lend: Callable[[PromptRow], Environment] | None = None
+
+    def __call__(
+        self, rows: Sequence[PromptRow], requests: Sequence[Request], params: SamplingParams
+    ) -> list[ToolEpisode]:
+        rules = replace(self.rules, stop_ids=frozenset(params.stop_ids), max_completion=params.max_tokens)
+        return [ToolEpisode(row, request, rules, self.lend) for row, request in zip(rows, requests)]
 
 
 class ToolEpisode:

@@ -28,11 +28,12 @@ class Writer:
         weight_sync: WeightSync,
         decode: Decode,
         episodes: MakeEpisodes | None = None,
-        function: Callable[[list[Any]], dict[str, Any]] | None = None,
+        function: Callable[[list[Any], Any], dict[str, Any]] | None = None,
+        trainer: Any = None,
     ) -> None:
         """`weight_sync` has the engine, wakes it and gives it the weights of a step. `episodes` makes those with tools or
-        environments; `function` writes in the place of engine and episodes."""
-        self.weight_sync, self.decode = weight_sync, decode
+        environments; `function`, which is given `trainer`, writes in the place of engine and episodes."""
+        self.weight_sync, self.decode, self.trainer = weight_sync, decode, trainer
         self.episodes = episodes or self._single_turns
         self.function = function
 
@@ -56,7 +57,8 @@ class Writer:
                 if self.function is None:
                     run_episodes(engine, self.episodes(mine, requests, params), params, on_finished)
                 else:
-                    found = written_by_function(self.function, mine, requests, self.decode, params.stop_ids)
+                    answer = self.function([row.prompt for row in mine], self.trainer)
+                    found = written_by_function(answer, mine, requests, self.decode, params.stop_ids)
                     for index, rollout in enumerate(found):
                         on_finished(index, rollout)
             finally:
@@ -75,19 +77,18 @@ KNOWN = (*NEEDED, "logprobs", "env_mask")
 
 
 def written_by_function(
-    function: Callable[..., dict[str, Any]],
+    answer: dict[str, Any],
     rows: Sequence[PromptRow],
     requests: Sequence[Request],
     decode: Decode,
     stop_ids: tuple[int, ...],
 ) -> list[Rollout]:
-    """One rollout for each request, from what the function returned.
+    """One rollout for each request, from what a user's `rollout_func(prompts, trainer)` returned (`answer`).
 
     It is given the prompts, one for each completion that is wanted; it returns lists of that length:
     `prompt_ids`, `completion_ids`, and, where it has them, `logprobs` (of the tokens of each completion, as they were sampled),
     `env_mask` (0 for tokens of a completion that the model did not say) and any further lists, which rewards are given.
     """
-    answer = function([row.prompt for row in rows])
     _check(answer, len(requests))
     rollouts = []
     for index, (row, request) in enumerate(zip(rows, requests)):
