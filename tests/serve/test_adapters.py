@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
+from safetensors import safe_open
 
-from posttrain.serve.engine.model_folder import tensor_names
 from posttrain.serve.engine.versions import Serving, Versions
 from posttrain.serve.errors import FieldError
 from posttrain.serve.weights import adapters
@@ -17,6 +17,11 @@ from posttrain.serve.weights.adapters import LOCK, WEIGHTS, Adapters, PushedAdap
 from tests.serve.echo_engine import EchoEngine, numbered_weights
 
 NAME = "m.q_proj.lora_A.weight"
+
+
+def tensor_names(path):
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
 
 
 class OneServer:

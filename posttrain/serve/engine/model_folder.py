@@ -10,7 +10,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import PayloadError
 from ..wire.payload import TensorSpec
 
 log = logging.getLogger(__name__)
@@ -141,14 +140,3 @@ def buffers(known: Mapping[str, TensorSpec]) -> frozenset[str]:
 
 def _is_bias(spec: TensorSpec) -> bool:
     return spec.name.rpartition(".")[2] == "bias" and len(spec.shape) < LEAST_MASK_DIMENSIONS
-
-
-def tensor_names(path: Path) -> list[str]:
-    """The names in one safetensors file; PayloadError where it is not one."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            return list(file.keys())
-    except SafetensorError as error:
-        raise PayloadError(f"{path.name} cannot be read ({error}).") from error

@@ -33,7 +33,7 @@ from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.params import completion_logps, refuse_unknown_to_vllm, request_seed
 from posttrain.rollout.engines.vllm.sync_probe import BOUNDS
 from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused, ServerSlow
-from posttrain.rollout.engines.vllm.workers import in_background
+from posttrain.serve.wire.collective import in_background
 from posttrain.serve.wire.host_memory import HostMemory
 
 log = logging.getLogger(__name__)

@@ -18,10 +18,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from posttrain.rollout.engines.vllm.workers import in_background
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire import cuda_ipc
-from posttrain.serve.wire.collective import GLOO, NCCL, Meeting, Pair, available_backends
+from posttrain.serve.wire.collective import GLOO, NCCL, Meeting, Pair, available_backends, in_background
 from posttrain.serve.wire.host_memory import HostMemory, copy_bytes
 from posttrain.serve.wire.payload import COLLECTIVE, CUDA_IPC, MOST_FETCH_SECONDS, SHARED_MEMORY
 from posttrain.serve.wire.shared_blocks import Block, SharedFolder, host_id

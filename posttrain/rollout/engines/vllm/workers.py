@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from functools import partial
 from typing import TypeVar
 
+from posttrain.serve.wire.collective import in_background
+
 One, T = TypeVar("One"), TypeVar("T")
-
-
-def in_background(function: Callable[[], T], name: str) -> Future[T]:
-    """What it returns or raises, in a thread that can be left behind."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:  # handed to whoever waits
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return outcome
 
 
 def at_once(function: Callable[[One], T], items: Iterable[One]) -> list[T | BaseException]:
