@@ -76,8 +76,31 @@ class Written:
     error: str | None = None
 
 
-class ServerClient:
+class Client:
     """Calls of one server, each with its deadline. Any number of threads may use it."""
+
+    def __init__(self, base_url: str, token: Token, deadlines: Deadlines | None) -> None:
+        self.deadlines = deadlines or Deadlines()
+        self._transport = Transport(base_url, token, self.deadlines.connect)
+        self.name = str(self._transport.address)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
+    def break_off(self, why: str) -> None:
+        """End all calls that are under way, with ServerGone."""
+        self._transport.break_off(why)
+
+    def close(self) -> None:
+        """Let go of the connections. A later call opens what it needs."""
+        self.break_off("this client was closed.")
+
+    def _checked(self, path: str, read: Callable[[Any], Any], value: Any) -> Any:
+        return checked(f"{path} of {self.name}", read, value)
+
+
+class ServerClient(Client):
+    """Calls of a `posttrain vllm-serve`."""
 
     def __init__(
         self,
@@ -86,25 +109,16 @@ class ServerClient:
         deadlines: Deadlines | None = None,
         weight_transport: str = AUTO,
     ) -> None:
-        self.deadlines = deadlines or Deadlines()
-        self._transport = Transport(base_url, token, self.deadlines.connect)
+        super().__init__(base_url, token, deadlines)
         address = self._transport.address
-        self.name = str(address)
         wire = Wire(self._post, address.host, address.port, self.deadlines.part)
         self.channel = WeightChannel(self.name, wire, weight_transport)
         self._transports: dict[str, Any] = {}  # as the server last said
         self._most_seconds = math.inf
 
-    def __repr__(self) -> str:
-        return f"ServerClient({self.name})"
-
-    def break_off(self, why: str) -> None:
-        """End all calls that are under way, with ServerGone."""
-        self._transport.break_off(why)
-
     def close(self) -> None:
-        """Let go of connections, shared memory and groups. A later call opens what it needs."""
-        self.break_off("this client was closed.")
+        """Also of shared memory and groups."""
+        super().close()
         self.channel.close()
 
     def use_token(self, token: str) -> None:
@@ -116,9 +130,6 @@ class ServerClient:
 
     def _post(self, path: str, body: Any, seconds: float) -> Any:
         return self._transport.ask("POST", path, body, seconds)
-
-    def _checked(self, path: str, read: Callable[[Any], Any], value: Any) -> Any:
-        return checked(f"{path} of {self.name}", read, value)
 
     # state ----------------------------------------------------------------------------------------------------------
 

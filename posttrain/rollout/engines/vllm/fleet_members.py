@@ -12,7 +12,7 @@ from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.transport import ServerError
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 
-Client = ServerClient | UpstreamClient
+AnyClient = ServerClient | UpstreamClient
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +33,7 @@ class Target:
 class Member:
     """One server. Its fields are changed under the fleet's lock."""
 
-    client: Client
+    client: AnyClient
     process: ServerProcess | None = None  # where it is ours to restart
     info: ServerInfo | None = None
     is_up: bool = False

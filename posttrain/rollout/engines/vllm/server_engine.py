@@ -27,7 +27,7 @@ from posttrain.rollout.engines.protocol import Completion, Prompt, SamplingParam
 from posttrain.rollout.engines.request import Request, request_or_error
 from posttrain.rollout.engines.vllm.client import ABORT, ABORTED, DRAIN, GenerateRequest, Written
 from posttrain.rollout.engines.vllm.fleet import Fleet
-from posttrain.rollout.engines.vllm.fleet_members import Client, Member, Target
+from posttrain.rollout.engines.vllm.fleet_members import AnyClient, Member, Target
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights, common_checksum, spec_of
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.params import completion_logps, refuse_unknown_to_vllm, request_seed
@@ -71,7 +71,7 @@ class ServedVLLM:
 
     def __init__(
         self,
-        servers: Sequence[Client | ServerProcess],
+        servers: Sequence[AnyClient | ServerProcess],
         export: Export | None = None,
         adapter_export: AdapterExport | None = None,
         vocabulary: int | None = None,
