@@ -56,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
         "--random-weights", action="store_true", help="load no weights; nothing is served before the first update"
     )
     p.add_argument("--initial-version", type=int, default=0, help="version of the weights in the model's folder")
-    p.add_argument("--adapter-folder", type=Path, help="LoRA adapters are taken from here only; turns adapters on")
+    p.add_argument(
+        "--adapter-folder", type=Path, help="the LoRA adapters that trainers send are written here; turns adapters on"
+    )
     p.add_argument(
         "--shared-folder",
         type=Path,

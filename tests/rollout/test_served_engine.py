@@ -256,7 +256,7 @@ def test_a_completion_over_its_time_is_a_sentence(start):
 
 
 def test_a_wrong_token_ends_the_run_at_once(processes):
-    with pytest.raises(ServerRefused, match="wants its token"):
+    with pytest.raises(ServerRefused, match="requires its token"):
         ServedVLLM([ServerClient(processes[0].client.name, "not-the-right-token", QUICK)], options=OPTIONS)
 
 

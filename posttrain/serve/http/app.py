@@ -240,7 +240,7 @@ class Gate:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] == "http" and not self._opens(scope["headers"]):
-            error = Unauthorised("This server wants its token: the header `Authorization: Bearer TOKEN`.")
+            error = Unauthorised("This server requires its token: the header `Authorization: Bearer TOKEN`.")
             await refusal(error)(scope, receive, send)
         else:
             await self.app(scope, receive, send)

@@ -59,7 +59,7 @@ class Adapters:
         if self._pushed is None:
             raise FieldError("This server was started without an adapter folder (--adapter-folder).")
         if named := [name for name in FORBIDDEN_CONFIG if config.get(name)]:
-            raise FieldError(f"An adapter_config with `{named[0]}` is not taken.")
+            raise FieldError(f"An adapter_config with `{named[0]}` is not accepted.")
         whole = {name: tensor.contiguous() for name, tensor in tensors}
         check_modules(whole, engine.info.adapter_modules)
         path = self._pushed.write(version, config, whole)

@@ -88,7 +88,7 @@ def parse_head(body: Buffer) -> tuple[PartHead, memoryview]:
         raise PayloadError(f"The body ({len(view)} bytes) does not begin like a weight payload of this format.")
     length = int.from_bytes(view[len(MAGIC) : len(MAGIC) + 4], "little")
     if length > MAX_HEADER_BYTES:
-        raise PayloadError(f"The header is announced with {length} bytes; at most {MAX_HEADER_BYTES} are taken.")
+        raise PayloadError(f"The header is announced with {length} bytes; at most {MAX_HEADER_BYTES} are accepted.")
     header, data = view[PREFIX_BYTES : PREFIX_BYTES + length], view[PREFIX_BYTES + length :]
     if len(header) < length:
         raise PayloadError(

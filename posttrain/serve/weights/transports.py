@@ -55,7 +55,7 @@ class SharedMemoryReceiver(Receiver):
             try:
                 self._folder = SharedFolder(options.shared_folder)
             except OSError as error:
-                log.warning("No weights are taken through shared memory: %s", error)
+                log.warning("No weights are accepted through shared memory: %s", error)
 
     def about(self) -> dict[str, Any] | None:
         return self._folder.about() if self._folder else None

@@ -100,7 +100,7 @@ class Updater:
     def _check_version(self, version: int, rollback: bool) -> None:
         serving = self._versions.serving.version
         if serving is not None and version <= serving and not rollback:
-            raise Conflict(f"Version {serving} serves; version {version} is not newer. Say `rollback` to go back.")
+            raise Conflict(f"Version {serving} serves; version {version} is not newer. Set `rollback` to go back.")
 
     def _check_tensors(self, manifest: Manifest, adapter: dict[str, Any] | None) -> None:
         total = sum(spec.nbytes for spec in manifest.tensors)

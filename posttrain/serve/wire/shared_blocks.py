@@ -183,7 +183,7 @@ class SharedFolder:
         wrong = _what_is_wrong(found, nbytes)
         if wrong:
             os.close(descriptor)
-            raise TransportFailed(f"The shared block is not taken: {wrong}.")
+            raise TransportFailed(f"The shared block is not accepted: {wrong}.")
         return descriptor
 
 

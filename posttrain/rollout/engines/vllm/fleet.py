@@ -176,7 +176,7 @@ class Fleet:
             member.in_flight -= 1
 
     def report(self, member: Member, why: str, hangs: bool = False) -> None:
-        """This server is not to be used until its watcher has looked after it."""
+        """This server is not used until its watcher has recovered it."""
         with self._changed:
             if not member.is_up or self._closing.is_set():
                 return
@@ -443,7 +443,7 @@ class Fleet:
             self.wait_until_up()
 
     def ask_up(self, ask: Callable[[Member, int | None], T]) -> list[tuple[Member, T]]:
-        """What each server that is up answers; one that does not is looked after, and left out."""
+        """What each server that is up answers; one that does not is reported to its watcher, and left out."""
         members, version = self.up(), self.target.version
         answers = []
         for member, answer in zip(members, at_once(lambda member: ask(member, version), members)):

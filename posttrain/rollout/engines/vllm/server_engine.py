@@ -379,7 +379,7 @@ class ServedSession:
         self._finished.append((ticket.request.ticket, Completion.failed(str(error), self._engine.version)))
 
     def _wait_a_little(self, ticket: _Ticket, member: Member, error: ServerRefused) -> None:
-        """Busy with our own prompts, or with another's; where nothing of ours comes back meanwhile it has an end."""
+        """Busy with our prompts, or with another's; the wait is bounded while none of ours finishes."""
         now, seconds = time.monotonic(), member.client.deadlines.completion
         if ticket.refused_since is None:
             ticket.refused_since = now
