@@ -42,7 +42,7 @@ MOST_NAMED = 8
 
 
 def concerns_vllm(name: str) -> bool:
-    return "vllm" in name or name.startswith(("posttrain/serve/", "posttrain/trainer/online/weight_sync"))
+    return "vllm" in name or name.startswith(("posttrain/serve/", "posttrain/rollout/engines/weight_sync"))
 
 
 def files_of(section: str, root: Path = ROOT) -> dict[str, str]:

@@ -68,7 +68,8 @@ Write = Callable[[list[list[int]], np.ndarray], list[int]]
 def native(model: Any, load: Workload, device: str) -> Write:
     """Our engine on a model that was loaded as a trainer loads it."""
     from posttrain.models.load.model import LoadOptions, load_model
-    from posttrain.rollout.engines.protocol import ENGINES, Prompt, SamplingParams, generate
+    from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
+    from posttrain.rollout.engines.select import ENGINES
 
     kernels = ("liger",) if device == "cuda" else ("plain",)
     loaded = load_model(model, LoadOptions(device=torch.device(device), layer_kernels=kernels)).model.eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,6 +53,21 @@ def split_by_tokens(units: Sequence[Unit], layout: str, max_tokens: int | None) 
             tokens, longest, rows = mine, max(map(len, unit)), len(unit)
         parts[-1].append(unit)
     return parts
+
+
+def as_units(samples: list[Sample], collate: Collator) -> list[Unit]:
+    """Neighbours of one group as one unit, so that their prompt is computed once; of no more tokens than a pass may hold."""
+    units: list[Unit] = []
+    for _, members in itertools.groupby(samples, key=lambda sample: sample.group):
+        unit: Unit = ()
+        for sample in members:
+            larger = (*unit, sample)
+            if unit and collate.max_tokens and laid_out_tokens([larger], collate.layout) > collate.max_tokens:
+                units.append(unit)
+                larger = (sample,)
+            unit = larger
+        units.append(unit)
+    return units
 
 
 def laid_out_tokens(units: Sequence[Unit], layout: str) -> int:

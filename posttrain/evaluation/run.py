@@ -18,7 +18,8 @@ from posttrain.evaluation.spec import EvalSpec
 from posttrain.losses.advantages import weighted_rewards
 from posttrain.rewards.reward_set import RewardSet
 from posttrain.rollout.collector import Judging
-from posttrain.rollout.engines.protocol import ENGINES, RolloutEngine
+from posttrain.rollout.engines.protocol import RolloutEngine
+from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.episodes.episode import SingleTurn, run_episodes
 from posttrain.rollout.prompt_rows import PromptRows
 from posttrain.rollout.rollout import Request, Rollout

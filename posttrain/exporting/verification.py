@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.inference import evaluating, inference
 from posttrain.models.load.merged_layers import sources_of
 from posttrain.models.load.model import innermost_model
 from posttrain.models.scoring.heads import CAUSAL_LM
-from posttrain.rollout.engines.model_state import as_for_generation, inference
 from posttrain.rollout.engines.vllm.sync_probe import SyncProbe, scored_by
 
 BOUNDS = {"float32": 1e-3, "float16": 0.02, "bfloat16": 0.1, "q8_0": 0.3}
@@ -96,7 +96,7 @@ def record(model: nn.Module, task: str) -> Recorded:
     names = {name.rpartition(".")[0] for name, _ in sources_of(innermost)}
     with _recording(innermost, names, found.layers):
         answers_of(model, task, sequences[:1])
-    with as_for_generation(model), inference(next(model.parameters()).device):
+    with evaluating(model), inference(next(model.parameters()).device):
         for seed, (name, call) in enumerate(found.layers.items()):
             if (asked := _adapter_call(innermost.get_submodule(name), call, seed)) is not None:
                 found.adapters[name] = asked
@@ -122,7 +122,7 @@ def answers_of(model: nn.Module, task: str, sequences: list[np.ndarray]) -> np.n
     if task == CAUSAL_LM:
         return np.concatenate(scored_by(model)(sequences)).astype(np.float64)
     device = next(model.parameters()).device
-    with as_for_generation(model), inference(device):
+    with evaluating(model), inference(device):
         rows = [torch.from_numpy(ids.astype(np.int64))[None].to(device) for ids in sequences]
         return np.concatenate([model(input_ids=row).logits[0].double().cpu().numpy() for row in rows])
 
@@ -183,7 +183,7 @@ def check_answers(recorded: Recorded, answers: np.ndarray, bound: float, who: st
 def _layers_apart(recorded: Recorded, fresh: nn.Module, allowed: float) -> tuple[float, tuple[str, str] | None]:
     """(largest difference of a layer, (name, what is wrong) of the first that is wrong)."""
     worst, innermost = 0.0, innermost_model(fresh)
-    with as_for_generation(fresh), inference(next(fresh.parameters()).device):
+    with evaluating(fresh), inference(next(fresh.parameters()).device):
         for name, call in recorded.layers.items():
             module = innermost.get_submodule(name)
             output = module(*call.args, **call.kwargs)

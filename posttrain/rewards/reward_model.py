@@ -36,8 +36,7 @@ from posttrain.models.load.model import (
 from posttrain.models.scoring.heads import HEAD_NAMES, score_sequences
 from posttrain.models.scoring.probe import TOLERANCE
 from posttrain.rewards.runtime.invoke import ERROR, INVALID
-from posttrain.rewards.runtime.outcomes import Outcomes
-from posttrain.rewards.runtime.results import Judged
+from posttrain.rewards.runtime.results import Judged, Outcomes
 
 ROLES = ("text",)
 PROBE_TEXTS = ("Is this so?", "It is, and it has been so for a long time.")

@@ -20,23 +20,33 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import io
 import logging
 import os
 import sys
+import sysconfig
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
 import numpy as np
 
 from posttrain.rewards.runtime.invoke import OURS, Wants
 from posttrain.rewards.runtime.options import ALL_AT_ONCE, AUTO, BY_SAMPLE, IN_PROCESS, RewardOptions
-from posttrain.rewards.runtime.outcomes import Outcomes
-from posttrain.rewards.runtime.results import Judged, RewardError, RewardFailure, RewardResults, too_many_failures
+from posttrain.rewards.runtime.results import (
+    Judged,
+    Outcomes,
+    RewardError,
+    RewardFailure,
+    RewardResults,
+    too_many_failures,
+)
 from posttrain.rewards.runtime.runner import Call, FunctionReward, Runner, stays_in_process
 from posttrain.rewards.runtime.statistics import RewardWatch
-from posttrain.rewards.runtime.travel import CannotTravel, packed
 
 if TYPE_CHECKING:
     from posttrain.rewards.reward_model import ModelReward
@@ -217,8 +227,8 @@ class RewardRound:
         columns = {name for sample in group for name in sample.columns}
         with_environments = any(sample.environment is not None for sample in group)
         for reward in self._functions:
-            if told := missing_arguments(reward.name, reward.wants, columns, with_environments):
-                raise ValueError(told)
+            if missing := missing_arguments(reward.name, reward.wants, columns, with_environments):
+                raise ValueError(missing)
 
     def _stop_if_too_many_failed(self, results: RewardResults) -> None:
         samples, failed = len(self._samples), len({failure.sample for failure in results.failures})
@@ -227,7 +237,7 @@ class RewardRound:
 
 
 def missing_arguments(name: str, wants: Wants, columns: set[str], with_environments: bool) -> str | None:
-    """The sentence about arguments of a reward that are no columns beside the prompt; None where all are there."""
+    """The sentence about arguments of a reward that are not columns beside the prompt; None where all are there."""
     missing = wants.missing(columns | (set(OURS) if with_environments else set(OURS) - {"environments"}))
     if not missing:
         return None
@@ -274,3 +284,88 @@ def _checked_weights(weights: Sequence[float] | None, rewards: list[Any], tokeni
     if len(weights) != len(rewards):
         raise ValueError(f"There are {len(weights)} reward weights for {len(rewards)} rewards.")
     return [float(weight) for weight in weights]
+
+
+# ---- functions for another process: pickled by value, so that the child need not import the user's script ------------
+
+LARGEST_FUNCTION = 64 * 2**20  # bytes; more is data or a model, of which every worker would hold a copy
+
+_registering = threading.Lock()  # cloudpickle keeps the modules that go by value in one table
+
+
+class CannotTravel(Exception):
+    """The message says why."""
+
+
+class _Pickler(cloudpickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        if getattr(obj, "is_cuda", False) is True:
+            raise CannotTravel("it refers to a tensor on a GPU")
+        return super().reducer_override(obj)
+
+
+class _Bounded(io.BytesIO):
+    """Stops before a table of gigabytes is written out in full."""
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > LARGEST_FUNCTION:
+            raise CannotTravel(f"it carries more than {LARGEST_FUNCTION // 2**20} MiB with it")
+        return super().write(data)
+
+
+def packed(function: Callable[..., Any]) -> bytes:
+    """The function as bytes, or CannotTravel.
+
+    What is defined in the user's own files goes by value, so that no file of theirs is imported again; where that fails, as
+    for functions that refer to a lock or a large table of their module, the module is imported by name in the worker.
+    """
+    module = _own_module(function)
+    reason = None
+    for by_value in (module, None) if module else (None,):
+        try:
+            return _pickled(function, by_value)
+        except CannotTravel as error:
+            reason = reason or error
+    raise reason
+
+
+def _pickled(function: Callable[..., Any], by_value: Any) -> bytes:
+    buffer = _Bounded()
+    try:
+        with _going_by_value(by_value):
+            _Pickler(buffer).dump(function)
+    except CannotTravel:
+        raise
+    except Exception as error:  # every type refuses to be pickled in its own way
+        raise CannotTravel(f"it cannot be pickled ({type(error).__name__}: {error})") from error
+    return buffer.getvalue()
+
+
+@contextmanager
+def _going_by_value(module: Any) -> Iterator[None]:
+    if module is None or module.__name__ in cloudpickle.list_registry_pickle_by_value():
+        yield
+        return
+    with _registering:
+        cloudpickle.register_pickle_by_value(module)
+        try:
+            yield
+        finally:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _own_module(function: Callable[..., Any]) -> Any:
+    """The module of the user's that defines this; None for `__main__` (by value anyway) and for what is installed."""
+    while hasattr(function, "func"):  # functools.partial
+        function = function.func
+    home = function if hasattr(function, "__qualname__") else type(function)
+    module = sys.modules.get(getattr(home, "__module__", None) or "")
+    if module is None or module.__name__ in ("__main__", "builtins") or module.__name__.split(".")[0] == "posttrain":
+        return None
+    file = getattr(module, "__file__", None)
+    return module if file and not _is_installed(Path(file)) else None
+
+
+def _is_installed(file: Path) -> bool:
+    places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    return any(file.is_relative_to(place) for place in places if place)

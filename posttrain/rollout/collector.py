@@ -31,6 +31,8 @@ ENOUGH_TO_STOP = 8  # completions; where all of fewer fail, it may be bad luck
 class MethodHooks(Protocol):
     """What is a method's own between a completion and the units that are trained on."""
 
+    state: Any  # of the run: rewards are shown it, and its `global_step` is the version of the weights
+
     def annotate(self, samples: list[Sample]) -> None:
         """Write old and reference log-probs, and whatever else is known of finished samples, on them."""
 
@@ -79,9 +81,7 @@ class Collected:
     advantages: Tensor  # (N,) of all processes
     results: RewardResults
     seconds: dict[str, float] = field(default_factory=dict)
-    numbers: dict[str, float] = field(
-        default_factory=dict
-    )  # further ones to log: what the engine's weights took, refills
+    numbers: dict[str, float] = field(default_factory=dict)  # more to log: what sending weights took, refills
 
 
 class RolloutCollector:
@@ -92,20 +92,19 @@ class RolloutCollector:
         writer: Writer,
         rewards: RewardSet,
         method: MethodHooks,
-        trainer_state: Callable[[], Any],
         world_size: int = 1,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        """`trainer_state` is what rewards are shown of the run; `release` is called when the episodes have their rewards."""
+        """`release` is called when the episodes have their rewards."""
         self.writer, self.rewards, self.method = writer, rewards, method
-        self.trainer_state, self.world_size, self.release = trainer_state, world_size, release
+        self.world_size, self.release = world_size, release
 
     def collect(self, requests: Sequence[Request], rows: AnyRows, params: SamplingParams) -> Collected:
-        began = time.perf_counter()
+        began, state = time.perf_counter(), self.method.state
         judging = Judging(requests)
-        with self.rewards.open(self.trainer_state()) as judged:
+        with self.rewards.open(state) as judged:
             judging.reward_round = judged
-            took = self.writer.write(rows, requests, params, judging.on_finished)
+            took = self.writer.write(rows, requests, params, state.global_step, judging.on_finished)
             written = time.perf_counter()
             results = judged.finish()
         scored = time.perf_counter()

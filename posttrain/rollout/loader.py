@@ -8,7 +8,6 @@ with them.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any, Protocol
 
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from posttrain.core.sample import Sample, Unit
-from posttrain.data.collate import Collator, laid_out_tokens
+from posttrain.data.collate import Collator, as_units
 from posttrain.rollout.schedule import Schedule
 
 Window = list[Unit | None]
@@ -103,21 +102,6 @@ def units_of(window: Window, collate: Collator) -> list[Unit]:
     if len(collate.roles) > 1:
         return units
     return as_units([sample for unit in units for sample in unit], collate)
-
-
-def as_units(samples: list[Sample], collate: Collator) -> list[Unit]:
-    """Neighbours of one group as one unit, so that their prompt is computed once; of no more tokens than a pass may hold."""
-    units: list[Unit] = []
-    for _, members in itertools.groupby(samples, key=lambda sample: sample.group):
-        unit: Unit = ()
-        for sample in members:
-            larger = (*unit, sample)
-            if unit and collate.max_tokens and laid_out_tokens([larger], collate.layout) > collate.max_tokens:
-                units.append(unit)
-                larger = (sample,)
-            unit = larger
-        units.append(unit)
-    return units
 
 
 # ---- samples as tensors ---------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""PromptRows: the prompts of a dataset, ready for an engine, and the rows that rewards want to see."""
+"""PromptRows and StreamedPrompts: the prompts of a dataset or of a stream, ready for an engine, with the rows that rewards see."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,6 +14,7 @@ import xxhash
 from posttrain.core.sample import Unit
 from posttrain.data.rows.formats import Detection
 from posttrain.data.store.prepare import PreparedDataset
+from posttrain.data.store.streaming import PreparedStream
 
 ROWS_HASHED = 256
 
@@ -26,10 +27,6 @@ class PromptRow:
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
     row: int  # in the user's dataset
-
-    @property
-    def is_conversational(self) -> bool:
-        return not isinstance(self.prompt, str)
 
 
 def prompt_row(unit: Unit, raw: dict[str, Any], detection: Detection) -> PromptRow:
@@ -74,3 +71,60 @@ class PromptRows:
     def take(self, indices: Iterable[int]) -> dict[int, PromptRow]:
         """Index -> its row; each is read once, however often it is asked for."""
         return {index: self[index] for index in dict.fromkeys(indices)}
+
+
+class StreamedPrompts:
+    """The prompts of a stream, by the number that each has in the run; in the place of PromptRows.
+
+    A stream has no length and is read in its own order; when it ends, its next epoch begins. Numbers are asked for in batches, each
+    above all before it. Every process reads all of it and keeps what it is asked for, so a prompt has one number for all of them.
+    After a resume the stream is read again up to where the run was; what it says must not depend on when it is read.
+    """
+
+    def __init__(self, prepared: PreparedStream) -> None:
+        self.prepared = prepared
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Begin with the first prompt of the run again."""
+        self._reader = self._endless()
+        self._next = 0  # number of the prompt that the reader gives next
+
+    @property
+    def report(self) -> Any:
+        """What became of the rows that were read in the current epoch."""
+        return self.prepared.report
+
+    def take(self, numbers: Iterable[int]) -> dict[int, PromptRow]:
+        """Number -> its prompt. Those in between belong to other processes, or to the time before a resume."""
+        wanted = sorted(set(numbers))
+        if wanted and wanted[0] < self._next:
+            raise RuntimeError(f"Prompt {wanted[0]} of the stream is asked for, but {self._next} were read already.")
+        found = {}
+        for number in wanted:
+            while self._next <= number:
+                row, unit = next(self._reader)
+                self._next += 1
+            found[number] = prompt_row(unit, row, self.prepared.detection)
+        return found
+
+    def _endless(self) -> Iterator[tuple[Any, Unit]]:
+        epoch = 0
+        while True:
+            self.prepared.set_epoch(epoch)
+            before = self._next
+            yield from self.prepared.rows_and_units()
+            if self._next == before:
+                raise ValueError(
+                    f"Nothing is left of {self.prepared.name}: in epoch {epoch} of the stream there was no usable prompt."
+                )
+            epoch += 1
+
+
+class StreamOrder:
+    """The order of a stream's prompts: as they come. In the place of PromptStream."""
+
+    num_rows = None  # not known
+
+    def row(self, number: int) -> int:
+        return number

@@ -49,9 +49,7 @@ class Rollout:
     prompt_length: int  # tokens
     finish_reason: str = "stop"  # "stop", "length" or "error"
     error: str | None = None
-    columns: dict[str, Any] = field(
-        default_factory=dict
-    )  # the other columns of its row, and what a rollout function added
+    columns: dict[str, Any] = field(default_factory=dict)  # of its row, and what a rollout function added
     environment: Any = None
     tool_calls: list[ToolCall] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None  # schemas that the prompt was written with

@@ -51,8 +51,8 @@ class Schedule:
         if samples % num_generations:
             raise ValueError(
                 f"A generation batch has {samples} samples ({batch_size} per device x {world_size} processes x {steps} "
-                f"micro-batches), which is no multiple of `num_generations`={num_generations}: groups would be incomplete. Change "
-                "`per_device_train_batch_size`, `gradient_accumulation_steps` or `num_generations`."
+                f"micro-batches), which is not a multiple of `num_generations`={num_generations}: groups would be incomplete. "
+                "Change `per_device_train_batch_size`, `gradient_accumulation_steps` or `num_generations`."
             )
         return cls(num_generations, batch_size, world_size, accumulation, steps, num_iterations)
 
@@ -64,9 +64,7 @@ class Schedule:
     def places(self, rank: int) -> list[int]:
         """Which samples of a generation batch a process owns, in the order of its micro-batches."""
         whole_steps = self.micro_batches % self.accumulation == 0
-        run = self.batch_size * (
-            self.accumulation if whole_steps else self.micro_batches
-        )  # of one process, in one step
+        run = self.batch_size * (self.accumulation if whole_steps else self.micro_batches)  # of a process, in a step
         starts = range(rank * run, self.samples, run * self.world_size)
         return [start + place for start in starts for place in range(run)]
 

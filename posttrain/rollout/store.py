@@ -10,10 +10,11 @@ from __future__ import annotations
 import io
 import json
 import logging
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -157,7 +158,7 @@ class RolloutStore:
     def forget_after(self, step: int) -> list[int]:
         """Remove the rollouts of later steps, those of all processes, and return their numbers.
 
-        For a run that goes on from a checkpoint of `step`: it makes them again. One process does this before any writes.
+        For a run that continues from a checkpoint of `step`: it makes them again. One process does this before any writes.
         """
         self.flush()
         later = [(number, path) for number, path in _step_folders(self.folder) if number > step]
@@ -244,7 +245,6 @@ def read_rollouts(folder: str | Path, steps: Iterable[int] | None = None) -> pa.
 def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
     """A rollout as the store keeps it."""
     sample, start = rollout.sample, rollout.prompt_length
-
     tools = rollout.tools or rollout.columns.get("tools")
 
     def column(name: str) -> np.ndarray | None:
@@ -281,16 +281,18 @@ def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
 
 def _text(said: Any) -> str:
     """Content that JSON has no word for (an image) is named, not kept."""
-    return (
-        said if isinstance(said, str) else json.dumps(said, ensure_ascii=False, default=lambda thing: repr(type(thing)))
-    )
+    if isinstance(said, str):
+        return said
+    return json.dumps(said, ensure_ascii=False, default=lambda thing: repr(type(thing)))
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
-    for fits, build in _BUILDERS:
-        if fits(kind):
-            return build(values, kind)
-    return pa.array(values, kind)
+    if pa.types.is_list(kind) and not pa.types.is_nested(kind.value_type):
+        return _number_lists(values, kind)
+    if pa.types.is_map(kind):
+        kept = _text if pa.types.is_string(kind.item_type) else lambda value: value
+        values = [None if one is None else [(name, kept(item)) for name, item in one.items()] for one in values]
+    return pa.array(_storable(values), kind)
 
 
 def _number_lists(values: list[Any], kind: pa.DataType) -> pa.Array:
@@ -303,54 +305,15 @@ def _number_lists(values: list[Any], kind: pa.DataType) -> pa.Array:
     return pa.ListArray.from_arrays(pa.array(offsets), flat, type=kind, mask=absent)
 
 
-def _number_maps(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Dicts of numbers; NaN is null."""
-    pairs = [None if value is None else [(name, _known(number)) for name, number in value.items()] for value in values]
-    return pa.array(pairs, kind)
-
-
-def _text_maps(values: list[Any], kind: pa.DataType) -> pa.Array:
-    """Dicts of anything that JSON has a word for."""
-    pairs = [
-        None if value is None else [(_storable(n), _storable(_text(v))) for n, v in value.items()] for value in values
-    ]
-    return pa.array(pairs, kind)
-
-
-def _plain_numbers(values: list[Any], kind: pa.DataType) -> pa.Array:
-    return pa.array([None if value is None else _known(value) for value in values], kind)
-
-
-def _texts(values: list[Any], kind: pa.DataType) -> pa.Array:
-    return pa.array([_storable(value) for value in values], kind)
-
-
-def _struct_lists(values: list[Any], kind: pa.DataType) -> pa.Array:
-    def cleaned(items: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
-        return None if items is None else [{name: _storable(item[name]) for name in item} for item in items]
-
-    return pa.array([cleaned(items) for items in values], kind)
-
-
 def _storable(value: Any) -> Any:
-    """Text that models make up may hold half of a character ("\\ud800" in JSON), which no file can: it becomes "?"."""
-    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
-
-
-def _known(number: float) -> float | None:
-    number = float(number)
-    return None if number != number else number
-
-
-_BUILDERS: list[tuple[Callable[[pa.DataType], bool], Callable[[list[Any], pa.DataType], pa.Array]]] = [
-    (lambda kind: pa.types.is_list(kind) and not pa.types.is_nested(kind.value_type), _number_lists),
-    (lambda kind: pa.types.is_map(kind) and pa.types.is_string(kind.item_type), _text_maps),
-    (pa.types.is_map, _number_maps),
-    (pa.types.is_floating, _plain_numbers),
-    (pa.types.is_string, _texts),
-    (pa.types.is_list, _struct_lists),
-]
-"""How the columns of a kind are made; anything else, pyarrow makes."""
+    """NaN is null. Text that models make up may hold half of a character ("\\ud800" in JSON), which no file can: it becomes "?"."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if isinstance(value, float | np.floating):
+        return None if math.isnan(value) else float(value)
+    if isinstance(value, dict):
+        return {name: _storable(item) for name, item in value.items()}
+    return type(value)(map(_storable, value)) if isinstance(value, list | tuple) else value
 
 
 def _step_folders(folder: Path) -> list[tuple[int, Path]]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import uuid
-from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -41,16 +40,13 @@ MOST_COUNTERS = 10_000
 
 def _from_base64(value: Any) -> bytes:
     if not isinstance(value, str):
-        raise ValueError
+        raise ValueError("it should be base64")
     return base64.b64decode(value, validate=True)
 
 
 Bytes = Annotated[bytes, BeforeValidator(_from_base64)]
-NAME = "a name of 1 to 200 letters, digits, '_', '.', ':' and '-'"
-TENSOR_NAME = f"a name of 1 to {MAX_NAME} letters, digits, '.', '_' and '-'"
-CHECKSUM = f"'KIND:32 hexadecimal digits' with KIND of {sorted(CHECKSUMS)}"
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\-]{1,200}$", description=NAME)]
-Checksum = Annotated[str, Field(pattern=f"^({'|'.join(CHECKSUMS)}):[0-9a-f]{{32}}$", description=CHECKSUM)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\-]{1,200}$")]
+Checksum = Annotated[str, Field(pattern=f"^({'|'.join(CHECKSUMS)}):[0-9a-f]{{32}}$")]
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 MaxTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
@@ -64,10 +60,6 @@ class Body(BaseModel):
     """An object with these fields and no others, each of exactly its type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class Nothing(Body):
-    """A body that may be left out."""
 
 
 # tokens -----------------------------------------------------------------------------------------------------------------
@@ -144,7 +136,7 @@ class Score(Asked):
 class TensorEntry(Body):
     """A tensor of a manifest."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$", max_length=MAX_NAME, description=TENSOR_NAME)]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$", max_length=MAX_NAME)]
     dtype: Literal[tuple(ITEM_BYTES)]
     shape: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TENSOR_BYTES)]], Field(max_length=MAX_DIMENSIONS)]
     checksum: Checksum | None
@@ -241,17 +233,7 @@ class Abort(Body):
     version: Version
 
 
-class LoadAdapter(Body):
-    path: Annotated[str, Field(min_length=1, max_length=4096)]
-    name: Name
-    version: Version
-
-
 # the rest ---------------------------------------------------------------------------------------------------------------
-
-
-class ResetCache(Body):
-    running: bool = False
 
 
 class Sleep(Body):
@@ -296,64 +278,22 @@ def read(value: Any, model: type[B], where: str = "the body", refusal: type[Serv
         return model.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise refusal(_sentence(model, first["type"], first["loc"], where)) from None
+        raise refusal(_sentence(model, first["type"], first["loc"], first["msg"], where)) from None
 
 
-def _sentence(model: type[Body], wrong: str, path: tuple[int | str, ...], where: str) -> str:
+def _sentence(model: type[Body], wrong: str, path: tuple[int | str, ...], rule: str, where: str) -> str:
+    """In pydantic's words what a value must be, and where in the body it stands."""
     if wrong in ("missing", "extra_forbidden"):
         inside, name = _place(path[:-1], where), f"`{str(path[-1])[:80]}`"
         if wrong == "missing":
             return f"{name} is missing from {inside}."
-        known = ", ".join(_type_at(model, path[:-1])[0].model_fields)
-        return f"{name} is not a field of {inside}; known are {known}."
+        known = f"; known are {', '.join(model.model_fields)}" if len(path) == 1 else ""
+        return f"{name} is not a field of {inside}{known}."
     place = _place(path, where)
-    return f"{place[0].upper()}{place[1:]} is {_what_it_is_not(*_type_at(model, path))}."
+    return f"{place[0].upper()}{place[1:]} is wrong: {rule[0].lower()}{rule[1:]}."
 
 
 def _place(path: tuple[int | str, ...], where: str) -> str:
     return " of ".join(
         [f"`{step[:80]}`" if isinstance(step, str) else f"entry {step}" for step in reversed(path)] + [where]
     )
-
-
-def _type_at(model: Any, path: tuple[int | str, ...]) -> tuple[Any, dict[str, Any]]:
-    """(type, limits) of the field at this place of a body."""
-    kind, limits = model, []
-    for step in path:
-        if isinstance(step, int) or get_origin(kind) is dict:
-            kind, limits = get_args(kind)[-1], []
-        else:
-            field = kind.model_fields[step]
-            kind, limits = field.annotation, [field, *field.metadata]
-        while get_origin(kind) in (Annotated, Union, UnionType):
-            if get_origin(kind) is Annotated:
-                kind, *more = get_args(kind)
-                limits += [limit for one in more for limit in (one, *getattr(one, "metadata", ()))]
-            else:
-                (kind,) = [one for one in get_args(kind) if one is not NoneType]
-    names = ("ge", "gt", "le", "min_length", "max_length", "description")
-    return kind, {name: getattr(one, name) for one in limits for name in names if getattr(one, name, None) is not None}
-
-
-def _what_it_is_not(kind: Any, limits: dict[str, Any]) -> str:
-    """What a value that was refused is not."""
-    if limits.get("description"):
-        return f"not {limits['description']}"
-    low, high = limits.get("ge", limits.get("gt")), limits.get("le")
-    shortest, longest = limits.get("min_length", 0), limits.get("max_length")
-    if kind is bool:
-        return "neither true nor false"
-    if kind is int:
-        return "not a whole number" if low is None else f"not a whole number from {low} to {high}"
-    if kind is float:
-        bound = f"above {low:g}" if "gt" in limits else f"from {low:g}"
-        return f"not a number {bound}" + ("" if high is None else f" up to {high:g}")
-    if kind is bytes:
-        return f"not base64 of at most {longest} bytes"
-    if kind is str:
-        return f"not a text of {shortest} to {longest} characters"
-    if get_origin(kind) is Literal:
-        return f"none of {', '.join(get_args(kind))}"
-    if get_origin(kind) is list:
-        return f"not a list of {shortest} {f'to {longest}' if longest else 'or more'} entries"
-    return "not a JSON object"

@@ -56,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
         "--random-weights", action="store_true", help="load no weights; nothing is served before the first update"
     )
     p.add_argument("--initial-version", type=int, default=0, help="version of the weights in the model's folder")
-    p.add_argument("--adapter-folder", type=Path, help="LoRA adapters are taken from here only; turns adapters on")
+    p.add_argument(
+        "--adapter-folder", type=Path, help="the LoRA adapters that trainers send are written here; turns adapters on"
+    )
     p.add_argument(
         "--shared-folder",
         type=Path,
@@ -112,25 +114,10 @@ def bind(host: str, port: int) -> socket.socket:
 def make_engine(args: argparse.Namespace) -> Engine:
     from .engine.vllm_engine import ADAPTER_MODULES, VLLMEngine, VLLMOptions
 
-    return VLLMEngine(
-        VLLMOptions(
-            model=args.model,
-            dtype=args.dtype,
-            context_length=args.context_length,
-            memory_share=args.memory_share,
-            tensor_parallel=args.tensor_parallel,
-            logprobs_mode=args.logprobs_mode,
-            adapters=args.adapter_folder is not None,
-            most_rank=args.most_rank,
-            adapter_modules=tuple(args.adapter_modules.split(",")) if args.adapter_modules else ADAPTER_MODULES,
-            sleep=args.sleep,
-            random_weights=args.random_weights,
-            eager=args.eager,
-            seed=args.seed,
-            shared_folder=args.shared_folder,
-            more=args.engine_args,
-        )
-    )
+    of_the_same_name = {name: value for name, value in vars(args).items() if name in VLLMOptions.__dataclass_fields__}
+    modules = tuple(args.adapter_modules.split(",")) if args.adapter_modules else ADAPTER_MODULES
+    others = {"adapters": args.adapter_folder is not None, "adapter_modules": modules, "more": args.engine_args}
+    return VLLMEngine(VLLMOptions(**(of_the_same_name | others)))
 
 
 def _options(args: argparse.Namespace) -> ServerOptions:

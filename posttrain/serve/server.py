@@ -172,21 +172,21 @@ class Metrics(Collector):
             seconds.add_metric([route], value)
         yield from (requests, seconds)
         version, thread, updater = server.versions.serving.version, server.thread, server.updater
-        for name, value, told in (
+        for name, value, help_text in (
             ("generated_tokens", thread.tokens, "Tokens that were sampled."),
             ("joined_requests", server.book.joined, "Requests sent again whose work was not done twice."),
             ("updates_committed", updater.committed, "Weight updates that were flipped to."),
             ("updates_failed", updater.failed, "Weight updates that were refused at the commit."),
         ):
-            yield CounterMetricFamily(f"posttrain_{name}", told, value)
-        for name, value, told in (
+            yield CounterMetricFamily(f"posttrain_{name}", help_text, value)
+        for name, value, help_text in (
             ("in_flight", thread.in_flight, "Completions that wait or run."),
             ("serving_version", -1 if version is None else version, "Version of the weights that serve; -1 for none."),
             ("ready", server.why_not_ready() is None, "1 where requests are answered."),
             ("engine_silent_seconds", thread.silent_seconds, "Since the engine's thread last moved."),
             ("uptime_seconds", time.monotonic() - server.started, "Since the start."),
         ):
-            yield GaugeMetricFamily(f"posttrain_{name}", told, float(value))
+            yield GaugeMetricFamily(f"posttrain_{name}", help_text, float(value))
 
 
 @dataclass

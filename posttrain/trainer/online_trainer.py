@@ -23,39 +23,39 @@ from torch import Tensor, nn
 from posttrain.core.batch import SHARED, StepTotals, TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.core.sample import Sample, Unit
-from posttrain.data.collate import Collator, split_by_tokens
+from posttrain.data.collate import Collator, as_units, split_by_tokens
 from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.data.render.templates import adopt_chat_format
 from posttrain.data.rows.formats import PROMPT_ONLY
+from posttrain.models.inference import evaluating
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference, Precomputed
 from posttrain.models.scoring.float32_head import compute_head_in_float32
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rewards.reward_set import RewardSet
 from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector, joined
-from posttrain.rollout.engines.protocol import ENGINES, RolloutEngine
-from posttrain.rollout.episodes.writing import Writer, evaluating
+from posttrain.rollout.engines.gathered_engine import GatheredEngine
+from posttrain.rollout.engines.joint_export import JointExport
+from posttrain.rollout.engines.protocol import RolloutEngine
+from posttrain.rollout.engines.select import ENGINES
+from posttrain.rollout.engines.weight_sync import WeightSync
+from posttrain.rollout.episodes.writing import Writer
 from posttrain.rollout.eval_loader import EvalRolloutLoader
-from posttrain.rollout.loader import RolloutLoader, as_units
-from posttrain.rollout.prompt_rows import PromptRows
+from posttrain.rollout.loader import RolloutLoader
+from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts, StreamOrder
 from posttrain.rollout.replay_buffer import ReplayBuffer
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
 from posttrain.rollout.source import Prompts, PromptStream, RolloutSource
-from posttrain.rollout.streamed_prompts import StreamedPrompts, StreamOrder
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
 from posttrain.trainer.online.agents import Agents, rows_for
-from posttrain.trainer.online.gathered_engine import GatheredEngine
-from posttrain.trainer.online.joint_export import JointExport
 from posttrain.trainer.online.rollout_log import RolloutLog
 from posttrain.trainer.online.rollout_metrics import as_tensors, rollout_metrics
 from posttrain.trainer.online.vllm_setup import refuse_correction_without_logps, vllm_engine
-from posttrain.trainer.online.weight_sync import WeightSync
 from posttrain.trainer.options.base import DEEPSPEED
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.report.progress import count, several
-from posttrain.trainer.step.gathering import any_process
 from posttrain.trainer.step.memory_fit import fit_memory
 
 logger = logging.getLogger(__name__)
@@ -133,9 +133,18 @@ class OnlineTrainer(BaseTrainer):
         fit_memory(self)
         self.engine = engine if engine is not None else self._make_engine()
         refuse_correction_without_logps(self)
-        self.weight_sync = WeightSync(self)
+        self.weight_sync = WeightSync(
+            self.engine,
+            self.model,
+            self.joint_export,
+            tolerance=self.args.vllm_sync_tolerance,
+            sharded_dtype=self.args.compute_dtype if self.is_fully_sharded else None,
+            process_index=self.args.process_index,
+            world_size=self.args.world_size,
+        )
         if self.args.replay_buffer_size:
             self.replay = ReplayBuffer(self.args.replay_buffer_size, self.args.seed)
+        self.has_old_logps = self.needs_old_logps  # the options are asked once, not in every window
         self.log_of_rollouts = RolloutLog(self)
         self.add_callback(self.log_of_rollouts)
         self.collector = self._make_collector()
@@ -231,17 +240,17 @@ class OnlineTrainer(BaseTrainer):
 
     def _make_collector(self) -> RolloutCollector:
         """It owns what a window needs; of this trainer it calls what is the method's (MethodHooks)."""
-        agents, function = self.agents, self.rollout_func
+        agents = self.agents
         writer = Writer(
-            self.engine,
-            self.model,
-            lambda: self.weight_sync.ready(self.state.global_step),
+            self.weight_sync,
             text_decoder(self.processing_class),
-            None if agents is None else functools.partial(agents.episodes, self.renderer, self.engine, self.args),
-            None if function is None else lambda prompts: function(prompts, self),
+            None if agents is None else agents.episodes(self.renderer, self.engine, self.args),
+            self.rollout_func,
+            self,
         )
-        release = {} if agents is None else {"release": agents.collected}
-        return RolloutCollector(writer, self.rewards, self, lambda: self.state, self.args.world_size, **release)
+        has_environments = agents is not None and agents.environments is not None
+        release = {"release": agents.environments.give_back} if has_environments else {}
+        return RolloutCollector(writer, self.rewards, self, self.args.world_size, **release)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -278,15 +287,16 @@ class OnlineTrainer(BaseTrainer):
 
     # ---- rollouts ----------------------------------------------------------------------------------------------------
 
-    def decode_exactly(self, ids: Any) -> str:
-        return self.processing_class.decode(ids, skip_special_tokens=False)
+    @property
+    def decode_exactly(self) -> Callable[[Any], str]:
+        return functools.partial(self.processing_class.decode, skip_special_tokens=False)
 
     def annotate(self, samples: list[Sample]) -> None:
         """The trainer's own log-probs, and the reference's, written on the samples."""
         collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
         passes = (lambda count: most_of_any_process(count, self.args)) if self.is_fully_sharded else int
         how = (collator, self.args.device, passes)
-        if self.needs_old_logps:
+        if self.has_old_logps:
             write_logps(samples, OLD_LOGPS, self._policy_logps, *how)
         if self.live is not None:
             write_logps(samples, PRECOMPUTED, lambda batch: self.live.scores(batch).logps, *how)
@@ -391,10 +401,6 @@ class OnlineTrainer(BaseTrainer):
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         with skipping_by_position():
             super()._run_epoch(*args, **kwargs)
-
-    def any_process(self, here: bool) -> bool:
-        """Whether something is true of any process, for WeightSync. Collective."""
-        return any_process(here, self.args)
 
     def identity_parts(self) -> dict[str, Any]:
         return super().identity_parts() | {"rewards": self.rewards.names}

@@ -198,7 +198,7 @@ def exported(viewed: Viewed, body: Json) -> Json:
     index, ids, kind = run.rollouts, body.get("ids"), str(body.get("format", ""))
     index.refresh()
     if ids is not None and not isinstance(ids, list):
-        raise ViewError("ids is no list of rollouts.")
+        raise ViewError("ids is not a list of rollouts.")
     records = with_ids(index, ids) if ids is not None else found_by(index, RolloutQuery.of(Question(words), index))
     made = export(kind, index, records)
     return {

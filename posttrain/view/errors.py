@@ -1,4 +1,4 @@
-"""What the viewer refuses, in words for whoever asked."""
+"""What the viewer refuses, in words for the caller."""
 
 from __future__ import annotations
 

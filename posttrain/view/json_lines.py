@@ -52,7 +52,7 @@ class GrowingLines:
 
 
 def _object_in(line: bytes) -> Entry | None:
-    """A line that a crash cut off says nothing; the run that goes on removes it."""
+    """A line that a crash cut off is left out; the resumed run removes it."""
     try:
         entry = plain(json.loads(line))
     except (ValueError, RecursionError):

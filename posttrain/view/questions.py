@@ -26,7 +26,7 @@ class Question:
         except ValueError:
             value = math.nan
         if not math.isfinite(value):
-            raise ViewError(f"{name}={word!r} is no number.")
+            raise ViewError(f"{name}={word!r} is not a number.")
         return value
 
     def whole(self, name: str, default: int | None = None, most: int | None = None) -> int | None:
@@ -35,7 +35,7 @@ class Question:
         if value is None:
             return default
         if value < 0 or value != int(value):
-            raise ViewError(f"{name}={self.words[name]!r} is no whole number from 0 on.")
+            raise ViewError(f"{name}={self.words[name]!r} is not a whole number of at least 0.")
         return int(value) if most is None else min(int(value), most)
 
     def needed_whole(self, name: str) -> int:

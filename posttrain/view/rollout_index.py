@@ -171,9 +171,7 @@ class RolloutIndex:
         compared = sorted((p for p in present if p in self._known and p not in self._compared), reverse=True)
         for batch in _batches(compared, COMPARED_FILES):
             self._compare(database, batch, present)
-            if (
-                self._asked != question or self._is_closed
-            ):  # new files come first; the others are compared on the next turn
+            if self._asked != question or self._is_closed:  # new files come first; the rest is compared next time
                 return
 
     def _present(self) -> dict[Path, Stamp]:
@@ -209,9 +207,7 @@ class RolloutIndex:
 
     def _compare(self, database: duckdb.DuckDBPyConnection, paths: list[Path], present: dict[Path, Stamp]) -> None:
         tables = {}
-        for (
-            path
-        ) in paths:  # one that was there a moment ago has been removed by a resumed run, and the next look forgets it
+        for path in paths:  # one that a resumed run has removed meanwhile is forgotten at the next look
             with contextlib.suppress(*UNREADABLE):
                 tables[path] = read_columns(path, ["sampling_logps", "old_logps", "trained"])
         with contextlib.suppress(duckdb.Error):  # no room: it stays unknown

@@ -87,7 +87,7 @@ class RolloutQuery:
 
 def prompt_key(word: str) -> str:
     if not PROMPT_NAME.fullmatch(word):
-        raise ViewError(f"prompt={word[:40]!r} is no key of a prompt.")
+        raise ViewError(f"prompt={word[:40]!r} is not the key of a prompt.")
     return word
 
 

@@ -1,4 +1,4 @@
-"""The server of the page: on loopback, for whoever has the token, and nothing but what is listed.
+"""The server of the page: on loopback, for callers with the token, and nothing but what is listed.
 
 Other pages in the same browser can send requests to this address too. Four things keep them out: the name that they reached it by
 must be loopback (a name of theirs that resolves to 127.0.0.1 is not), every question about a run needs the token, which no other
@@ -100,12 +100,12 @@ class Handler(BaseHTTPRequestHandler):
             name, kind = STATIC[path]
             return files("posttrain.view").joinpath("static", name).read_bytes(), kind
         if path not in api.GET:
-            raise WrongMethod("This is asked with POST.") if path in api.POST else NotFound("There is no such page.")
+            raise WrongMethod("Use POST for this path.") if path in api.POST else NotFound("There is no such page.")
         self._check_token()
         try:
             words = dict(parse_qsl(query, max_num_fields=MOST_WORDS))
         except ValueError as error:
-            raise ViewError(f"More than {MOST_WORDS} parameters are no question.") from error
+            raise ViewError(f"A question has at most {MOST_WORDS} parameters.") from error
         return _as_json(api.GET[path](self.server.viewed, Question(words)))
 
     def _post(self) -> tuple[bytes, str]:
@@ -113,7 +113,7 @@ class Handler(BaseHTTPRequestHandler):
         self.close_connection = True  # whatever is left of a body that is refused must not be read as a request
         if path not in api.POST:
             raise (
-                WrongMethod("This is asked with GET.")
+                WrongMethod("Use GET for this path.")
                 if path in (*api.GET, *STATIC)
                 else NotFound("There is no such page.")
             )
@@ -125,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             parts = urlsplit(self.path)
         except ValueError as error:
-            raise ViewError("This is no address.") from error
+            raise ViewError("This is not an address.") from error
         return parts.path, parts.query
 
     def _body(self) -> dict[str, Any]:
@@ -139,7 +139,7 @@ class Handler(BaseHTTPRequestHandler):
         except (ValueError, RecursionError) as error:
             raise ViewError("The body is not JSON.") from error
         if not isinstance(content, dict):
-            raise ViewError("The body is no JSON object.")
+            raise ViewError("The body is not a JSON object.")
         return content
 
     # ---- who may ask -------------------------------------------------------------------------------------------------
@@ -190,14 +190,14 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def log_message(self, format: str, *values: Any) -> None:
-        """Requests are not told in the terminal."""
+        """Requests are not printed in the terminal."""
         logger.debug(format, *values)
 
 
 def _as_json(value: Any) -> tuple[bytes, str]:
-    told = {"allow_nan": False, "ensure_ascii": False, "separators": (",", ":")}
+    strict = {"allow_nan": False, "ensure_ascii": False, "separators": (",", ":")}
     try:
-        text = json.dumps(value, **told)
+        text = json.dumps(value, **strict)
     except (ValueError, RecursionError):  # infinity or a nest somewhere in a file of rollouts
-        text = json.dumps(plain(value), **told)
+        text = json.dumps(plain(value), **strict)
     return text.encode("utf-8", "replace"), "application/json"

@@ -42,8 +42,8 @@ def summary(numbers: RunNumbers, width: int) -> Group:
     if numbers.rollouts:
         parts += _rollouts(numbers, width)
     for alert in numbers.alerts[-5:]:
-        told = f"alert  step {alert.get('step')}: {alert.get('seen', '')}; try: {alert.get('remedy', '')}"
-        parts.append(Text(printable(told), style="yellow"))
+        alert_text = f"alert  step {alert.get('step')}: {alert.get('seen', '')}; try: {alert.get('remedy', '')}"
+        parts.append(Text(printable(alert_text), style="yellow"))
     return Group(*parts, Text(""))
 
 

@@ -46,7 +46,7 @@ def test_what_was_said_goes_to_a_file_within_limits(run, tmp_path):
     [
         (["--to", "csv"], "invalid choice: 'csv'"),
         (["--to", "dpo", "--flags", "lost"], "There is no flag 'lost'"),
-        (["--to", "dpo", "--reward-min", "high"], "reward_min='high' is no number"),
+        (["--to", "dpo", "--reward-min", "high"], "reward_min='high' is not a number"),
     ],
 )
 def test_what_cannot_be_done_is_a_sentence(run, capsys, words, said):

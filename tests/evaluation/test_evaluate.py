@@ -8,7 +8,7 @@ import pytest
 from posttrain.data.render.renderer import Renderer
 from posttrain.evaluation.run import TaskEvaluation, engine_for, stop_ids
 from posttrain.evaluation.spec import EvalSpec
-from posttrain.rollout.engines.protocol import ENGINES
+from posttrain.rollout.engines.select import ENGINES
 from tests import tiny
 
 ROWS = [{"prompt": f"What is {i}?", "answer": i} for i in range(12)]

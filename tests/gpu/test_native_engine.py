@@ -19,7 +19,8 @@ from posttrain.models.layers.fused_lora import fuse_lora
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rollout.engines.native.engine import NativeEngine
-from posttrain.rollout.engines.protocol import ENGINES, SamplingParams, generate
+from posttrain.rollout.engines.protocol import SamplingParams, generate
+from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.transformers import TransformersEngine
 from tests.rollout import families
 from tests.rollout.families import FAMILIES, texts

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from posttrain.models.load.weight_export import exported_weights
-from posttrain.trainer.online.joint_export import JointExport
-from posttrain.trainer.online.weight_sync import send_weights
+from posttrain.rollout.engines.joint_export import JointExport
+from posttrain.rollout.engines.weight_sync import send_weights
 from tests.methods import vllm_runs
 from tests.trainer import fsdp_on_cpu
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from posttrain.rewards.reward_set import RewardOptions, RewardSet
-from posttrain.rewards.runtime.worker_process import new_number
+from posttrain.rewards.runtime.worker_pool import new_number
 from tests.forked import Child
 from tests.rewards.faulty import acting, group, judged
 from tests.waiting import eventually

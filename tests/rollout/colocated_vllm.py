@@ -266,7 +266,7 @@ def test_a_load_that_fails_leaves_the_engine_silent_until_a_whole_one(synced):
     broken = {
         "did not come": weights[:-1],
         "came twice": [*weights, weights[0]],
-        "no tensor of this model": [("model.other.weight", weights[0][1]), *weights],
+        "not a tensor of this model": [("model.other.weight", weights[0][1]), *weights],
         "has the shape": [(weights[0][0], weights[0][1][:5]), *weights[1:]],
         "it must come in torch.float32": [(weights[0][0], weights[0][1].half()), *weights[1:]],
     }
@@ -399,7 +399,7 @@ def test_a_thousand_adapters_exchanged_leave_both_bases_as_they_were():
     assert_agree(model.eval(), engine, prompts(20))
     with pytest.raises(ValueError, match="did not come"):
         engine.load_weights([], 1001)
-    assert engine.version == 1000  # the adapter before serves on
+    assert engine.version == 1000  # the adapter before keeps serving
     assert_agree(model, engine, prompts(5))
     disturb(model)
     with pytest.raises(WeightsDiffer, match="lora_A"):

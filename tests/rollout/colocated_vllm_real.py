@@ -11,7 +11,8 @@ import torch
 
 from posttrain.cli.commands import demo
 from posttrain.models.load.model import LoadOptions, load_model, load_tokenizer
-from posttrain.rollout.engines.protocol import ENGINES, Prompt, SamplingParams, generate
+from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
+from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.vllm.colocate import ColocatedVLLM, ColocateOptions
 from posttrain.rollout.engines.vllm.sync_probe import SyncProbe, scored_by
 from tests.slow import gsm8k

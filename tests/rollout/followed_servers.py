@@ -10,7 +10,7 @@ import torch
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
 from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
-from posttrain.trainer.online.weight_sync import send_weights
+from posttrain.rollout.engines.weight_sync import send_weights
 from tests.rollout.served import QUICK, numbered
 
 

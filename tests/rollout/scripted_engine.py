@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
+import torch
 from torch import Tensor
 
-from posttrain.rollout.engines.noise import noise_base, uniforms_numpy
+from posttrain.rollout.engines.noise import noise_base, uniforms
 from posttrain.rollout.engines.protocol import LENGTH, STOP, Completion, Prompt, SamplingParams
 
 Script = Callable[[Prompt], Completion | Sequence[int]]
@@ -82,8 +83,8 @@ class ScriptedSession:
         ids = np.asarray(said, np.int32)[:limit]
         stops = np.flatnonzero(np.isin(ids, self._params.stop_ids))
         ids = ids[: stops[0] + 1] if len(stops) else ids
-        base = np.int64(noise_base(self._params.seed, prompt.key, prompt.sample))
-        logps = (-2 * uniforms_numpy(base, prompt.first_token + np.arange(len(ids)))).astype(np.float32)
+        base = torch.tensor(noise_base(self._params.seed, prompt.key, prompt.sample))
+        logps = (-2 * uniforms(base, prompt.first_token + torch.arange(len(ids)))).float().numpy()
         seconds = {"queued": 0.0, "prefill": 0.0, "decode": 0.0}
         reason = STOP if len(stops) else LENGTH
         return Completion(ids, logps, logps.copy(), reason, None, seconds, self._engine.version)

@@ -19,7 +19,8 @@ from posttrain.data.collate import collate
 from posttrain.models.layers.fused_lora import fuse_lora
 from posttrain.models.scoring.token_scores import install_scores, score_tokens
 from posttrain.rollout.engines.native.engine import NativeEngine
-from posttrain.rollout.engines.protocol import ENGINES, Prompt, SamplingParams, generate
+from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
+from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.transformers import TransformersEngine
 from tests.rollout.families import FAMILIES, SEEDED, letters, loaded, prompts, texts
 

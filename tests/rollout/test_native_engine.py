@@ -15,7 +15,8 @@ from posttrain.rollout.engines.native import engine as native
 from posttrain.rollout.engines.native import step
 from posttrain.rollout.engines.native.cache import PAGE
 from posttrain.rollout.engines.native.engine import NativeEngine
-from posttrain.rollout.engines.protocol import ENGINES, Prompt, SamplingParams, generate
+from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
+from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.transformers import TransformersEngine
 from tests.rollout.families import SEEDED, VOCABULARY, loaded, model_of, prompts, texts
 

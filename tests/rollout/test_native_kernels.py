@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from posttrain.rollout.engines import sampling
-from posttrain.rollout.engines.native import decode_attention as plain
+from posttrain.rollout.engines.native import attention as plain
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, LayerShape, PagePool, pages_for
 from posttrain.rollout.engines.native.dense_rows import DenseRows
 from posttrain.rollout.engines.native.graphs import rows_of_graph
-from posttrain.rollout.engines.native.step import Rows, move_on
+from posttrain.rollout.engines.native.rows import Rows
+from posttrain.rollout.engines.native.step import move_on
 from posttrain.rollout.engines.noise import noise_base, words
 from posttrain.rollout.engines.sampling import DrawRule, draw
 

@@ -109,7 +109,7 @@ def test_a_sample_is_labelled_with_the_oldest_version_that_wrote_it():
             session.add(prompt)
             ((_, completion),) = session.advance()
             completion.version = version
-            episode.hear(completion)
+            episode.on_completion(completion)
     assert episode.is_over
     assert episode.rollout().sample.policy_version == 3
 

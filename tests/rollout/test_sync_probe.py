@@ -72,7 +72,7 @@ def test_only_a_whole_version_passes():
     for given, words in (
         ([("a", weights["a"])], "1 of 2 tensors did not come, b first"),
         ([("a", weights["a"]), ("a", weights["a"])], "a came twice"),
-        ([("c", weights["a"])], "c is no tensor of this model"),
+        ([("c", weights["a"])], "c is not a tensor of this model"),
         ([("a", weights["b"])], r"a has the shape \(4,\); it must have \(2, 3\)"),
         ([("a", weights["a"].half())], r"a came in torch.float16; it must come in torch.float32"),
     ):

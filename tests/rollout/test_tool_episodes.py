@@ -133,7 +133,7 @@ def test_a_turn_that_ended_with_a_stop_string_is_closed_for_it():
         session.add(episode.prompt())
         ((_, completion),) = session.advance()
     completion.finish_reason = "stop"
-    episode.hear(completion)
+    episode.on_completion(completion)
     while (prompt := episode.prompt()) is None:
         time.sleep(0.001)
     assert prompt.ids[len(PROMPT_IDS) + len(open_turn)] == STOP
@@ -271,7 +271,7 @@ class Stubborn:
     [
         ("raise", "reset of Stubborn failed: RuntimeError: no"),
         ("hang", "reset of Stubborn failed: It took longer than 0.1 s."),
-        ("image", "a block that is no text"),
+        ("image", "a block that is not text"),
     ],
 )
 def test_a_reset_that_fails_ends_its_episode(how, told):

@@ -16,6 +16,14 @@ from posttrain.rollout.episodes.tools import Toolbox
 from tests.waiting import eventually
 
 
+def run(box, name, arguments):
+    """Make a call and wait for it."""
+    running = box.start(name, arguments)
+    while not running.is_over:
+        running.pending.over.wait(0.01)
+    return running.finished()
+
+
 def double(number: int) -> int:
     """
     Twice a number.
@@ -83,7 +91,7 @@ async def blocks(value: str) -> str:
     ],
 )  # fmt: skip
 def test_results_become_text(thing, text):
-    call = Toolbox([anything]).run("anything", {"value": thing})
+    call = run(Toolbox([anything]), "anything", {"value": thing})
     assert (call.result, call.error) == (text, None)
 
 
@@ -103,14 +111,14 @@ def test_results_become_text(thing, text):
     ],
 )
 def test_mistakes_become_text(name, arguments, told):
-    call = Toolbox([anything, double]).run(name, arguments)
+    call = run(Toolbox([anything, double]), name, arguments)
     assert told in call.error
     assert json.loads(call.result) == {"error": call.error}
     call.arguments.encode()
 
 
 def test_long_results_are_cut_with_a_note():
-    call = Toolbox([anything], max_result=100).run("anything", {"value": "big"})
+    call = run(Toolbox([anything], max_result=100), "anything", {"value": "big"})
     assert call.result == "x" * 100 + "\n[cut: 10,000,000 characters, of which the first 100 are shown]"
 
 
@@ -128,8 +136,8 @@ def test_late_calls_are_given_up_and_others_go_on():
     hanging = [box.start("anything", {"value": "hang"}) for _ in range(4)]
     began = time.monotonic()
     eventually(lambda: all(one.is_over for one in hanging))
-    assert box.run("double", {"number": 4}).result == "8"  # although all threads that there were hang
-    assert box.run("slow_echo", {"text": "x", "seconds": 60}).error == "It took longer than 0.1 s."
+    assert run(box, "double", {"number": 4}).result == "8"  # although all threads that there were hang
+    assert run(box, "slow_echo", {"text": "x", "seconds": 60}).error == "It took longer than 0.1 s."
     assert time.monotonic() - began < 30
     assert {one.finished().error for one in hanging} == {"It took longer than 0.1 s."}
     assert box.threads.abandoned == 4
@@ -137,16 +145,16 @@ def test_late_calls_are_given_up_and_others_go_on():
 
 def test_a_blocked_event_loop_is_replaced():
     box = Toolbox([blocks, slow_echo], timeout=0.1)
-    assert box.run("blocks", {"value": "block"}).error == "It took longer than 0.1 s."
-    assert box.run("slow_echo", {"text": "x"}).result == "x"
+    assert run(box, "blocks", {"value": "block"}).error == "It took longer than 0.1 s."
+    assert run(box, "slow_echo", {"text": "x"}).result == "x"
 
 
 def test_too_many_hanging_calls_stop_the_run():
     box = Toolbox([anything], CallThreads(most_abandoned=2), timeout=0.02)
-    box.run("anything", {"value": "hang"})
-    box.run("anything", {"value": "hang"})
+    run(box, "anything", {"value": "hang"})
+    run(box, "anything", {"value": "hang"})
     with pytest.raises(RuntimeError, match="3 calls of tools or environments hang"):
-        box.run("anything", {"value": "hang"})
+        run(box, "anything", {"value": "hang"})
 
 
 def test_threads_are_used_again_and_end(monkeypatch):
@@ -154,11 +162,11 @@ def test_threads_are_used_again_and_end(monkeypatch):
     before = set(threading.enumerate())
     box = Toolbox([double])
     for i in range(300):
-        assert box.run("double", {"number": i}).result == str(2 * i)
+        assert run(box, "double", {"number": i}).result == str(2 * i)
     assert len(set(threading.enumerate()) - before) <= 2
     time.sleep(0.4)
     assert not set(threading.enumerate()) - before
-    assert box.run("double", {"number": 4}).result == "8"
+    assert run(box, "double", {"number": 4}).result == "8"
 
 
 def test_schemas_come_from_docstrings():

@@ -81,7 +81,7 @@ def test_the_two_tables_and_the_option_name_the_same_ways():
     assert ("auto", *SENDERS) == TRANSPORTS
     allowed = {route.path: route.at_once for route in ENDPOINTS}
     assert min(allowed["/weights/fetch"], allowed["/weights/part"]) >= AT_ONCE
-    with pytest.raises(ValueError, match="`pigeon` is no way for weights"):
+    with pytest.raises(ValueError, match="`pigeon` is not a transport for weights"):
         ServerClient("http://127.0.0.1:1", None, QUICK, "pigeon")
 
 

@@ -10,7 +10,7 @@ from posttrain.rollout.engines.vllm.kept_weights import plan_parts
 from posttrain.serve.engine.engine_thread import EngineThread
 from posttrain.serve.engine.protocol import Accepted, GenerateJob, Sampling
 from posttrain.serve.engine.versions import Serving, Versions
-from posttrain.serve.weights.parts import Part, parse_head
+from posttrain.serve.weights.staging import Part, parse_head
 from posttrain.serve.weights.update import UpdateLimits, Updater
 from posttrain.serve.wire.payload import MAX_VERSION, Manifest, TensorSpec, checksum, split_part
 from tests.serve.echo_engine import EchoEngine, numbered_weights

@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
+from safetensors import safe_open
 
-from posttrain.serve.engine.model_folder import tensor_names
 from posttrain.serve.engine.versions import Serving, Versions
 from posttrain.serve.errors import FieldError
 from posttrain.serve.weights import adapters
@@ -17,6 +17,11 @@ from posttrain.serve.weights.adapters import LOCK, WEIGHTS, Adapters, PushedAdap
 from tests.serve.echo_engine import EchoEngine, numbered_weights
 
 NAME = "m.q_proj.lora_A.weight"
+
+
+def tensor_names(path):
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
 
 
 class OneServer:
@@ -116,9 +121,6 @@ def test_the_new_adapter_serves_on_where_the_old_one_cannot_be_removed(tmp_path)
     assert (one.versions.serving.version, second.version) == (2, 2)
     assert tensor_names(tmp_path / second.path / WEIGHTS) == [NAME]
     assert "did not remove the adapter pushed-1 of version 1 (RuntimeError: no)" in one.adapters.notes[0]
-    one.adapters.unload(one.engine)
-    assert one.versions.serving == Serving(0)
-    assert len(one.adapters.notes) == 2
     refuses[0] = False
     third = one.push(3)
     assert (sorted(removed), one.adapters.notes) == ([1, 2], ())

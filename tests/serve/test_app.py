@@ -7,8 +7,6 @@ import random
 import sys
 
 import pytest
-import torch
-from safetensors.torch import save_file
 from starlette.requests import Request
 
 from posttrain.serve.auth import TokenFileError, token_file_of, token_left_at
@@ -31,7 +29,7 @@ ALL = [(endpoint.method, endpoint.path) for endpoint in ENDPOINTS]
 def test_the_application_has_the_routes_of_the_table_and_no_others(served):
     routes = served().app.app.routes
     assert sorted((method, route.path) for route in routes for method in route.methods - {"HEAD"}) == sorted(ALL)
-    assert len(ALL) == len(set(ALL)) == 18
+    assert len(ALL) == len(set(ALL)) == 15
 
 
 @pytest.mark.parametrize(("method", "path"), [*ALL, ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/nowhere")])
@@ -169,21 +167,27 @@ def test_a_deadline_ends_the_work_and_the_same_id_may_try_again(served):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"sampling": {"max_tokens": 0}}, "`max_tokens` of `sampling` of the body is not a whole number from 1"),
+        (
+            {"sampling": {"max_tokens": 0}},
+            "`max_tokens` of `sampling` of the body is wrong: input should be greater",
+        ),
         ({"sampling": {"max_tokens": 4, "temperature": -1}}, "temperature"),
-        ({"sampling": {"max_tokens": 4, "temperature": 10**400}}, "is not a number from 0 up to 1e+06"),
+        ({"sampling": {"max_tokens": 4, "temperature": 10**400}}, "`temperature` of `sampling` of the body is wrong: "),
         ({"deadline_s": -(10**400)}, "deadline_s"),
-        ({"sampling": {"max_tokens": 4, "top_p": 0}}, "above 0"),
+        (
+            {"sampling": {"max_tokens": 4, "top_p": 0}},
+            "`top_p` of `sampling` of the body is wrong: input should be greater",
+        ),
         ({"sampling": {"max_tokens": True}}, "max_tokens"),
         ({"prompts": [{"ids": [100_000]}]}, "Entry 0 of `ids`"),
         ({"prompts": [{"ids": [-1]}]}, "token id"),
         ({"prompts": [{}]}, "`ids` is missing from entry 0 of `prompts`"),
-        ({"prompts": []}, "list of 1"),
+        ({"prompts": []}, "`prompts` of the body is wrong: list should have at least 1 item"),
         ({"prompts": [{"ids": [1] * 4096}]}, "one token at least must fit"),
         ({"prompts": [{"ids": [1], "n": 2, "seeds": [1]}]}, "n = 2 and 1 seeds"),
         ({"request_id": "../x y"}, "request_id"),
         ({"accept": {"min": -1}}, "min"),
-        ({"surprise": 1}, "`surprise` is not a field"),
+        ({"surprise": 1}, "`surprise` is not a field of the body; known are request_id, accept"),
         ({"deadline_s": 1e9}, "deadline_s"),
     ],
 )
@@ -268,58 +272,6 @@ def test_sleeping_refuses_and_level_2_needs_new_weights(served):
         assert (await one("POST", "/generate", asked("r2"))).status == 503
         assert not (await one("POST", "/wake", {"tags": ["kv_cache"]})).json()["sleeping"]
         assert (await one("POST", "/generate", asked("r2"))).json()["completions"][0][0]["ids"] == [1] * 4
-        assert (await one("POST", "/reset_prefix_cache")).json() == {"reset": True}
-
-    asyncio.run(go())
-
-
-def test_adapters_stay_in_their_folder(served, tmp_path):
-    folder, outside = tmp_path / "adapters", tmp_path / "outside"
-    for path in (folder / "good", outside, folder / "linked"):
-        path.mkdir(parents=True)
-    for path in (folder / "good", outside):
-        save_file({"m.q_proj.lora_A.weight": torch.zeros(1)}, path / "adapter_model.safetensors")
-        (path / "adapter_config.json").write_text("{}")
-    (folder / "link").symlink_to(outside)
-    (folder / "circle").symlink_to(folder / "circle")
-    for name in ("adapter_model.safetensors", "adapter_config.json"):
-        (folder / "linked" / name).symlink_to(outside / name)
-    one = served(options=ServerOptions(adapter_folder=folder))
-
-    async def go():
-        bad = [
-            "../outside",
-            str(outside),
-            "link",
-            "linked",
-            ".",
-            "",
-            "good/../../outside",
-            "/etc",
-            "good\0",
-            "/" * 4000 + "x",
-            "x" * 300,
-            "good/" + "x" * 256,
-            "circle",
-        ]
-        for path in bad:
-            reply = await one("POST", "/adapters/load", {"path": path, "name": "a", "version": 3})
-            assert reply.status == 400, (path, reply)
-        for name, tensors in (("head", "lm_head.lora_A.weight"), ("odd", "x.weight")):
-            (folder / name).mkdir()
-            (folder / name / "adapter_config.json").write_text("{}")
-            save_file({tensors: torch.zeros(1)}, folder / name / "adapter_model.safetensors")
-            assert (await one("POST", "/adapters/load", {"path": name, "name": "a", "version": 3})).status == 400
-        missing = await one("POST", "/adapters/load", {"path": "none", "name": "a", "version": 3})
-        assert missing.status == 404
-        loaded = await one("POST", "/adapters/load", {"path": "good", "name": "a", "version": 3})
-        assert loaded.json() == {"adapter": "a", "version": 3}
-        mine = (await one("POST", "/generate", asked())).json()["completions"][0][0]
-        assert (mine["ids"], mine["version"]) == ([3] * 4, 3)
-        base = (await one("POST", "/generate", asked("r2", base_weights=True))).json()["completions"][0][0]
-        assert base["ids"] == [0] * 4
-        assert (await one("POST", "/adapters/unload")).json() == {"adapter": None, "version": 0}
-        assert (await one("POST", "/adapters/unload")).status == 409
 
     asyncio.run(go())
 
@@ -338,6 +290,8 @@ def test_pushed_adapters_serve_by_version_and_old_ones_are_removed(served, tmp_p
             reply = (await one("POST", "/generate", asked(f"r{version}"))).json()["completions"][0][0]
             assert reply["spans"] == [[0, 4, version]]
             assert reply["ids"] == [version] * 4
+        base = (await one("POST", "/generate", asked("base", base_weights=True))).json()["completions"][0][0]
+        assert base["ids"] == [0] * 4
 
     asyncio.run(go())
     assert len(list(tmp_path.iterdir())) == 1

@@ -25,7 +25,7 @@ from posttrain.serve.errors import FieldError, PayloadError, TransportFailed
 from posttrain.serve.http.app import build_app
 from posttrain.serve.launch import bind
 from posttrain.serve.server import RolloutServer, ServerOptions
-from posttrain.serve.weights.parts import parse_head
+from posttrain.serve.weights.staging import parse_head
 from posttrain.serve.weights.transports import RECEIVERS
 from posttrain.serve.wire import shared_blocks
 from posttrain.serve.wire.collective import GLOO, Meeting, join
@@ -109,11 +109,11 @@ def test_only_plain_files_of_this_user_and_folder_are_taken(folder, tmp_path):
         taken(folder, name, 8)
     (folder.path / name).unlink()
     os.mkfifo(folder.path / name)
-    with pytest.raises(TransportFailed, match="no plain file"):
+    with pytest.raises(TransportFailed, match="not a plain file"):
         taken(folder, name, 8)
     (folder.path / name).unlink()
     (folder.path / name).mkdir()
-    with pytest.raises(TransportFailed, match="no plain file"):
+    with pytest.raises(TransportFailed, match="not a plain file"):
         taken(folder, name, 8)
     with folder.write([b"12345678"]) as block:
         for size in (0, 7, 9, 1 << 20):
@@ -354,7 +354,7 @@ def test_base64_is_strict():
 
     assert read({"x": "AAEC"}, Short).x == b"\0\1\2"
     for wrong in (None, 3, "A", "AA", "A A=", "AAAA\n", "é", "A" * 400, b"AAAA"):
-        with pytest.raises(FieldError, match="`x` of the body is not base64 of at most 6 bytes"):
+        with pytest.raises(FieldError, match="`x` of the body is wrong: "):
             read({"x": wrong}, Short)
     with pytest.raises(PayloadError):
         parse_head(b"")

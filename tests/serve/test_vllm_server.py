@@ -311,5 +311,3 @@ def test_adapters_are_pushed_by_version_and_the_base_stays(start, tmp_path):
     base = {"sequences": [{"ids": [4, 5, 6, 7]}], "base_weights": True}
     _, wanted = scores(tiny_model(0), [4, 5, 6, 7])
     assert server.post("/score", base)["scores"][0]["logps"] == pytest.approx(wanted.tolist(), abs=1e-4)
-    server.post("/adapters/unload")
-    assert_serves(server, tiny_model(0), 0, "unloaded")

@@ -14,7 +14,8 @@ from posttrain.data.collate import collate
 from posttrain.models.load.model import LoadOptions, load_model, load_tokenizer
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rollout.engines.native.engine import NativeEngine
-from posttrain.rollout.engines.protocol import ENGINES, Prompt, SamplingParams, generate
+from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
+from posttrain.rollout.engines.select import ENGINES
 from tests.slow import gsm8k
 
 pytestmark = pytest.mark.slow

@@ -403,7 +403,7 @@ def test_a_resumed_run_is_the_run(tmp_path, name):
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"num_generations": 3}, "no multiple of `num_generations`=3"),
+        ({"num_generations": 3}, "not a multiple of `num_generations`=3"),
         ({"num_generations": 1}, "`num_generations` is 1"),
         ({"loss_type": "nonsense"}, "nonsense"),
         (

@@ -16,6 +16,7 @@ from posttrain.rollout.engines.vllm.client import ServerClient, ServerInfo
 from posttrain.rollout.engines.vllm.params import PROCESSED, RAW
 from posttrain.rollout.engines.vllm.transport import Deadlines, ServerRefused, ServerSlow
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
+from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.trainer.online.vllm_setup import (
     _sends_adapter,
     client_of,
@@ -23,7 +24,6 @@ from posttrain.trainer.online.vllm_setup import (
     shared_gpu_notes,
     vllm_engine,
 )
-from posttrain.trainer.online.weight_sync import WeightSync
 from tests import tiny
 from tests.rollout.served import echo_process, needs_uvicorn
 
@@ -195,11 +195,10 @@ def test_servers_that_were_found_in_vain_are_not_watched_any_more(tmp_path):
 
 
 def test_a_tolerance_belongs_to_every_engine_with_weights_of_its_own():
-    args = GRPOConfig(output_dir="/tmp/nowhere", use_cpu=True, vllm_sync_tolerance=0.2)
-    foreign = SimpleNamespace(args=args, engine=SimpleNamespace(is_foreign=True))
-    assert WeightSync(foreign).trainer is foreign
+    tolerance = GRPOConfig(output_dir="/tmp/nowhere", use_cpu=True, vllm_sync_tolerance=0.2).vllm_sync_tolerance
+    assert WeightSync(SimpleNamespace(is_foreign=True), None, tolerance=tolerance).tolerance == 0.2
     with pytest.raises(ValueError, match="`vllm_sync_tolerance` is set, and the completions are written"):
-        WeightSync(SimpleNamespace(args=args, engine=SimpleNamespace()))
+        WeightSync(SimpleNamespace(), None, tolerance=tolerance)
     with pytest.raises(ValueError, match="`vllm_sync` is set, but `use_vllm` is not"):
         GRPOConfig(output_dir="/tmp/nowhere", use_cpu=True, vllm_sync="adapter", vllm_sync_tolerance=0.2)
 

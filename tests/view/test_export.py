@@ -82,7 +82,7 @@ def test_what_is_wrong_is_told(viewed):
         ({"run": 0, "format": "csv", "ids": []}, ViewError, "no format 'csv'"),
         ({"run": 4, "format": "dpo"}, NotFound, "no run 4"),
         ({"format": "dpo"}, ViewError, "run is missing"),
-        ({"run": 0, "format": "dpo", "ids": "all"}, ViewError, "no list"),
+        ({"run": 0, "format": "dpo", "ids": "all"}, ViewError, "not a list"),
         ({"run": 0, "format": "dpo", "ids": ["9/process-0/0"]}, NotFound, "no rollout"),
     ):
         with pytest.raises(kind, match=sentence):

@@ -138,8 +138,8 @@ def test_sorting_by_one_reward(index):
         ({"sort": "beauty"}, "cannot be sorted by 'beauty'"),
         ({"sort": "reward:no"}, "no reward 'no'"),
         ({"flags": "odd"}, "no flag 'odd'"),
-        ({"reward_min": "much"}, "'much' is no number"),
-        ({"prompt": "xyz"}, "no key of a prompt"),
+        ({"reward_min": "much"}, "'much' is not a number"),
+        ({"prompt": "xyz"}, "not the key of a prompt"),
     ],
 )
 def test_wrong_questions_are_named(index, words, sentence):

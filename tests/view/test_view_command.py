@@ -17,7 +17,7 @@ from rich.console import Console
 
 from posttrain.cli.main import main
 from posttrain.trainer.checkpoints.step_file import StepFile
-from posttrain.view.charts import told_apart
+from posttrain.view.report import told_apart
 from posttrain.view.run_folder import open_runs
 from posttrain.view.summary import print_summary, sparkline
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
-from posttrain.rewards.builtin.completion_text import final_text
+from posttrain.rewards.builtin.format import final_text
 
 PARSE_SECONDS, VERIFY_SECONDS = 10, 5
 CALL_SECONDS = 60.0  # of the helper process, which stops what no signal can
@@ -23,9 +23,7 @@ THINK_END = ("</think>",)
 ANSWER = (LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig())
 GOLD = (LatexExtractionConfig(), ExprExtractionConfig())
 
-logging.getLogger("math_verify").setLevel(
-    logging.ERROR
-)  # it warns about each text that takes too long; models write thousands
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about each of thousands of texts that take too long
 
 
 def accuracy_reward(

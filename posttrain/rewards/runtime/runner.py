@@ -4,22 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import hashlib
+import io
 import os
+import pickle
+import queue
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
 
-from posttrain.rewards.runtime.cache import RewardCache, cache_key
-from posttrain.rewards.runtime.in_process import InProcess
-from posttrain.rewards.runtime.invoke import ERROR, INVALID, Wants, is_async
+from posttrain.rewards.runtime.invoke import (
+    ERROR,
+    INVALID,
+    TIMEOUT,
+    Wants,
+    invoke,
+    invoke_async,
+    is_async,
+    timeout_message,
+)
 from posttrain.rewards.runtime.options import ALL_AT_ONCE, AUTO, RewardOptions
-from posttrain.rewards.runtime.outcomes import Outcomes
-from posttrain.rewards.runtime.results import Judged
-from posttrain.rewards.runtime.worker_pool import PackedCall, SuspectDied, WorkerPool
-from posttrain.rewards.runtime.worker_process import Unloadable
+from posttrain.rewards.runtime.results import Judged, Outcomes
+from posttrain.rewards.runtime.worker_pool import PackedCall, SuspectDied, Unloadable, WorkerPool
 
 JOIN_SECONDS = 10.0
 
@@ -173,7 +183,7 @@ class Runner:
         except Exception as error:  # every type refuses to be pickled in its own way
             return await self._stay(call, f"a column cannot be sent to a worker ({type(error).__name__}: {error})")
         reward = call.reward
-        state = call.outcomes.packed_state() if reward.wants.accepts("trainer_state") else None
+        state = call.outcomes.packed_state if reward.wants.accepts("trainer_state") else None
         packed = PackedCall(reward.key, reward.packed, arguments, state, is_async(reward.function))
         return await self.pool.call(packed, call.alone)
 
@@ -234,3 +244,157 @@ def stays_in_process(name: str, reason: str) -> str:
         f"Reward {name} runs in the trainer's process, not in a worker: {reason}. A time limit cannot stop it there, and a "
         "crash of it ends the run."
     )
+
+
+# ---- remembered values -----------------------------------------------------------------------------------------------
+
+
+class RewardCache:
+    """The most recently used values of pure rewards, which depend on nothing but the sample, by function and arguments."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.hits = 0
+        self._known: OrderedDict[bytes, tuple[float | None, dict[str, Any]]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def get(self, key: bytes | None) -> tuple[float | None, dict[str, Any]] | None:
+        """(value, what it logged), or None where it is not known."""
+        if key is None or key not in self._known:
+            return None
+        self._known.move_to_end(key)
+        self.hits += 1
+        return self._known[key]
+
+    def put(self, key: bytes | None, value: float | None, extras: dict[str, Any]) -> None:
+        if key is None:
+            return
+        self._known[key] = (value, extras)
+        self._known.move_to_end(key)
+        while len(self._known) > self.size:
+            self._known.popitem(last=False)
+
+
+def cache_key(function: int, arguments: dict[str, Any]) -> bytes | None:
+    """Equal for equal arguments; None for arguments that cannot be pickled, which are not remembered.
+
+    `fast` writes every object out in full: with pickle's memo, equal values have different bytes when they share parts.
+    """
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL)
+    pickler.fast = True
+    try:
+        pickler.dump((function, arguments))
+    except Exception:  # every type refuses in its own way, and not to remember is always right
+        return None
+    return hashlib.sha256(buffer.getbuffer()).digest()
+
+
+# ---- functions that cannot travel, on threads of the trainer's process: time limits as far as threads have them ------
+
+
+class Lane:
+    """Runs the calls of one function in order, on one thread of its own.
+
+    One at a time, since the function may not be safe to run twice at once; always on the same thread, since what
+    cannot travel often cannot change threads either. A thread cannot be killed: one that is over its time is left behind.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.wants = function, Wants(function)
+        self.turn = asyncio.Lock()
+        self.jobs: queue.SimpleQueue[Any] | None = None
+        self.abandoned = 0
+
+    async def call(self, arguments: dict[str, Any], limit: float | None) -> dict[str, Any]:
+        async with self.turn:
+            done: concurrent.futures.Future[dict[str, Any]] = concurrent.futures.Future()
+            self._jobs().put((arguments, done))
+            try:
+                async with asyncio.timeout(limit):
+                    return await asyncio.wrap_future(done)
+            except asyncio.CancelledError:
+                self._abandon()
+                raise
+            except TimeoutError:
+                self._abandon()
+                left = f" Its thread cannot be stopped and was left behind ({self.abandoned} so far)."
+                return {"fault": [TIMEOUT, timeout_message(limit) + left], "seconds": limit}
+
+    def _abandon(self) -> None:
+        self.jobs.put(None)  # the thread ends when its function does, should it ever
+        self.jobs = None
+        self.abandoned += 1
+
+    def _jobs(self) -> queue.SimpleQueue[Any]:
+        if self.jobs is None:
+            self.jobs = queue.SimpleQueue()
+            threading.Thread(target=self._run, args=(self.jobs,), daemon=True, name="reward function").start()
+        return self.jobs
+
+    def _run(self, jobs: queue.SimpleQueue[Any]) -> None:
+        while (job := jobs.get()) is not None:
+            arguments, done = job
+            if done.set_running_or_notify_cancel():
+                done.set_result(invoke(self.function, self.wants, arguments))
+
+    def close(self) -> None:
+        if self.jobs is not None:
+            self.jobs.put(None)
+
+
+class AsyncLane:
+    """Runs the calls of one async function on an event loop for the user's code, several at once."""
+
+    def __init__(self, function: Callable[..., Any], concurrency: int, loop: asyncio.AbstractEventLoop) -> None:
+        self.function, self.wants, self.loop = function, Wants(function), loop
+        self.room = asyncio.Semaphore(concurrency)
+        self.abandoned = 0
+
+    async def call(self, arguments: dict[str, Any], limit: float | None) -> dict[str, Any]:
+        async with self.room:
+            running = invoke_async(self.function, self.wants, arguments, limit)
+            answer = asyncio.run_coroutine_threadsafe(running, self.loop)
+            try:
+                async with asyncio.timeout(None if limit is None else limit + 1.0):
+                    return await asyncio.wrap_future(answer)
+            except TimeoutError:  # something blocks the loop, so that not even the cancellation arrives
+                self.abandoned += 1
+                return {"fault": [TIMEOUT, timeout_message(limit) + " It blocks the event loop."], "seconds": limit}
+
+    def close(self) -> None:
+        """The loop is stopped by its owner."""
+
+
+class InProcess:
+    """The lanes of a RewardSet, made when their function is first called."""
+
+    def __init__(self, concurrency: int) -> None:
+        self.concurrency = concurrency
+        self.lanes: dict[int, Lane | AsyncLane] = {}
+        self.loop: asyncio.AbstractEventLoop | None = None
+
+    async def call(
+        self, key: int, function: Callable[..., Any], arguments: dict[str, Any], limit: float | None
+    ) -> dict[str, Any]:
+        if key not in self.lanes:
+            self.lanes[key] = self._async_lane(function) if is_async(function) else Lane(function)
+        return await self.lanes[key].call(arguments, limit)
+
+    def _async_lane(self, function: Callable[..., Any]) -> AsyncLane:
+        if self.loop is None:
+            self.loop = asyncio.new_event_loop()
+            threading.Thread(target=self.loop.run_forever, daemon=True, name="async rewards").start()
+        return AsyncLane(function, self.concurrency, self.loop)
+
+    @property
+    def abandoned(self) -> int:
+        return sum(lane.abandoned for lane in self.lanes.values())
+
+    def close(self) -> None:
+        for lane in self.lanes.values():
+            lane.close()
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self.loop.stop)

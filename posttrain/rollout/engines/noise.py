@@ -1,4 +1,4 @@
-"""Randomness by counter: the same for the same (seed, key, sample, token), on every device and in numpy.
+"""Randomness by counter: the same for the same (seed, key, sample, token), on every device and in plain Python.
 
     base    = m(m(m(seed + g) + key + g) + sample + g)             of a completion
     word    = m(base + (token + 1) g)                              of one of its tokens
@@ -10,7 +10,6 @@ with m the finaliser and g the increment of SplitMix64 (Steele, Lea and Flood, O
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,6 +37,11 @@ def noise_base(seed: int, key: int, sample: int) -> int:
     return _signed(word)
 
 
+def word_of(base: int, token: int) -> int:
+    """The word of one token, unsigned; `words` has the same for tensors."""
+    return _mixed((base + (token + 1) * GOLDEN) & WORD)
+
+
 def words(bases: Tensor, tokens: Tensor) -> Tensor:
     """int64 bases and token numbers -> the words of those tokens. torch's int64 wraps around as the formula does."""
     word = bases + (tokens + 1) * _signed(GOLDEN)
@@ -59,16 +63,3 @@ def gumbels(word: Tensor, indices: Tensor) -> Tensor:
 def _shifted(word: Tensor, bits: int) -> Tensor:
     """A logical shift: torch's own fills in with the sign."""
     return torch.bitwise_right_shift(word, bits) & ((1 << (64 - bits)) - 1)
-
-
-def words_numpy(bases: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """The same in numpy, for whoever wants to check a draw without torch; unsigned."""
-    with np.errstate(over="ignore"):
-        word = bases.astype(np.uint64) + (tokens.astype(np.uint64) + np.uint64(1)) * np.uint64(GOLDEN)
-        word = (word ^ (word >> np.uint64(30))) * np.uint64(FIRST)
-        word = (word ^ (word >> np.uint64(27))) * np.uint64(SECOND)
-        return word ^ (word >> np.uint64(31))
-
-
-def uniforms_numpy(word: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    return ((words_numpy(word, indices) >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52

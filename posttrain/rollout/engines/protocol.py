@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from torch import Tensor, nn
+from torch import Tensor
 
 STOP, LENGTH, ERROR = "stop", "length", "error"
 """Finish reasons: a stop id or string; the allowance or the context is used up; this prompt could not be run."""
 
 Decode = Callable[[Sequence[int]], str]
-"""A detokeniser. Engines know token ids only; whoever has the tokenizer hands them one."""
+"""A detokeniser. Engines know token ids only; the owner of the tokenizer passes one in."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Prompt:
     ids: np.ndarray
     key: int = 0  # who this prompt is, for the noise
     sample: int = 0
-    first_token: int = 0  # number of the first token to be drawn: a later turn of an episode goes on counting
+    first_token: int = 0  # number of the first token to be drawn: a later turn of an episode continues the count
     max_tokens: int | None = None  # of this prompt alone; None: that of the params
     media: Mapping[str, Any] = field(default_factory=dict)
 
@@ -143,7 +143,7 @@ class RolloutEngine(Protocol):
 class ForeignEngine(RolloutEngine, Protocol):
     """An engine that is another program with weights of its own: they must be sent, and its log-probs are not quite the trainer's.
 
-    Where several processes ask one such engine it also has `target` and `follow`: see `trainer/weight_sync`.
+    Where several processes ask one such engine it also has `target` and `follow`: see `weight_sync`.
     """
 
     is_foreign: ClassVar[bool]  # True; engines that read the trainer's weights in place have no such attribute
@@ -171,19 +171,3 @@ def generate(
                 if on_finished is not None:
                     on_finished(place[ticket], completion)
     return finished
-
-
-def _native(model: nn.Module, **options: Any) -> RolloutEngine:
-    from posttrain.rollout.engines.native.engine import native_or_plain_engine
-
-    return native_or_plain_engine(model, **options)
-
-
-def _transformers(model: nn.Module, max_slots: int | None = None, **options: Any) -> RolloutEngine:
-    from posttrain.rollout.engines.transformers import BATCH_SIZE, TransformersEngine
-
-    return TransformersEngine(model, batch_size=max_slots or BATCH_SIZE, **options)
-
-
-ENGINES: dict[str, Callable[..., RolloutEngine]] = {"native": _native, "transformers": _transformers}
-"""Name -> function of (model, decode=..., and options of that engine)."""

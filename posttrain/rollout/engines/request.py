@@ -107,7 +107,7 @@ class EndOfText:
         self._reach = 4 * max((len(text) for text in params.stop), default=0) + 8
 
     def take_all(self, requests: Sequence[Request], ids: np.ndarray, logps: np.ndarray) -> list[str | None]:
-        """`take` for the columns of ids (steps, rows) and logps (2, steps, rows); those that just go on are quick."""
+        """`take` for the columns of ids (steps, rows) and logps (2, steps, rows); those that just continue are quick."""
         columns, numbers = ids.T.tolist(), logps.transpose(0, 2, 1).tolist()
         may_end = np.isin(ids, [*self._stop_ids]).any(0) | np.isnan(logps[1]).any(0) | bool(self._strings)
         found: list[str | None] = []
@@ -122,7 +122,7 @@ class EndOfText:
     def take(
         self, request: Request, ids: Sequence[int], sampling_logps: Sequence[float], policy_logps: Sequence[float]
     ) -> str | None:
-        """Give drawn tokens to a request, up to the one that ends it; the finish reason, or None where it goes on."""
+        """Give drawn tokens to a request, up to the one that ends it; the finish reason, or None where it continues."""
         before = len(request.ids)
         ids = ids[: request.remaining]
         reason = None

@@ -1,7 +1,7 @@
 """Completions that match a regular expression: which tokens may come next, by outlines-core.
 
 Engines know no tokenizer, so the text of each token is read off the detokeniser: what `decode` says of a known token followed by
-it, less what it says of the known token alone. Tokens that are no whole characters are never used inside of an expression.
+it, less what it says of the known token alone. Tokens that are not whole characters are never used inside of an expression.
 """
 
 from __future__ import annotations

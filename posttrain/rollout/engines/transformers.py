@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.inference import context_length, evaluating, inference
 from posttrain.models.load.model import innermost_model
-from posttrain.rollout.engines.model_state import as_for_generation, context_length, inference
 from posttrain.rollout.engines.native import probe
 from posttrain.rollout.engines.noise import words
 from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, SamplingParams
@@ -66,7 +66,7 @@ class TransformersEngine:
 
     def _difference(self) -> tuple[float, float]:
         """How far two short prompts, continued token by token, are from a full forward, and what rounding may amount to."""
-        with as_for_generation(self.model), inference(next(self.model.parameters()).device):
+        with evaluating(self.model), inference(next(self.model.parameters()).device):
             return probe.difference(self.model, self._probe_answers)
 
     def _probe_answers(self, sequences: list[np.ndarray]) -> list[Tensor]:
@@ -85,7 +85,7 @@ class TransformersEngine:
 
     @contextmanager
     def session(self, params: SamplingParams) -> Iterator[PlainSession]:
-        with as_for_generation(self.model):
+        with evaluating(self.model):
             yield PlainSession(self, params)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:

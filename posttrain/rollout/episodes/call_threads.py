@@ -1,7 +1,7 @@
 """CallThreads: calls of somebody else's functions, plain or async, beside the trainer, with a time limit for each.
 
-Nobody waits here: whoever started a call asks now and then whether it is over. A thread cannot be killed: one that is over its time
-is left behind and counted, and when too many of them hang, the run is stopped.
+Calls do not block the caller, who polls whether one is over. A thread cannot be killed: one that exceeds its time is abandoned and
+counted, and when too many of them hang, the run is stopped.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from typing import Any
 THREADS = 32
 MOST_ABANDONED = 200
 IDLE_SECONDS = 5.0
-GRACE_SECONDS = (
-    1.0  # an async call is cancelled at its limit; if not even that happens, something blocks its event loop
-)
+GRACE_SECONDS = 1.0  # an async call is cancelled at its limit; if that does not happen, something blocks its event loop
 
 
 class CallTimeout(Exception):
@@ -50,7 +48,7 @@ class Pending:
 
     @property
     def hangs(self) -> bool:
-        """Nobody waits for it any more, but it is still running."""
+        """Abandoned, but still running."""
         return self.abandoned and not self.returned
 
     @property
@@ -61,7 +59,7 @@ class Pending:
 
 
 class CallThreads:
-    """`start` a function of no arguments, then ask `is_over` until it says so; `run` does both and waits."""
+    """`start` a function of no arguments, then ask `is_over` until it says so."""
 
     def __init__(self, threads: int = THREADS, most_abandoned: int = MOST_ABANDONED) -> None:
         self.size, self.most_abandoned = threads, most_abandoned
@@ -90,14 +88,8 @@ class CallThreads:
             self._give_up(call)
         return call.over.is_set()
 
-    def run(self, function: Callable[[], Any], limit: float | None, is_async: bool = False) -> Pending:
-        call = self.start(function, limit, is_async)
-        while not self.is_over(call):
-            call.over.wait(0.01)
-        return call
-
     def drop(self, call: Pending) -> None:
-        """Nobody wants to know any more."""
+        """Its result is no longer wanted."""
         with self._changed:
             if call.began is None and call in self._jobs:
                 self._jobs.remove(call)
@@ -157,7 +149,7 @@ class CallThreads:
                 self._end(call, error=error)
 
     def _next(self) -> Pending | None:
-        """The next call; None after some time without any, so that nobody's threads outlive their use."""
+        """The next call; None after some time without any, so that idle threads end."""
         with self._changed:
             while not self._jobs:
                 self._waiting += 1
@@ -187,7 +179,7 @@ class CallThreads:
             self._end(call, result)
         except TimeoutError as error:
             self._end(call, error=CallTimeout(took_too_long(call.limit)) if running.expired() else error)
-        except BaseException as error:  # as above; a cancellation is nobody's but the tool's own
+        except BaseException as error:  # as above; a cancellation is the tool's own
             self._end(call, error=error)
 
 

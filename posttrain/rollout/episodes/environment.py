@@ -101,13 +101,11 @@ class Environment:
         return self._started[0]
 
     def start(self, name: Any, arguments: Any) -> RunningCall:
-        """A call of one of its tools; none while an earlier one hangs in it, since nobody promised that two may run at once."""
+        """A call of one of its tools; none while an earlier one hangs in it, since two may not be safe to run at once."""
         if any(call.hangs for call in self._started):
             call = self.toolbox.start(None, {})
-            call.call.name, call.fault = (
-                str(name),
-                "An earlier call is still running; nothing else can be done meanwhile.",
-            )
+            call.call.name = str(name)
+            call.fault = "An earlier call is still running; nothing else can be done meanwhile."
             return call
         running = self.toolbox.start(name, arguments)
         if running.pending is not None:
@@ -161,9 +159,9 @@ async def _asked(environment: Any, cls: type) -> float | None:
     return await asyncio.to_thread(environment.get_reward)
 
 
-def extended_prompt(prompt: Sequence[dict[str, Any]], told: Any) -> list[dict[str, Any]]:
+def extended_prompt(prompt: Sequence[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
     """The prompt with what `reset` returned at the end of its last message."""
-    text = told if isinstance(told, str) else _joined(told)
+    text = observation if isinstance(observation, str) else _joined(observation)
     *before, last = prompt
     content = last.get("content") or ""
     if not isinstance(content, str):
@@ -179,6 +177,6 @@ def _joined(blocks: Any) -> str:
     for block in blocks:
         text = block.get("text") if isinstance(block, Mapping) else block
         if not isinstance(text, str):
-            raise TypeError(f"`reset` returned a block that is no text: {str(block)[:100]}.")
+            raise TypeError(f"`reset` returned a block that is not text: {str(block)[:100]}.")
         texts.append(text)
     return "".join(texts)

@@ -1,6 +1,6 @@
 """Episodes: a prompt, the model's words, perhaps somebody's answer, the model's words again. Each advances on its own.
 
-An Episode says which tokens the engine is to continue, hears what was written, and decides whether it is over. Its Sample grows by
+An Episode says which tokens the engine is to continue, takes what was written, and decides whether it is over. Its Sample grows by
 appending token ids: nothing is ever decoded and tokenised again, so what was sampled is what is trained.
 """
 
@@ -29,7 +29,7 @@ class Episode(Protocol):
     def prompt(self) -> Prompt | None:
         """What the engine is to continue next; None as long as somebody else (a tool) has not answered, and when it is over."""
 
-    def hear(self, completion: Completion) -> None:
+    def on_completion(self, completion: Completion) -> None:
         """What the engine wrote."""
 
     @property
@@ -63,7 +63,7 @@ def run_episodes(
             finished = session.advance() if running else []
             for ticket, completion in finished:
                 index = running.pop(ticket)
-                episodes[index].hear(completion)
+                episodes[index].on_completion(completion)
                 if episodes[index].is_over:
                     on_finished(index, episodes[index].rollout())
                 else:
@@ -82,7 +82,7 @@ class SingleTurn:
     def prompt(self) -> Prompt:
         return Prompt(self.row.ids, key=self.request.number, sample=self.request.sample)
 
-    def hear(self, completion: Completion) -> None:
+    def on_completion(self, completion: Completion) -> None:
         self.completion = completion
 
     @property

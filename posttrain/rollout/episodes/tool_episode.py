@@ -3,14 +3,14 @@
     prompt | what the model said ... <stop> | results, generation prompt | what the model said ... <stop> | ...
              trained                          foreign, not trained         trained
 
-Nobody waits for anybody: while the tools of one episode work, the engine writes the turns of others.
+Episodes do not wait for each other: while the tools of one episode work, the engine writes the turns of others.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -20,14 +20,14 @@ from posttrain.data.render.conversation import Conversation, RenderError
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.render.turn_suffix import ToolResult, TurnSuffix
 from posttrain.data.rows.message_checks import read_template_kwargs, read_tools
-from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Completion, Prompt
+from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Completion, Prompt, SamplingParams
 from posttrain.rollout.episodes.call_threads import Pending
 from posttrain.rollout.episodes.environment import Environment, extended_prompt
 from posttrain.rollout.episodes.tools import RunningCall, Toolbox, in_words
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout, ToolCall
 
-PREFIX_TOKENS = 64  # of a prompt: its end may open what the turn goes on with, such as reasoning
+PREFIX_TOKENS = 64  # of a prompt: its end may open what the turn continues, such as reasoning
 MALFORMED = "This call cannot be read: it must be one JSON object in the form that was shown."
 
 
@@ -38,14 +38,28 @@ class EpisodeRules:
     renderer: Renderer
     suffix: TurnSuffix | None  # None: there are no tools
     toolbox: Toolbox  # of episodes without an environment
-    stop_ids: frozenset[int]
-    max_completion: int  # tokens of all turns and results together
+    stop_ids: frozenset[int] = frozenset()
+    max_completion: int = 0  # tokens of all turns and results together
     max_rounds: int | None = None  # of calls
     max_prompt: int | None = None  # tokens of a prompt that an environment has changed
     context: int | None = None  # tokens that the model can see
     timeout: float | None = None  # seconds of a whole episode
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     renders_by_row: bool = False  # prompts were encoded without tools, as these depend on the row's environment
+
+
+@dataclass(frozen=True)
+class ToolEpisodes:
+    """Makes the episodes of a window; `lend` gives the environment of a row, where there are environments."""
+
+    rules: EpisodeRules
+    lend: Callable[[PromptRow], Environment] | None = None
+
+    def __call__(
+        self, rows: Sequence[PromptRow], requests: Sequence[Request], params: SamplingParams
+    ) -> list[ToolEpisode]:
+        rules = replace(self.rules, stop_ids=frozenset(params.stop_ids), max_completion=params.max_tokens)
+        return [ToolEpisode(row, request, rules, self.lend) for row, request in zip(rows, requests)]
 
 
 class ToolEpisode:
@@ -101,11 +115,11 @@ class ToolEpisode:
             max_tokens=self.rules.max_completion - self._length,
         )
 
-    def hear(self, completion: Completion) -> None:
+    def on_completion(self, completion: Completion) -> None:
         self._parts.append(completion)
         self._length += len(completion.ids)
         self._sampled += len(completion.ids)
-        if self._began is None:  # the time that the first turn waited for the engine is nobody's fault
+        if self._began is None:  # the time that the first turn waited for the engine does not count
             own = completion.seconds.get("prefill", 0.0) + completion.seconds.get("decode", 0.0)
             self._began = time.monotonic() - own
         for phase, seconds in completion.seconds.items():
@@ -170,9 +184,9 @@ class ToolEpisode:
         except (RenderError, TypeError) as error:
             self._fail(f"The prompt after reset of {self.environment.kind.cls.__name__} cannot be used: {error}")
 
-    def _encode_prompt(self, told: Any) -> None:
-        if told is not None:
-            self.messages = extended_prompt(self.messages, told)
+    def _encode_prompt(self, observation: Any) -> None:
+        if observation is not None:
+            self.messages = extended_prompt(self.messages, observation)
         elif not self.rules.renders_by_row:
             return
         chat = Conversation(self.messages, self._schemas(), {**self.rules.template_kwargs, **self._kwargs} or None)

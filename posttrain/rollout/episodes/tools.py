@@ -43,13 +43,13 @@ class Tool:
         name = getattr(function, "__name__", None)
         if not callable(function) or name is None or name == "<lambda>":
             raise TypeError(f"A tool is a function with a name, a docstring and type hints; {function!r} is none.")
-        told = f"{owner}.{name}" if owner else name
+        full_name = f"{owner}.{name}" if owner else name
         try:
             schema = get_json_schema(function)
         except Exception as error:  # several classes, some of them private to transformers
             raise ValueError(
-                f"Tool {told} cannot be described to the model: {' '.join(str(error).split()).rstrip('.')}. It needs a docstring "
-                "with a line for each argument under `Args:`, and type hints."
+                f"Tool {full_name} cannot be described to the model: {' '.join(str(error).split()).rstrip('.')}. It needs a "
+                "docstring with a line for each argument under `Args:`, and type hints."
             ) from error
         return cls(name, schema, function)
 
@@ -100,13 +100,6 @@ class Toolbox:
         except ToolFault as fault:
             return RunningCall(self, call, None, str(fault))
         return RunningCall(self, call, self.threads.start(function, self.timeout, runs_async))
-
-    def run(self, name: Any, arguments: Any) -> ToolCall:
-        """Make a call and wait for it."""
-        running = self.start(name, arguments)
-        while not running.is_over:
-            running.pending.over.wait(0.01)
-        return running.finished()
 
     def _bound(self, name: Any, arguments: Any) -> tuple[Callable[[], Any], bool]:
         tool = self.tools.get(name) if isinstance(name, str) else None
@@ -159,7 +152,7 @@ class RunningCall:
         return call
 
     def given_up(self) -> ToolCall:
-        """The call of an episode that is over; what becomes of it is nobody's business any more."""
+        """The call of an episode that is over; its result is no longer wanted."""
         if self.is_over:
             return self.finished()
         self.toolbox.threads.drop(self.pending)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
+import numpy as np
 
 from posttrain.core import faults
-from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
-from posttrain.rollout.episodes.episode import Decode, Episode, SingleTurn, run_episodes
-from posttrain.rollout.episodes.rollout_function import written_by_function
-from posttrain.rollout.prompt_rows import PromptRow, PromptRows
-from posttrain.rollout.rollout import Request, Rollout
-from posttrain.rollout.streamed_prompts import StreamedPrompts
+from posttrain.core.sample import Sample
+from posttrain.models.inference import evaluating
+from posttrain.rollout.engines.protocol import SamplingParams
+from posttrain.rollout.engines.weight_sync import WeightSync
+from posttrain.rollout.episodes.episode import Decode, Episode, SingleTurn, as_completion, run_episodes
+from posttrain.rollout.prompt_rows import PromptRow, PromptRows, StreamedPrompts
+from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout
 
 AnyRows = PromptRows | StreamedPrompts
 MakeEpisodes = Callable[[Sequence[PromptRow], Sequence[Request], SamplingParams], Sequence[Episode]]
@@ -25,16 +25,15 @@ class Writer:
 
     def __init__(
         self,
-        engine: RolloutEngine,
-        model: nn.Module,
-        ready: Callable[[], dict[str, float]],
+        weight_sync: WeightSync,
         decode: Decode,
         episodes: MakeEpisodes | None = None,
-        function: Callable[[list[Any]], dict[str, Any]] | None = None,
+        function: Callable[[list[Any], Any], dict[str, Any]] | None = None,
+        trainer: Any = None,
     ) -> None:
-        """`ready` wakes the engine and gives it this step's weights, and says what that took. `episodes` makes those with tools or
-        environments; `function` writes in the place of engine and episodes."""
-        self.engine, self.model, self.ready, self.decode = engine, model, ready, decode
+        """`weight_sync` has the engine, wakes it and gives it the weights of a step. `episodes` makes those with tools or
+        environments; `function`, which is given `trainer`, writes in the place of engine and episodes."""
+        self.weight_sync, self.decode, self.trainer = weight_sync, decode, trainer
         self.episodes = episodes or self._single_turns
         self.function = function
 
@@ -43,23 +42,27 @@ class Writer:
         rows: AnyRows,
         requests: Sequence[Request],
         params: SamplingParams,
+        version: int,
         on_finished: Callable[[int, Rollout], None],
     ) -> dict[str, float]:
-        """Hand each rollout over as soon as it is finished, with the number of its request; returns what `ready` took."""
+        """Hand each rollout over as soon as it is finished, with the number of its request; returns what it took to send the
+        weights. `version` is that of the weights which write."""
         faults.fault_point("generate")
         known = rows.take(request.row for request in requests)
         mine = [known[request.row] for request in requests]
-        with evaluating(self.model):
-            took = self.ready()
+        engine = self.weight_sync.engine
+        with evaluating(self.weight_sync.model):
+            took = self.weight_sync.ready(version)
             try:
                 if self.function is None:
-                    run_episodes(self.engine, self.episodes(mine, requests, params), params, on_finished)
+                    run_episodes(engine, self.episodes(mine, requests, params), params, on_finished)
                 else:
-                    found = written_by_function(self.function, mine, requests, self.decode, params.stop_ids)
+                    answer = self.function([row.prompt for row in mine], self.trainer)
+                    found = written_by_function(answer, mine, requests, self.decode, params.stop_ids)
                     for index, rollout in enumerate(found):
                         on_finished(index, rollout)
             finally:
-                self.engine.sleep()
+                engine.sleep()
         faults.fault_point("score")
         return took
 
@@ -69,12 +72,65 @@ class Writer:
         return [SingleTurn(row, request, self.decode) for row, request in zip(rows, requests)]
 
 
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout, and as it was afterwards."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
+NEEDED = ("prompt_ids", "completion_ids")
+KNOWN = (*NEEDED, "logprobs", "env_mask")
+
+
+def written_by_function(
+    answer: dict[str, Any],
+    rows: Sequence[PromptRow],
+    requests: Sequence[Request],
+    decode: Decode,
+    stop_ids: tuple[int, ...],
+) -> list[Rollout]:
+    """One rollout for each request, from what a user's `rollout_func(prompts, trainer)` returned (`answer`).
+
+    It is given the prompts, one for each completion that is wanted; it returns lists of that length:
+    `prompt_ids`, `completion_ids`, and, where it has them, `logprobs` (of the tokens of each completion, as they were sampled),
+    `env_mask` (0 for tokens of a completion that the model did not say) and any further lists, which rewards are given.
+    """
+    _check(answer, len(requests))
+    rollouts = []
+    for index, (row, request) in enumerate(zip(rows, requests)):
+        one = {name: values[index] for name, values in answer.items() if values is not None}
+        rollouts.append(_rollout(one, row, request, decode, stop_ids))
+    return rollouts
+
+
+def _check(answer: Any, wanted: int) -> None:
+    if not isinstance(answer, dict) or any(name not in answer for name in NEEDED):
+        found = f"a dict with {', '.join(answer)}" if isinstance(answer, dict) else f"a {type(answer).__name__}"
+        raise ValueError(f"`rollout_func` returned {found}; it must return a dict with {' and '.join(NEEDED)}.")
+    for name, values in answer.items():
+        if values is not None and (not hasattr(values, "__len__") or len(values) != wanted):
+            length = len(values) if hasattr(values, "__len__") else "no"
+            raise ValueError(f"`rollout_func` returned {length} entries of {name!r} for {wanted} prompts.")
+
+
+def _rollout(
+    one: dict[str, Any], row: PromptRow, request: Request, decode: Decode, stop_ids: tuple[int, ...]
+) -> Rollout:
+    prompt_ids, completion_ids = (np.asarray(one[name], dtype=np.int32) for name in NEEDED)
+    size = len(completion_ids)
+    logps = np.full(size, np.nan, dtype=np.float32)
+    if one.get("logprobs") is not None:
+        logps = np.asarray(one["logprobs"], dtype=np.float32)
+    said = np.asarray(one.get("env_mask", np.ones(size)), dtype=bool)
+    for name, values in (("logprobs", logps), ("env_mask", said)):
+        if len(values) != size:
+            raise ValueError(
+                f"`rollout_func`: sample {request.sample} of row {row.row} has {len(values)} entries of {name!r} for {size} tokens."
+            )
+    prompt = Sample(prompt_ids, np.zeros(len(prompt_ids), dtype=bool), row=row.row, group=request.number)
+    sample = prompt.append(completion_ids, trained=True, **{SAMPLING_LOGPS: logps, POLICY_LOGPS: logps})
+    sample.trained[len(prompt_ids) :] = said
+    extra = {name: value for name, value in one.items() if name not in KNOWN}
+    return Rollout(
+        request,
+        prompt=row.prompt,
+        completion=as_completion(row.prompt, decode(completion_ids)),
+        sample=sample,
+        prompt_length=len(prompt_ids),
+        finish_reason="stop" if size and int(completion_ids[-1]) in stop_ids else "length",
+        columns={**row.columns, **extra},
+    )

@@ -119,19 +119,19 @@ class EngineThread:
             )
 
     def _counted(self, done: Done) -> Done:
-        def count_and_tell(outcome: Outcome) -> None:
+        def count_and_pass_on(outcome: Outcome) -> None:
             with self._count_lock:
                 self._in_flight -= 1
             done(outcome)
 
-        return count_and_tell
+        return count_and_pass_on
 
     def abort(self, job_ids: list[str], why: str) -> None:
         self._send(lambda: self._abort(job_ids, why))
 
     def _send(self, command: Callable[[], None]) -> None:
         """For the engine's thread to run. Where that ends just now, and may have looked for the last time, it is refused here:
-        otherwise nobody would ever answer it."""
+        otherwise it would never be answered."""
         self._commands.put(command)
         if self._closed:
             self._drain_commands()
@@ -294,7 +294,7 @@ class EngineThread:
         if flip.in_flight == DRAIN and self._running:
             if time.monotonic() < flip.give_up_at:
                 return
-            self._end_flip(DeadlinePassed(f"{len(self._running)} requests still run; the old version serves on."))
+            self._end_flip(DeadlinePassed(f"{len(self._running)} requests still run; the old version keeps serving."))
             return
         if not flip.result.set_running_or_notify_cancel():
             self._end_flip(None)
@@ -303,7 +303,7 @@ class EngineThread:
             self._abort(list(self._running), f"version {flip.version} replaces the weights.")
         if flip.in_flight == CONTINUE:
             self._abort(
-                [job_id for job_id, running in self._running.items() if not _goes_on(running, flip.version)],
+                [job_id for job_id, running in self._running.items() if not _continues(running, flip.version)],
                 f"version {flip.version} replaces the weights and the request does not accept it.",
             )
         try:
@@ -364,7 +364,7 @@ def _answer_flip(flip: _Flip, error: Exception | None) -> None:
         flip.result.set_exception(error)
 
 
-def _goes_on(running: _Running, version: int) -> bool:
+def _continues(running: _Running, version: int) -> bool:
     return isinstance(running.job, GenerateJob) and running.job.accepted.takes(version)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ..errors import PayloadError
 from ..wire.payload import TensorSpec
 
 log = logging.getLogger(__name__)
@@ -135,20 +134,9 @@ def tied_tensors(folder: Path) -> frozenset[str]:
 
 
 def buffers(known: Mapping[str, TensorSpec]) -> frozenset[str]:
-    """Names in a checkpoint that are no parameters, so that a trainer does not have them."""
+    """Names in a checkpoint that are not parameters, so that a trainer does not have them."""
     return frozenset(name for name, spec in known.items() if BUFFERS.search(name) and not _is_bias(spec))
 
 
 def _is_bias(spec: TensorSpec) -> bool:
     return spec.name.rpartition(".")[2] == "bias" and len(spec.shape) < LEAST_MASK_DIMENSIONS
-
-
-def tensor_names(path: Path) -> list[str]:
-    """The names in one safetensors file; PayloadError where it is not one."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, "pt") as file:
-            return list(file.keys())
-    except SafetensorError as error:
-        raise PayloadError(f"{path.name} cannot be read ({error}).") from error

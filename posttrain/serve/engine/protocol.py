@@ -143,7 +143,7 @@ class Engine(Protocol):
         """By name, every tensor that a version must bring, or None where the model's folder has no weights."""
 
     def optional_tensors(self) -> frozenset[str]:
-        """Names that a version may bring or leave out (tied weights, and what is no parameter)."""
+        """Names that a version may bring or leave out (tied weights, and what is not a parameter)."""
 
     def initial_weights(self) -> Iterable[tuple[str, Tensor]] | None:
         """The weights that were loaded at the start, read again."""

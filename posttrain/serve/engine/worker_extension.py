@@ -33,7 +33,7 @@ class WeightLoading:
         """
         try:
             loaded = self._posttrain_load(SharedFolder(Path(folder)), name, json.loads(layout))
-        except Exception as error:  # told to the server, which puts the old weights back
+        except Exception as error:  # reported to the server, which restores the old weights
             return {"error": f"{type(error).__name__}: {error}"}
         return {"loaded": None if loaded is None else sorted(loaded)}
 

@@ -158,9 +158,6 @@ ENDPOINTS = (
     Endpoint("POST", "/weights/collective", control.weights_collective, bodies.Meeting, SMALL, FETCH, at_once=2),
     Endpoint("POST", "/weights/commit", control.weights_commit, bodies.Commit, JSON, LONG, at_once=4),
     Endpoint("POST", "/weights/abort", control.weights_abort, bodies.Abort, SMALL),
-    Endpoint("POST", "/adapters/load", control.adapters_load, bodies.LoadAdapter, SMALL),
-    Endpoint("POST", "/adapters/unload", control.adapters_unload, bodies.Nothing, SMALL),
-    Endpoint("POST", "/reset_prefix_cache", control.reset_prefix_cache, bodies.ResetCache, SMALL),
     Endpoint("POST", "/sleep", control.sleep, bodies.Sleep, SMALL),
     Endpoint("POST", "/wake", control.wake, bodies.Wake, SMALL),
     Endpoint("POST", "/shutdown", control.shutdown, bodies.Shutdown, SMALL),
@@ -206,13 +203,10 @@ class _Served:
             with self._memory.share() as hold:
                 body: Any = await read_body(request, limit, hold)
                 async with asyncio.timeout(seconds):
-                    if endpoint.body is not None:
-                        large = len(body) >= LARGE_BODY
-                        body = (
-                            await asyncio.to_thread(_parsed, body, endpoint.body)
-                            if large
-                            else _parsed(body, endpoint.body)
-                        )
+                    if endpoint.body is not None and len(body) >= LARGE_BODY:
+                        body = await asyncio.to_thread(_parsed, body, endpoint.body)
+                    elif endpoint.body is not None:
+                        body = _parsed(body, endpoint.body)
                     answer = await endpoint.handler(self._server, body)
         except TimeoutError as error:
             raise DeadlinePassed(f"{endpoint.path} took more than {seconds:g} s.") from error
@@ -246,7 +240,7 @@ class Gate:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
         elif scope["type"] == "http" and not self._opens(scope["headers"]):
-            error = Unauthorised("This server wants its token: the header `Authorization: Bearer TOKEN`.")
+            error = Unauthorised("This server requires its token: the header `Authorization: Bearer TOKEN`.")
             await refusal(error)(scope, receive, send)
         else:
             await self.app(scope, receive, send)
@@ -270,8 +264,8 @@ def build_app(server: RolloutServer, token: str) -> Gate:
     def not_routed(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
         methods = [endpoint.method for endpoint in ENDPOINTS if endpoint.path == path]
-        told = f"{path} is asked with {', '.join(methods)}."
-        response = refusal(MethodNotAllowed(told) if methods else NotFound("There is no such route."))
+        wrong_method = MethodNotAllowed(f"Use {', '.join(methods)} for {path}.")
+        response = refusal(wrong_method if methods else NotFound("There is no such route."))
         server.metrics.count("none", response.status_code, 0.0)
         return response
 

@@ -16,9 +16,9 @@ MOST_CONNECTIONS = 16_384
 TAKEN_AT_ONCE = 32
 """By asyncio, several times before the first of them is counted: so few that they do not use up the descriptors."""
 KERNEL_QUEUE = 2048
-"""Connections that wait in the kernel until they are taken. A trainer opens hundreds at once."""
+"""Connections that wait in the kernel until they are accepted. A trainer opens hundreds at once."""
 SPARE_DESCRIPTORS = 256
-"""For those that are taken and not counted, and for files."""
+"""For those that are accepted and not counted, and for files."""
 SAID_SECONDS = 60.0
 
 
@@ -32,7 +32,7 @@ def most_connections() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
             soft = more
         except (OSError, ValueError) as error:  # forbidden here: with those that there are, then
-            log.warning("The process stays with %s descriptors (%s): fewer connections are taken.", soft, error)
+            log.warning("The process keeps %s descriptors (%s): fewer connections are accepted.", soft, error)
     return connections_for(wanted if soft == resource.RLIM_INFINITY else soft)
 
 
@@ -46,7 +46,7 @@ class HeadWatch:
     def __init__(self, most: int, seconds: float) -> None:
         self._most, self._seconds = most, seconds
         self._waiting: dict[Any, asyncio.TimerHandle] = {}  # protocol -> what ends it
-        self._ended: set[Any] = set()  # that were told to go, and are still counted as open
+        self._ended: set[Any] = set()  # that were closed, and are still counted as open
         self._said_at = -SAID_SECONDS
 
     def waits(self, protocol: Any) -> None:

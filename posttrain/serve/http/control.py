@@ -1,4 +1,4 @@
-"""Handlers that are not about tokens: state, weights, adapters, sleep, the end."""
+"""Handlers that are not about tokens: state, weights, sleep, the end."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any
 from starlette.responses import JSONResponse, Response
 
 from .. import bodies
-from ..engine.engine_thread import KEEP
-from ..errors import Conflict, FieldError, NotReady
+from ..errors import FieldError, NotReady
 from ..server import RolloutServer
-from ..weights.adapters import confined
 from ..wire.payload import Buffer
 
 CALL_SECONDS = 50.0
@@ -79,35 +77,6 @@ async def weights_commit(server: RolloutServer, asked: bodies.Commit) -> Fields:
 
 async def weights_abort(server: RolloutServer, asked: bodies.Abort) -> Fields:
     return server.updater.abort(asked.version)
-
-
-async def adapters_load(server: RolloutServer, asked: bodies.LoadAdapter) -> Fields:
-    """Let the adapter in a folder serve, as this version."""
-    _refuse_without(server, "adapters")
-    path = confined(server.adapters.folder, asked.path)
-    await asyncio.to_thread(
-        server.thread.flip,
-        lambda engine: server.adapters.load(engine, path, asked.name, asked.version, None),
-        asked.version,
-        KEEP,
-        CALL_SECONDS,
-    )
-    return {"adapter": asked.name, "version": asked.version}
-
-
-async def adapters_unload(server: RolloutServer, _: bodies.Nothing) -> Fields:
-    """Back to the base weights."""
-    await asyncio.to_thread(server.thread.flip, server.adapters.unload, 0, KEEP, CALL_SECONDS)
-    return {"adapter": None, "version": server.versions.serving.version}
-
-
-async def reset_prefix_cache(server: RolloutServer, asked: bodies.ResetCache) -> Fields:
-    done = await asyncio.to_thread(
-        server.thread.call, lambda engine: engine.reset_prefix_cache(asked.running), CALL_SECONDS
-    )
-    if not done:
-        raise Conflict("Requests that run hold cached keys and values; let them end, or say `running`.")
-    return {"reset": True}
 
 
 async def sleep(server: RolloutServer, asked: bodies.Sleep) -> Fields:

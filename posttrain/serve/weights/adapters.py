@@ -1,4 +1,4 @@
-"""LoRA adapters by version, from folders inside of one folder."""
+"""LoRA adapters by version, in folders inside of one folder."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..engine.model_folder import tensor_names
 from ..engine.protocol import AdapterRef, Engine
 from ..engine.versions import Serving, Versions
-from ..errors import Conflict, EngineFailed, FieldError, NotFound
+from ..errors import Conflict, EngineFailed, FieldError
 
 log = logging.getLogger(__name__)
 
@@ -30,28 +29,6 @@ UNLOCKED_SECONDS = 60.0
 """A folder that is still being written (its name has a dot before it) and younger than this may not be locked yet."""
 FORBIDDEN_CONFIG = ("auto_mapping", "custom_module_mapping")
 """Fields of an adapter_config that name code."""
-
-
-def confined(folder: Path | None, path: str) -> Path:
-    """The adapter folder `path`, given relative to `folder` or inside of it; links are followed before it is judged."""
-    if folder is None:
-        raise FieldError("This server was started without an adapter folder (--adapter-folder).")
-    if "\0" in path:
-        raise FieldError("`path` has a NUL character.")
-    root = folder.resolve()
-    try:
-        found = (root / path).resolve()
-        files = [found / WEIGHTS, found / CONFIG]
-        real = [file.resolve() for file in files]
-        missing = [file.name for file in files if not file.is_file()]
-    except (OSError, RuntimeError) as error:  # too long a name, a folder of others, links in a circle
-        reason = getattr(error, "strerror", None) or type(error).__name__
-        raise FieldError(f"`path` cannot be looked at ({reason}).") from error
-    if found == root or not found.is_relative_to(root) or any(not file.is_relative_to(found) for file in real):
-        raise FieldError("`path` leaves the adapter folder of this server.")
-    if missing:
-        raise NotFound(f"The adapter folder has no file {missing[0]}.")
-    return found
 
 
 def check_modules(names: Iterable[str], allowed: Sequence[str]) -> None:
@@ -73,7 +50,6 @@ class Adapters:
         self._pushed = PushedAdapters(self.folder) if self.folder else None
         self._numbers = itertools.count(1)
         self._loaded: list[AdapterRef] = []
-        self._base: Serving = versions.serving
         self.notes: tuple[str, ...] = ()  # for /info: what the engine did not let go of
 
     def install(
@@ -83,40 +59,31 @@ class Adapters:
         if self._pushed is None:
             raise FieldError("This server was started without an adapter folder (--adapter-folder).")
         if named := [name for name in FORBIDDEN_CONFIG if config.get(name)]:
-            raise FieldError(f"An adapter_config with `{named[0]}` is not taken.")
-        path = self._pushed.write(version, config, {name: tensor.contiguous() for name, tensor in tensors})
+            raise FieldError(f"An adapter_config with `{named[0]}` is not accepted.")
+        whole = {name: tensor.contiguous() for name, tensor in tensors}
+        check_modules(whole, engine.info.adapter_modules)
+        path = self._pushed.write(version, config, whole)
         try:
-            self.load(engine, path, f"pushed-{version}", version, digest)
+            self._load(engine, path, version, digest)
         except Exception:
             self._pushed.remove(path)
             raise
 
-    def load(self, engine: Engine, path: Path, name: str, version: int, digest: str | None) -> None:
+    def _load(self, engine: Engine, path: Path, version: int, digest: str) -> None:
         """Load an adapter and flip to it; requests that run stay with the one they began with."""
         serving = self._versions.serving
         if serving.version is None:
             raise Conflict(f"An adapter needs whole base weights: {serving.reason}")
-        check_modules(tensor_names(path / WEIGHTS), engine.info.adapter_modules)
-        adapter = AdapterRef(next(self._numbers), name, version, str(path))
+        adapter = AdapterRef(next(self._numbers), f"pushed-{version}", version, str(path))
         try:
             engine.add_adapter(adapter)
-        except Exception as error:  # the engine's own words go to the caller; what served before serves on
+        except Exception as error:  # the engine's own words go to the caller; what served before keeps serving
             raise EngineFailed(f"The engine refused the adapter ({type(error).__name__}: {error}).") from error
-        if serving.adapter is None:
-            self._base = serving
         self._versions.serve(Serving(version, digest, adapter))
         self._loaded.append(adapter)
         self._remove_unused(engine, keep=adapter.number)
 
-    def unload(self, engine: Engine) -> None:
-        """Back to the base weights, under the version that they had."""
-        serving = self._versions.serving
-        if serving.adapter is None:
-            raise Conflict("No adapter serves.")
-        self._versions.serve(self._base)
-        self._remove_unused(engine)
-
-    def _remove_unused(self, engine: Engine, keep: int | None = None) -> None:
+    def _remove_unused(self, engine: Engine, keep: int) -> None:
         """Adapters that requests still run with stay, and are looked at again at the next change.
 
         So do those that the engine fails to remove: it is the new one that serves, and its update has not failed.
@@ -133,8 +100,7 @@ class Adapters:
                 )
                 continue
             self._loaded.remove(adapter)
-            if self._pushed is not None and all(other.path != adapter.path for other in self._loaded):
-                self._pushed.remove(Path(adapter.path))
+            self._pushed.remove(Path(adapter.path))
         self.notes = tuple(notes)
 
     def close(self) -> None:
@@ -201,9 +167,7 @@ def _locked(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (
-        OSError
-    ) as error:  # a file system without locks: `_is_stale` cannot take one there either, and nothing is swept
+    except OSError as error:  # a file system without locks: `_is_stale` cannot take one either, and nothing is swept
         log.warning("%s cannot be locked (%s); if this server is killed, its adapters stay.", path, error)
     return descriptor
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -34,11 +34,13 @@ class TransportOptions:
     most_bytes: int = 272 << 20  # of one part
 
 
-class Receiver(Protocol):
+class Receiver:
     """One way, on the server's side."""
 
+    def __init__(self, options: TransportOptions) -> None: ...
+
     def about(self) -> dict[str, Any] | None:
-        """What a trainer has to know to decide whether it can take this way; None: nobody can."""
+        """What a trainer has to know to decide whether it can take this way; None: none can."""
 
     def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
         """Copy as many bytes as `into` has. `TransportFailed` where they do not come, `FieldError` for a place that is none."""
@@ -46,14 +48,14 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
-class SharedMemoryReceiver:
+class SharedMemoryReceiver(Receiver):
     def __init__(self, options: TransportOptions) -> None:
         self._folder: SharedFolder | None = None
         if options.shared_folder is not None:
             try:
                 self._folder = SharedFolder(options.shared_folder)
             except OSError as error:
-                log.warning("No weights are taken through shared memory: %s", error)
+                log.warning("No weights are accepted through shared memory: %s", error)
 
     def about(self) -> dict[str, Any] | None:
         return self._folder.about() if self._folder else None
@@ -71,10 +73,7 @@ class SharedMemoryReceiver:
             self._folder = None
 
 
-class CudaIpcReceiver:
-    def __init__(self, options: TransportOptions) -> None:
-        pass
-
+class CudaIpcReceiver(Receiver):
     def about(self) -> dict[str, Any] | None:
         gpus = cuda_ipc.gpu_ids()
         return {"gpus": gpus} if gpus else None
@@ -82,11 +81,8 @@ class CudaIpcReceiver:
     def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
         cuda_ipc.copy_to_host(dict(read(place, GpuPlace, "`place`")), into)
 
-    def close(self) -> None:
-        pass
 
-
-class CollectiveReceiver:
+class CollectiveReceiver(Receiver):
     """One group at a time: the next one takes the place of the last."""
 
     def __init__(self, options: TransportOptions) -> None:

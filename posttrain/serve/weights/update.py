@@ -21,8 +21,7 @@ from ..engine.versions import Phase, Serving, Versions
 from ..errors import Conflict, DeadlinePassed, EngineFailed, NotFound, PayloadError, ServeError, TooLarge
 from ..wire.host_memory import HostMemory
 from ..wire.payload import ITEM_BYTES, Buffer, Manifest, TensorSpec, fingerprint
-from .parts import PartHead, parse_head
-from .staging import Staging
+from .staging import PartHead, Staging, parse_head
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class Updater:
     def _check_version(self, version: int, rollback: bool) -> None:
         serving = self._versions.serving.version
         if serving is not None and version <= serving and not rollback:
-            raise Conflict(f"Version {serving} serves; version {version} is not newer. Say `rollback` to go back.")
+            raise Conflict(f"Version {serving} serves; version {version} is not newer. Set `rollback` to go back.")
 
     def _check_tensors(self, manifest: Manifest, adapter: dict[str, Any] | None) -> None:
         total = sum(spec.nbytes for spec in manifest.tensors)

@@ -50,17 +50,23 @@ def available_backends() -> list[str]:
     return ([NCCL] if cuda else []) + ([GLOO] if dist.is_gloo_available() else [])
 
 
-def within(seconds: float, what: str, function: Callable[[], T]) -> T:
-    """`function()`, waited for that long; TransportFailed where it fails or takes longer."""
+def in_background(function: Callable[[], T], name: str) -> Future[T]:
+    """What it returns or raises, on a daemon thread that can be abandoned: one that hangs does not keep the process alive."""
     outcome: Future[T] = Future()
 
     def run() -> None:
         try:
             outcome.set_result(function())
-        except BaseException as error:  # handed to the caller, who may have gone on meanwhile
+        except BaseException as error:  # handed to the caller, who may have given up meanwhile
             outcome.set_exception(error)
 
-    threading.Thread(target=run, name=f"collective: {what}", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome
+
+
+def within(seconds: float, what: str, function: Callable[[], T]) -> T:
+    """`function()`, waited for that long; TransportFailed where it fails or takes longer."""
+    outcome = in_background(function, f"collective: {what}")
     try:
         return outcome.result(seconds)
     except Exception as error:

@@ -69,11 +69,9 @@ def copy_to_host(asked: dict[str, Any], into: memoryview) -> None:
             finally:
                 with _table:
                     del shared
-    except (
-        Exception
-    ) as error:  # torch has several kinds for numbers that somebody made up: an empty handle is an IndexError
-        told = (str(error).splitlines() or [type(error).__name__])[0]
-        raise TransportFailed(f"The shared GPU memory cannot be read ({told[:300]}).") from error
+    except Exception as error:  # torch raises several kinds for made-up numbers: an empty handle is an IndexError
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise TransportFailed(f"The shared GPU memory cannot be read ({reason[:300]}).") from error
 
 
 def _opened(index: int, asked: dict[str, Any]) -> Tensor:

@@ -183,13 +183,13 @@ class SharedFolder:
         wrong = _what_is_wrong(found, nbytes)
         if wrong:
             os.close(descriptor)
-            raise TransportFailed(f"The shared block is not taken: {wrong}.")
+            raise TransportFailed(f"The shared block is not accepted: {wrong}.")
         return descriptor
 
 
 def _what_is_wrong(found: os.stat_result, nbytes: int) -> str | None:
     if not stat.S_ISREG(found.st_mode):
-        return "it is no plain file"
+        return "it is not a plain file"
     if found.st_uid != os.geteuid():
         return f"it belongs to user {found.st_uid}, and this server runs as {os.geteuid()}"
     if found.st_size != nbytes:

@@ -10,16 +10,14 @@ from datasets import Dataset
 from posttrain.data.render.turn_suffix import TurnSuffix
 from posttrain.rollout.collector import Collected
 from posttrain.rollout.episodes.environment import COLUMN, Environments
-from posttrain.rollout.episodes.tool_episode import EpisodeRules, ToolEpisode
+from posttrain.rollout.episodes.tool_episode import EpisodeRules, ToolEpisodes
 from posttrain.rollout.episodes.tools import Toolbox
 from posttrain.rollout.episodes.writing import AnyRows
-from posttrain.rollout.prompt_rows import PromptRow
-from posttrain.rollout.rollout import Request
 from posttrain.trainer.online.rollout_metrics import Numbers, tool_metrics
 
 if TYPE_CHECKING:
     from posttrain.data.render.renderer import Renderer
-    from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
+    from posttrain.rollout.engines.protocol import RolloutEngine
     from posttrain.trainer.options.online import OnlineConfig
 
 AGENT_OPTIONS = ("max_tool_calling_iterations", "tool_timeout", "max_tool_result", "episode_timeout")
@@ -108,21 +106,12 @@ class Agents:
         closing = () if self.suffix is None else (self.suffix.closing,)
         return tuple(dict.fromkeys((*stop_ids, *closing)))
 
-    def episodes(
-        self,
-        renderer: Renderer,
-        engine: RolloutEngine,
-        args: OnlineConfig,
-        rows: Sequence[PromptRow],
-        requests: Sequence[Request],
-        params: SamplingParams,
-    ) -> list[ToolEpisode]:
+    def episodes(self, renderer: Renderer, engine: RolloutEngine, args: OnlineConfig) -> ToolEpisodes:
+        """What makes the episodes of each window."""
         rules = EpisodeRules(
             renderer,
             self.suffix,
             self.toolbox,
-            frozenset(params.stop_ids),
-            max_completion=params.max_tokens,
             max_rounds=args.max_tool_calling_iterations,
             max_prompt=args.max_length,
             context=getattr(engine, "context", None),
@@ -130,13 +119,7 @@ class Agents:
             template_kwargs=args.chat_template_kwargs or {},
             renders_by_row=self.several,
         )
-        lend = None if self.environments is None else self.environments.take
-        return [ToolEpisode(row, request, rules, lend) for row, request in zip(rows, requests)]
-
-    def collected(self) -> None:
-        """The episodes have their rewards, so their environments are free."""
-        if self.environments is not None:
-            self.environments.give_back()
+        return ToolEpisodes(rules, None if self.environments is None else self.environments.take)
 
     def metrics(self, collected: Collected) -> Numbers:
         names = list(dict.fromkeys(schema["function"]["name"] for schema in self.schemas))

@@ -16,8 +16,8 @@ from posttrain.evaluation.result import EvalResult
 from posttrain.evaluation.run import TaskEvaluation, engine_for, stop_ids
 from posttrain.evaluation.spec import EvalSpec
 from posttrain.models.load.model import CAUSAL_LM
+from posttrain.rollout.engines.gathered_engine import GatheredEngine
 from posttrain.rollout.engines.protocol import RolloutEngine
-from posttrain.trainer.online.gathered_engine import GatheredEngine
 from posttrain.trainer.options.base import DEEPSPEED, BaseConfig
 from posttrain.trainer.report.progress import say
 

@@ -17,11 +17,11 @@ from torch import nn
 from posttrain.models.load.adapters import is_peft_model
 from posttrain.models.load.model import LoadedModel, innermost_model
 from posttrain.models.load.weight_export import untied_weights
+from posttrain.rollout.engines.joint_export import JointExport
 from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.rollout.engines.vllm.params import completion_logps
 from posttrain.serve.auth import TOKEN_VARIABLE, is_loopback, read_token_file, token_file_of, token_left_at
 from posttrain.serve.wire.cuda_ipc import gpu_ids
-from posttrain.trainer.online.joint_export import JointExport
 from posttrain.trainer.options.base import DEEPSPEED
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.options.vllm import ADAPTER, AUTO, COLOCATE, SERVER, WEIGHTS

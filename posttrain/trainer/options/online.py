@@ -9,7 +9,8 @@ from typing import Any
 from posttrain.core.options import default_of, is_refused, refused
 from posttrain.core.sample import KEEP_END
 from posttrain.rewards.runtime.options import AUTO, IN_PROCESS, RewardOptions
-from posttrain.rollout.engines.protocol import ENGINES, SamplingParams
+from posttrain.rollout.engines.protocol import SamplingParams
+from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.schedule import Schedule
 from posttrain.rollout.source import WindowRules
 from posttrain.trainer.options.base import (

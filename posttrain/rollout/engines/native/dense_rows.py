@@ -28,9 +28,8 @@ class DenseRows:
         """Of rows that stand at `positions`, with the pages of `table` (rows, pages); room for `steps` tokens, and some."""
         self._store, self._table, self._positions = store, table, positions.clone()
         self._gaps = (-prefixes) % PAGE
-        self.column = self._kept = int(
-            positions.max()
-        )  # where the next tokens go; where those begin that no page has yet
+        # Where the next tokens go; where those begin that no page has yet.
+        self.column = self._kept = int(positions.max())
         self.columns = columns_for(positions, steps)
         starts = self.column - positions
         is_before = torch.arange(self.column) < starts[:, None]  # (rows, columns so far)
@@ -86,7 +85,7 @@ class DenseRows:
     def keep(self) -> None:
         """Put the tokens since the last time on their pages.
 
-        Rows that came to their end in between have written on: into the rest of their pages, or to page 0, which is nobody's.
+        Rows that ended in between kept writing: into the rest of their pages, or to page 0, which belongs to no row.
         """
         steps = self.column - self._kept
         places = self._positions[:, None] + self._gaps[:, None] + torch.arange(steps)

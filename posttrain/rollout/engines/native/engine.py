@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,23 +11,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.inference import context_length, evaluating, inference
 from posttrain.models.load.model import innermost_model
 from posttrain.models.triton_support import runs_triton
-from posttrain.rollout.engines.model_state import as_for_generation, context_length, inference
 from posttrain.rollout.engines.native import probe
 from posttrain.rollout.engines.native.attention import Prefill, Segments, ShapeReader
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, PagePool, pages_for
 from posttrain.rollout.engines.native.graphs import StepGraphs
 from posttrain.rollout.engines.native.packed_weights import PackedWeights
+from posttrain.rollout.engines.native.rows import Rows
 from posttrain.rollout.engines.native.scheduler import Prefix, Running, Scheduler
-from posttrain.rollout.engines.native.step import DecodeProgram, Drawing, Rows
-from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, RolloutEngine, SamplingParams
+from posttrain.rollout.engines.native.step import DecodeProgram, Drawing
+from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, SamplingParams
 from posttrain.rollout.engines.request import EndOfText, Request, request_or_error
 from posttrain.rollout.engines.sampling import DrawRule
 from posttrain.rollout.engines.structured import Grammar, GrammarReader
-from posttrain.rollout.engines.transformers import BATCH_SIZE, TransformersEngine
-
-logger = logging.getLogger(__name__)
 
 MAX_SLOTS = {"cuda": 1024, "cpu": 64}
 STEPS_PER_LOOK = {"cuda": 16, "cpu": 4}
@@ -40,18 +37,6 @@ DENSE_SHARE = 0.5
 SHAPE_TOKENS = 21  # no number of heads: a compiled layer would take the two for one
 LONGEST_CONTEXT = 131072
 """Where a family sets no bound."""
-
-
-def native_or_plain_engine(
-    model: nn.Module, decode: Decode | None = None, max_context: int | None = None, **options: Any
-) -> RolloutEngine:
-    """The native engine where a probe shows that it can run this model; the plain one, and a sentence, elsewhere."""
-    engine = NativeEngine(model, decode, max_context=max_context, **options)
-    reason = engine.why_not()
-    if reason is None:
-        return engine
-    logger.warning(f"{type(engine.innermost).__name__} is generated from by transformers, which is slower: {reason}.")
-    return TransformersEngine(model, decode, options.get("max_slots") or BATCH_SIZE, max_context)
 
 
 class NativeEngine:
@@ -91,7 +76,7 @@ class NativeEngine:
         if reason is not None:
             return reason
         try:
-            with as_for_generation(self.model), inference(self.device):
+            with evaluating(self.model), inference(self.device):
                 gap, allowed = probe.difference(self.innermost, self._probe_answers)
         except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
             return f"the native engine could not run two short prompts ({type(error).__name__}: {error})"
@@ -126,7 +111,7 @@ class NativeEngine:
             raise RuntimeError("This engine has an open session already; add to that one, or close it first.")
         self._in_session = True
         try:
-            with as_for_generation(self.model), self._memory() as (program, graphs):
+            with evaluating(self.model), self._memory() as (program, graphs):
                 yield NativeSession(self, params, program, graphs, PagePool())
         finally:
             self._in_session = False
@@ -143,7 +128,7 @@ class NativeEngine:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """The model as a session runs it; outside of the block nobody sees anything of that."""
+        """The model as a session runs it; it is unchanged outside of the block."""
         with (
             inference(self.device),
             probe.cached_attention(self.innermost),
@@ -340,7 +325,7 @@ class NativeSession:
         return self._hand_over(running, *self.program.rows.drawn(steps, len(running)))
 
     def _lay_out(self, running: list[Running], count: int) -> bool:
-        """On the device every row has moved on by itself: it is told only of what has changed besides. Returns whether it has."""
+        """Rows advance on the device by themselves; they are copied there where something else changed. Returns whether it did."""
         has_changed = self.scheduler.changes != self._laid_out
         if has_changed:
             self._width = self.program.rows.put(running, count)

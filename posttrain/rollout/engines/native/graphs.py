@@ -60,9 +60,7 @@ class StepGraphs:
         if key not in self._graphs:
             try:
                 self._graphs[key] = self._captured(rows, drawing)
-            except (
-                Exception
-            ) as error:  # a model may wait for the device in any place of its own; it runs, without graphs
+            except Exception as error:  # a model may synchronise with the device anywhere; it runs, without graphs
                 self._failed = True
                 logger.warning(
                     f"{type(self._program.innermost).__name__} decodes without CUDA graphs, which is slower: its step could not be "
@@ -75,7 +73,7 @@ class StepGraphs:
         """Capture one step; the rows, which the steps that warm up change, are put back."""
         state = self._program.rows
         kept = [(tensor, tensor.clone()) for tensor in (state.device, state.table, drawing.seen) if tensor is not None]
-        state.device.zero_()  # nobody is in use: no page is written
+        state.device.zero_()  # no row is in use: no page is written
         state.table.zero_()
         try:
             return self._captured_from_nothing(rows, drawing)

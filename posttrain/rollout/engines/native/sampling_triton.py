@@ -7,17 +7,13 @@ Imported where triton is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from posttrain.rollout.engines import sampling
-
-if TYPE_CHECKING:
-    from posttrain.rollout.engines.native.step import Rows
+from posttrain.rollout.engines.native.rows import Rows
 
 BLOCKS_A_PROGRAM = 4
 

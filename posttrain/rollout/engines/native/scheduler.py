@@ -2,7 +2,7 @@
 
 A request waits until a slot and pages are free. It then runs from its last token on: everything before that is its prefix, which
 is prefilled once for all requests that begin with the same tokens. When pages run out the youngest sample goes back into the
-queue with the tokens it has; its noise is counted, so it goes on as if nothing had happened.
+queue with the tokens it has; its noise is counted, so it continues as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -75,9 +75,7 @@ class Scheduler:
         self.pool, self.max_slots, self.prefill_tokens = pool, max_slots, prefill_tokens
         self.running: list[Running] = []
         self.preempted = 0
-        self.has_plenty = (
-            False  # pages for everyone, and for who could join, to come to the end: set by who owns the memory
-        )
+        self.has_plenty = False  # pages for all that run or could join, to their ends: set by the owner of the memory
         self.changes = 0  # goes up whenever who runs, or on which pages, is not what it was
         self._waiting: deque[_Waiting] = deque()
         self._wanted: Counter[bytes] = Counter()  # waiting requests by prefix
@@ -104,7 +102,7 @@ class Scheduler:
             self._waiting.append(waiting)
 
     def wanted_pages(self) -> int:
-        """Pages that are missing for all that runs, and what could join it, to come to its end undisturbed."""
+        """Pages that are missing for all that runs, and what could join it, to finish undisturbed."""
         free_slots = self.max_slots - len(self.running)
         own = sum(run.missing_pages(run.request.remaining) for run in self.running)
         prefixes: dict[bytes, int] = {}

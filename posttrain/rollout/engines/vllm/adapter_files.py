@@ -110,7 +110,7 @@ def why_not_by_adapter(model: nn.Module, base_from_memory: bool = True) -> str |
     if named := [name for name in NOT_IN_VLLM if config.get(name)]:
         return f"the adapter has `{named[0]}`, which vLLM does not know."
     if (bias := config.get("bias", "none")) != "none":
-        return f"the adapter has `bias='{bias}'`: it trains biases of the base, which are no part of what vLLM takes."
+        return f"the adapter has `bias='{bias}'`: it trains biases of the base, which vLLM does not take."
     if any(f"lora_embedding_A.{active[0]}" in name for name, _ in model.named_parameters()):
         return "the adapter changes the embeddings, which vLLM does not take from an adapter."
     if not base_from_memory and (init := config.get("init_lora_weights", True)) not in LEAVES_BASE:

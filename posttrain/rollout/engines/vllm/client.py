@@ -76,8 +76,31 @@ class Written:
     error: str | None = None
 
 
-class ServerClient:
+class Client:
     """Calls of one server, each with its deadline. Any number of threads may use it."""
+
+    def __init__(self, base_url: str, token: Token, deadlines: Deadlines | None) -> None:
+        self.deadlines = deadlines or Deadlines()
+        self._transport = Transport(base_url, token, self.deadlines.connect)
+        self.name = str(self._transport.address)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
+    def break_off(self, why: str) -> None:
+        """End all calls that are under way, with ServerGone."""
+        self._transport.break_off(why)
+
+    def close(self) -> None:
+        """Let go of the connections. A later call opens what it needs."""
+        self.break_off("this client was closed.")
+
+    def _checked(self, path: str, read: Callable[[Any], Any], value: Any) -> Any:
+        return checked(f"{path} of {self.name}", read, value)
+
+
+class ServerClient(Client):
+    """Calls of a `posttrain vllm-serve`."""
 
     def __init__(
         self,
@@ -86,25 +109,16 @@ class ServerClient:
         deadlines: Deadlines | None = None,
         weight_transport: str = AUTO,
     ) -> None:
-        self.deadlines = deadlines or Deadlines()
-        self._transport = Transport(base_url, token, self.deadlines.connect)
+        super().__init__(base_url, token, deadlines)
         address = self._transport.address
-        self.name = str(address)
         wire = Wire(self._post, address.host, address.port, self.deadlines.part)
         self.channel = WeightChannel(self.name, wire, weight_transport)
         self._transports: dict[str, Any] = {}  # as the server last said
         self._most_seconds = math.inf
 
-    def __repr__(self) -> str:
-        return f"ServerClient({self.name})"
-
-    def break_off(self, why: str) -> None:
-        """End all calls that are under way, with ServerGone."""
-        self._transport.break_off(why)
-
     def close(self) -> None:
-        """Let go of connections, shared memory and groups. A later call opens what it needs."""
-        self.break_off("this client was closed.")
+        """Also of shared memory and groups."""
+        super().close()
         self.channel.close()
 
     def use_token(self, token: str) -> None:
@@ -117,9 +131,6 @@ class ServerClient:
     def _post(self, path: str, body: Any, seconds: float) -> Any:
         return self._transport.ask("POST", path, body, seconds)
 
-    def _checked(self, path: str, read: Callable[[Any], Any], value: Any) -> Any:
-        return checked(f"{path} of {self.name}", read, value)
-
     # state ----------------------------------------------------------------------------------------------------------
 
     def health(self) -> None:
@@ -131,10 +142,6 @@ class ServerClient:
         info = self._checked("/info", _info, self._get("/info", self.deadlines.control))
         self._most_seconds, self._transports = info.most_seconds, info.transports
         return info
-
-    def reset_cache(self, running: bool = False) -> None:
-        """Forget cached keys and values."""
-        self._post("/reset_prefix_cache", {"running": running}, self.deadlines.control)
 
     def sleep(self, level: int) -> str | None:
         """None, or the sentence that says why no memory was given back."""
@@ -238,18 +245,9 @@ class ServerClient:
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     """The `sampling` field of a body; every option is written out, so nothing depends on defaults of the server."""
-    return {
-        "max_tokens": params.max_tokens,
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
-        "stop_ids": list(params.stop_ids),
-        "stop": list(params.stop),
-        "logit_bias": [[int(token), float(value)] for token, value in params.logit_bias.items()],
-        "regex": params.regex,
-    }
+    sent = {name: value for name, value in vars(params).items() if name != "seed"}  # each prompt has a seed of its own
+    bias = [[int(token), float(value)] for token, value in params.logit_bias.items()]
+    return sent | {"stop_ids": list(params.stop_ids), "stop": list(params.stop), "logit_bias": bias}
 
 
 def _info(fields: Any) -> ServerInfo:
@@ -299,9 +297,9 @@ def _written(fields: Any, request: GenerateRequest) -> Written:
 
 
 def check_tokens(ids: Any, logps: Any, most: int) -> None:
-    """ValueError unless these are at most `most` token ids with a log-prob each (NaN among them: the caller's affair)."""
+    """ValueError unless these are at most `most` token ids with a log-prob each (NaN is left to the caller)."""
     if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < 1 << 31 for token in ids):
-        raise ValueError("its ids are no token ids")
+        raise ValueError("its ids are not token ids")
     if len(logps) != len(ids) or not all(type(x) in (int, float) for x in logps):
         raise ValueError(f"it has {len(ids)} tokens and {len(logps)} log-probs")
     if len(ids) > most:

@@ -144,9 +144,8 @@ class ColocatedVLLM:
         asked, adapters = self.options, self._adapters
         more = {"skip_tokenizer_init": not self.has_tokenizer, **among_ranks(asked.tensor_parallel), **asked.more}
         if not torch.cuda.is_available():
-            more.setdefault(
-                "kv_cache_memory_bytes", CPU_CACHE_BYTES
-            )  # or vLLM takes its share of all the host's memory
+            # Otherwise vLLM takes its share of all the host's memory.
+            more.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
         options = VLLMOptions(
             model=folder,
             dtype=str(self.dtype).removeprefix("torch."),
@@ -237,7 +236,7 @@ class ColocatedVLLM:
                 if not self.engine.reset_prefix_cache(running=False):
                     raise RuntimeError("vLLM kept cached keys and values of the weights before.")
         except BaseException as error:
-            # An adapter is loaded beside the one before, which is untouched; its version serves on.
+            # An adapter is loaded beside the one before, which is untouched and keeps serving.
             failed = f"the load of version {version} failed ({type(error).__name__}: {error})"
             self._no_weights = before if self._adapters is not None and before is None else failed
             raise
@@ -416,15 +415,15 @@ class ColocatedSession:
 class GroupSession(ColocatedSession):
     """The same where the ranks of a group hold one model together (tensor parallel).
 
-    Each rank has prompts of its own, and vLLM must be given those of all of them, in the same order, on each: ranks tell each
-    other what is new, then step until something of anyone has finished, which they all see alike. A rank that has left its
+    Each rank has prompts of its own, and vLLM must be given those of all of them, in the same order, on each: ranks exchange
+    what is new, then step until something of anyone has finished, which they all see alike. A rank that has left its
     session keeps stepping for the others until they have left theirs too.
     """
 
     def __init__(self, owner: ColocatedVLLM, params: SamplingParams, number: int, group: Any) -> None:
         super().__init__(owner, params, number)
         self._group, self._rank = group, dist.get_rank(group)
-        if any(other != params for other in self._told(params)):
+        if any(other != params for other in self._exchanged(params)):
             raise ValueError(
                 "The ranks that hold one model together (tensor parallel) were given different sampling parameters."
             )
@@ -432,11 +431,11 @@ class GroupSession(ColocatedSession):
         self._mine: set[int] = set()
         self._arrived: list[tuple[int, Completion]] = []
 
-    def _told(self, mine: Any) -> list[Any]:
-        """What each rank of the group has to say."""
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, mine, group=self._group)
-        return told
+    def _exchanged(self, mine: Any) -> list[Any]:
+        """What each rank of the group has."""
+        every: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(every, mine, group=self._group)
+        return every
 
     def add(self, prompt: Prompt) -> int:
         ticket, self._tickets = self._tickets, self._tickets + 1
@@ -462,9 +461,9 @@ class GroupSession(ColocatedSession):
 
     def _step_together(self, leaving: bool) -> bool:
         """One exchange and the steps after it; True when every rank is leaving."""
-        told = self._told((leaving, self._new))
+        every = self._exchanged((leaving, self._new))
         self._new = []
-        for rank, (left, new) in enumerate(told):
+        for rank, (left, new) in enumerate(every):
             if left:
                 self._give_up([name for name in self._running if name.startswith(f"{self._number}-{rank}-")])
             for ticket, prompt in new:
@@ -473,7 +472,7 @@ class GroupSession(ColocatedSession):
                     self._fail_if_said(ticket, sentence)
         self._arrived += self._failed
         self._failed = []
-        if all(left for left, _ in told):
+        if all(left for left, _ in every):
             return True
         for name, ticket, done in self._step_until_one_finishes():
             if name.startswith(f"{self._number}-{self._rank}-"):

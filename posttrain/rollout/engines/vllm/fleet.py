@@ -80,7 +80,7 @@ class Fleet:
 
     def attach(self) -> None:
         """Start or find all servers and learn what they serve; from then on they are watched."""
-        for found in at_once([lambda member=member: self._first_contact(member) for member in self.members]):
+        for found in at_once(self._first_contact, self.members):
             if isinstance(found, Exception):
                 self.close()
                 raise found
@@ -176,7 +176,7 @@ class Fleet:
             member.in_flight -= 1
 
     def report(self, member: Member, why: str, hangs: bool = False) -> None:
-        """This server is not to be used until its watcher has looked after it."""
+        """This server is not used until its watcher has recovered it."""
         with self._changed:
             if not member.is_up or self._closing.is_set():
                 return
@@ -188,7 +188,7 @@ class Fleet:
 
     def raise_if_unrecoverable(self) -> None:
         """Raise where no server is up and none can be expected back."""
-        if self._closing.is_set():  # the watch has ended: nobody brings a server back
+        if self._closing.is_set():  # the watch has ended: no server will be brought back
             raise ServerGone("The servers were closed by this trainer while it still waited for them.")
         with self._changed:
             if any(member.is_up for member in self.members):
@@ -375,14 +375,14 @@ class Fleet:
             self._refuse_if_changed(member, member.client.info())
             return member
 
-        found = at_once([lambda member=member: ask(member) for member in self.members])
+        found = at_once(ask, self.members)
         return [one for one in found if isinstance(one, Member)]
 
     def _all(
         self, members: Sequence[Member], act: Callable[[Member], None], final: frozenset[int], target: Target
     ) -> list[Member]:
         """Those for which it worked. A final refusal by one of them ends the update for all."""
-        outcomes = at_once([lambda member=member: act(member) for member in members])
+        outcomes = at_once(act, members)
         done = [member for member, outcome in zip(members, outcomes) if not isinstance(outcome, Exception)]
         failures = [(member, outcome) for member, outcome in zip(members, outcomes) if isinstance(outcome, Exception)]
         for member, error in failures:
@@ -395,7 +395,7 @@ class Fleet:
 
     def _take_back(self, members: Sequence[Member], target: Target) -> None:
         """Drop what was staged. Where it was committed already, the watcher finds another version than the target's."""
-        at_once([lambda member=member: member.client.abort(target.version) for member in members])
+        at_once(lambda member: member.client.abort(target.version), members)
         for member in members:
             self.report(member, f"the update to version {target.version} failed; going back to {self.target.version}.")
 
@@ -443,10 +443,10 @@ class Fleet:
             self.wait_until_up()
 
     def ask_up(self, ask: Callable[[Member, int | None], T]) -> list[tuple[Member, T]]:
-        """What each server that is up answers; one that does not is looked after, and left out."""
+        """What each server that is up answers; one that does not is reported to its watcher, and left out."""
         members, version = self.up(), self.target.version
         answers = []
-        for member, answer in zip(members, at_once([lambda member=member: ask(member, version) for member in members])):
+        for member, answer in zip(members, at_once(lambda member: ask(member, version), members)):
             if isinstance(answer, ServerRefused) and answer.status in FINAL:
                 raise answer
             if isinstance(answer, ServerError):

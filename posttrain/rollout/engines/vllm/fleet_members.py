@@ -4,34 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from posttrain.rollout.engines.vllm.client import GenerateRequest, ServerInfo, Written
+from posttrain.rollout.engines.vllm.client import ServerClient, ServerInfo
 from posttrain.rollout.engines.vllm.kept_weights import KeptWeights
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError
+from posttrain.rollout.engines.vllm.transport import ServerError
+from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 
-
-class Client(Protocol):
-    """What the fleet asks of a server's client (`ServerClient`, `UpstreamClient`)."""
-
-    name: str
-    deadlines: Deadlines
-
-    def health(self) -> None: ...
-    def info(self) -> ServerInfo: ...
-    def generate(self, request: GenerateRequest) -> Written: ...
-    def score(self, sequences: Sequence[Sequence[int]], version: int | None) -> list[list[float]]: ...
-    def stage(self, kept: KeptWeights, version: int, bucket_bytes: int) -> None: ...
-    def commit(self, kept: KeptWeights, version: int, in_flight: str) -> None: ...
-    def abort(self, version: int) -> None: ...
-    def refuse_if_not_offered(self, kept: KeptWeights, info: ServerInfo) -> None: ...
-    def sleep(self, level: int) -> str | None: ...
-    def wake(self) -> None: ...
-    def break_off(self, why: str) -> None: ...
-    def close(self) -> None: ...
+AnyClient = ServerClient | UpstreamClient
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,11 +33,11 @@ class Target:
 class Member:
     """One server. Its fields are changed under the fleet's lock."""
 
-    client: Client
+    client: AnyClient
     process: ServerProcess | None = None  # where it is ours to restart
     info: ServerInfo | None = None
     is_up: bool = False
-    hangs: bool = False  # it did not answer: there is no use in asking a process of ours once more before its restart
+    hangs: bool = False  # it did not answer: a process of ours is restarted without asking it once more
     why: str = "it was not asked yet."
     down_since: float = field(default_factory=time.monotonic)
     unrecoverable: ServerError | None = None  # coming back failed in a way that will not change

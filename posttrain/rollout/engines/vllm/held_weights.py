@@ -68,7 +68,7 @@ def complete(
     left = dict(wanted)
     for name, tensor in tensors:
         if name not in left:
-            kind = "came twice" if name in wanted else "is no tensor of this model"
+            kind = "came twice" if name in wanted else "is not a tensor of this model"
             raise ValueError(f"{name} {kind}: these are not the weights of one version.")
         shape, dtype = left.pop(name)
         if tuple(tensor.shape) != shape:

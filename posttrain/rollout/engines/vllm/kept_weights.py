@@ -3,12 +3,9 @@ was restarted while the trainer's own weights have moved on."""
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,13 +82,11 @@ class KeptWeights:
         cls,
         weights: Iterable[tuple[str, Tensor]],
         kind: str,
-        folder: Path | None = None,
         adapter_config: dict[str, Any] | None = None,
         memory: HostMemory | None = None,
     ) -> KeptWeights:
-        """Copies of these tensors, taken one at a time, in `memory` (that of older versions is used again) or on the disk of
-        `folder`. While one is copied, those before it are hashed.
-        """
+        """Copies of these tensors, taken one at a time, in `memory` (that of older versions is used again). While one is copied,
+        those before it are hashed."""
         memory = memory or HostMemory()
         memory.renew()
         shapes, data, device = {}, {}, torch.device("cpu")
@@ -101,7 +96,7 @@ class KeptWeights:
                 if name in data:
                     raise ValueError(f"{name} was exported twice; a version has every tensor once.")
                 shapes[name] = _dtype_of(name, tensor), tuple(tensor.shape)
-                data[name] = _bytes_of(tensor, folder, memory)
+                data[name] = _bytes_of(tensor, memory)
                 hashed[name] = [threads.submit(CHECKSUMS[kind], block) for block in blocks_of(data[name])]
                 device = tensor.device if tensor.is_cuda else device
         if not data:
@@ -159,22 +154,11 @@ def _dtype_of(name: str, tensor: Tensor) -> str:
     return dtype
 
 
-def _bytes_of(tensor: Tensor, folder: Path | None, memory: HostMemory) -> memoryview:
+def _bytes_of(tensor: Tensor, memory: HostMemory) -> memoryview:
     """A copy of its bytes: on the CPU the exported tensor may be the trainer's own, which the next step changes."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     if not flat.numel():
         return memoryview(b"")
-    kept = memory.take(flat.numel()) if folder is None else memoryview(_on_disk(flat, folder).numpy())
+    kept = memory.take(flat.numel())
     torch.frombuffer(kept, dtype=torch.uint8).copy_(flat)
     return kept
-
-
-def _on_disk(flat: Tensor, folder: Path) -> Tensor:
-    """Memory that the disk backs. The file has no name any more: it is gone with the last use."""
-    handle, path = tempfile.mkstemp(prefix="posttrain-weights-", dir=folder)
-    try:
-        os.posix_fallocate(handle, 0, flat.numel())  # a full disk is an error here, and a dead process later
-        return torch.from_file(path, shared=True, size=flat.numel(), dtype=torch.uint8)
-    finally:
-        os.close(handle)
-        os.unlink(path)

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from posttrain.rollout.engines.noise import noise_base, words_numpy
+from posttrain.rollout.engines.noise import noise_base, word_of
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams
 from posttrain.serve.engine.protocol import Sampling
 
@@ -29,8 +29,7 @@ LEAST_TEMPERATURE = 0.01
 
 def request_seed(params: SamplingParams, prompt: Prompt) -> int:
     """A seed for one request, 63 bits: a completion depends on (seed, key, sample, first token), not on its batch."""
-    base = np.asarray(noise_base(params.seed, prompt.key, prompt.sample), np.int64)
-    return int(words_numpy(base, np.asarray(prompt.first_token))) >> 1
+    return word_of(noise_base(params.seed, prompt.key, prompt.sample), prompt.first_token) >> 1
 
 
 def refuse_unknown_to_vllm(params: SamplingParams) -> None:
@@ -44,18 +43,9 @@ def refuse_unknown_to_vllm(params: SamplingParams) -> None:
 
 def vllm_sampling(params: SamplingParams, max_tokens: int, seed: int) -> Sampling:
     """For one request. Stop strings are left to `request.EndOfText`: it needs no tokenizer on vLLM's side."""
-    return Sampling(
-        max_tokens=max_tokens,
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        stop_ids=params.stop_ids,
-        logit_bias=tuple(params.logit_bias.items()),
-        regex=params.regex,
-        seed=seed if params.temperature > 0 else None,
-    )
+    own_seed = seed if params.temperature > 0 else None
+    bias = tuple(params.logit_bias.items())
+    return Sampling(**(vars(params) | {"max_tokens": max_tokens, "stop": (), "logit_bias": bias, "seed": own_seed}))
 
 
 def completion_logps(params: SamplingParams, mode: str, logps: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import math
 import queue
-import threading
 import time
 import uuid
 import weakref
@@ -18,7 +17,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,13 +27,13 @@ from posttrain.rollout.engines.protocol import Completion, Prompt, SamplingParam
 from posttrain.rollout.engines.request import Request, request_or_error
 from posttrain.rollout.engines.vllm.client import ABORT, ABORTED, DRAIN, GenerateRequest, Written
 from posttrain.rollout.engines.vllm.fleet import Fleet
-from posttrain.rollout.engines.vllm.fleet_members import Client, Member, Target
+from posttrain.rollout.engines.vllm.fleet_members import AnyClient, Member, Target
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights, common_checksum, spec_of
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.params import completion_logps, refuse_unknown_to_vllm, request_seed
 from posttrain.rollout.engines.vllm.sync_probe import BOUNDS
 from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused, ServerSlow
-from posttrain.rollout.engines.vllm.workers import Workers
+from posttrain.serve.wire.collective import in_background
 from posttrain.serve.wire.host_memory import HostMemory
 
 log = logging.getLogger(__name__)
@@ -59,7 +57,6 @@ class ServedOptions:
     per_server: int = PER_SERVER  # completions in flight at one server
     watch_seconds: float = 1.0  # between two looks at a server that is up
     bucket_bytes: int = BUCKET_BYTES  # of one part of the weights
-    keep_folder: Path | None = None  # holds the copy of the serving version, instead of this process's memory
     sleep_level: int = 0  # 0: servers have GPUs of their own and stay awake while the trainer works
 
 
@@ -74,7 +71,7 @@ class ServedVLLM:
 
     def __init__(
         self,
-        servers: Sequence[Client | ServerProcess],
+        servers: Sequence[AnyClient | ServerProcess],
         export: Export | None = None,
         adapter_export: AdapterExport | None = None,
         vocabulary: int | None = None,
@@ -85,14 +82,13 @@ class ServedVLLM:
         members = [Member(s.client, s) if isinstance(s, ServerProcess) else Member(s) for s in servers]
         self.fleet = Fleet(members, self.options.deadlines, self.options.watch_seconds, self.options.bucket_bytes)
         self.fleet.attach()
-        # An engine that nobody has any more must not send its weights over those of a later one. In a thread, because garbage
+        # An engine that is no longer referenced must not send its weights over those of a later one. In a thread, because garbage
         # may be collected in any, at any moment, with any of the locks held that closing needs.
-        self._when_dropped = weakref.finalize(self, _close_in_background, self.fleet)
+        self._when_dropped = weakref.finalize(self, in_background, self.fleet.close, "close servers")
         self._when_dropped.atexit = False
         about = members[0].info
         self.context, self.logprobs_mode = about.context_length, about.logprobs_mode
         self.vocabulary = about.vocabulary or vocabulary or 1 << 31
-        self.workers = Workers("completions")
         self._memory = HostMemory()  # of the versions that are kept
         self._abandoned = False
 
@@ -151,7 +147,7 @@ class ServedVLLM:
     def _kept(self, weights: Weights | None) -> KeptWeights:
         kind = common_checksum([member.info.checksums for member in self.fleet.members])
         config, weights = (None, weights) if weights is not None else self._exported()
-        return KeptWeights.of(weights, kind, self.options.keep_folder, config, self._memory)
+        return KeptWeights.of(weights, kind, config, self._memory)
 
     def _exported(self) -> tuple[dict[str, Any] | None, Weights]:
         """(config of the adapter or None, tensors) as the trainer has them now."""
@@ -227,10 +223,6 @@ class ServedVLLM:
     def wake(self) -> None:
         if self.options.sleep_level:
             self.fleet.wake()
-
-
-def _close_in_background(fleet: Fleet) -> None:
-    threading.Thread(target=fleet.close, name="close servers", daemon=True).start()
 
 
 @dataclass(eq=False)
@@ -326,7 +318,7 @@ class ServedSession:
             release(member, tokens)
             came.put((number, member, outcome))
 
-        self._engine.workers.submit(call)
+        in_background(call, "completions")
 
     # back -----------------------------------------------------------------------------------------------------------
 
@@ -378,7 +370,7 @@ class ServedSession:
         self._waiting.appendleft(ticket)
 
     def _look_after(self, ticket: _Ticket, member: Member, error: ServerError) -> None:
-        """The server is gone, silent, talks nonsense or lost its weights: its watcher sees to it, the prompt goes out again."""
+        """The server is gone, silent, answers wrongly or lost its weights: its watcher recovers it, the prompt is sent again."""
         self._fleet.report(member, str(error))
         self._again(ticket, member, str(error))
 
@@ -387,7 +379,7 @@ class ServedSession:
         self._finished.append((ticket.request.ticket, Completion.failed(str(error), self._engine.version)))
 
     def _wait_a_little(self, ticket: _Ticket, member: Member, error: ServerRefused) -> None:
-        """Busy with our own prompts, or with another's; where nothing of ours comes back meanwhile it has an end."""
+        """Busy with our prompts, or with another's; the wait is bounded while none of ours finishes."""
         now, seconds = time.monotonic(), member.client.deadlines.completion
         if ticket.refused_since is None:
             ticket.refused_since = now
@@ -404,7 +396,7 @@ class ServedSession:
 
     @staticmethod
     def _is_overdue(ticket: _Ticket, member: Member) -> bool:
-        """Sent again it would be as slow; a connection that nobody takes is another matter."""
+        """Sent again it would be as slow; a connection that is not accepted is different."""
         return time.monotonic() - ticket.sent_at >= member.client.deadlines.completion
 
     def _too_slow(self, ticket: _Ticket, member: Member, error: ServerError) -> None:

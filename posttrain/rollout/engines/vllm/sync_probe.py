@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from posttrain.rollout.engines.model_state import as_for_generation, inference
+from posttrain.models.inference import evaluating, inference
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ def scored_by(model: nn.Module) -> Score:
     def score(sequences: Sequence[np.ndarray]) -> list[np.ndarray]:
         device = next(model.parameters()).device
         found = []
-        with as_for_generation(model), inference(device):
+        with evaluating(model), inference(device):
             for ids in sequences:
                 row = torch.from_numpy(ids.astype(np.int64))[None].to(device)
                 logps = model(input_ids=row, use_cache=False).logits[0, :-1].float().log_softmax(-1)

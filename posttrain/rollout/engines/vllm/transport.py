@@ -32,7 +32,7 @@ class ServerError(RuntimeError):
 
 
 class ServerGone(ServerError):
-    """Nobody listens there, or the connection ended before the answer did."""
+    """Nothing listens there, or the connection ended before the answer did."""
 
 
 class ServerSlow(ServerError):
@@ -239,7 +239,9 @@ class Transport:
         if link.broken_off:
             return ServerGone(f"{what} was broken off: {link.broken_off}")
         if not link.is_connected:
-            return ServerSlow(f"{what}: nobody took the connection within {min(self._connect_seconds, seconds):g} s.")
+            return ServerSlow(
+                f"{what}: the connection was not accepted within {min(self._connect_seconds, seconds):g} s."
+            )
         came = f"{link.received} bytes of an answer came" if link.received else "no answer came"
         return ServerSlow(f"{what}: {came} within {seconds:g} s.")
 
@@ -252,7 +254,7 @@ class Transport:
             return ServerGone(f"{what}: the connection ended before the answer did ({error}).")
         if isinstance(error, httpcore.NetworkError | OSError):
             return ServerGone(f"{what}: the connection failed ({error}).")
-        return ServerAnswer(f"{what}: what came back is no HTTP answer ({type(error).__name__}: {str(error)[:200]}).")
+        return ServerAnswer(f"{what}: the reply is not HTTP ({type(error).__name__}: {str(error)[:200]}).")
 
     # connections ----------------------------------------------------------------------------------------------------
 
@@ -292,7 +294,7 @@ def _encoded(body: Any) -> bytes:
 
 
 def _read(what: str, status: int, kind: str, text: bytes, reads: bool = True) -> Any:
-    """The value in an answer; ServerRefused for a status that is no success."""
+    """The value in an answer; ServerRefused for any status but a success."""
     if not reads and 200 <= status < 300:
         return None
     try:

@@ -1,4 +1,4 @@
-"""The client of a plain `vllm serve`, for whoever runs one already.
+"""The client of a plain `vllm serve`, for those who run one already.
 
 What it can do: completions of token ids with log-probs, scores, and LoRA adapters that are exchanged by name. What it cannot:
 take full weights, promise which weights wrote a token (so every version is an adapter with a name of its own, and a request
@@ -20,10 +20,17 @@ from typing import Any
 import torch
 
 from posttrain.rollout.engines.protocol import LENGTH, STOP, SamplingParams
-from posttrain.rollout.engines.vllm.client import NOT_OFFERED, GenerateRequest, ServerInfo, Written, check_tokens
+from posttrain.rollout.engines.vllm.client import (
+    NOT_OFFERED,
+    Client,
+    GenerateRequest,
+    ServerInfo,
+    Written,
+    check_tokens,
+)
 from posttrain.rollout.engines.vllm.kept_weights import KeptWeights
 from posttrain.rollout.engines.vllm.params import RAW
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerAnswer, ServerRefused, Token, Transport, checked
+from posttrain.rollout.engines.vllm.transport import Deadlines, ServerAnswer, ServerRefused, Token
 
 NAME = re.compile(r"posttrain-(\d{1,16})-([0-9a-f]{32})")
 LARGEST_BIAS = 100.0
@@ -34,7 +41,7 @@ MISSING = (
 )
 
 
-class UpstreamClient:
+class UpstreamClient(Client):
     """Calls of one plain `vllm serve`. `logprobs_mode` is what it was started with: it cannot be asked."""
 
     def __init__(
@@ -45,23 +52,11 @@ class UpstreamClient:
         adapter_folder: Path | None = None,
         logprobs_mode: str = RAW,
     ) -> None:
-        self.deadlines = deadlines or Deadlines()
-        self._transport = Transport(base_url, token, self.deadlines.connect)
-        self.name = str(self._transport.address)
+        super().__init__(base_url, token, deadlines)
         # A folder per server: the others' clients write and remove adapters of the same names at the same time.
         self._folder = None if adapter_folder is None else Path(adapter_folder) / _folder_name(self.name)
         self._logprobs_mode = logprobs_mode
         self._models: dict[int, str] = {}  # version -> name of the model; 0 is the base model
-
-    def __repr__(self) -> str:
-        return f"UpstreamClient({self.name})"
-
-    def break_off(self, why: str) -> None:
-        self._transport.break_off(why)
-
-    def close(self) -> None:
-        """Let go of the connections. A later call opens one again."""
-        self.break_off("this client was closed.")
 
     def health(self) -> None:
         self._transport.ask("GET", "/health", None, self.deadlines.health, reads=False)
@@ -69,22 +64,12 @@ class UpstreamClient:
     def info(self) -> ServerInfo:
         """The adapter of the highest version serves, or the base model as version 0."""
         answer = self._transport.ask("GET", "/v1/models", None, self.deadlines.control)
-        base, context, adapters = checked(f"/v1/models of {self.name}", _models, answer)
+        base, context, adapters = self._checked("/v1/models", _models, answer)
         self._models = {0: base} | {version: f"posttrain-{version}-{mark}" for version, mark in adapters.items()}
         version = max(adapters, default=0)
         can = {"weights": False, "adapters": self._folder is not None}
-        return ServerInfo(
-            base,
-            "vllm serve",
-            context,
-            None,
-            self._logprobs_mode,
-            version,
-            adapters.get(version),
-            None,
-            can,
-            (MISSING,),
-        )
+        known = (base, "vllm serve", context, None, self._logprobs_mode, version, adapters.get(version))
+        return ServerInfo(*known, capabilities=can, notes=(MISSING,))
 
     # tokens ---------------------------------------------------------------------------------------------------------
 
@@ -101,7 +86,7 @@ class UpstreamClient:
             "add_special_tokens": False,
         }
         answer = self._ask_completions(body | _sampling(request.params))
-        return checked(f"/v1/completions of {self.name}", lambda value: self._written(value, request), answer)
+        return self._checked("/v1/completions", lambda value: self._written(value, request), answer)
 
     def _written(self, fields: Any, request: GenerateRequest) -> Written:
         (choice,) = fields["choices"]
@@ -127,7 +112,7 @@ class UpstreamClient:
             answer = self._ask_completions(
                 body | {"prompt_logprobs": 0, "temperature": 0.0, "add_special_tokens": False}
             )
-            scores.append(checked(f"/v1/completions of {self.name}", _prompt_logps(ids, start), answer))
+            scores.append(self._checked("/v1/completions", _prompt_logps(ids, start), answer))
         return scores
 
     def _ask_completions(self, body: dict[str, Any]) -> Any:
@@ -209,7 +194,7 @@ class UpstreamClient:
 
 
 def _folder_name(server: str) -> str:
-    """Of a server's address: one that can be read, and is no other server's."""
+    """Of a server's address: readable, and unique to this server."""
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", server.partition("://")[2]).strip("-.")
     return f"{readable}-{hashlib.blake2b(server.encode(), digest_size=4).hexdigest()}"
 
@@ -267,7 +252,7 @@ def _prompt_logps(ids: Sequence[int], start: int) -> Any:
         places = choice["prompt_logprobs"]
         logps = [float(place[str(token)]["logprob"]) for token, place in zip(ids[start:], places[start:], strict=True)]
         if not all(math.isfinite(logp) for logp in logps):
-            raise ValueError("a log-prob is no number")
+            raise ValueError("a log-prob is not a number")
         return logps
 
     return read

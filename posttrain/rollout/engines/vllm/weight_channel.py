@@ -32,7 +32,7 @@ class WeightChannel:
 
     def __init__(self, name: str, wire: Wire, wanted: str = AUTO) -> None:
         if wanted not in TRANSPORTS:
-            raise ValueError(f"`{wanted}` is no way for weights; choose one of {', '.join(TRANSPORTS)}.")
+            raise ValueError(f"`{wanted}` is not a transport for weights; choose one of {', '.join(TRANSPORTS)}.")
         self._name, self._wire, self._wanted = name, wire, wanted
         self._http = HttpSender(wire, Sides({}, torch.device("cpu")))
         self._sender: Sender | None = None

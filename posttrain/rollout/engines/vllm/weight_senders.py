@@ -10,17 +10,17 @@ import base64
 import secrets
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire import cuda_ipc
-from posttrain.serve.wire.collective import GLOO, NCCL, Meeting, Pair, available_backends
+from posttrain.serve.wire.collective import GLOO, NCCL, Meeting, Pair, available_backends, in_background
 from posttrain.serve.wire.host_memory import HostMemory, copy_bytes
 from posttrain.serve.wire.payload import COLLECTIVE, CUDA_IPC, MOST_FETCH_SECONDS, SHARED_MEMORY
 from posttrain.serve.wire.shared_blocks import Block, SharedFolder, host_id
@@ -78,41 +78,38 @@ class Sides:
         return cuda_ipc.gpu_ids()[self.device.index or 0] if self.device.type == "cuda" else None
 
 
-class Sender(Protocol):
+class Sender:
     """One way to one server. `send` answers what the server does; TransportFailed where this way does not work.
 
     So many threads as `at_once` says may send; `rest` and `close` are called while none does.
     """
 
-    at_once: int
+    at_once = AT_ONCE
 
-    @staticmethod
-    def suits(sides: Sides) -> bool:
+    def __init__(self, wire: Wire, sides: Sides) -> None:
+        self._wire = wire
+
+    @classmethod
+    def suits(cls, sides: Sides) -> bool:
         """Whether "auto" takes it."""
+        return cls.why_not(sides) is None
 
     @staticmethod
     def why_not(sides: Sides) -> str | None:
         """None where it can be tried, or the sentence that says why not."""
+        return None
 
-    def __init__(self, wire: Wire, sides: Sides) -> None: ...
-    def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any: ...
+    def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
+        raise NotImplementedError
+
     def rest(self) -> None:
         """Between two versions."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.rest()
 
 
-class HttpSender:
-    at_once = AT_ONCE
-
-    @staticmethod
-    def suits(sides: Sides) -> bool:
-        return True
-
-    @staticmethod
-    def why_not(sides: Sides) -> str | None:
-        return None
-
+class HttpSender(Sender):
     def __init__(self, wire: Wire, sides: Sides) -> None:
         self._wire, self._memory = wire, HostMemory()
 
@@ -128,18 +125,9 @@ class HttpSender:
     def rest(self) -> None:
         self._memory = HostMemory()
 
-    def close(self) -> None:
-        self.rest()
 
-
-class SharedMemorySender:
+class SharedMemorySender(Sender):
     """Each part is a file in /dev/shm, from which the server copies it. The same few files serve all parts of a version."""
-
-    at_once = AT_ONCE
-
-    @staticmethod
-    def suits(sides: Sides) -> bool:
-        return SharedMemorySender.why_not(sides) is None
 
     @staticmethod
     def why_not(sides: Sides) -> str | None:
@@ -195,14 +183,11 @@ class SharedMemorySender:
         self._folder.close()
 
 
-class CudaIpcSender:
-    """Each part is copied into a buffer on the GPU, which the server opens, copies to its host memory, and lets go of."""
+class CudaIpcSender(Sender):
+    """Each part is copied into a buffer on the GPU, which the server opens, copies to its host memory, and lets go of.
 
-    at_once = AT_ONCE
-
-    @staticmethod
-    def suits(sides: Sides) -> bool:
-        return CudaIpcSender.why_not(sides) is None
+    Between two versions the buffers stay: torch keeps an account of every one that was shared.
+    """
 
     @staticmethod
     def why_not(sides: Sides) -> str | None:
@@ -244,21 +229,18 @@ class CudaIpcSender:
             buffer = torch.empty(self._largest, dtype=torch.uint8, device=self._device)
             return buffer, cuda_ipc.share(buffer)
 
-    def rest(self) -> None:
-        """The buffers stay: torch keeps an account of every one that was shared."""
-
     def close(self) -> None:
         self._free.clear()
 
 
-class CollectiveSender:
+class CollectiveSender(Sender):
     """Each part is a broadcast in a group of this trainer and the server: NCCL between GPUs, gloo otherwise."""
 
     at_once = 1  # both ends of a group must take the parts in the same order
 
-    @staticmethod
-    def suits(sides: Sides) -> bool:
-        return CollectiveSender.backend(sides) == NCCL  # over gloo it is no faster than HTTP
+    @classmethod
+    def suits(cls, sides: Sides) -> bool:
+        return cls.backend(sides) == NCCL  # over gloo it is no faster than HTTP
 
     @staticmethod
     def backend(sides: Sides) -> str | None:
@@ -305,9 +287,6 @@ class CollectiveSender:
             pair.close()
         return answer
 
-    def rest(self) -> None:
-        """The group stays."""
-
     def close(self) -> None:
         self._pair.close()
 
@@ -325,7 +304,7 @@ def _both(ask: Callable[[], Any], act: Callable[[], T], seconds: float) -> tuple
 
     What the server says counts most: that it is gone, or refuses, explains why the group fails.
     """
-    asked, acted = _in_background(ask), _in_background(act)
+    asked, acted = in_background(ask, "weights"), in_background(act, "weights")
     wait([asked, acted], seconds + GRACE_SECONDS, FIRST_EXCEPTION)
     wait([asked], GRACE_SECONDS)
     if asked.done():
@@ -334,20 +313,6 @@ def _both(ask: Callable[[], Any], act: Callable[[], T], seconds: float) -> tuple
         return answer, acted.result() if acted.done() and acted.exception() is None else None
     error = acted.exception() if acted.done() else None
     raise TransportFailed(str(error) if error else f"The group of trainer and server was silent for {seconds:g} s.")
-
-
-def _in_background(function: Callable[[], T]) -> Future[T]:
-    """In a thread that can be left behind."""
-    outcome: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            outcome.set_result(function())
-        except BaseException as error:  # handed to whoever waits
-            outcome.set_exception(error)
-
-    threading.Thread(target=run, name="weights", daemon=True).start()
-    return outcome
 
 
 SENDERS: dict[str, type[Sender]] = {

@@ -1,4 +1,4 @@
-"""The trainer's model while an engine runs it: what it may be asked, and the state it must be in."""
+"""The state of a model that is asked and not trained, and how long a text it may be asked about."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 @contextmanager
-def as_for_generation(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Evaluation mode; every module is put back as it was."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -10,12 +10,12 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from posttrain.models.load.weight_export import exported_adapter, exported_weights
+from posttrain.rollout.engines.joint_export import JointExport
 from posttrain.rollout.engines.protocol import SamplingParams
 from posttrain.rollout.engines.vllm import colocate
 from posttrain.rollout.engines.vllm.server_engine import ServedVLLM
 from posttrain.rollout.engines.vllm.sync_probe import BOUNDS, WeightsDiffer, scored_by
-from posttrain.trainer.online.joint_export import JointExport
-from posttrain.trainer.online.weight_sync import SECONDS, WeightSync
+from posttrain.rollout.engines.weight_sync import SECONDS, WeightSync
 from tests import tiny
 from tests.rollout.served import FakeClient
 
@@ -72,17 +72,12 @@ def colocated(monkeypatch):
         engine.close()
 
 
-def trainer_of(engine, model, bound=None):
-    args = SimpleNamespace(process_index=0, world_size=1, vllm_sync_tolerance=bound)
-    return SimpleNamespace(engine=engine, model=model, is_fully_sharded=False, joint_export=None, args=args)
-
-
 @pytest.mark.parametrize(("level", "loads"), [(0, 1), (1, 1), (2, 3)])
 def test_weights_that_sleep_has_dropped_are_sent_again_at_the_same_step(colocated, level, loads):
     model = tiny.causal_lm()
     engine = colocated(model, sleep_level=level)
     engine.score = scored_by(model)
-    sync, took = WeightSync(trainer_of(engine, model)), []
+    sync, took = WeightSync(engine, model), []
     for _ in range(3):  # an evaluation in two chunks and a window of training, say
         took.append(sync.ready(1))
         with engine.session(SamplingParams(max_tokens=4)):
@@ -139,7 +134,7 @@ def rough_model(dtype):
 def test_the_bound_is_that_of_the_coarser_side(own, engines, expected):
     model = rough_model(own)
     engine = Rounded(model, engines) if engines in BOUNDS else SimpleNamespace(dtype=engines, is_foreign=True)
-    sync = WeightSync(trainer_of(engine, model))
+    sync = WeightSync(engine, model)
     assert sync._coarsest_dtype() == expected
     if engines in BOUNDS:
         sync.ready(1)
@@ -148,10 +143,10 @@ def test_the_bound_is_that_of_the_coarser_side(own, engines, expected):
 
 def test_rounding_of_a_bfloat16_server_is_no_difference_and_a_bound_that_was_set_counts():
     model = rough_model(torch.float32)
-    found = WeightSync(trainer_of(Rounded(model, torch.bfloat16), model)).ready(1)
+    found = WeightSync(Rounded(model, torch.bfloat16), model).ready(1)
     assert BOUNDS[torch.float32] < found["sync/logp_difference/mean"] < BOUNDS[torch.bfloat16]
     with pytest.raises(WeightsDiffer, match=r"0\.001 would be rounding"):
-        WeightSync(trainer_of(Rounded(model, torch.bfloat16), model, bound=1e-3)).ready(1)
+        WeightSync(Rounded(model, torch.bfloat16), model, tolerance=1e-3).ready(1)
 
 
 @pytest.mark.parametrize(
