@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments, enable_full_determinism, set_seed
 
 from posttrain.core.batch import PADDED
+from posttrain.core.console import say, set_verbosity
 from posttrain.data.collate import Collator
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
 from posttrain.data.options import PrepareOptions
@@ -45,6 +46,7 @@ def prepare_process(args: BaseConfig) -> None:
     """What holds for the whole process, before anything is loaded."""
     if args.n_gpu > 1:
         raise ValueError("nn.DataParallel is not supported: start one process per GPU (accelerate launch or torchrun).")
+    set_verbosity(args.verbosity)
     if args.full_determinism:  # before the first kernel: cuBLAS reads its part of it once
         enable_full_determinism(args.seed)
     set_seed(args.seed)
@@ -191,7 +193,7 @@ def prepared_rows(
     with args.main_process_first(desc=f"preparing the {name} dataset"):
         prepared = prepare_dataset(dataset, formats, renderer, options, name, args.dataset_num_proc)
     if args.should_log:
-        print(prepared.report.summary(), flush=True)
+        say(prepared.report.summary())
     return prepared
 
 

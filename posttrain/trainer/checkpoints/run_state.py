@@ -35,7 +35,7 @@ FREE_TO_CHANGE = frozenset((
     "eval_strategy", "eval_on_start", "hub_token", "hub_model_id", "hub_strategy", "hub_private_repo",
     "hub_always_push", "hub_revision", "push_to_hub", "project", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
     "dataloader_num_workers", "dataloader_pin_memory", "dataloader_prefetch_factor", "dataloader_persistent_workers",
-    "dataset_num_proc", "dataset_cache_dir", "resume_from_checkpoint", "resume_allow_changes", "alerts", "local_rank",
+    "dataset_num_proc", "dataset_cache_dir", "resume_from_checkpoint", "resume_allow_changes", "alerts", "verbosity", "local_rank",
     "do_eval", "do_train", "do_predict", "skip_memory_metrics", "max_steps", "num_train_epochs", "ddp_timeout",
     "prediction_loss_only", "per_device_eval_batch_size", "load_best_model_at_end", "metric_for_best_model",
     "greater_is_better", "chunk_tokens", "keep_logits", "gradient_checkpointing", "use_liger_kernel", "fuse_lora", "compile_layers",

@@ -13,6 +13,7 @@ from huggingface_hub import CommitScheduler, HfApi
 from transformers import TrainerCallback, TrainerState
 
 from posttrain.core import __version__
+from posttrain.core.console import say
 from posttrain.rewards.reward_set import RewardSet
 from posttrain.rewards.runtime.statistics import RewardWatch
 from posttrain.rollout.collector import Collected
@@ -22,7 +23,7 @@ from posttrain.trainer.checkpoints.background_save import CheckpointNotSaved
 from posttrain.trainer.checkpoints.saving import Checkpoints
 from posttrain.trainer.online.rollout_metrics import as_tensors
 from posttrain.trainer.options.online import OnlineConfig
-from posttrain.trainer.report.progress import cut, number, say, show_table, table_to_wandb
+from posttrain.trainer.report.progress import cut, number, show_table, table_to_wandb
 from posttrain.trainer.step.metrics import MetricStore
 
 SHOWN_CHARACTERS = 400
@@ -63,7 +64,10 @@ class RolloutPush:
         try:
             self.scheduler.trigger().result()
         except Exception as error:  # of the network or of the Hub, in any of their kinds; the sentence carries it
-            say(f"The rollouts in {self.folder} were not all pushed to {self.repo} ({type(error).__name__}: {error}).")
+            say(
+                f"The rollouts in {self.folder} were not all pushed to {self.repo} ({type(error).__name__}: {error}).",
+                always=True,
+            )
         finally:
             self.scheduler.stop()
 
@@ -130,7 +134,7 @@ class RolloutLog(TrainerCallback):
             table = collected.table
             values = table.rewards.masked_fill(table.masked[:, None], float("nan")).numpy()
             for sentence in self.watch.look(self.run.rewards.names, values, table.lengths.numpy()):
-                say(f"alert  {sentence}")
+                say(f"alert  {sentence}", always=True)
 
     def _report_failures(self, collected: Collected) -> None:
         """The first of each kind; how many there are, the log says."""
@@ -139,7 +143,10 @@ class RolloutLog(TrainerCallback):
                 self._failed.add((failure.reward, failure.kind))
                 policy = self.run.args.reward_on_error
                 said = " ".join(failure.message.split())
-                say(f"alert  reward {failure.reward} failed ({failure.kind}): {said} (reward_on_error={policy!r})")
+                say(
+                    f"alert  reward {failure.reward} failed ({failure.kind}): {said} (reward_on_error={policy!r})",
+                    always=True,
+                )
 
     # ---- what is shown -----------------------------------------------------------------------------------------------
 

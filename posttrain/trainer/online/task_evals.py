@@ -11,6 +11,7 @@ from transformers import TrainerCallback, TrainerState
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import SaveStrategy
 
+from posttrain.core.console import say
 from posttrain.data.render.renderer import Renderer
 from posttrain.evaluation.result import EvalResult
 from posttrain.evaluation.run import TaskEvaluation, engine_for, stop_ids
@@ -19,7 +20,6 @@ from posttrain.models.load.model import CAUSAL_LM
 from posttrain.rollout.engines.gathered_engine import GatheredEngine
 from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.trainer.options.base import DEEPSPEED, BaseConfig
-from posttrain.trainer.report.progress import say
 
 PREFIX = "evals"
 
@@ -179,7 +179,7 @@ class TaskEvals(TrainerCallback):
         if reason := self._why_end(spec):
             control.should_training_stop = True
             if state.is_world_process_zero:
-                say(f"The run ends at step {state.global_step}: {reason}.")
+                say(f"The run ends at step {state.global_step}: {reason}.", always=True)
 
     def _history(self, name: str) -> list[float]:
         """All values of a metric so far. The log is a part of checkpoints, so a resumed run knows them."""

@@ -17,6 +17,7 @@ from transformers import TrainerState, TrainingArguments
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from posttrain.core.batch import PADDED, RAGGED
+from posttrain.core.console import NORMAL, VERBOSITIES
 from posttrain.core.options import default_of, is_ours, option
 from posttrain.core.secrets import without_secrets
 from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
@@ -127,6 +128,11 @@ class BaseConfig(TrainingArguments):
         "Copy the state to host memory and write checkpoints on a thread. With several processes they are written at once.",
     )
     alerts: bool = option(True, "Say in words when loss, gradient norm, entropy or rewards drift.")
+    verbosity: str = option(
+        NORMAL,
+        "Our own lines: quiet (warnings, alerts and errors), normal (also plan, progress and summary) or verbose (also log records "
+        "of level INFO). For the whole process; `log_level` is that of transformers.",
+    )
 
     def __post_init__(self) -> None:
         self._set_by_user = {f.name for f in fields(self) if is_ours(f) and getattr(self, f.name) != default_of(f)}
@@ -193,6 +199,7 @@ class BaseConfig(TrainingArguments):
             check_choice("report_to", name, tuple(INTEGRATION_TO_CALLBACK))
         check_choice("truncation_mode", self.truncation_mode, TRUNCATION_MODES)
         check_choice("on_bad_rows", self.on_bad_rows, ("error", "drop"))
+        check_choice("verbosity", self.verbosity, VERBOSITIES)
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"`max_length` is {self.max_length}; a sequence that trains a token has at least 2.")
         if self.auto_find_batch_size:

@@ -17,6 +17,7 @@ import xxhash
 from accelerate import PartialState
 
 from posttrain.core.batch import PADDED
+from posttrain.core.console import say
 from posttrain.core.processes import of_every_process
 from posttrain.data.collate import Collator, collate
 from posttrain.data.store.row_store import AnnotatedDataset, RowStore, row_key
@@ -60,9 +61,7 @@ def with_reference_logps(
     work = missing(dataset, store)
     if args.should_log:
         found = len(dataset) - len({item.unit for item in work})
-        print(
-            f"Reference log-probs: {found} of {len(dataset)} {name} rows were in the cache {store.folder}.", flush=True
-        )
+        say(f"Reference log-probs: {found} of {len(dataset)} {name} rows were in the cache {store.folder}.")
     _compute(args, collator, reference, store, dataset, work[args.process_index :: args.world_size], name)
     if args.world_size > 1:
         PartialState().wait_for_everyone()
@@ -168,12 +167,11 @@ class _Progress:
             self.last = now
             rate = self.done / (now - self.begin)
             left = (self.total - self.done) / max(rate, 1e-9)
-            print(
-                f"Reference log-probs: {self.done} of {self.total} {self.name} rows, {rate:.1f} rows/s, {left:.0f} s left.",
-                flush=True,
+            say(
+                f"Reference log-probs: {self.done} of {self.total} {self.name} rows, {rate:.1f} rows/s, {left:.0f} s left."
             )
 
     def end(self) -> None:
         if self.is_shown:
             taken = time.monotonic() - self.begin
-            print(f"Reference log-probs of {self.done} {self.name} rows were computed in {taken:.1f} s.", flush=True)
+            say(f"Reference log-probs of {self.done} {self.name} rows were computed in {taken:.1f} s.")

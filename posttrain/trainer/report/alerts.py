@@ -15,8 +15,9 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from posttrain.core.console import say
 from posttrain.trainer.checkpoints.step_file import StepFile
-from posttrain.trainer.report.progress import number, say
+from posttrain.trainer.report.progress import number
 
 ALERTS_FILE = "alerts.jsonl"
 
@@ -477,7 +478,7 @@ class AlertsCallback(TrainerCallback):
         if self.watch is None or not logs or "train_runtime" in logs:
             return
         for alert in self.watch.look(state.global_step, _metrics(logs), state.global_step < state.max_steps):
-            say(alert.sentence(state.global_step))
+            say(alert.sentence(state.global_step), always=True)
             self.file.append(state.global_step, asdict(alert))
 
 

@@ -15,6 +15,7 @@ from transformers.trainer_callback import CallbackHandler, PrinterCallback, Prog
 from transformers.utils import logging as transformers_logging
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
+from posttrain.core.console import say
 from posttrain.core.secrets import write_whole
 from posttrain.data.store.report import PreparationReport
 from posttrain.models.load.model import LoadedModel
@@ -26,7 +27,7 @@ from posttrain.trainer.checkpoints.step_file import StepFile
 from posttrain.trainer.options.base import BaseConfig
 from posttrain.trainer.report.alerts import AlertsCallback
 from posttrain.trainer.report.model_card import may_be_overwritten
-from posttrain.trainer.report.progress import RichProgressCallback, count, duration, number, say, several
+from posttrain.trainer.report.progress import RichProgressCallback, count, duration, number, several
 from posttrain.trainer.step.gathering import over_processes
 from posttrain.trainer.step.metrics import MetricStore
 from posttrain.trainer.step.optimizer import StepGuard

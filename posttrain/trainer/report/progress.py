@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -15,6 +14,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 from transformers import TrainerCallback
+
+from posttrain.core.console import is_quiet, say
 
 SHOWN = (
     "loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "rewards/accuracies", "rewards/margins",
@@ -64,12 +65,6 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02d}m"
     return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"
-
-
-def say(text: str) -> None:
-    """Print, also where the output cannot encode every character; above the live display where there is one."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, errors="replace").decode(encoding), flush=True)
 
 
 # ---- what is known about the speed ---------------------------------------------------------------------------------------
@@ -266,7 +261,7 @@ class RichProgressCallback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         stands_back = any(isinstance(rival, RichProgressCallback) and rival is not self for rival in self.rivals)
-        if not state.is_world_process_zero or stands_back:
+        if not state.is_world_process_zero or stands_back or is_quiet():
             return
         if self.view is not None:  # a run in this process that ended by an exception
             self.view.end()

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.core.batch import SHARED
+from posttrain.core.console import say
 from posttrain.data.collate import Collator, laid_out_tokens
 from posttrain.models.layers.kernels import COMPILED, PLAIN, uncompile_layers
 from posttrain.models.load.model import LoadedModel, innermost_model
@@ -78,7 +79,7 @@ def _decide(run: FittedRun) -> None:
     plan = memory.memory_plan(_free(run), batch_tokens(run), cost, state, wishes, can_recompute, logit_bytes)
     apply(run, plan)
     if args.should_log:
-        print(plan.sentence, flush=True)
+        say(plan.sentence)
 
 
 def _uncompile_if_selective(run: FittedRun) -> None:
