@@ -244,9 +244,7 @@ def _write_companions(wanted: Export, innermost: nn.Module | None, folder: Path)
         generation.pad_token_id = tokenizer.pad_token_id
     try:
         generation.save_pretrained(folder)
-    except (
-        ValueError
-    ):  # a temperature without sampling, as many models come: transformers reads it and refuses to write it
+    except ValueError:  # a temperature without sampling: many models come so, and transformers refuses to write it
         generation.do_sample = True
         generation.save_pretrained(folder)
 

@@ -149,11 +149,8 @@ class Provenance:
         header = self._header(chat)
         found = text.rfind(header, limit, first) if header else -1
         if found < 0 or (first is None and text.count(header, limit) != 1):
-            raise _refusal(
-                marked,
-                turn,
-                f"does not put its generation prompt ({header!r}) before the turn, whose beginning is unknown",
-            )
+            does = f"does not put its generation prompt ({header!r}) before the turn, whose beginning is unknown"
+            raise _refusal(marked, turn, does)
         return found + len(header)
 
     def _start_of_first_message(self, chat: Conversation, marked: MarkedRender, first: int) -> int | None:

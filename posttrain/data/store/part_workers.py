@@ -129,16 +129,9 @@ class Helper:
         files = [file.fileno() for file in (work, tickets, done)]
         ours = str(Path(__file__).parents[3])
         search = os.pathsep.join(filter(None, [ours, os.environ.get("PYTHONPATH")]))
+        command = [sys.executable, "-P", "-m", "posttrain.data.store.part_workers"]
         self.process = subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "posttrain.data.store.part_workers",
-                str(os.getpid()),
-                *map(str, files),
-                str(error),
-            ],
+            [*command, *map(str, (os.getpid(), *files, error))],
             stdin=subprocess.DEVNULL,
             pass_fds=files,
             # Helpers are as many as there are cores: the tokenizer of each has one thread.
@@ -178,9 +171,8 @@ def main() -> None:
 
 
 def _unpacked(work: int) -> Callable[[int], None]:
-    with mmap.mmap(
-        work, 0, access=mmap.ACCESS_READ
-    ) as content:  # helpers share the position in the file, so none moves it
+    # Helpers share the position in the file, so none moves it.
+    with mmap.mmap(work, 0, access=mmap.ACCESS_READ) as content:
         reader = io.BytesIO(content)
     sys.path[:] = pickle.load(reader)
     return pickle.load(reader)

@@ -28,13 +28,8 @@ def fuse_lora(model: nn.Module) -> int:
 
     Layers with dropout are left to PEFT in training, and are fused in evaluation (a reference, say).
     """
-    fused = [
-        module
-        for module in model.modules()
-        if _is_lora_linear(module)
-        and _is_plain(module.base_layer)
-        and any(_adapter_fits(module, name) for name in module.lora_A)
-    ]
+    plain = [module for module in model.modules() if _is_lora_linear(module) and _is_plain(module.base_layer)]
+    fused = [module for module in plain if any(_adapter_fits(module, name) for name in module.lora_A)]
     for module in fused:
         if not hasattr(module, "_forward_of_peft"):
             module._forward_of_peft = module.forward

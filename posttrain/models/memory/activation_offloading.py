@@ -46,14 +46,9 @@ class Parked:
 
     def holds(self, tensor: Tensor) -> bool:
         mine = self.tensor
-        return (
-            mine is not None
-            and mine.data_ptr() == tensor.data_ptr()
-            and mine.shape == tensor.shape
-            and mine.stride() == tensor.stride()
-            and mine.dtype == tensor.dtype
-            and self.version == tensor._version
-        )
+        if mine is None or self.version != tensor._version or mine.dtype != tensor.dtype:
+            return False
+        return (mine.data_ptr(), mine.shape, mine.stride()) == (tensor.data_ptr(), tensor.shape, tensor.stride())
 
 
 class Offloader:
