@@ -18,13 +18,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.forked import end_all
 
 torch.set_num_threads(1)
-if (
-    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-):  # as under nohup; children would inherit it, and tests send it to them
+settings.register_profile("posttrain", deadline=None)  # a busy machine may need a second for any example
+settings.load_profile("posttrain")
+# Ignored as under nohup, children would inherit it, and tests send it to them.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -47,7 +47,7 @@ def default_of(field: dataclasses.Field) -> Any:
 RESUME_WORDS = {"true": True, "auto": True, "yes": True, "false": False, "no": False, "none": False, "null": False}
 
 
-def resume_wish(given: str | bool | None) -> str | bool:
+def resume_request(given: str | bool | None) -> str | bool:
     """What `resume_from_checkpoint` says: True for the newest checkpoint, False for none, or a folder.
 
     Command lines and files hand over words ("False", "none"), which are no folders.

@@ -471,9 +471,8 @@ class BaseTrainer(transformers.Trainer):
             self.checkpoints.load_optimizer(Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if (
-            not self.is_fully_sharded
-        ):  # there, trained weights come with the optimizer's shards, all others as the run began
+        # Sharded, trained weights come with the optimizer's shards; all others are as the run began.
+        if not self.is_fully_sharded:
             load = super()._load_from_checkpoint
             self.checkpoints.load_weights(lambda: load(resume_from_checkpoint, model))
 

@@ -21,8 +21,8 @@ from posttrain.models.memory.fit import (
     SELECTIVE,
     ActivationCost,
     BatchTokens,
+    MemoryOverrides,
     StateCost,
-    Wishes,
     memory_plan,
 )
 from posttrain.trainer import base
@@ -140,21 +140,25 @@ STATE = StateCost(
 TOKENS = 16384  # 16 GiB of activations if all are kept
 
 
-def plan(free, **wishes):
-    return memory_plan(free * GIB / memory.HEAD_ROOM, BatchTokens(TOKENS, TOKENS), COST, STATE, Wishes(**wishes))
+def plan(free, **overrides):
+    return memory_plan(
+        free * GIB / memory.HEAD_ROOM, BatchTokens(TOKENS, TOKENS), COST, STATE, MemoryOverrides(**overrides)
+    )
 
 
 def test_a_large_micro_batch_is_split_before_anything_is_recomputed():
     room = STATE.total("adamw") + 20000 * COST.of(NONE, False)
     batch = BatchTokens(largest=100_000, longest=2048)
-    found = memory_plan(room / memory.HEAD_ROOM, batch, COST, STATE, Wishes())
+    found = memory_plan(room / memory.HEAD_ROOM, batch, COST, STATE, MemoryOverrides())
     assert (found.checkpointing, found.offload, found.eight_bit) == (NONE, False, False)
     assert found.tokens_per_pass == pytest.approx(20000, abs=1)
     assert f"up to 100000 tokens, run in passes of up to {found.tokens_per_pass}," in found.sentence
-    unsplit = memory_plan(room / memory.HEAD_ROOM, BatchTokens(100_000, 2048, can_split=False), COST, STATE, Wishes())
+    unsplit = memory_plan(
+        room / memory.HEAD_ROOM, BatchTokens(100_000, 2048, can_split=False), COST, STATE, MemoryOverrides()
+    )
     assert unsplit.checkpointing == FULL
     assert unsplit.tokens_per_pass is None
-    given = memory_plan(room / memory.HEAD_ROOM, batch, COST, STATE, Wishes(tokens_per_pass=5000))
+    given = memory_plan(room / memory.HEAD_ROOM, batch, COST, STATE, MemoryOverrides(tokens_per_pass=5000))
     assert (given.checkpointing, given.tokens_per_pass) == (NONE, 5000)
 
 
@@ -162,9 +166,11 @@ def test_logits_are_kept_where_passes_are_large_enough_beside_them():
     logit_bytes = 300 * KIB
     batch = BatchTokens(largest=100_000, longest=2048)
 
-    def planned(tokens, a_token, **wishes):
+    def planned(tokens, a_token, **overrides):
         room = STATE.total("adamw") + tokens * a_token
-        return memory_plan(room / memory.HEAD_ROOM + 1, batch, COST, STATE, Wishes(**wishes), True, logit_bytes)
+        return memory_plan(
+            room / memory.HEAD_ROOM + 1, batch, COST, STATE, MemoryOverrides(**overrides), True, logit_bytes
+        )
 
     kept = COST.of(NONE, False)
     roomy = planned(20_000, kept + logit_bytes)
@@ -179,19 +185,21 @@ def test_logits_are_kept_where_passes_are_large_enough_beside_them():
     not_split_for_them = planned(100_000, kept + logit_bytes / 2)
     assert (not_split_for_them.keep_logits, not_split_for_them.tokens_per_pass) == (False, None)
     assert not planned(40_000, kept + logit_bytes, keep_logits=False).keep_logits
-    assert not memory_plan(1000 * GIB, batch, COST, STATE, Wishes()).keep_logits  # a loss that does not need them
+    assert not memory_plan(
+        1000 * GIB, batch, COST, STATE, MemoryOverrides()
+    ).keep_logits  # a loss that does not need them
 
 
 def need(level, offload=False, eight_bit=False):
     return (STATE.total("adamw_8bit" if eight_bit else "adamw") + TOKENS * COST.of(level, offload)) / GIB
 
 
-@pytest.mark.parametrize("rung", memory.rungs(Wishes()), ids=str)
+@pytest.mark.parametrize("rung", memory.rungs(MemoryOverrides()), ids=str)
 def test_the_mildest_rung_that_fits_is_taken(rung):
     level, offload, eight_bit = rung
     amount = need(level, offload, eight_bit)
     chosen = plan(amount + 0.001)
-    milder = next(r for r in memory.rungs(Wishes()) if need(*r) <= amount + 0.001)
+    milder = next(r for r in memory.rungs(MemoryOverrides()) if need(*r) <= amount + 0.001)
     assert (chosen.checkpointing, chosen.offload, chosen.eight_bit) == milder
     assert "too much" not in chosen.sentence
 
@@ -216,7 +224,7 @@ def test_the_sentence_has_the_numbers_and_the_largest_term():
 
 
 @pytest.mark.parametrize(
-    ("wishes", "expected"),
+    ("overrides", "expected"),
     [
         ({"checkpointing": NONE, "offload": False, "optim": "adamw_torch"}, (NONE, False, False)),
         ({"checkpointing": NONE, "offload": False}, (NONE, False, True)),
@@ -227,13 +235,13 @@ def test_the_sentence_has_the_numbers_and_the_largest_term():
         ({"checkpointing": SELECTIVE, "optim": "adamw_8bit"}, (SELECTIVE, False, True)),
     ],
 )
-def test_what_the_user_has_set_stays(wishes, expected):
-    found = plan(1, **wishes)
+def test_what_the_user_has_set_stays(overrides, expected):
+    found = plan(1, **overrides)
     assert (found.checkpointing, found.offload, found.eight_bit) == expected
 
 
 def test_a_model_that_cannot_recompute_is_not_asked_to():
-    found = memory_plan(GIB, BatchTokens(TOKENS, TOKENS), COST, STATE, Wishes(), can_recompute=False)
+    found = memory_plan(GIB, BatchTokens(TOKENS, TOKENS), COST, STATE, MemoryOverrides(), can_recompute=False)
     assert (found.checkpointing, found.offload, found.eight_bit) == (NONE, False, True)
 
 
@@ -248,13 +256,13 @@ def trainer(tmp_path, **options):
 
 def test_wishes_are_read_from_the_options(tmp_path):
     made = trainer(tmp_path, gradient_checkpointing=True)
-    assert memory_fit.wishes_of(made) == Wishes(FULL, None, None)
+    assert memory_fit.memory_overrides(made) == MemoryOverrides(FULL, None, None)
     made.args.gradient_checkpointing_kwargs = {"selective": True}
     made.args.optim = "adafactor"
-    assert memory_fit.wishes_of(made) == Wishes(SELECTIVE, None, "adafactor")
+    assert memory_fit.memory_overrides(made) == MemoryOverrides(SELECTIVE, None, "adafactor")
     made = trainer(tmp_path, activation_offloading=False)
     assert made.args.gradient_checkpointing is False  # decided: host memory is assumed to be enough
-    assert memory_fit.wishes_of(made) == Wishes(NONE, False, None)
+    assert memory_fit.memory_overrides(made) == MemoryOverrides(NONE, False, None)
 
 
 def with_groups(tmp_path, **options):

@@ -125,9 +125,8 @@ class Checked:
 
         self.side.args.on_bad_rows = "drop"
         try:
-            with contextlib.redirect_stdout(
-                io.StringIO()
-            ):  # the summary of the preparation: it is said in another form here
+            # The summary of the preparation is shown in another form here.
+            with contextlib.redirect_stdout(io.StringIO()):
                 prepared = self.side._prepared(rows, name)
         except ValueError as error:  # no format fits, or nothing is left: the sentence says which
             self.findings.append(AuditFinding(ERROR, "format", name, str(error).rstrip(".")))

@@ -16,7 +16,7 @@ from posttrain.cli.options.table import method_names
 from posttrain.cli.options.words import Parser
 from posttrain.cli.running.output import ready_to_write
 from posttrain.cli.running.processes import PROFILE_ALIASES, SECONDS_TO_SAVE, config_file
-from posttrain.core.options import resume_wish
+from posttrain.core.options import resume_request
 from posttrain.core.secrets import hidden_text, named_secret
 
 SUBMIT = {"slurm": ["sbatch"], "skypilot": ["sky", "jobs", "launch", "--yes"], "kubernetes": ["kubectl", "apply", "-f"]}
@@ -189,7 +189,7 @@ def check_restart(config: RunConfig) -> None:
             f"{config.where('fresh')}: {again}, which would throw its steps away. Name a new `output_dir` instead."
         )
     given = config.get("resume_from_checkpoint")
-    if "resume_from_checkpoint" in config.values and resume_wish(given) is not True:
+    if "resume_from_checkpoint" in config.values and resume_request(given) is not True:
         where = config.where("resume_from_checkpoint")
         raise UsageError(
             f"{where} is {given!r}. {again}, which would not continue from its own newest checkpoint; leave it out."

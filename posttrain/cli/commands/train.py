@@ -14,7 +14,7 @@ from posttrain.cli.options.arguments import RunConfig, parse
 from posttrain.cli.options.table import OptionSpec, table_of
 from posttrain.cli.running import processes
 from posttrain.cli.running.output import no_bars
-from posttrain.core.options import resume_wish
+from posttrain.core.options import resume_request
 from posttrain.core.secrets import hidden_text
 
 GROUP_TITLES = {
@@ -102,12 +102,12 @@ def _resume(config: RunConfig, folder: Path) -> Any:
     """The same command again continues where the last one stopped: True takes the newest checkpoint that is whole."""
     is_given = "resume_from_checkpoint" in config.values
     if config.get("fresh"):
-        if is_given and resume_wish(config.get("resume_from_checkpoint")):
+        if is_given and resume_request(config.get("resume_from_checkpoint")):
             raise UsageError(
                 "`fresh` starts from the beginning, and `resume_from_checkpoint` continues; give one of them."
             )
         return False
-    return resume_wish(config.get("resume_from_checkpoint")) if is_given else any(folder.glob("checkpoint-*"))
+    return resume_request(config.get("resume_from_checkpoint")) if is_given else any(folder.glob("checkpoint-*"))
 
 
 # ---- --help, from the option table: no library is imported for it --------------------------------------------------

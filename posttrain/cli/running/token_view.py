@@ -59,9 +59,8 @@ def pieces_of(tokenizer: Any, ids: np.ndarray) -> list[str]:
     if backend is not None:
         return TokenText(backend).pieces(ids.tolist())
     pieces, start = [], 0
-    for stop in range(
-        1, len(ids) + 1
-    ):  # a tokenizer in Python: tokens are decoded together until they are whole characters
+    # A tokenizer in Python: tokens are decoded together until they are whole characters.
+    for stop in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[start:stop].tolist(), skip_special_tokens=False)
         is_whole = stop == len(ids) or not text.endswith("\N{REPLACEMENT CHARACTER}")
         pieces.append(text if is_whole else "")

@@ -202,7 +202,7 @@ def _head_bytes(head: nn.Module | None, device: str) -> int:
 
 
 @dataclass(frozen=True)
-class Wishes:
+class MemoryOverrides:
     """What the user has set; None: decided here."""
 
     checkpointing: str | None = None  # NONE, SELECTIVE or FULL
@@ -251,18 +251,18 @@ DECIDING = ("gradient_checkpointing", "activation_offloading", "max_tokens_per_p
 LADDER = ((NONE, False), (SELECTIVE, False), (FULL, False), (FULL, True))
 
 
-def rungs(wishes: Wishes, can_recompute: bool = True) -> list[tuple[str, bool, bool]]:
+def rungs(overrides: MemoryOverrides, can_recompute: bool = True) -> list[tuple[str, bool, bool]]:
     """(level of checkpointing, offload, 8-bit moments), mildest first, of what the user has left open."""
     pairs = list(LADDER)
-    if wishes.offload:
-        pairs = [(wishes.checkpointing or (FULL if can_recompute else NONE), True)]
-    elif wishes.checkpointing is not None:
-        pairs = [pair for pair in LADDER if pair[0] == wishes.checkpointing]
-    if wishes.offload is False or (not can_recompute and wishes.offload is None):
+    if overrides.offload:
+        pairs = [(overrides.checkpointing or (FULL if can_recompute else NONE), True)]
+    elif overrides.checkpointing is not None:
+        pairs = [pair for pair in LADDER if pair[0] == overrides.checkpointing]
+    if overrides.offload is False or (not can_recompute and overrides.offload is None):
         pairs = [pair for pair in pairs if not pair[1]]
-    if not can_recompute and wishes.checkpointing is None:
+    if not can_recompute and overrides.checkpointing is None:
         pairs = [pair for pair in pairs if pair[0] == NONE]
-    eight_bit = (False, True) if wishes.optim is None else (wishes.optim == EIGHT_BIT,)
+    eight_bit = (False, True) if overrides.optim is None else (overrides.optim == EIGHT_BIT,)
     return [(*pair, bits) for bits in eight_bit for pair in pairs]
 
 
@@ -271,7 +271,7 @@ def memory_plan(
     batch: BatchTokens,
     activations: ActivationCost,
     state: StateCost,
-    wishes: Wishes,
+    overrides: MemoryOverrides,
     can_recompute: bool = True,
     logit_bytes: float = 0.0,
 ) -> MemoryPlan:
@@ -280,17 +280,17 @@ def memory_plan(
     `logit_bytes`: of one token, where the loss would profit from keeping them. They are, if passes are still large enough then.
     """
     room = HEAD_ROOM * free
-    optim = wishes.optim or "adamw"
-    if wishes.tokens_per_pass is not None:
-        batch = replace(batch, largest=min(batch.largest, max(wishes.tokens_per_pass, batch.longest)))
-    asked_for = logit_bytes if wishes.keep_logits else 0.0
-    for level, offload, eight_bit in rungs(wishes, can_recompute):
+    optim = overrides.optim or "adamw"
+    if overrides.tokens_per_pass is not None:
+        batch = replace(batch, largest=min(batch.largest, max(overrides.tokens_per_pass, batch.longest)))
+    asked_for = logit_bytes if overrides.keep_logits else 0.0
+    for level, offload, eight_bit in rungs(overrides, can_recompute):
         fixed = state.total(EIGHT_BIT if eight_bit else optim)
         fitting = int((room - fixed) // (activations.of(level, offload) + asked_for))
         if fitting >= batch.wanted:
             break
-    keep_logits = bool(wishes.keep_logits)
-    if wishes.keep_logits is None and logit_bytes and level == NONE:
+    keep_logits = bool(overrides.keep_logits)
+    if overrides.keep_logits is None and logit_bytes and level == NONE:
         beside_them = int((room - fixed) // (activations.of(level, offload) + logit_bytes))
         # A micro-batch that is one pass stays one: adding gradients up would cost more than the logits save.
         keep_logits = beside_them >= (batch.wanted if fitting < batch.largest else batch.largest)
@@ -319,7 +319,9 @@ def memory_plan(
     if missing > 0:
         sentence += f" That is {_gib(missing)} too much: lower `per_device_train_batch_size` or `max_length` if memory runs out."
     sentence += f" {', '.join(f'`{name}`' for name in DECIDING[:-1])} and `{DECIDING[-1]}` decide otherwise."
-    return MemoryPlan(level, offload, eight_bit, sentence, tokens if is_split else wishes.tokens_per_pass, keep_logits)
+    return MemoryPlan(
+        level, offload, eight_bit, sentence, tokens if is_split else overrides.tokens_per_pass, keep_logits
+    )
 
 
 def _gib(size: float) -> str:

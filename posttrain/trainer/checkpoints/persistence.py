@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from posttrain.core.faults import fault_point
-from posttrain.core.options import resume_wish
+from posttrain.core.options import resume_request
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.background_save import CheckpointNotSaved
 from posttrain.trainer.checkpoints.run_state import RNG_FILE, RunIdentity, RunState, load_sums, run_of
@@ -135,7 +135,7 @@ class RunLifecycle(TrainerCallback):
             raise SystemExit(128 + self.stop_signal)
 
     def _checkpoint_to_resume(self, wanted: str | bool | None) -> Path | None:
-        wanted = resume_wish(wanted)
+        wanted = resume_request(wanted)
         if not wanted:
             return None
         if wanted is True:

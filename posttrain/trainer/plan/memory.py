@@ -25,7 +25,7 @@ from posttrain.models.memory.fit import FULL, NONE, SELECTIVE
 from posttrain.models.scoring.head_kernels import STATISTICS
 from posttrain.models.scoring.token_scores import default_chunk_tokens
 from posttrain.rollout.engines.native.engine import MAX_SLOTS
-from posttrain.trainer.step.memory_fit import batch_tokens, can_keep_logits, laid_out_share, wishes_of
+from posttrain.trainer.step.memory_fit import batch_tokens, can_keep_logits, laid_out_share, memory_overrides
 
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
@@ -402,15 +402,17 @@ def explain_memory(
     side: BaseTrainer, shape: Shape, counts: RunCounts, demands: Demands, gpu: int | None
 ) -> MemoryReport:
     """The phases of the run with its own settings, or with those that its trainer would choose on a device of `gpu` bytes."""
-    model, wishes = memory_model(side, shape, counts, demands, gpu), wishes_of(side)
+    model, overrides = memory_model(side, shape, counts, demands, gpu), memory_overrides(side)
     batch = batch_tokens(side)
     share = _share_trained(side, counts, batch)
-    level, offload, sentence = wishes.checkpointing or NONE, bool(wishes.offload), None
+    level, offload, sentence = overrides.checkpointing or NONE, bool(overrides.offload), None
     if gpu is not None:
         taken = shape.weight_bytes + demands.reference + demands.reward_models + (model.vllm if model.vllm_stays else 0)
         free = gpu - CONTEXT_BYTES - taken
         logit_bytes = shape.vocabulary * shape.item if shape.head and can_keep_logits(side) else 0.0
-        plan = memory.memory_plan(free, batch, model.activations, shape.state, wishes, shape.can_recompute, logit_bytes)
+        plan = memory.memory_plan(
+            free, batch, model.activations, shape.state, overrides, shape.can_recompute, logit_bytes
+        )
         model.keep_logits = plan.keep_logits
         level, offload, sentence = plan.checkpointing, plan.offload, plan.sentence
         if plan.tokens_per_pass is not None:

@@ -61,8 +61,8 @@ def _decide(run: FittedRun) -> None:
     if args.device.type != "cuda":
         args.gradient_checkpointing = bool(args.gradient_checkpointing)
         return
-    wishes = wishes_of(run)
-    if wishes.checkpointing is not None and wishes.offload is not None and wishes.optim is not None:
+    overrides = memory_overrides(run)
+    if overrides.checkpointing is not None and overrides.offload is not None and overrides.optim is not None:
         return
     innermost = innermost_model(run.model)
     body, head = getattr(innermost, innermost.base_model_prefix), innermost.get_output_embeddings()
@@ -76,7 +76,7 @@ def _decide(run: FittedRun) -> None:
         state = memory.sharded_state_cost(*shards)
     can_recompute = any(isinstance(module, GradientCheckpointingLayer) for module in innermost.modules())
     logit_bytes = logit_bytes_of(run, innermost)
-    plan = memory.memory_plan(_free(run), batch_tokens(run), cost, state, wishes, can_recompute, logit_bytes)
+    plan = memory.memory_plan(_free(run), batch_tokens(run), cost, state, overrides, can_recompute, logit_bytes)
     apply(run, plan)
     if args.should_log:
         say(plan.sentence)
@@ -105,7 +105,7 @@ def logit_bytes_of(run: FittedRun, causal_lm: Any) -> float:
     return head.vocabulary * head.module.weight.element_size() if can_fuse(head) else 0.0
 
 
-def wishes_of(run: FittedRun) -> memory.Wishes:
+def memory_overrides(run: FittedRun) -> memory.MemoryOverrides:
     """What the user has decided. An optimizer other than the default one is a decision; sharded states are their engine's."""
     args = run.args
     level = None
@@ -115,7 +115,7 @@ def wishes_of(run: FittedRun) -> memory.Wishes:
     optim = getattr(args.optim, "value", args.optim)
     given = run.optimizer is not None or run.optimizer_cls_and_kwargs is not None
     is_open = optim == getattr(DEFAULT_OPTIM, "value", DEFAULT_OPTIM) and not given and args.sharding is None
-    return memory.Wishes(
+    return memory.MemoryOverrides(
         level, args.activation_offloading, None if is_open else optim, args.max_tokens_per_pass, args.keep_logits
     )
 
