@@ -41,6 +41,35 @@ class Tally:
     ids: dict[int, int] = field(default_factory=dict)  # hash of a row id -> first row
     repeated_ids: list[tuple[int, int]] = field(default_factory=list)  # (row, hash of its id)
 
+    def as_json(self) -> dict[str, Any]:
+        """For the file in which a worker leaves its tally."""
+        return {
+            "rows_read": self.rows_read,
+            "control_token_rows": self.control_token_rows,
+            "keys": [[*key, count, self.key_rows[key]] for key, count in self.key_counts.items()],
+            "hashes": list(self.hashes),
+            "answer_lengths": list(self.answer_lengths),
+            "notes": dict(self.notes),
+            "labels": sorted(self.labels),
+            "ids": list(self.ids.items()),
+            "repeated_ids": self.repeated_ids,
+        }
+
+    @classmethod
+    def of_json(cls, raw: dict[str, Any]) -> Tally:
+        return cls(
+            rows_read=raw["rows_read"],
+            control_token_rows=raw["control_token_rows"],
+            key_counts={(column, key): count for column, key, count, _ in raw["keys"]},
+            key_rows={(column, key): rows for column, key, _, rows in raw["keys"]},
+            hashes=array("Q", raw["hashes"]),
+            answer_lengths=array("q", raw["answer_lengths"]),
+            notes=Counter(raw["notes"]),
+            labels=set(raw["labels"]),
+            ids=dict(raw["ids"]),
+            repeated_ids=[tuple(pair) for pair in raw["repeated_ids"]],
+        )
+
     def add(self, other: Tally) -> None:
         self.rows_read += other.rows_read
         self.control_token_rows += other.control_token_rows

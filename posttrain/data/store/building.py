@@ -43,7 +43,7 @@ BATCH_ROWS = 1000
 ROWS_PER_WORKER = 5000  # fewer are not worth a process, which needs two seconds to start
 FEWEST_ROWS, MOST_ROWS = 128, 20_000  # of what a worker takes at once
 LOG_EVERY_S = 10
-TALLY = "tally.pickle"
+TALLY = "tally.json"
 SHARED_ROWS = "rows.arrow"
 LOCK_DEADLINE_S = 6 * 3600
 ENCODING_VERSION = 2
@@ -222,7 +222,7 @@ def build_store(
     def use_part(i: int) -> None:
         nonlocal last_logged
         counted = folder / f"part-{i}.{TALLY}"
-        tally.add(pickle.loads(counted.read_bytes()))
+        tally.add(Tally.of_json(json.loads(counted.read_text(encoding="utf-8"))))
         counted.unlink()
         join_part(folder, f"part-{i}.")
         if time.monotonic() - last_logged > LOG_EVERY_S:
@@ -282,7 +282,7 @@ def _build_part(
         writer.add(units)
     writer.close()
     log.flush()
-    (folder / f"{part}{TALLY}").write_bytes(pickle.dumps(examiner.tally))
+    (folder / f"{part}{TALLY}").write_text(json.dumps(examiner.tally.as_json()), encoding="utf-8")
 
 
 def read_problems(store: TokenStore) -> Iterator[tuple[int, list[Finding]]]:
