@@ -105,20 +105,9 @@ class OnlineTrainer(BaseTrainer):
     ) -> None:
         """`engine` writes the completions; None: the one that `rollout_engine` names, reading this model's weights in place."""
         self.rollout_func = rollout_func
-        super().__init__(
-            model,
-            args,
-            None,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            None,
-            callbacks,
-            optimizers,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-            ref_model=ref_model,
-        )
+        data = (None, train_dataset, eval_dataset, processing_class)
+        loading = {"quantization_config": quantization_config, "peft_config": peft_config, "ref_model": ref_model}
+        super().__init__(model, args, *data, None, callbacks, optimizers, **loading)
         rewards = (reward_funcs, self.args.reward_weights, reward_processing_classes)
         funcs, weights, tokenizers = rewards if self.agents is None else self.agents.with_rewards(*rewards)
         self.rewards = RewardSet(

@@ -209,7 +209,7 @@ def _text_to_ship(where: str, file: Path) -> str:
 # ---- files of jobs --------------------------------------------------------------------------------------------------------------
 
 
-def slurm(job: argparse.Namespace, words: list[str], config: RunConfig) -> str:
+def slurm(job: argparse.Namespace, words: list[str], config: RunConfig) -> str:  # as long as the script that it writes
     check_shared(job, config)
     requested = {name: getattr(job, name) for name in ("partition", "account", "qos")}
     requested["mem"] = job.memory and f"{job.memory}G"

@@ -64,6 +64,7 @@ def _splits(programs: int) -> int:
     return min(1 << max((PROGRAMS // programs).bit_length() - 1, 0), MAX_SPLITS) if programs < PROGRAMS else 1
 
 
+# Over 60 lines: Triton inlines a function that is called, but its tensors would have to be passed and returned one by one.
 @triton.jit
 def decode_kernel(
     query, key, value, addresses, table, positions, prefixes, remaining, output, sums,
