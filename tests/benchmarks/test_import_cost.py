@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 NEEDED = """
 import torch, transformers, datasets, accelerate, peft, safetensors, tokenizers, jinja2
 from transformers import Trainer, TrainingArguments, AutoModelForCausalLM, AutoTokenizer
@@ -31,6 +33,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert not loaded & {"torch", "transformers", "datasets", "numpy", "optuna", "sqlalchemy", "duckdb"}
 
 
+@pytest.mark.slow
 def test_trainers_import_only_what_transformers_needs_anyway() -> None:
     needed, loaded = modules_after(NEEDED, "from posttrain import SFTConfig, SFTTrainer")
     foreign = {name for name in loaded - needed if name.split(".")[0] not in SMALL | set(sys.stdlib_module_names)}

@@ -119,6 +119,7 @@ def test_in_a_terminal_it_goes_on_until_quit(monkeypatch, capsys):
     assert heard == [1]
 
 
+@pytest.mark.slow
 def test_through_a_real_pipe(folder):
     command = [
         sys.executable,

@@ -168,6 +168,7 @@ def test_control_c_in_one_process_saves_and_prints_no_traceback(folder):
     assert list((folder / "out-sft").glob("checkpoint-*"))
 
 
+@pytest.mark.slow
 def test_two_processes_without_a_gpu_are_one_run_and_control_c_saves_it(folder):
     """Started by the command with torchrun, without --use_cpu: each process must still know of the other."""
     options = long_run(num_processes=2)
@@ -188,6 +189,7 @@ def test_two_processes_without_a_gpu_are_one_run_and_control_c_saves_it(folder):
     assert len(list(checkpoint.glob("rng*.json"))) == 2, sorted(file.name for file in checkpoint.iterdir())
 
 
+@pytest.mark.slow
 def test_control_c_in_a_sweep_lets_the_trial_save_and_the_same_command_goes_on(folder):
     options = long_run()
     del options["output_dir"]

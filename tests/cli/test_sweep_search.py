@@ -176,6 +176,7 @@ def _no_toy_outlives_the_test(folder):
 
 
 @pytest.mark.usefixtures("_no_toy_outlives_the_test")
+@pytest.mark.slow
 def test_a_hopeless_trial_is_stopped_with_the_signal_that_saves(folder):
     """Those of seeds 6 and 7 would never end by themselves."""
     with_toy(folder, "1 / options['seed'] + 9 * (options['seed'] in (6, 7))", "options['seed'] in (6, 7)")
@@ -202,6 +203,7 @@ def test_a_hopeless_trial_is_stopped_with_the_signal_that_saves(folder):
 
 
 @pytest.mark.usefixtures("_no_toy_outlives_the_test")
+@pytest.mark.slow
 def test_a_killed_sweep_loses_no_trial_and_repeats_none(folder):
     with_toy(folder, "abs(math.log10(options['learning_rate']) + 3) + options['weight_decay']")
     written(folder, trials=13, pruner="hyperband")

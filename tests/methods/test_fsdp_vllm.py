@@ -17,6 +17,8 @@ from tests.methods.fsdp_vllm_run import KINDS
 from tests.rollout.served import needs_uvicorn
 from tests.with_vllm import needs_vllm, run_on_two_ranks
 
+pytestmark = pytest.mark.slow  # whole runs of several processes, or with every fault
+
 TOKEN = "a-token-of-this-test"
 
 

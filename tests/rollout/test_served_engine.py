@@ -168,6 +168,7 @@ def test_one_of_two_servers_killed_the_other_goes_on(start):
     assert {member.client.info().version for member in engine.fleet.members} == {engine.target.version}
 
 
+@pytest.mark.slow
 def test_a_stopped_server_is_noticed_and_restarted(start):
     engine = start(*SLOW_STEPS, options=ServedOptions(Deadlines(completion=600, start=60, back=60)))
     engine.load_weights(numbered(1), 1)

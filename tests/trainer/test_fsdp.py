@@ -20,6 +20,8 @@ from tests.forked import Child, start_group, wait_for_group
 from tests.trainer import fsdp_cells
 from tests.trainer.fsdp_cells import CELLS, SAVED, STEPS, model_of
 
+pytestmark = pytest.mark.slow  # whole runs of several processes, or with every fault
+
 COMPARED = ("loss", "eval_loss", "grad_norm", "num_tokens", "entropy", "reward", "reward_std", "aux_loss", "kl")
 
 

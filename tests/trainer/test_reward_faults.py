@@ -12,6 +12,8 @@ from posttrain import GRPOConfig, GRPOTrainer
 from posttrain.rollout.store import read_rollouts
 from tests import tiny
 
+pytestmark = pytest.mark.slow  # whole runs of several processes, or with every fault
+
 ACTS = {"raise": 50, "hang": 20, "nan": 10, "exit": 5, "segfault": 5}
 """What a reward does -> how many completions of 1,000 it does it to, as often as their checksum says."""
 KINDS = {"raise": "error", "hang": "timeout", "nan": "invalid", "exit": "crash", "segfault": "crash"}
