@@ -33,14 +33,16 @@ def test_stored_ids_are_the_tokenizers(name: str, count: int, tmp_path) -> None:
     assert len(FAMILIES) >= 12
     tokenizer = family(name)
     texts = texts_of(count, seed=1)
-    rows = [{"text": text} for text in texts]
-    prepared = prepare_dataset(rows, FORMATS, Renderer(tokenizer), PrepareOptions(cache_dir=tmp_path, max_length=None))
-    assert prepared.report.kept == count
+    options = PrepareOptions(cache_dir=tmp_path, max_length=None, on_bad_rows="drop")
+    prepared = prepare_dataset([{"text": text} for text in texts], FORMATS, Renderer(tokenizer), options)
+    # A text of marks that WordPiece strips has no token: it is the only kind that is left out.
+    encoded = [(text, ids) for text, ids in zip(texts, tokenizer(texts)["input_ids"]) if ids]
+    assert prepared.report.kept == len(encoded) >= count - 1
     # Some texts end in the end-of-sequence token already; it is not added a second time.
     end = [tokenizer.eos_token_id]
     wrong = [
         text
-        for text, ids, (sample,) in zip(texts, tokenizer(texts)["input_ids"], prepared)
+        for (text, ids), (sample,) in zip(encoded, prepared)
         if sample.input_ids.tolist() != ids + end * (ids[-1:] != end)
     ]
     assert not wrong, f"{len(wrong)} of {count}, the first: {wrong[0]!r}"
