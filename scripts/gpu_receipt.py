@@ -32,10 +32,13 @@ PACKAGES = (
     "cloudpickle", "pytest", "iniconfig", "pluggy", "hypothesis", "sortedcontainers", "uvicorn", "gguf", "rich", "markdown-it-py",
     "mdurl", "pygments", "liger-kernel", "starlette", "anyio", "idna", "pydantic==2.14.3", "pydantic-core==2.50.4",
     "annotated-types", "typing-inspection", "typing-extensions", "prometheus_client", "httpcore", "h11", "certifi",
-    "pytest-timeout",
+    "pytest-timeout", "pytest-xdist", "execnet",
 )  # fmt: skip
 """What tests/gpu imports and a machine with torch, transformers, accelerate and peft may lack."""
 MOST_NAMED = 8
+OLDER_PLATFORMS = ("manylinux_2_17", "manylinux2014", "manylinux_2_5", "manylinux1")
+PROCESSES = 5
+"""Share the GPU, a file of tests at a time in each: most of a test's time is spent outside of the GPU."""
 
 
 # ---- what was tested ------------------------------------------------------------------------------------------------------
@@ -111,8 +114,10 @@ def machine() -> dict:
     return {"device": torch.cuda.get_device_name(0), "versions": versions}
 
 
-def run(sections: list[str], only: str | None) -> int:
-    """All tests of a section in one process: what one of them leaves behind, a user's process would have, too."""
+def run(sections: list[str], only: str | None, processes: int) -> int:
+    """All tests of a file in one process: what one of them leaves behind, a user's process would have, too.
+
+    Tests of time and of the card's memory have it to themselves (`whole_gpu`), and so have those with vLLM."""
     import pytest
     import torch
 
@@ -122,7 +127,10 @@ def run(sections: list[str], only: str | None) -> int:
     receipt = read()
     for section in sections:
         files = [str(path) for path in files_with_tests(section) if only is None or only in path.name]
-        pytest.main([*files, "-m", "", "-rA", "--tb=short"], plugins=[Recorder(section, receipt, only is None)])
+        recorder = Recorder(section, receipt, only is None)
+        side_by_side = ["-n", str(processes), "--dist", "loadfile"] if section == "cuda" and processes > 1 else []
+        for chosen, more in (("not whole_gpu", side_by_side), ("whole_gpu", [])):
+            pytest.main([*files, *more, "-m", chosen, "-rA", "--tb=short"], plugins=[recorder])
     print(*(line for section in sections for line in verdict(receipt, section)), sep="\n")
     return 0 if all(is_good(receipt, section) for section in sections) else 1
 
@@ -197,27 +205,11 @@ def pack(folder: Path, python: str, platform: str) -> int:
     import zipfile
 
     with tempfile.TemporaryDirectory() as wheels:
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "download",
-            "--quiet",
-            "--disable-pip-version-check",
-            "--no-deps",
-            "--only-binary=:all:",
-        ]
-        command += [
-            "--python-version",
-            python,
-            "--platform",
-            platform,
-            "--platform",
-            "any",
-            "--dest",
-            wheels,
-            *PACKAGES,
-        ]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+        command += ["--only-binary=:all:", "--python-version", python]
+        for one in (platform, *(f"{older}_{platform.split('_', 3)[-1]}" for older in OLDER_PLATFORMS), "any"):
+            command += ["--platform", one]  # pip takes wheels of exactly these, not those of older systems, too
+        command += ["--dest", wheels, *PACKAGES]
         subprocess.run(command, check=True)
         for wheel in Path(wheels).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
@@ -233,6 +225,7 @@ def main() -> int:
         "--check", action="store_true", help="say whether the receipt is fresh and green; exit code 1 if not"
     )
     parser.add_argument("--section", choices=[*SECTIONS, "all"], default="cuda", help="which tests to run")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help="that run tests side by side")
     parser.add_argument("--only", help="run only files whose name holds this; nothing is written")
     parser.add_argument(
         "--pack", type=Path, metavar="FOLDER", help="download and unpack what a machine without network needs"
@@ -245,7 +238,7 @@ def main() -> int:
     if given.pack:
         return pack(given.pack, given.python_version, given.platform)
     os.chdir(ROOT)
-    return run(list(SECTIONS) if given.section == "all" else [given.section], given.only)
+    return run(list(SECTIONS) if given.section == "all" else [given.section], given.only, given.processes)
 
 
 if __name__ == "__main__":

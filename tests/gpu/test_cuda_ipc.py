@@ -162,6 +162,7 @@ def test_auto_takes_cuda_ipc_or_says_once_why_not(served, caplog):
         assert "by cuda_ipc failed; weights go over HTTP instead" in said[0]
 
 
+@pytest.mark.whole_gpu
 def test_versions_arrive_by_cuda_ipc_and_no_memory_is_left_behind(served, shares):
     client = served.client("cuda_ipc")
     for number in range(2, 5):
@@ -264,6 +265,7 @@ def test_nccl_that_cannot_form_a_group_is_an_error_and_both_processes_live(serve
     assert not torch.distributed.is_initialized()
 
 
+@pytest.mark.whole_gpu
 def test_how_fast_each_way_is(tmp_path):
     """Numbers to look at, in the output: 1 GiB in buckets of 64 MiB. From the third version on both sides use memory again."""
     size, memory = 1 << 26, HostMemory()

@@ -87,6 +87,7 @@ def test_peak_memory_is_below_full_checkpointings_by_the_layer_inputs():
     assert kept - parked >= 0.6 * inputs
 
 
+@pytest.mark.whole_gpu
 def test_time_is_within_a_tenth_of_full_checkpointing():
     made = model()
     taken = {}
