@@ -189,8 +189,25 @@ class Begin(Body):
 
 
 class Fetch(Body):
-    transport: Literal[SHARED_MEMORY, CUDA_IPC, COLLECTIVE]
+    transport: Literal[SHARED_MEMORY]
     head: Annotated[Bytes, Field(max_length=MAX_HEADER_BYTES + PREFIX_BYTES)]
+    place: dict[str, Any]
+    deadline_s: FetchSeconds = 60.0
+
+
+class OpenStream(Body):
+    version: Version
+    rollback: bool = False
+    in_flight: Literal[DRAIN, CONTINUE, ABORT] = DRAIN
+    deadline_s: WaitSeconds = 60.0  # for the requests that run
+
+
+class StreamPart(Body):
+    version: Version
+    part: Annotated[int, Field(ge=0, le=MAX_PARTS)]
+    last: bool
+    tensors: Annotated[list[PieceEntry], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
+    transport: Literal[CUDA_IPC, COLLECTIVE]
     place: dict[str, Any]
     deadline_s: FetchSeconds = 60.0
 

@@ -23,7 +23,7 @@ from .weights.transports import TransportOptions, Transports
 from .weights.update import UpdateLimits, Updater
 from .wire.payload import CHECKSUMS
 
-PROTOCOL = 2
+PROTOCOL = 3
 PARTS_AT_ONCE = 8
 """Parts of weights whose bodies are held side by side."""
 

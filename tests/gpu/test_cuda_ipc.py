@@ -8,8 +8,6 @@ are not run.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import itertools
 import logging
 import os
 import secrets
@@ -17,22 +15,25 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import torch
 
-from posttrain.rollout.engines.vllm import weight_senders
+from posttrain.rollout.engines.vllm import weight_stream
 from posttrain.rollout.engines.vllm.client import ServerClient
-from posttrain.rollout.engines.vllm.kept_weights import KeptWeights, common_checksum
+from posttrain.rollout.engines.vllm.kept_weights import KeptWeights, spec_of
+from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
 from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused
 from posttrain.rollout.engines.vllm.weight_senders import _both
 from posttrain.serve.errors import TransportFailed
+from posttrain.serve.wire import block_sums
 from posttrain.serve.wire.collective import NCCL, Meeting, available_backends
 from posttrain.serve.wire.cuda_ipc import share
-from posttrain.serve.wire.host_memory import HostMemory
-from posttrain.serve.wire.payload import Manifest, encode_manifest
+from posttrain.serve.wire.payload import HASH_BLOCK
+from tests.rollout.served import streamed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 ROOT = Path(__file__).parents[2]
@@ -124,8 +125,12 @@ def served(tmp_path_factory):
     made.close()
 
 
-def weights(number: int) -> KeptWeights:
-    return KeptWeights.of([(name, torch.full((4,), float(number), device="cuda")) for name in NAMES], "blake2b")
+def weights(number: int) -> list[tuple[str, torch.Tensor]]:
+    return [(name, torch.full((4,), float(number), device="cuda")) for name in NAMES]
+
+
+def staged(number: int) -> KeptWeights:
+    return KeptWeights.of(weights(number), "blake2b")
 
 
 def next_version(client: ServerClient) -> int:
@@ -136,41 +141,51 @@ def next_version(client: ServerClient) -> int:
 def shares(served):
     """Skips where the driver cannot share memory between processes at all."""
     client = served.client("cuda_ipc")
-    try:
-        client.push(weights(1), next_version(client), 8)
-    except ServerRefused as error:
-        if "cannot be read" in str(error) or "cannot be shared" in str(error):
-            pytest.skip(f"CUDA IPC does not work on this machine: not run ({error})")
-        raise
+    error = streamed(client, next_version(client), weights(1)).error
+    if error is not None and ("cannot be read" in str(error) or "cannot be shared" in str(error)):
+        pytest.skip(f"CUDA IPC does not work on this machine: not run ({error})")
+    assert error is None, error
     return True
 
 
 # ---- the trainer --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 7, 4096, HASH_BLOCK, HASH_BLOCK + 5, 9 * HASH_BLOCK + 6])
+def test_sums_on_the_gpu_are_those_of_the_bytes(nbytes):
+    data = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(nbytes))
+    assert block_sums.of_tensor(data.cuda()) == block_sums.of_tensor(data)
+
+
 def test_auto_takes_cuda_ipc_or_says_once_why_not(served, caplog):
     client = served.client("auto")
-    for number in (1, 2, 3):
-        client.push(weights(number), next_version(client), 8)
-        assert served.says() == [number] * 8
+    with ServedVLLM([client], options=ServedOptions(DEADLINES, watch_seconds=1000)) as engine:
+        for number in (1, 2, 3):
+            engine.send(partial(weights, number))
+            engine.load_weights(None, number)
+            assert served.says() == [number] * 8
+            assert engine.differing_tensors() == []
+            engine.sleep()
+            assert engine.target.kept.fingerprint == client.info().fingerprint
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     print(f"auto: {client.channel.in_use}; {said}")
     if client.channel.in_use == "cuda_ipc":
         assert said == []
     else:
         assert len(said) == 1
-        assert "by cuda_ipc failed; weights go over HTTP instead" in said[0]
+        assert "by cuda_ipc failed; this version is staged" in said[0]
 
 
 @pytest.mark.whole_gpu
-def test_versions_arrive_by_cuda_ipc_and_no_memory_is_left_behind(served, shares):
+def test_versions_arrive_by_cuda_ipc_and_no_memory_is_left_behind(served, shares, monkeypatch):
     client = served.client("cuda_ipc")
+    monkeypatch.setattr(weight_stream, "PART_BYTES", 256)  # several parts
     for number in range(2, 5):
-        client.push(weights(number), next_version(client), 8)
+        assert streamed(client, next_version(client), weights(number)).error is None
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     for number in range(5, 45):
-        client.push(weights(number), next_version(client), 5 + number % 20)
+        assert streamed(client, next_version(client), weights(number)).error is None
         assert served.says() == [number] * 8
         assert client.channel.in_use == "cuda_ipc"
     torch.cuda.synchronize()
@@ -180,56 +195,56 @@ def test_versions_arrive_by_cuda_ipc_and_no_memory_is_left_behind(served, shares
 
 def test_places_that_lie_are_refused_and_the_server_lives(served, shares):
     client = served.client("cuda_ipc")
-    kept, version = weights(7), next_version(client)
-    plan = kept.plan(8)
+    client.push(staged(6), next_version(client), 8)
     buffer = torch.zeros(64, dtype=torch.uint8, device="cuda")
     place = share(buffer)
-    before = served.says()
-    manifest = encode_manifest(Manifest(version, len(plan), kept.specs))
-    client._post("/weights/begin", {"manifest": manifest, "replace": True}, 10)
-    head, _ = kept.split_payload(version, plan, 0)
+    version, before = next_version(client), served.says()
+    spec = spec_of("a", weights(7)[0][1], block_sums.KIND)
+    entry = {**vars(spec), "shape": list(spec.shape), "offset": 0, "begin": 0, "end": 16}
     lies = [
         {"handle": "AAAA"}, {"handle": ""}, {"handle": "A" * 88}, {"gpu": "no-such-gpu"}, {"size": 1}, {"size": 4},
         {"counter": "L2V0Yy9wYXNzd2Q="}, {"counter_offset": 1 << 40}, {"offset": -1}, {"event": "AAAA"}, {"extra": 1},
-        {},  # the place is right; the bytes that lie there are not those of the head
+        {},  # the place is right; the bytes that lie there are not those that were announced
     ]  # fmt: skip
     wire = client.channel._wire
     for lie in lies:
+        client._post("/weights/stream", {"version": version}, 10)
+        part = {"version": version, "part": 0, "last": True, "tensors": [entry]}
         with pytest.raises(ServerRefused) as caught:
-            wire.fetch("cuda_ipc", head, place | lie)
+            wire.stream_part("cuda_ipc", part, place | lie)
         print(lie, caught.value.status, str(caught.value)[-200:])
         assert caught.value.status in (400, 424)
+        client.abort(version)
     assert served.says() == before
-    client.push(weights(9), version + 1, 8)
+    assert streamed(client, version + 1, weights(9)).error is None
     assert served.says() == [9] * 8
 
 
-def test_bytes_changed_on_the_gpu_are_noticed(served, shares, monkeypatch, caplog):
+def test_bytes_changed_on_the_gpu_are_noticed(served, shares, monkeypatch):
     client = served.client("cuda_ipc")
-    client.push(weights(3), next_version(client), 8)
-    real = weight_senders._copy_into
+    assert streamed(client, next_version(client), weights(3)).error is None
+    real = weight_stream.VersionStream._packed
 
-    def damaged(buffer, chunks):
-        real(buffer, chunks)
-        buffer[2] ^= 1
+    def damaged(stream, tensors):
+        entries, data = real(stream, tensors)
+        data[2] ^= 1
+        return entries, data
 
-    monkeypatch.setattr(weight_senders, "_copy_into", damaged)
-    client.push(weights(4), next_version(client), 8)
+    monkeypatch.setattr(weight_stream.VersionStream, "_packed", damaged)
+    assert "do not have their checksum" in str(streamed(client, next_version(client), weights(4)).error)
     monkeypatch.undo()
-    assert served.says() == [4] * 8
-    assert "do not have their checksum" in caplog.text
+    assert served.says() == [3] * 8  # the first part was refused before the engine was touched
 
 
 def test_a_killed_server_is_an_error_of_the_trainer_and_not_a_hang(tmp_path, shares):
     one = Served(tmp_path)
     try:
         client = one.client("cuda_ipc")
-        client.push(weights(1), 1, 8)
+        assert streamed(client, 1, weights(1)).error is None
         one.process.kill()
         one.process.wait(30)
         began = time.monotonic()
-        with pytest.raises(ServerError):
-            client.push(weights(2), 2, 8)
+        assert isinstance(streamed(client, 2, weights(2)).error, ServerError)
         assert time.monotonic() - began < 20
     finally:
         one.close()
@@ -238,7 +253,7 @@ def test_a_killed_server_is_an_error_of_the_trainer_and_not_a_hang(tmp_path, sha
 
 def test_a_group_of_gloo_serves_weights_that_are_on_the_gpu(served):
     client = served.client("collective")
-    client.push(weights(6), next_version(client), 8)
+    assert streamed(client, next_version(client), weights(6)).error is None
     assert client.channel.in_use == "collective"
     assert served.says() == [6] * 8
 
@@ -259,41 +274,10 @@ def test_nccl_that_cannot_form_a_group_is_an_error_and_both_processes_live(serve
     except (TransportFailed, ServerRefused) as error:
         print(f"after {time.monotonic() - began:.1f} s: {error}")
     assert time.monotonic() - began < 45
-    client.push(weights(8), next_version(client), 8)
+    client.push(staged(8), next_version(client), 8)
     assert served.says() == [8] * 8
     assert torch.ones(3, device="cuda").sum().item() == 3
     assert not torch.distributed.is_initialized()
-
-
-@pytest.mark.whole_gpu
-def test_how_fast_each_way_is(tmp_path):
-    """Numbers to look at, in the output: 1 GiB in buckets of 64 MiB. From the third version on both sides use memory again."""
-    size, memory = 1 << 26, HostMemory()
-    one = Served(tmp_path, size)
-    try:
-        for way in ("http", "shared_memory", "cuda_ipc", "collective"):
-            client = one.client(way)
-            kind = common_checksum([client.info().checksums])
-            with contextlib.suppress(ServerRefused):
-                for number in (1, 2, 3):
-                    tensors = [(name, torch.full((size,), float(number), device="cuda")) for name in NAMES]
-                    version = next_version(client)
-                    torch.cuda.synchronize()
-                    times = [time.perf_counter()]
-                    kept = KeptWeights.of(tensors, kind, memory=memory)
-                    times.append(time.perf_counter())
-                    client.stage(kept, version)
-                    times.append(time.perf_counter())
-                    client.commit(kept, version)
-                    times.append(time.perf_counter())
-                    keep, stage, commit = (after - before for before, after in itertools.pairwise(times))
-                    print(
-                        f"{way}, update {number}: stage {kept.nbytes / stage / 1e9:.2f} GB/s ({stage * 1e3:.0f} ms), "
-                        f"KeptWeights.of {keep * 1e3:.0f} ms, commit {commit * 1e3:.0f} ms ({client.channel.in_use}, {kind})"
-                    )
-                    assert one.says() == [number] * 8
-    finally:
-        one.close()
 
 
 if __name__ == "__main__":

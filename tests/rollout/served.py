@@ -22,6 +22,7 @@ from posttrain.rollout.engines.protocol import Prompt
 from posttrain.rollout.engines.vllm.client import ServerInfo, Written
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.transport import Deadlines, ServerRefused
+from posttrain.rollout.engines.vllm.weight_stream import VersionStream
 
 PYTHON = sys.executable if importlib.util.find_spec("uvicorn") else os.environ.get("POSTTRAIN_VLLM_PYTHON")
 needs_uvicorn = pytest.mark.skipif(
@@ -49,6 +50,19 @@ def echo_process(
 def numbered(number: int, size: int = 4) -> list[tuple[str, torch.Tensor]]:
     """Weights under which every token is `number`; a mixture of two versions would show."""
     return [(name, torch.full((size,), float(number))) for name in NAMES]
+
+
+def streamed(
+    client: Any, version: int, weights: list[tuple[str, torch.Tensor]], in_flight: str = "drain"
+) -> VersionStream:
+    """A version sent straight into one server's engine, to its end or its error."""
+    device = weights[0][1].device
+    assert client.can_stream(device)
+    stream = VersionStream([client], device, version, in_flight)
+    for _ in stream.through(weights):
+        pass
+    stream.commit()
+    return stream
 
 
 def prompts(count: int, rng: random.Random, most: int = 40) -> list[Prompt]:

@@ -1,4 +1,4 @@
-"""Every way by which weights reach a server: the same two phases, whole versions only, and HTTP where a way fails."""
+"""Every way by which weights reach a server: whole versions only, and another way where one fails."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVL
 from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 from posttrain.rollout.engines.vllm.weight_channel import TRANSPORTS, WeightChannel
-from posttrain.rollout.engines.vllm.weight_senders import AT_ONCE, SENDERS, Sides, Wire
+from posttrain.rollout.engines.vllm.weight_senders import AT_ONCE, SENDERS, STREAMERS, Sides, Wire
+from posttrain.serve.errors import TransportFailed
 from posttrain.serve.http.app import ENDPOINTS
-from posttrain.serve.weights.transports import RECEIVERS
-from posttrain.serve.wire.collective import Pair
+from posttrain.serve.weights.transports import RECEIVERS, STREAMED
 from posttrain.serve.wire.shared_blocks import SharedFolder, host_id
 from posttrain.trainer.online.vllm_setup import client_of as plain_client
 from tests.rollout.served import (
@@ -39,10 +39,11 @@ from tests.rollout.served import (
     needs_uvicorn,
     numbered,
     read_request,
+    streamed,
 )
 from tests.waiting import eventually
 
-WAYS = ["http", "shared_memory", "collective"]
+WAYS = ["http", "shared_memory"]
 OPTIONS = ServedOptions(QUICK, watch_seconds=1000, bucket_bytes=8)
 ROOT = Path(__file__).parents[2]
 
@@ -76,9 +77,11 @@ def warnings(caplog):
 
 
 def test_the_two_tables_and_the_option_name_the_same_ways():
-    assert list(SENDERS) == ["cuda_ipc", "shared_memory", "collective", "http"]
-    assert set(SENDERS) == {"http", *RECEIVERS}
-    assert ("auto", *SENDERS) == TRANSPORTS
+    assert list(STREAMERS) == ["cuda_ipc", "collective"]
+    assert list(SENDERS) == ["shared_memory", "http"]
+    assert {*STREAMERS, *SENDERS} == {"http", *RECEIVERS}
+    assert set(STREAMERS) == STREAMED
+    assert ("auto", *STREAMERS, *SENDERS) == TRANSPORTS
     allowed = {route.path: route.at_once for route in ENDPOINTS}
     assert min(allowed["/weights/fetch"], allowed["/weights/part"]) >= AT_ONCE
     with pytest.raises(ValueError, match="`pigeon` is not a transport for weights"):
@@ -111,16 +114,15 @@ def test_auto_takes_shared_memory_on_one_machine(process):
 
 
 @needs_uvicorn
-@pytest.mark.parametrize("way", ["shared_memory", "collective"])
-def test_large_tensors_in_several_pieces_and_all_dtypes(process, way):
-    client = client_of(process, way)
+def test_large_tensors_in_several_pieces(process):
+    client = client_of(process, "shared_memory")
     torch.manual_seed(0)
     kept = KeptWeights.of([(name, torch.randn(4)) for name in "abcd"], "blake2b")
     version = client.info().version + 1
     client.push(kept, version, 7)
     info = client.info()
     assert (info.version, info.fingerprint) == (version, kept.fingerprint)
-    assert client.channel.in_use == way
+    assert client.channel.in_use == "shared_memory"
 
 
 # ---- bar 6: an update interrupted at a random tensor -------------------------------------------------------------------------
@@ -185,20 +187,13 @@ def interrupt(attempt, rng, client, proxy, whole, kept, version):
 
 
 @needs_uvicorn
-@pytest.mark.parametrize("way", ["shared_memory", "collective"])
-def test_bytes_changed_on_the_way_are_noticed_and_sent_again_over_http(process, way, monkeypatch, caplog):
-    """A hijacked or damaged broadcast, or a block that somebody wrote to."""
-    client = client_of(process, way)
+def test_bytes_changed_on_the_way_are_noticed_and_sent_again_over_http(process, monkeypatch, caplog):
+    """A block that somebody wrote to."""
+    client = client_of(process, "shared_memory")
     kept = KeptWeights.of(numbered(5), "blake2b")
     version = client.info().version + 1
     client.push(kept, version, 8)
     damaged = []
-
-    def broadcast(pair, data, seconds, real=Pair.broadcast):
-        if not damaged:
-            damaged.append(data.clone())
-            data[3] ^= 1
-        real(pair, data, seconds)
 
     def write(folder, pieces, real=SharedFolder.write):
         if not damaged:
@@ -206,16 +201,15 @@ def test_bytes_changed_on_the_way_are_noticed_and_sent_again_over_http(process, 
             pieces = [b"\1" * len(piece) for piece in pieces]
         return real(folder, pieces)
 
-    monkeypatch.setattr(Pair, "broadcast", broadcast)
     monkeypatch.setattr(SharedFolder, "write", write)
     client.push(KeptWeights.of(numbered(6), "blake2b"), version + 1, 8)
     assert damaged
     assert says(process)["ids"] == [6] * 12
     assert len(warnings(caplog)) == 1
     assert "do not have their checksum" in warnings(caplog)[0]
-    assert f"by {way} failed; the rest of this version goes over HTTP" in warnings(caplog)[0]
+    assert "by shared_memory failed; the rest of this version goes over HTTP" in warnings(caplog)[0]
     client.push(KeptWeights.of(numbered(7), "blake2b"), version + 2, 8)
-    assert client.channel.in_use == way  # it had worked before: the next version tries it once more
+    assert client.channel.in_use == "shared_memory"  # it had worked before: the next version tries it once more
     assert len(warnings(caplog)) == 1
 
 
@@ -285,12 +279,14 @@ def test_a_server_killed_and_restarted_is_sent_its_version_by_the_same_way(tmp_p
     process = echo_process(tmp_path, "--shared-folder", str(tmp_path / "blocks"))
     process.client = ServerClient(process.client.name, process._token, QUICK, way)
     with ServedVLLM([process], options=ServedOptions(QUICK, watch_seconds=0.2, bucket_bytes=8)) as engine:
-        engine.load_weights(numbered(1), 1)
+        engine.send(lambda: numbered(1))
+        engine.load_weights(None, 1)
         process.kill()
         (completion,) = generate(engine, [Prompt([1])], SamplingParams(8))
         assert completion.ids.tolist() == [1] * 8
         assert process.starts == 2
-        engine.load_weights(numbered(2), 2)
+        engine.send(lambda: numbered(2))
+        engine.load_weights(None, 2)
         assert process.client.channel.in_use == way
         (completion,) = generate(engine, [Prompt([1])], SamplingParams(8))
         assert completion.ids.tolist() == [2] * 8
@@ -304,18 +300,19 @@ def test_a_stopped_server_does_not_hold_the_trainer_in_a_broadcast(tmp_path):
     deadlines = Deadlines(connect=1, health=1, control=2, part=2, commit=5, completion=10)
     client = ServerClient(process.client.name, process._token, deadlines, "collective")
     try:
-        client.push(KeptWeights.of(numbered(1), "blake2b"), 1, 8)
-        send = client.channel.send
+        assert streamed(client, 1, numbered(1)).error is None
+        send = STREAMERS["collective"].send
 
-        def stop_then_send(head, chunks):
+        def stop_then_send(streamer, part, data):
             os.kill(process.pid, signal.SIGSTOP)
-            return send(head, chunks)
+            return send(streamer, part, data)
 
-        client.channel.send = stop_then_send
-        with pytest.raises(ServerError):  # a broadcast that waited for the server would end after gloo's half an hour
-            client.push(KeptWeights.of(numbered(2), "blake2b"), 2, 8)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(STREAMERS["collective"], "send", stop_then_send)
+            # a broadcast that waited for the server would end after gloo's half an hour
+            assert isinstance(streamed(client, 2, numbered(2)).error, ServerError | TransportFailed)
         os.kill(process.pid, signal.SIGCONT)
-        del client.channel.send
+        eventually(lambda: client.info().not_ready is not None or client.info().version == 1, 60)
         client.push(KeptWeights.of(numbered(3), "blake2b"), 3, 8)
         assert says(process)["ids"] == [3] * 12
     finally:
@@ -323,9 +320,8 @@ def test_a_stopped_server_does_not_hold_the_trainer_in_a_broadcast(tmp_path):
 
 
 @needs_uvicorn
-@pytest.mark.parametrize("way", ["shared_memory", "collective"])
-def test_a_trainer_killed_in_an_update_leaves_the_old_version_and_no_blocks(process, way, monkeypatch):
-    client = client_of(process, way)
+def test_a_trainer_killed_in_an_update_leaves_the_old_version_and_no_blocks(process, monkeypatch):
+    client = client_of(process, "shared_memory")
     serving = client.info().version + 1
     client.push(KeptWeights.of(numbered(8), "blake2b"), serving, 8)
     program = (
@@ -333,7 +329,6 @@ def test_a_trainer_killed_in_an_update_leaves_the_old_version_and_no_blocks(proc
         "from posttrain.rollout.engines.vllm.client import ServerClient\n"
         "from posttrain.rollout.engines.vllm.kept_weights import KeptWeights\n"
         "from posttrain.serve.wire.shared_blocks import Block\n"
-        "from posttrain.serve.wire.collective import Pair\n"
         "from tests.rollout.served import QUICK, numbered\n"
         "count = [0]\n"
         "def die(*_):\n"
@@ -341,22 +336,18 @@ def test_a_trainer_killed_in_an_update_leaves_the_old_version_and_no_blocks(proc
         "    if count[0] == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
         "def write(block, pieces, real=Block.write):\n"
         "    real(block, pieces); die()\n"
-        "def broadcast(pair, data, seconds, real=Pair.broadcast):\n"
-        "    die(); real(pair, data, seconds)\n"
-        "Block.write, Pair.broadcast = write, broadcast\n"
-        f"client = ServerClient({process.client.name!r}, {process._token!r}, QUICK, {way!r})\n"
+        "Block.write = write\n"
+        f"client = ServerClient({process.client.name!r}, {process._token!r}, QUICK, 'shared_memory')\n"
         f"client.push(KeptWeights.of(numbered(9), 'blake2b'), {serving + 1}, 8)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert says(process)["ids"] == [8] * 12
-    left = list(process.blocks.iterdir())
-    assert (0 < len(left) <= AT_ONCE) == (way == "shared_memory")
+    assert 0 < len(list(process.blocks.iterdir())) <= AT_ONCE
     monkeypatch.setattr("posttrain.serve.wire.shared_blocks.STALE_SECONDS", -1.0)
-    client = client_of(process, way)  # the next trainer finds it when it begins
+    client = client_of(process, "shared_memory")  # the next trainer finds it when it begins
     client.push(KeptWeights.of(numbered(10), "blake2b"), serving + 2, 8)
-    if way == "shared_memory":
-        assert list(process.blocks.iterdir()) == []
+    assert list(process.blocks.iterdir()) == []
     assert says(process)["ids"] == [10] * 12
 
 
@@ -367,16 +358,15 @@ def test_a_group_for_weights_lives_beside_the_default_group_of_the_trainer(proce
     program = (
         "import torch, torch.distributed as dist\n"
         "from posttrain.rollout.engines.vllm.client import ServerClient\n"
-        "from posttrain.rollout.engines.vllm.kept_weights import KeptWeights\n"
-        "from tests.rollout.served import QUICK, numbered\n"
+        "from tests.rollout.served import QUICK, numbered, streamed\n"
         f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
         "group = dist.group.WORLD\n"
         f"client = ServerClient({process.client.name!r}, {process._token!r}, QUICK, 'collective')\n"
-        f"for number in (0, 1): client.push(KeptWeights.of(numbered(40 + number), 'blake2b'), {version} + number, 8)\n"
+        f"for number in (0, 1): assert streamed(client, {version} + number, numbered(40 + number)).error is None\n"
         "assert client.channel.in_use == 'collective' and dist.group.WORLD is group\n"
         "ones = torch.ones(3); dist.all_reduce(ones); assert ones.tolist() == [1, 1, 1]\n"
         "dist.destroy_process_group()\n"
-        f"client.push(KeptWeights.of(numbered(42), 'blake2b'), {version} + 2, 8)\n"
+        f"assert streamed(client, {version} + 2, numbered(42)).error is None\n"
         "assert client.channel.in_use == 'collective' and not dist.is_initialized()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120, capture_output=True, text=True)
@@ -410,26 +400,27 @@ def offers(tmp_path, host="here", gpus=None, backends=("gloo",), shared=True):
         ({"host": "there", "gpus": ["G0"], "backends": ("gloo",)}, GPU, "http"),
         ({"shared": False}, CPU, "http"),
         ({"shared": False, "gpus": ["G0"], "backends": ("nccl", "gloo")}, GPU, "cuda_ipc"),
-        ({"shared": False, "gpus": ["G1"], "backends": ("nccl", "gloo")}, GPU, "collective"),
+        ({"gpus": ["G1"], "backends": ("nccl", "gloo")}, GPU, "collective"),
     ],
 )
 def test_auto_chooses_by_what_both_sides_have(tmp_path, monkeypatch, server, device, way):
     monkeypatch.setattr(weight_senders.cuda_ipc, "gpu_ids", lambda: ["G0"])
     monkeypatch.setattr(weight_senders, "available_backends", lambda: ["nccl", "gloo"])
     channel = WeightChannel("server", Wire(None, "127.0.0.1", 1, 1.0))
-    assert channel._chosen(Sides(offers(tmp_path, **server), device)) == way
+    sides = Sides(offers(tmp_path, **server), device)
+    assert (channel.stream_way(sides) or channel._chosen(sides)) == way
 
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(weight_senders.cuda_ipc, "gpu_ids", lambda: ["G0"])
     elsewhere = Sides(offers(tmp_path, "there", ["G0"]), GPU)
     assert "another machine" in SENDERS["shared_memory"].why_not(elsewhere)
-    assert "does not see the trainer's GPU G0" in SENDERS["cuda_ipc"].why_not(elsewhere)
+    assert "does not see the trainer's GPU G0" in STREAMERS["cuda_ipc"].why_not(elsewhere)
     other = offers(tmp_path)
     other["ways"]["shared_memory"]["inode"] += 1
     assert "different containers" in SENDERS["shared_memory"].why_not(Sides(other, CPU))
     assert "offers no shared memory" in SENDERS["shared_memory"].why_not(Sides({}, CPU))
-    assert "no backend of torch in common" in SENDERS["collective"].why_not(Sides({}, CPU))
+    assert "no backend of torch in common" in STREAMERS["collective"].why_not(Sides({}, CPU))
     assert SENDERS["http"].why_not(Sides({}, CPU)) is None
 
 

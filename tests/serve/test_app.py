@@ -29,7 +29,7 @@ ALL = [(endpoint.method, endpoint.path) for endpoint in ENDPOINTS]
 def test_the_application_has_the_routes_of_the_table_and_no_others(served):
     routes = served().app.app.routes
     assert sorted((method, route.path) for route in routes for method in route.methods - {"HEAD"}) == sorted(ALL)
-    assert len(ALL) == len(set(ALL)) == 15
+    assert len(ALL) == len(set(ALL)) == 17
 
 
 @pytest.mark.parametrize(("method", "path"), [*ALL, ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/nowhere")])

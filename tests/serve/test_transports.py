@@ -273,16 +273,7 @@ def test_300_damaged_requests_are_refused_and_nothing_is_opened_or_mixed(served,
         for i in range(300):
             head, data = parts[i % len(parts)]
             with folder.write([data]) as block:
-                places = {
-                    "shared_memory": {"name": block.name},
-                    "cuda_ipc": {
-                        "gpu": "x", "handle": "AAAA", "size": 24, "offset": 0, "counter": "AAAA", "counter_offset": 0,
-                        "event": "", "event_sync": False,
-                    },
-                    "collective": {"group": "0" * 32},
-                }  # fmt: skip
-                name = rng.choice(list(places))
-                body = fetch(head, places[name], name)
+                body = fetch(head, {"name": block.name}, rng.choice(["shared_memory"] * 3 + ["cuda_ipc"]))
                 where = rng.choice([body, body["place"]])
                 field = rng.choice(list(where))
                 where[field] = rng.choice(values)

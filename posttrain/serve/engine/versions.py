@@ -16,12 +16,14 @@ class Phase(StrEnum):
     IDLE = "idle"
     STAGING = "staging"  # parts arrive
     VERIFYING = "verifying"  # all parts are here, checksums are compared
+    STREAMING = "streaming"  # parts go straight into the engine; no version serves
     FLIPPING = "flipping"  # waits for running requests, then the engine takes the new weights
     RESTORING = "restoring"  # the engine refused them: the old ones are put back
 
 
 MOVES: dict[Phase, frozenset[Phase]] = {
-    Phase.IDLE: frozenset({Phase.STAGING}),
+    Phase.IDLE: frozenset({Phase.STAGING, Phase.STREAMING}),
+    Phase.STREAMING: frozenset({Phase.IDLE, Phase.RESTORING}),
     Phase.STAGING: frozenset({Phase.VERIFYING, Phase.IDLE}),
     Phase.VERIFYING: frozenset({Phase.FLIPPING, Phase.STAGING, Phase.IDLE}),
     Phase.FLIPPING: frozenset({Phase.IDLE, Phase.STAGING, Phase.RESTORING}),

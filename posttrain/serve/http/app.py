@@ -155,6 +155,8 @@ ENDPOINTS = (
     Endpoint("POST", "/weights/begin", control.weights_begin, bodies.Begin, JSON, at_once=4),
     Endpoint("POST", "/weights/part", control.weights_part, None, PART, 600.0, PARTS_AT_ONCE),
     Endpoint("POST", "/weights/fetch", control.weights_fetch, bodies.Fetch, JSON, FETCH, at_once=4),
+    Endpoint("POST", "/weights/stream", control.weights_stream, bodies.OpenStream, SMALL, at_once=4),
+    Endpoint("POST", "/weights/stream/part", control.weights_stream_part, bodies.StreamPart, JSON, FETCH, at_once=4),
     Endpoint("POST", "/weights/collective", control.weights_collective, bodies.Meeting, SMALL, FETCH, at_once=2),
     Endpoint("POST", "/weights/commit", control.weights_commit, bodies.Commit, JSON, LONG, at_once=4),
     Endpoint("POST", "/weights/abort", control.weights_abort, bodies.Abort, SMALL),

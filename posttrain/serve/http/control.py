@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 from starlette.responses import JSONResponse, Response
+from torch import Tensor
 
 from .. import bodies
 from ..errors import FieldError, NotReady
@@ -45,7 +46,7 @@ async def weights_begin(server: RolloutServer, asked: bodies.Begin) -> Fields:
     server.refuse_if_stopping()
     _refuse_without(server, "weights" if asked.adapter_config is None else "adapters")
     manifest = await asyncio.to_thread(asked.manifest.manifest)
-    return server.updater.begin(manifest, asked.replace, asked.rollback, asked.adapter_config)
+    return await asyncio.to_thread(server.updater.begin, manifest, asked.replace, asked.rollback, asked.adapter_config)
 
 
 async def weights_part(server: RolloutServer, body: bytearray) -> Fields:
@@ -53,12 +54,29 @@ async def weights_part(server: RolloutServer, body: bytearray) -> Fields:
 
 
 async def weights_fetch(server: RolloutServer, asked: bodies.Fetch) -> Fields:
-    """A part whose head is in the body, and whose data is somewhere else: a shared block, memory of a GPU, a group."""
+    """A part whose head is in the body, and whose data is in a shared block."""
 
     def fetch(nbytes: int) -> Buffer:
-        return server.transports.fetch(asked.transport, asked.place, nbytes, asked.deadline_s)
+        return server.transports.receive(asked.transport, asked.place, nbytes, asked.deadline_s)
 
     return await asyncio.to_thread(server.updater.fetched, asked.head, fetch)
+
+
+async def weights_stream(server: RolloutServer, asked: bodies.OpenStream) -> Fields:
+    """Open a version that goes straight into the engine; its parts follow, and a commit waits for its end."""
+    server.refuse_if_stopping()
+    _refuse_without(server, "weights")
+    _refuse_asleep(server)
+    return await asyncio.to_thread(
+        server.updater.open_stream, asked.version, asked.rollback, asked.in_flight, asked.deadline_s
+    )
+
+
+async def weights_stream_part(server: RolloutServer, asked: bodies.StreamPart) -> Fields:
+    def receive(nbytes: int) -> Tensor:
+        return server.transports.receive(asked.transport, asked.place, nbytes, asked.deadline_s)
+
+    return await asyncio.to_thread(server.updater.stream_part, asked, receive)
 
 
 async def weights_collective(server: RolloutServer, asked: bodies.Meeting) -> Fields:
@@ -68,15 +86,14 @@ async def weights_collective(server: RolloutServer, asked: bodies.Meeting) -> Fi
 
 
 async def weights_commit(server: RolloutServer, asked: bodies.Commit) -> Fields:
-    if server.thread.sleeping and "weights" in server.thread.sleeping_parts:
-        raise NotReady("The weights are asleep; wake them (tags: weights) before the commit.")
+    _refuse_asleep(server)
     return await asyncio.to_thread(
         server.updater.commit, asked.version, asked.checksums, asked.in_flight, asked.deadline_s
     )
 
 
 async def weights_abort(server: RolloutServer, asked: bodies.Abort) -> Fields:
-    return server.updater.abort(asked.version)
+    return await asyncio.to_thread(server.updater.abort, asked.version)
 
 
 async def sleep(server: RolloutServer, asked: bodies.Sleep) -> Fields:
@@ -95,6 +112,11 @@ async def shutdown(server: RolloutServer, asked: bodies.Shutdown) -> Response:
     server.stopping = True
     server.stopper = asyncio.ensure_future(server.stop_gracefully(asked.deadline_s))
     return JSONResponse({"stopping": True, "in_flight": server.thread.in_flight}, 202)
+
+
+def _refuse_asleep(server: RolloutServer) -> None:
+    if server.thread.sleeping and "weights" in server.thread.sleeping_parts:
+        raise NotReady("The weights are asleep; wake them (tags: weights) before an update ends.")
 
 
 def _refuse_without(server: RolloutServer, capability: str) -> None:

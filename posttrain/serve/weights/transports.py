@@ -1,7 +1,6 @@
 """The ways, besides the body of a request, by which the bytes of a part may come: one table, and what /info says of it.
 
-Whichever way is taken, the head of the part comes over HTTP, with the checksums of its pieces. What was fetched is judged by it as
-if it had come in the body.
+Whichever way is taken, names, shapes and checksums come over HTTP, and what came is judged by them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from torch import Tensor
 
 from ..bodies import GpuPlace, GroupPlace, Meeting, SharedPlace, read
 from ..errors import Busy, FieldError, TooLarge, TransportFailed
@@ -35,22 +34,26 @@ class TransportOptions:
 
 
 class Receiver:
-    """One way, on the server's side."""
+    """One way, on the server's side, on which `receive` copies bytes to where this process has them for itself.
+
+    `TransportFailed` where they do not come, `FieldError` for a place that is none."""
 
     def __init__(self, options: TransportOptions) -> None: ...
 
     def about(self) -> dict[str, Any] | None:
         """What a trainer has to know to decide whether it can take this way; None: none can."""
 
-    def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
-        """Copy as many bytes as `into` has. `TransportFailed` where they do not come, `FieldError` for a place that is none."""
+    def receive(self, place: dict[str, Any], nbytes: int, seconds: float) -> Any: ...
 
     def close(self) -> None: ...
 
 
 class SharedMemoryReceiver(Receiver):
+    """To host memory, where a version is staged."""
+
     def __init__(self, options: TransportOptions) -> None:
         self._folder: SharedFolder | None = None
+        self._memory = HostMemory()
         if options.shared_folder is not None:
             try:
                 self._folder = SharedFolder(options.shared_folder)
@@ -60,11 +63,14 @@ class SharedMemoryReceiver(Receiver):
     def about(self) -> dict[str, Any] | None:
         return self._folder.about() if self._folder else None
 
-    def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
+    def receive(self, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
+        """In memory that serves the next part when this one is staged."""
         name = read(place, SharedPlace, "`place`").name
         if self._folder is None:
             raise TransportFailed("This server has no folder for shared blocks.")
+        into = self._memory.take(1 << (nbytes - 1).bit_length())[:nbytes]  # few sizes, so that it is found again
         self._folder.read(name, into)
+        return into
 
     def close(self) -> None:
         if self._folder is not None:
@@ -74,16 +80,19 @@ class SharedMemoryReceiver(Receiver):
 
 
 class CudaIpcReceiver(Receiver):
+    """From memory of a GPU to memory of the same GPU, on the way into the engine."""
+
     def about(self) -> dict[str, Any] | None:
         gpus = cuda_ipc.gpu_ids()
         return {"gpus": gpus} if gpus else None
 
-    def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
-        cuda_ipc.copy_to_host(dict(read(place, GpuPlace, "`place`")), into)
+    def receive(self, place: dict[str, Any], nbytes: int, seconds: float) -> Tensor:
+        return cuda_ipc.copied(dict(read(place, GpuPlace, "`place`")), nbytes)
 
 
 class CollectiveReceiver(Receiver):
-    """One group at a time: the next one takes the place of the last."""
+    """By a group with the trainer, to where its backend has memory: a GPU with NCCL. One group at a time: the next one takes the
+    place of the last."""
 
     def __init__(self, options: TransportOptions) -> None:
         self._pair: collective.Pair | None = None
@@ -107,15 +116,15 @@ class CollectiveReceiver(Receiver):
             self._key = asked.key
         return {"group": self._key}
 
-    def fetch(self, place: dict[str, Any], into: memoryview, seconds: float) -> None:
+    def receive(self, place: dict[str, Any], nbytes: int, seconds: float) -> Tensor:
         key = read(place, GroupPlace, "`place`").group
         with self._alone():
             if self._pair is None or key != self._key:
                 raise TransportFailed("The group that was named does not exist, or no longer.")
             try:
-                buffer = self._pair.buffer(len(into))
-                self._pair.broadcast(buffer, seconds)  # not straight to `into`: a late thread must not write there
-                torch.frombuffer(into, dtype=torch.uint8).copy_(buffer)
+                buffer = self._pair.buffer(nbytes)
+                self._pair.broadcast(buffer, seconds)
+                return buffer.clone()  # the next part comes to the same buffer, and a late thread may write there
             except Exception:
                 self._drop()  # the two ends may be out of step
                 raise
@@ -152,6 +161,9 @@ RECEIVERS: dict[str, Callable[[TransportOptions], Receiver]] = {
     COLLECTIVE: CollectiveReceiver,
 }
 """Every way there is on this side; HTTP itself needs none."""
+STREAMED = frozenset({CUDA_IPC, COLLECTIVE})
+MOST_STREAMED_BYTES = 16 << 30
+"""Of one part of a stream, which holds whole tensors: the embedding of a large model is one."""
 
 
 class Transports:
@@ -161,7 +173,6 @@ class Transports:
         self._options = options
         self._receivers: dict[str, Any] = {name: make(options) for name, make in RECEIVERS.items()}
         self._instance = secrets.token_hex(8)
-        self._memory = HostMemory()
 
     def about(self) -> dict[str, Any]:
         """For /info. `instance`: this process, so that a trainer notices one that was started anew."""
@@ -169,15 +180,14 @@ class Transports:
         ways = {name: about for name, about in found.items() if about is not None}
         return {"host": host_id(), "instance": self._instance, "ways": ways}
 
-    def fetch(self, name: str, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
-        """The bytes of a part, in memory of this process's own that serves the next part when they are staged."""
-        if nbytes > self._options.most_bytes:
-            raise TooLarge(f"The part has {nbytes} bytes; this server takes at most {self._options.most_bytes}.")
+    def receive(self, name: str, place: dict[str, Any], nbytes: int, seconds: float) -> Any:
+        """The bytes of a part, in memory of this process's own: a tensor of bytes for a stream, host memory for a part to stage."""
+        most = MOST_STREAMED_BYTES if name in STREAMED else self._options.most_bytes
+        if nbytes > most:
+            raise TooLarge(f"The part has {nbytes} bytes; this server takes at most {most}.")
         if nbytes == 0:
-            raise FieldError("The part has no data that could be fetched; send it in the body.")
-        into = self._memory.take(1 << (nbytes - 1).bit_length())[:nbytes]  # few sizes, so that it is found again
-        self._receivers[name].fetch(place, into, seconds)
-        return into
+            raise FieldError("The part has no data that could be fetched; send it with others.")
+        return self._receivers[name].receive(place, nbytes, seconds)
 
     def join(self, meeting: Meeting) -> dict[str, Any]:
         """Let the server be one end of a trainer's group."""

@@ -2,6 +2,9 @@
 
 Until the flip nothing of the engine is touched, so an update that is interrupted, wrong or forgotten costs memory only.
 If the engine itself refuses the new weights half way, the old ones are loaded again before the next request runs.
+
+Or in one, where the weights come from another GPU (`stream`): each part is verified and goes straight into the engine. An update
+that ends half way then leaves no whole version, unless the old one is in host memory; requests are refused until one comes.
 """
 
 from __future__ import annotations
@@ -10,22 +13,37 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
 
+from ..bodies import StreamPart
 from ..engine.engine_thread import KEEP
 from ..engine.protocol import Engine
 from ..engine.versions import Phase, Serving, Versions
-from ..errors import Conflict, DeadlinePassed, EngineFailed, NotFound, PayloadError, ServeError, TooLarge
+from ..errors import (
+    Conflict,
+    DeadlinePassed,
+    EngineFailed,
+    NotFound,
+    PayloadError,
+    ServeError,
+    TooLarge,
+    TransportFailed,
+)
+from ..wire.collective import in_background
 from ..wire.host_memory import HostMemory
 from ..wire.payload import ITEM_BYTES, Buffer, Manifest, TensorSpec, fingerprint
 from .staging import PartHead, Staging, parse_head
+from .stream import WeightStream
 
 log = logging.getLogger(__name__)
 
 Weights = Iterable[tuple[str, Tensor]]
+STREAM_IDLE_SECONDS = 60.0
+"""Between two parts that go straight into the engine, at most: it does nothing else meanwhile."""
 
 
 class Flips(Protocol):
@@ -67,6 +85,7 @@ class Updater:
         self._memory = HostMemory(keeps=self._limits.keep_loaded)
         self._lock = threading.Lock()  # of `_update`; never held while the engine works
         self._update: _Update | None = None
+        self._stream: WeightStream | None = None  # the latest
         self._known = engine.known_tensors()
         self._optional = engine.optional_tensors()
         self._loaded: Callable[[], Weights | None] = engine.initial_weights
@@ -79,23 +98,28 @@ class Updater:
         self, manifest: Manifest, replace: bool, rollback: bool, adapter: dict[str, Any] | None
     ) -> dict[str, Any]:
         """Announce a version. The same announcement twice is one update; another one needs `replace`."""
+        if replace:
+            self._give_up_stream("Another update takes its place.")
         with self._lock:
             self._drop_if_forgotten()
             if self._update and self._update.staging.manifest == manifest and self._update.adapter == adapter:
                 return self._state(self._update)
             self._check_version(manifest.version, rollback)
             self._check_tensors(manifest, adapter)
-            if self._update:
-                if not replace or self._versions.phase is not Phase.STAGING:
-                    raise Conflict(
-                        f"The update to version {self.staged_version} is {self._versions.phase}. Commit or abort it, or "
-                        "begin with `replace` while it is staging."
-                    )
-                self._drop()
+            self._replace_staged(replace)
             self._versions.move(Phase.STAGING)
             self._memory.renew()
             self._update = _Update(Staging(manifest, self._memory), self._clock(), adapter)
             return self._state(self._update)
+
+    def _replace_staged(self, replace: bool) -> None:
+        if self._update:
+            if not replace or self._versions.phase is not Phase.STAGING:
+                raise Conflict(
+                    f"The update to version {self.staged_version} is {self._versions.phase}. Commit or abort it, or "
+                    "begin with `replace` while it is staging."
+                )
+            self._drop()
 
     def _check_version(self, version: int, rollback: bool) -> None:
         serving = self._versions.serving.version
@@ -115,12 +139,15 @@ class Updater:
             raise PayloadError(
                 f"The model has no tensor {unknown[0]} ({len(unknown)} names of the manifest are unknown)."
             )
-        for name, known in self._known.items():
-            sent = names.get(name, known)
-            if sent.shape != known.shape or (known.dtype in ITEM_BYTES and _is_float(sent) != _is_float(known)):
-                raise PayloadError(
-                    f"{name} is {known.dtype} {list(known.shape)}; the manifest says {sent.dtype} {list(sent.shape)}."
-                )
+        for spec in manifest.tensors:
+            self._check_tensor(spec)
+
+    def _check_tensor(self, sent: TensorSpec) -> None:
+        known = (self._known or {}).get(sent.name, sent)
+        if sent.shape != known.shape or (known.dtype in ITEM_BYTES and _is_float(sent) != _is_float(known)):
+            raise PayloadError(
+                f"{sent.name} is {known.dtype} {list(known.shape)}; the manifest says {sent.dtype} {list(sent.shape)}."
+            )
 
     # parts ----------------------------------------------------------------------------------------------------------
 
@@ -161,6 +188,8 @@ class Updater:
 
     def commit(self, version: int, checksums: Mapping[str, str], in_flight: str, seconds: float) -> dict[str, Any]:
         """Verify everything, then flip. Committing the version that serves is a success without effect."""
+        if self._stream is not None and self._stream.version == version:
+            return self._end_of_stream(self._stream, seconds)
         if self._update is None and self._versions.serving.version == version and self.committed:
             return self.state()
         update = self._current(version)
@@ -200,17 +229,23 @@ class Updater:
         try:
             engine.load_weights(update.staging.tensors())
         except Exception as error:
-            self._restore(engine, error)
-            raise EngineFailed(
-                f"The engine refused version {manifest.version} ({type(error).__name__}: {error}). {self._what_serves()}"
-            ) from error
-        self._versions.serve(Serving(manifest.version, digest))
-        if self._known is None:  # a model without weights in its folder: the first version says what a whole one is
-            self._known = {spec.name: spec for spec in manifest.tensors}
+            self._restore(engine, error, self._versions.serving)
+            raise self._refused(manifest.version, error) from error
+        self._now_serves(manifest)
         staging = update.staging
         self._loaded = staging.tensors if self._limits.keep_loaded else _nothing
 
-    def _restore(self, engine: Engine, cause: Exception) -> None:
+    def _now_serves(self, manifest: Manifest) -> None:
+        self._versions.serve(Serving(manifest.version, fingerprint(manifest.tensors)))
+        if self._known is None:  # a model without weights in its folder: the first version says what a whole one is
+            self._known = {spec.name: spec for spec in manifest.tensors}
+
+    def _refused(self, version: int, error: Exception) -> EngineFailed:
+        return EngineFailed(
+            f"The engine refused version {version} ({type(error).__name__}: {error}). {self._what_serves()}"
+        )
+
+    def _restore(self, engine: Engine, cause: Exception, before: Serving) -> None:
         self._versions.move(Phase.RESTORING)
         old = self._loaded()
         if old is None:
@@ -220,6 +255,7 @@ class Updater:
             return
         try:
             engine.load_weights(old)
+            self._versions.serve(before)
         except Exception as error:  # the engine can do anything here; what matters is that nothing serves afterwards
             log.exception("The old weights could not be put back.")
             self._versions.lose(f"an update failed half way and putting the old weights back failed ({error}).")
@@ -230,10 +266,87 @@ class Updater:
             f"No version serves: {serving.reason}" if serving.version is None else f"Version {serving.version} serves."
         )
 
+    # straight into the engine ---------------------------------------------------------------------------------------
+
+    def open_stream(self, version: int, rollback: bool, in_flight: str, seconds: float) -> dict[str, Any]:
+        """Announce a version whose parts go into the engine as they come; `commit` waits for its end. What is under way, staged or
+        a stream, is dropped."""
+        self._give_up_stream("Another update takes its place.")
+        with self._lock:
+            self._drop_if_forgotten()
+            self._check_version(version, rollback)
+            self._replace_staged(replace=True)
+            self._versions.move(Phase.STREAMING)
+            stream = self._stream = WeightStream(version, min(self._limits.idle_seconds, STREAM_IDLE_SECONDS))
+        in_background(lambda: self._run_stream(stream, in_flight, seconds), "weights")
+        return self.state()
+
+    def _run_stream(self, stream: WeightStream, in_flight: str, seconds: float) -> None:
+        error: BaseException | None = None
+        try:
+            self._flips.flip(lambda engine: self._load_stream(engine, stream), stream.version, in_flight, seconds)
+        except BaseException as raised:  # for whoever commits
+            error = raised
+        with self._lock:
+            self.failed += error is not None
+            self.committed += error is None
+            self._versions.move(Phase.IDLE)
+        if error is None:
+            stream.outcome.set_result(None)
+        else:
+            stream.outcome.set_exception(error)
+
+    def _load_stream(self, engine: Engine, stream: WeightStream) -> None:
+        """In the engine's thread, which waits in it for the parts."""
+        before = self._versions.serving
+        self._versions.lose(f"version {stream.version} is on its way into the engine.")
+        try:
+            engine.load_weights(stream.tensors())
+            manifest = Manifest(stream.version, 1, tuple(stream.specs.values()))
+            self._check_tensors(manifest, None)
+        except Exception as error:
+            if stream.has_begun:
+                self._restore(engine, error, before)
+            else:
+                self._versions.serve(before)
+            if isinstance(error, ServeError):
+                raise
+            raise self._refused(stream.version, error) from error
+        self._now_serves(manifest)
+        self._loaded = _nothing
+
+    def stream_part(self, asked: StreamPart, receive: Callable[[int], Tensor]) -> dict[str, Any]:
+        """`receive(number of bytes)` gets the data."""
+        stream = self._stream
+        if stream is None or stream.version != asked.version or stream.outcome.done():
+            raise NotFound(f"No stream of version {asked.version} is open, or no longer.")
+        for entry in asked.tensors:
+            self._check_tensor(entry.spec())
+        stream.take(asked.part, asked.tensors, asked.last, receive, asked.deadline_s)
+        return self.state()
+
+    def _give_up_stream(self, why: str) -> None:
+        """It has ended when this returns, unless the engine hangs."""
+        stream = self._stream
+        if stream is not None and not stream.outcome.done():
+            stream.give_up(TransportFailed(f"Version {stream.version} was given up. {why}"))
+            wait([stream.outcome], STREAM_IDLE_SECONDS)
+
+    def _end_of_stream(self, stream: WeightStream, seconds: float) -> dict[str, Any]:
+        try:
+            stream.outcome.result(seconds)
+        except TimeoutError as error:
+            if not stream.outcome.done():
+                raise DeadlinePassed(f"Version {stream.version} was not loaded within {seconds:g} s.") from error
+            raise
+        return self.state()
+
     # end ------------------------------------------------------------------------------------------------------------
 
     def abort(self, version: int) -> dict[str, Any]:
-        """Drop the update to this version, if there is one."""
+        """Drop the update to this version, if there is one. One that goes into the engine has ended when this returns."""
+        if self._stream is not None and self._stream.version == version:
+            self._give_up_stream("The trainer gave it up.")
         with self._lock:
             if self._update and self._update.staging.manifest.version == version:
                 if self._versions.phase is not Phase.STAGING:

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
+from . import block_sums
+
 Buffer: TypeAlias = bytes | bytearray | memoryview
 
 MAGIC = b"PTWGT\x00\x00\x01"
@@ -36,11 +38,13 @@ MAX_DIMENSIONS = 8
 MAX_TENSOR_BYTES = 1 << 42
 MAX_NAME = 512
 MAX_VERSION = (1 << 53) - 1  # what JSON readers of every language keep exactly
-HASH_BLOCK = 4 << 20
+HASH_BLOCK = block_sums.BLOCK_BYTES
 
 SHARED_MEMORY, CUDA_IPC, COLLECTIVE = "shared_memory", "cuda_ipc", "collective"
-"""The ways, besides the body of a request, by which the data of a part may come."""
+"""The ways, besides the body of a request, by which weights may come; by the last two straight into the engine."""
 MOST_FETCH_SECONDS = 600.0
+STREAM_ALIGNMENT = 256
+"""Where a tensor may begin in a part of a stream, in bytes: numbers of every dtype are aligned there."""
 
 ITEM_BYTES = {
     "float32": 4,
@@ -63,7 +67,7 @@ def _blake2b(data: Buffer) -> str:
 
 
 def _checksum_functions() -> dict[str, Callable[[Buffer], str]]:
-    functions: dict[str, Callable[[Buffer], str]] = {"blake2b": _blake2b}
+    functions: dict[str, Callable[[Buffer], str]] = {"blake2b": _blake2b, block_sums.KIND: block_sums.of_bytes}
     try:
         import xxhash
     except ImportError:  # not a dependency of vLLM; both sides then agree on blake2b, see /info
@@ -72,7 +76,7 @@ def _checksum_functions() -> dict[str, Callable[[Buffer], str]]:
 
 
 CHECKSUMS = _checksum_functions()
-"""Name -> function of the bytes of one block; both give 32 hexadecimal digits. A checksum is written "name:digits"."""
+"""Name -> function of the bytes of one block; all give 32 hexadecimal digits. A checksum is written "name:digits"."""
 
 
 def blocks_of(data: memoryview) -> list[memoryview]:

@@ -153,7 +153,8 @@ def _prepare_to_send(owner: EngineOwner, engine: Any) -> None:
             "another. Leave that module out of the adapter, or use `vllm_mode='colocate'`."
         )
     export = JointExport(model, _wire_dtype(about), by_adapter)
-    engine.send(**({"adapter_export": export.adapter} if by_adapter else {"export": export.weights}))
+    sent = {"adapter_export": export.adapter} if by_adapter else {"export": export.weights}
+    engine.send(**sent, is_repeatable=not owner.is_fully_sharded)
     if owner.is_fully_sharded:
         owner.joint_export = export
 

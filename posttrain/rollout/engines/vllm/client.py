@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from posttrain.rollout.engines.protocol import LENGTH, STOP, SamplingParams
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerAnswer, ServerRefused, Token, Transport, checked
+from posttrain.rollout.engines.vllm.transport import (
+    Deadlines,
+    ServerAnswer,
+    ServerError,
+    ServerRefused,
+    Token,
+    Transport,
+    checked,
+)
 from posttrain.rollout.engines.vllm.weight_channel import AUTO, NOT_OFFERED, WeightChannel
-from posttrain.rollout.engines.vllm.weight_senders import Sides, Wire
+from posttrain.rollout.engines.vllm.weight_senders import AT_ONCE, Sides, Streamer, Wire
 from posttrain.rollout.engines.vllm.workers import side_by_side
+from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire.payload import CUDA_IPC, Manifest, encode_manifest
 
 ABORTED = "aborted"
-PROTOCOL = 2
+PROTOCOL = 3
 MARGIN_SECONDS = 10.0
 """How much longer than the server itself the client waits: the server's own refusal says more than a silence."""
 DRAIN, ABORT = "drain", "abort"
@@ -95,6 +108,10 @@ class Client:
         """Let go of the connections. A later call opens what it needs."""
         self.break_off("this client was closed.")
 
+    def can_stream(self, device: torch.device) -> bool:
+        """Whether weights on that device can go straight into the server's engine."""
+        return False
+
     def _checked(self, path: str, read: Callable[[Any], Any], value: Any) -> Any:
         return checked(f"{path} of {self.name}", read, value)
 
@@ -114,6 +131,7 @@ class ServerClient(Client):
         wire = Wire(self._post, address.host, address.port, self.deadlines.part)
         self.channel = WeightChannel(self.name, wire, weight_transport)
         self._transports: dict[str, Any] = {}  # as the server last said
+        self._streamer: Streamer | None = None  # of the version that is on its way
         self._most_seconds = math.inf
 
     def close(self) -> None:
@@ -203,7 +221,7 @@ class ServerClient(Client):
             missing.append(self._checked("/weights/part", lambda fields: int(fields["missing"]), state))
 
         try:
-            side_by_side(len(plan), send, self.channel.at_once)
+            side_by_side(len(plan), send, AT_ONCE)
         finally:
             self.channel.rest()
         if min(missing):  # answers to parts that went side by side come in any order
@@ -213,20 +231,53 @@ class ServerClient(Client):
 
     def commit(self, kept: KeptWeights, version: int, in_flight: str = DRAIN) -> None:
         """Let the staged version serve; returns when it does."""
+        self._commit(version, kept.fingerprint, in_flight)
+
+    def _commit(self, version: int, fingerprint: str, in_flight: str = DRAIN) -> None:
         seconds = self.deadlines.commit
         body = {"version": version, "in_flight": in_flight, "deadline_s": min(seconds / 2, 3600.0)}
         state = self._post("/weights/commit", body, seconds)
         serves = self._checked(
             "/weights/commit", lambda fields: (fields["serving_version"], fields["fingerprint"]), state
         )
-        if serves != (version, kept.fingerprint):
+        if serves != (version, fingerprint):
             raise ServerAnswer(
-                f"{self.name} took version {version} with the fingerprint {kept.fingerprint} and says that version "
+                f"{self.name} took version {version} with the fingerprint {fingerprint} and says that version "
                 f"{serves[0]} with {serves[1]} serves."
             )
 
+    def can_stream(self, device: torch.device) -> bool:
+        if not self._transports:
+            self.info()
+        return self.channel.stream_way(Sides(self._transports, device)) is not None
+
+    def open_stream(self, version: int, in_flight: str, device: torch.device) -> None:
+        """Announce a version whose parts go straight into the engine; from its first part on nothing else serves."""
+        with self._noting_failure():
+            self._streamer = self.channel.streamer(Sides(self._transports, device))
+            waits = {"in_flight": in_flight, "deadline_s": min(self.deadlines.commit / 2, 3600.0)}
+            self._post("/weights/stream", {"version": version, "rollback": True, **waits}, self.deadlines.control)
+
+    def stream_part(self, part: dict[str, Any], data: Tensor) -> None:
+        with self._noting_failure():
+            self._streamer.send(part, data)
+
+    def commit_stream(self, version: int, fingerprint: str) -> None:
+        """Wait until the version serves."""
+        with self._noting_failure():
+            self._commit(version, fingerprint)
+        self.channel.streamed()
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except (ServerError, TransportFailed) as error:
+            self.channel.stream_failed(error)
+            raise
+
     def abort(self, version: int) -> None:
-        """Drop the staged version."""
+        """Drop the staged version, or give up the one that is on its way into the engine."""
         self._post("/weights/abort", {"version": version}, self.deadlines.control)
 
     def push(self, kept: KeptWeights, version: int, bucket_bytes: int = BUCKET_BYTES) -> None:

@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeVar
 
+import torch
+
 from posttrain.rollout.engines.vllm.client import DRAIN, NOT_OFFERED, ServerInfo
 from posttrain.rollout.engines.vllm.fleet_members import Member, Target
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights
@@ -27,6 +29,7 @@ from posttrain.rollout.engines.vllm.transport import (
     ServerRefused,
     ServerSlow,
 )
+from posttrain.rollout.engines.vllm.weight_stream import VersionStream
 from posttrain.rollout.engines.vllm.workers import at_once
 
 log = logging.getLogger(__name__)
@@ -326,16 +329,19 @@ class Fleet:
                 )
 
     def _send_again(self, member: Member, target: Target, info: ServerInfo) -> None:
-        if target.kept is None:
+        kept = target.kept
+        if kept is None:
             found = (
                 f"{member.name} serves version {info.version} ({info.not_ready or 'ready'}) instead of {target.version}"
             )
             if target.follows:
                 raise ServerGone(f"{found}; the process that sends the weights has to send them again.")
+            if target.specs:
+                raise ServerGone(f"{found}; the weights are not in host memory, or not yet, to be sent again.")
             raise ServerRefused(f"{found}, and this trainer has sent none that it could send again.", 400)
-        log.info("Sending version %s to %s again (%.1f MB).", target.version, member.name, target.kept.nbytes / 1e6)
-        member.client.stage(target.kept, target.version, self._bucket(info))
-        member.client.commit(target.kept, target.version, DRAIN)
+        log.info("Sending version %s to %s again (%.1f MB).", target.version, member.name, kept.nbytes / 1e6)
+        member.client.stage(kept, target.version, self._bucket(info))
+        member.client.commit(kept, target.version, DRAIN)
 
     def _bucket(self, info: ServerInfo) -> int:
         return min(self.bucket_bytes, info.part_bytes // 2)  # a header comes on top
@@ -348,8 +354,9 @@ class Fleet:
         Where it raises, the version before is the target still: servers that had committed are sent it again.
         """
         self._next_version += 1
-        before, target = self.target, Target(self._next_version, kept.fingerprint, label, kept)
-        members = self.up() or (self._reachable() if self.target.version is None else [])
+        before = self.target
+        target = Target(self._next_version, kept.fingerprint, label, kept, specs=kept.specs)
+        members = self._receiving()
         with ExitStack() as held:
             for member in members:  # a watcher that finds one of these down waits until this is over
                 held.enter_context(member.weights)
@@ -367,6 +374,36 @@ class Fleet:
             self._move_to(before, [])
             raise
         return target
+
+    def can_stream(self, device: torch.device) -> bool:
+        """Whether weights there can go straight into the engines of all servers that are up."""
+        members = self._receiving()
+        return bool(members) and all(member.client.can_stream(device) for member in members)
+
+    def stream(
+        self, read: Callable[[VersionStream], KeptWeights | None], device: torch.device, label: int, in_flight: str
+    ) -> tuple[VersionStream, KeptWeights | None]:
+        """A version straight into the engines of all servers that are up, as `read` reads it through the stream.
+
+        Where the stream ends with an error, the target is the version before still, and no server can be counted on to serve it:
+        the caller loads the version the other way.
+        """
+        self._next_version += 1
+        members = self._receiving()
+        with ExitStack() as held:
+            for member in members:
+                held.enter_context(member.weights)
+            stream = VersionStream([member.client for member in members], device, self._next_version, in_flight)
+            kept = read(stream)
+            stream.commit()
+            if stream.error is None:
+                specs = tuple(stream.specs)
+                self._move_to(Target(stream.version, stream.fingerprint, label, kept, specs=specs), members)
+        return stream, kept
+
+    def _receiving(self) -> list[Member]:
+        """Those that a new version goes to at once."""
+        return self.up() or (self._reachable() if self.target.version is None else [])
 
     def _reachable(self) -> list[Member]:
         """Before the first version no server is up; those that answer, as they did before, can take it."""

@@ -11,19 +11,22 @@ from posttrain.rollout.engines.vllm.kept_weights import KeptWeights
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.transport import ServerError
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
+from posttrain.serve.wire.payload import TensorSpec
 
 AnyClient = ServerClient | UpstreamClient
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Target:
-    """The version that all servers are to serve. Without `kept` this trainer cannot send it again."""
+    """The version that all servers are to serve. Without `kept` this trainer cannot send it again, or not yet: of weights that
+    went straight into the engines a copy is made afterwards."""
 
     version: int | None  # as the servers count; None: they have no weights yet
     fingerprint: str | None
     label: int = 0  # what the trainer calls it
     kept: KeptWeights | None = None
     follows: bool = False  # another process of this run sends it
+    specs: tuple[TensorSpec, ...] = ()  # what was sent
 
     def is_served(self, info: ServerInfo) -> bool:
         return (info.version, info.fingerprint) == (self.version, self.fingerprint)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.serve.wire import block_sums
 from posttrain.serve.wire.host_memory import HostMemory
 from posttrain.serve.wire.payload import (
     CHECKSUMS,
@@ -95,7 +96,7 @@ class KeptWeights:
             for name, tensor in weights:
                 if name in data:
                     raise ValueError(f"{name} was exported twice; a version has every tensor once.")
-                shapes[name] = _dtype_of(name, tensor), tuple(tensor.shape)
+                shapes[name] = dtype_of(name, tensor), tuple(tensor.shape)
                 data[name] = _bytes_of(tensor, memory)
                 hashed[name] = [threads.submit(CHECKSUMS[kind], block) for block in blocks_of(data[name])]
                 device = tensor.device if tensor.is_cuda else device
@@ -134,9 +135,12 @@ class KeptWeights:
 
 def spec_of(name: str, tensor: Tensor, kind: str) -> TensorSpec:
     """What a server that was sent this tensor knows about it."""
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    data = memoryview(tensor.detach().contiguous().cpu().flatten().view(torch.uint8).numpy())
-    return TensorSpec(name, dtype, tuple(tensor.shape), checksum(data, kind))
+    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if kind == block_sums.KIND:  # where it is
+        found = combined(block_sums.of_tensor(flat), kind)
+    else:
+        found = checksum(memoryview(flat.cpu().numpy()), kind)
+    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), found)
 
 
 def common_checksum(offered: Sequence[Sequence[str]]) -> str:
@@ -147,7 +151,7 @@ def common_checksum(offered: Sequence[Sequence[str]]) -> str:
     raise ValueError(f"The servers know the checksums {[list(kinds) for kinds in offered]}; blake2b is missing.")
 
 
-def _dtype_of(name: str, tensor: Tensor) -> str:
+def dtype_of(name: str, tensor: Tensor) -> str:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEM_BYTES:
         raise ValueError(f"{name} is {dtype}, which cannot be sent; export it as one of {', '.join(ITEM_BYTES)}.")

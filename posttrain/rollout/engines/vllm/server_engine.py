@@ -15,8 +15,10 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from posttrain.rollout.engines.protocol import Completion, Prompt, SamplingParams
 from posttrain.rollout.engines.request import Request, request_or_error
-from posttrain.rollout.engines.vllm.client import ABORT, ABORTED, DRAIN, GenerateRequest, Written
+from posttrain.rollout.engines.vllm.client import ABORT, ABORTED, DRAIN, NOT_OFFERED, GenerateRequest, Written
 from posttrain.rollout.engines.vllm.fleet import Fleet
 from posttrain.rollout.engines.vllm.fleet_members import AnyClient, Member, Target
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights, common_checksum, spec_of
@@ -33,6 +35,8 @@ from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.params import completion_logps, refuse_unknown_to_vllm, request_seed
 from posttrain.rollout.engines.vllm.sync_probe import BOUNDS
 from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused, ServerSlow
+from posttrain.rollout.engines.vllm.weight_stream import VersionStream
+from posttrain.serve.wire import block_sums
 from posttrain.serve.wire.collective import in_background
 from posttrain.serve.wire.host_memory import HostMemory
 
@@ -90,11 +94,17 @@ class ServedVLLM:
         self.context, self.logprobs_mode = about.context_length, about.logprobs_mode
         self.vocabulary = about.vocabulary or vocabulary or 1 << 31
         self._memory = HostMemory()  # of the versions that are kept
+        self._copying: Future[None] | None = None
+        self._is_repeatable = True
         self._abandoned = False
 
-    def send(self, export: Export | None = None, adapter_export: AdapterExport | None = None) -> None:
-        """What `load_weights(None, version)` sends from now on; for those who ask the servers first what they take."""
-        self._export, self._adapter_export = export, adapter_export
+    def send(
+        self, export: Export | None = None, adapter_export: AdapterExport | None = None, is_repeatable: bool = True
+    ) -> None:
+        """What `load_weights(None, version)` sends from now on; for those who ask the servers first what they take.
+
+        `is_repeatable`: the export can be read a second time, in any thread (not where all processes gather the weights)."""
+        self._export, self._adapter_export, self._is_repeatable = export, adapter_export, is_repeatable
 
     @property
     def version(self) -> int:
@@ -136,13 +146,68 @@ class ServedVLLM:
     # weights --------------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Weights | None, version: int) -> None:
-        """Stage on all servers, then commit on all. Where it raises, all keep (or return to) the version before."""
-        kept = self._kept(weights)
+        """Straight into the engines of all servers, where a way for that is there (`weight_senders`). Else staged on all, then
+        committed on all; where it raises, all keep (or return to) the version before."""
+        self._finish_copy()
+        kept = None
+        if weights is None and self._adapter_export is None:
+            weights, device = _peeked(self._exported()[1])
+            if self.fleet.can_stream(device):
+                error, kept = self._stream(weights, device, version)
+                if error is None:
+                    return
+                if isinstance(error, ServerRefused) and error.status == NOT_OFFERED:
+                    raise error  # the way was asked for by name
+                weights = None
+        kept = kept or self._kept(weights)
         target = self.fleet.target
         if version == self.version and target.kept is not None and target.fingerprint == kept.fingerprint:
             return  # asked again for the same version, and nothing has changed since
-        self.fleet.load(kept, version, ABORT if self._abandoned else DRAIN)
+        self.fleet.load(kept, version, self._in_flight)
         self._abandoned = False
+
+    @property
+    def _in_flight(self) -> str:
+        return ABORT if self._abandoned else DRAIN
+
+    def _stream(
+        self, weights: Weights, device: torch.device, version: int
+    ) -> tuple[Exception | None, KeptWeights | None]:
+        """(what went wrong, the copy in host memory). Weights that cannot be read twice are copied on the way, others afterwards,
+        while the servers write."""
+
+        def read(stream: VersionStream) -> KeptWeights | None:
+            if not self._is_repeatable:
+                return KeptWeights.of(stream.through(weights), block_sums.KIND, memory=self._memory)
+            deque(stream.through(weights), maxlen=0)
+            return None
+
+        stream, kept = self.fleet.stream(read, device, version, self._in_flight)
+        if stream.error is None:
+            self._abandoned = False
+            if kept is None:
+                target = self.fleet.target
+                self._copying = in_background(lambda: self._copy(target), "copy of the weights")
+        return stream.error, kept
+
+    def _copy(self, target: Target) -> None:
+        """For a server that has to be sent the version again."""
+        kept = KeptWeights.of(self._exported()[1], block_sums.KIND, memory=self._memory)
+        if kept.fingerprint == target.fingerprint:  # otherwise the trainer's weights have moved on meanwhile
+            target.kept = kept
+
+    def _finish_copy(self) -> None:
+        copying, self._copying = self._copying, None
+        if copying is None:
+            return
+        try:
+            copying.result()
+        except Exception as error:
+            log.warning(
+                "The weights could not be copied to host memory (%s: %s): a server that is restarted gets the next version only.",
+                type(error).__name__,
+                error,
+            )
 
     def _kept(self, weights: Weights | None) -> KeptWeights:
         kind = common_checksum([member.info.checksums for member in self.fleet.members])
@@ -195,11 +260,10 @@ class ServedVLLM:
 
     def differing_tensors(self, at_most: int = 1) -> list[str]:
         """The first names of tensors that the trainer has otherwise than the servers, by the checksums that those verified."""
-        sent = self.fleet.target.kept
-        if sent is None:
+        held = {spec.name: spec for spec in self.fleet.target.specs}
+        if not held:
             return []
-        held = {spec.name: spec for spec in sent.specs}
-        kind = (sent.specs[0].checksum or "").partition(":")[0]
+        kind = (self.fleet.target.specs[0].checksum or "").partition(":")[0]
         found: list[str] = []
         for name, tensor in self._exported()[1]:
             if held.pop(name, None) != spec_of(name, tensor, kind):
@@ -217,12 +281,22 @@ class ServedVLLM:
         return list(zip(scored, compared + [None] * (len(scored) - 1)))
 
     def sleep(self) -> None:
+        self._finish_copy()  # the trainer's weights change next
         if self.options.sleep_level:
             self.fleet.sleep(self.options.sleep_level)
 
     def wake(self) -> None:
         if self.options.sleep_level:
             self.fleet.wake()
+
+
+def _peeked(weights: Weights) -> tuple[Weights, torch.device]:
+    """(the same weights, the device of the first)."""
+    weights = iter(weights)
+    first = next(weights, None)
+    if first is None:
+        return [], torch.device("cpu")
+    return chain([first], weights), first[1].device
 
 
 @dataclass(eq=False)

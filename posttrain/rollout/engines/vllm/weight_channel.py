@@ -10,24 +10,35 @@ from typing import Any
 import torch
 
 from posttrain.rollout.engines.vllm.transport import ServerError, ServerRefused
-from posttrain.rollout.engines.vllm.weight_senders import HTTP, SENDERS, HttpSender, Sender, Sides, Wire
+from posttrain.rollout.engines.vllm.weight_senders import (
+    HTTP,
+    SENDERS,
+    STREAMERS,
+    HttpSender,
+    Sender,
+    Sides,
+    Streamer,
+    Wire,
+)
 from posttrain.serve.errors import TransportFailed
 
 log = logging.getLogger(__name__)
 
 AUTO = "auto"
-TRANSPORTS = (AUTO, *SENDERS)
+TRANSPORTS = (AUTO, *STREAMERS, *SENDERS)
 NOT_OFFERED = 0
 """The "status" of a refusal by a client itself: this kind of server does not do that, now or later."""
 WRONG_BYTES, NOT_FETCHED, BUSY = 400, 424, 429
 FALLS_BACK = frozenset({WRONG_BYTES, NOT_FETCHED, BUSY})
 """Refusals of a part that may be the fault of the way it took. Over HTTP it is judged once more."""
+LATER = "this version is staged in the server's host memory instead."
 
 
 class WeightChannel:
-    """Sends parts to one server, `at_once` side by side. A way that fails is left for HTTP, with one sentence in the log.
+    """Sends parts to one server. A way that fails is left for another, with one sentence in the log.
 
-    `send` is called by any thread, between `prepare` and `rest`, which are called by one.
+    Of a version that is staged: `send` is called by any thread, between `prepare` and `rest`, which are called by one. Of one
+    that goes straight into the engine, by `streamer`: by one thread.
     """
 
     def __init__(self, name: str, wire: Wire, wanted: str = AUTO) -> None:
@@ -41,13 +52,16 @@ class WeightChannel:
         self._instance: str | None = None  # of the server's process that the sender speaks to
         self._has_worked = self._ever_worked = False
         self._given_up = False
-        self.in_use = HTTP
+        self._way = HTTP  # of the sender
+        self._streamer: Streamer | None = None
+        self._has_streamed = self._no_streams = False
+        self.in_use = HTTP  # for the latest version
 
     def refuse_if_impossible(self, sides: Sides) -> None:
         """Where a way was asked for by name, it is that one or an error."""
         if self._wanted == AUTO:
             return
-        if why_not := SENDERS[self._wanted].why_not(sides):
+        if why_not := (STREAMERS | SENDERS)[self._wanted].why_not(sides):
             raise ServerRefused(
                 f"Weights cannot go to {self._name} by {self._wanted}: {why_not} Leave `vllm_weight_transport` at 'auto', or "
                 "choose another.",
@@ -56,34 +70,71 @@ class WeightChannel:
 
     def prepare(self, sides: Sides) -> None:
         """Before the parts of a version: have a sender for the process that serves now."""
+        self._renew(sides)
+        self.in_use = self._way
+        if self._sender is not None:
+            return
+        self.refuse_if_impossible(sides)
+        self._way = self.in_use = HTTP if self._given_up else self._chosen(sides)
+        try:
+            self._sender, self._has_worked = SENDERS[self._way](self._wire, sides), False
+            log.info("Weights go to %s by %s.", self._name, self._way)
+        except (TransportFailed, ServerError) as error:
+            self._fall_back_or_raise(error)
+
+    def _renew(self, sides: Sides) -> None:
         instance = sides.server.get("instance")
         if instance != self._instance:  # started anew: a group with the old process is of no use
             self.close()
             self._instance = instance
-        if self._sender is not None:
-            return
-        self.refuse_if_impossible(sides)
-        self.in_use = HTTP if self._given_up else self._chosen(sides)
-        try:
-            self._sender, self._has_worked = SENDERS[self.in_use](self._wire, sides), False
-            log.info("Weights go to %s by %s.", self._name, self.in_use)
-        except (TransportFailed, ServerError) as error:
-            self._fall_back_or_raise(error)
 
     def _chosen(self, sides: Sides) -> str:
-        if self._wanted != AUTO:
+        if self._wanted in SENDERS:
             return self._wanted
         return next(name for name, sender in SENDERS.items() if sender.suits(sides))
 
-    @property
-    def at_once(self) -> int:
-        """How many parts may be on their way at the same time."""
-        return (self._sender or self._http).at_once
+    # straight into the engine ---------------------------------------------------------------------------------------
+
+    def stream_way(self, sides: Sides) -> str | None:
+        """By which a version can go straight into the engine; None: by none, so it is staged."""
+        if self._no_streams or self._wanted in SENDERS:
+            return None
+        if self._wanted != AUTO:
+            return self._wanted if STREAMERS[self._wanted].why_not(sides) is None else None
+        return next((name for name, streamer in STREAMERS.items() if streamer.suits(sides)), None)
+
+    def streamer(self, sides: Sides) -> Streamer:
+        """Before the parts of a version, for the process that serves now."""
+        self._renew(sides)
+        self.in_use = self.stream_way(sides) or self.in_use
+        if self._streamer is None:
+            self._streamer = STREAMERS[self.in_use](self._wire, sides)
+            log.info("Weights go to %s by %s, straight into its engine.", self._name, self.in_use)
+        return self._streamer
+
+    def streamed(self) -> None:
+        """A version has arrived."""
+        self._has_streamed = True
+
+    def stream_failed(self, error: Exception) -> None:
+        """The version will be staged, and so will later ones unless streams have worked before."""
+        if self._streamer is not None:
+            self._streamer.close()
+        self._streamer = None
+        if self._wanted != AUTO and not self._has_streamed and _falls_back(error):
+            raise ServerRefused(
+                f"Weights cannot go to {self._name} by {self._wanted}, which `vllm_weight_transport` asks for: {error}",
+                NOT_OFFERED,
+            ) from error
+        self._no_streams = not self._has_streamed and _falls_back(error)
+        log.warning("Sending weights to %s by %s failed; %s %s", self._name, self.in_use, LATER, error)
+
+    # staged ---------------------------------------------------------------------------------------------------------
 
     def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
         """What the server answers to the part."""
         sender = self._sender
-        if sender is None or self.in_use == HTTP or not any(len(chunk) for chunk in chunks):
+        if sender is None or self._way == HTTP or not any(len(chunk) for chunk in chunks):
             return self._http.send(head, chunks)
         try:
             answer = sender.send(head, chunks)
@@ -99,8 +150,8 @@ class WeightChannel:
         return self._http.send(head, chunks)  # also where another part has found out, and said so
 
     def _fall_back_or_raise(self, error: Exception) -> None:
-        way, worked = self.in_use, self._has_worked
-        self._sender, self.in_use = None, HTTP
+        way, worked = self._way, self._has_worked
+        self._sender, self._way, self.in_use = None, HTTP, HTTP
         if not _falls_back(error):
             raise error  # the server itself is gone, slow, or would refuse it over HTTP, too
         if not self._ever_worked and self._wanted != AUTO:
@@ -123,10 +174,12 @@ class WeightChannel:
 
     def close(self) -> None:
         """Let go of blocks, buffers and groups; the next version begins with new ones."""
-        senders, self._sender, self._failed, self.in_use = (self._sender, self._failed), None, None, HTTP
-        for sender in senders:
-            if sender is not None:
-                sender.close()
+        ways = (self._sender, self._failed, self._streamer)
+        self._sender = self._failed = self._streamer = None
+        self._way = self.in_use = HTTP
+        for way in ways:
+            if way is not None:
+                way.close()
 
 
 def _falls_back(error: Exception) -> bool:

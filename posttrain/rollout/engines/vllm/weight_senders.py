@@ -1,14 +1,16 @@
 """The ways by which a trainer sends the parts of a version to one server: one table.
 
-The head of a part, with names, shapes and checksums, always goes over HTTP, as do the announcement of a version and its commit;
-only the data takes another way. So nothing has to be trusted about the way: bytes that are not those of the head are refused.
+Names, shapes and checksums always go over HTTP, as do the announcement of a version and its commit; only the data takes another
+way. So nothing has to be trusted about the way: bytes that do not have their checksum are refused.
+
+A `Sender` brings bytes of host memory to the server's, where a version is staged; a `Streamer` tensors from where they are
+straight into the engine.
 """
 
 from __future__ import annotations
 
 import base64
 import secrets
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass
@@ -55,6 +57,12 @@ class Wire:
         deadline = min(self.seconds * SERVERS_MARGIN, MOST_FETCH_SECONDS)
         return self.post("/weights/fetch", fields | {"deadline_s": deadline}, self.seconds)
 
+    def stream_part(self, transport: str, part: dict[str, Any], place: dict[str, Any]) -> Any:
+        """Let the server get the tensors of a part of a stream from `place`."""
+        deadline = min(self.seconds * SERVERS_MARGIN, MOST_FETCH_SECONDS)
+        fields = part | {"transport": transport, "place": place, "deadline_s": deadline}
+        return self.post("/weights/stream/part", fields, self.seconds)
+
     def join(self, meeting: dict[str, Any], seconds: float) -> Any:
         return self.post("/weights/collective", meeting | {"deadline_s": seconds * SERVERS_MARGIN}, seconds)
 
@@ -78,13 +86,8 @@ class Sides:
         return cuda_ipc.gpu_ids()[self.device.index or 0] if self.device.type == "cuda" else None
 
 
-class Sender:
-    """One way to one server. `send` answers what the server does; TransportFailed where this way does not work.
-
-    So many threads as `at_once` says may send; `rest` and `close` are called while none does.
-    """
-
-    at_once = AT_ONCE
+class Way:
+    """One way to one server. TransportFailed where it does not work."""
 
     def __init__(self, wire: Wire, sides: Sides) -> None:
         self._wire = wire
@@ -99,6 +102,13 @@ class Sender:
         """None where it can be tried, or the sentence that says why not."""
         return None
 
+    def close(self) -> None:
+        """Let go of blocks, buffers and groups."""
+
+
+class Sender(Way):
+    """`send` answers what the server does. `AT_ONCE` threads may send; `rest` and `close` are called while none does."""
+
     def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
         raise NotImplementedError
 
@@ -107,6 +117,14 @@ class Sender:
 
     def close(self) -> None:
         self.rest()
+
+
+class Streamer(Way):
+    """`send` answers when the server has the data. Used by one thread."""
+
+    def send(self, part: dict[str, Any], data: Tensor) -> Any:
+        """`part`: the fields of `bodies.StreamPart` that say what the data is."""
+        raise NotImplementedError
 
 
 class HttpSender(Sender):
@@ -183,10 +201,10 @@ class SharedMemorySender(Sender):
         self._folder.close()
 
 
-class CudaIpcSender(Sender):
-    """Each part is copied into a buffer on the GPU, which the server opens, copies to its host memory, and lets go of.
+class CudaIpcStreamer(Streamer):
+    """Each part is copied into a buffer on the GPU, which the server opens, copies on the same GPU, and lets go of.
 
-    Between two versions the buffers stay: torch keeps an account of every one that was shared.
+    The buffer stays: torch keeps an account of every one that was shared.
     """
 
     @staticmethod
@@ -202,41 +220,27 @@ class CudaIpcSender(Sender):
 
     def __init__(self, wire: Wire, sides: Sides) -> None:
         self._wire, self._device = wire, sides.device
-        self._free: list[tuple[Tensor, dict[str, Any]]] = []  # buffers and their places
-        self._largest = 0  # part so far: the size of the next buffer
-        self._sharing = threading.Lock()
+        self._buffer: Tensor | None = None
+        self._place: dict[str, Any] = {}
 
-    def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
+    def send(self, part: dict[str, Any], data: Tensor) -> Any:
         try:
-            buffer, place = self._buffer(sum(len(chunk) for chunk in chunks))
-            _copy_into(buffer, chunks)
+            if self._buffer is None or self._buffer.numel() < data.numel():
+                self._buffer = None  # before the next one is taken
+                self._buffer = torch.empty(data.numel(), dtype=torch.uint8, device=self._device)
+                self._place = cuda_ipc.share(self._buffer)
+            self._buffer[: data.numel()].copy_(data)
             torch.cuda.current_stream(self._device).synchronize()
         except RuntimeError as error:
             raise TransportFailed(f"The GPU's memory cannot be shared ({str(error).splitlines()[0][:300]}).") from error
-        try:
-            return self._wire.fetch(CUDA_IPC, head, place)
-        finally:
-            self._free.append((buffer, place))
-
-    def _buffer(self, nbytes: int) -> tuple[Tensor, dict[str, Any]]:
-        """One that is large enough and free. One that is too small is let go of, and torch has it for the new one."""
-        with self._sharing:
-            self._largest = max(self._largest, nbytes)
-            while self._free:
-                buffer, place = self._free.pop()
-                if buffer.numel() >= nbytes:
-                    return buffer, place
-            buffer = torch.empty(self._largest, dtype=torch.uint8, device=self._device)
-            return buffer, cuda_ipc.share(buffer)
+        return self._wire.stream_part(CUDA_IPC, part, self._place)
 
     def close(self) -> None:
-        self._free.clear()
+        self._buffer = None
 
 
-class CollectiveSender(Sender):
+class CollectiveStreamer(Streamer):
     """Each part is a broadcast in a group of this trainer and the server: NCCL between GPUs, gloo otherwise."""
-
-    at_once = 1  # both ends of a group must take the parts in the same order
 
     @classmethod
     def suits(cls, sides: Sides) -> bool:
@@ -254,7 +258,7 @@ class CollectiveSender(Sender):
 
     @staticmethod
     def why_not(sides: Sides) -> str | None:
-        return None if CollectiveSender.backend(sides) else "trainer and server have no backend of torch in common."
+        return None if CollectiveStreamer.backend(sides) else "trainer and server have no backend of torch in common."
 
     def __init__(self, wire: Wire, sides: Sides) -> None:
         self._wire, self._key = wire, secrets.token_hex(16)
@@ -272,31 +276,23 @@ class CollectiveSender(Sender):
         if self._pair is None:
             raise TransportFailed("The server says that it is in the group, and is not.")
 
-    def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
+    def send(self, part: dict[str, Any], data: Tensor) -> Any:
         pair: Pair = self._pair
         if pair.is_closed:
             raise TransportFailed("Trainer and server were out of step in their group.")
-        buffer = pair.buffer(sum(len(chunk) for chunk in chunks))
-        _copy_into(buffer, chunks)
+        buffer = pair.buffer(data.numel())
+        buffer.copy_(data)
         answer, sent = _both(
-            lambda: self._wire.fetch(COLLECTIVE, head, {"group": self._key}),
+            lambda: self._wire.stream_part(COLLECTIVE, part, {"group": self._key}),
             lambda: (pair.broadcast(buffer, self._wire.seconds), True),
             self._wire.seconds,
         )
-        if sent is None:  # it had the part already; but the two ends are out of step from here on
+        if sent is None:  # it did not need it; but the two ends are out of step from here on
             pair.close()
         return answer
 
     def close(self) -> None:
         self._pair.close()
-
-
-def _copy_into(buffer: Tensor, chunks: Sequence[memoryview]) -> None:
-    at = 0
-    for chunk in chunks:
-        if len(chunk):
-            buffer[at : at + len(chunk)].copy_(torch.frombuffer(chunk, dtype=torch.uint8))
-            at += len(chunk)
 
 
 def _both(ask: Callable[[], Any], act: Callable[[], T], seconds: float) -> tuple[Any, T | None]:
@@ -315,10 +311,6 @@ def _both(ask: Callable[[], Any], act: Callable[[], T], seconds: float) -> tuple
     raise TransportFailed(str(error) if error else f"The group of trainer and server was silent for {seconds:g} s.")
 
 
-SENDERS: dict[str, type[Sender]] = {
-    CUDA_IPC: CudaIpcSender,
-    SHARED_MEMORY: SharedMemorySender,
-    COLLECTIVE: CollectiveSender,
-    HTTP: HttpSender,
-}
-"""Every way there is; "auto" takes the first that can be tried."""
+STREAMERS: dict[str, type[Streamer]] = {CUDA_IPC: CudaIpcStreamer, COLLECTIVE: CollectiveStreamer}
+SENDERS: dict[str, type[Sender]] = {SHARED_MEMORY: SharedMemorySender, HTTP: HttpSender}
+"""Every way there is; "auto" takes the first that can be tried, of a stream if there is one."""
