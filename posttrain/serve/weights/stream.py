@@ -92,6 +92,8 @@ class WeightStream:
                 continue
             self.has_begun = True
             yield from part.tensors
+            if any(tensor.is_cuda for _, tensor in part.tensors):
+                torch.cuda.synchronize()  # the engine may copy on a stream of its own, and the next part takes the same memory
             if part.is_last:
                 return
             silent_since = time.monotonic()
