@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
 from posttrain import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from posttrain.models.layers.kernels import PLAIN
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.memory import fit as memory
 from posttrain.models.memory.fit import (
@@ -25,6 +26,7 @@ from posttrain.models.memory.fit import (
     StateCost,
     memory_plan,
 )
+from posttrain.models.memory.shape import shape_of
 from posttrain.trainer import base
 from posttrain.trainer import online_trainer as online
 from posttrain.trainer.step import memory_fit
@@ -126,16 +128,17 @@ def test_state_of_bfloat16_weights_is_16_bytes_a_weight_and_of_float32_12():
 
 
 def test_sharded_models_are_estimated():
-    cost = memory.activation_cost(tiny.causal_lm().model, tiny.config(), is_sharded=True)
+    cost = shape_of(tiny.causal_lm(), torch.bfloat16).activations(PLAIN)
     assert not cost.is_measured
     assert cost.kept[FULL] < cost.kept[SELECTIVE] < cost.kept[NONE]
+    assert cost.kept[FULL] == 2 * tiny.config().num_hidden_layers * tiny.config().hidden_size  # of what is computed in
 
 
 # ---- deciding -----------------------------------------------------------------------------------------------------------
 
 COST = ActivationCost({NONE: 1000 * KIB, SELECTIVE: 500 * KIB, FULL: 100 * KIB}, 4 * KIB, 36 * KIB)
 STATE = StateCost(
-    trained=GIB, masters=4 * GIB, gradients=4 * GIB, head=GIB
+    trained=GIB, masters=4 * GIB, sums=4 * GIB, head_chunks=GIB
 )  # 17 GiB with float32 moments, 11 with 8 bits
 TOKENS = 16384  # 16 GiB of activations if all are kept
 

@@ -90,32 +90,31 @@ class Explained:
 
     def _explain_model(self) -> None:
         """The formula, and what follows from the model's shape."""
-        from posttrain.trainer.plan.memory import Demands, explain_memory, meta_model, reward_model_bytes, shape_of
+        from posttrain.models.load.model import SEQUENCE_REWARD, LoadOptions, model_without_weights
+        from posttrain.models.memory.shape import shape_of
+        from posttrain.trainer.plan.memory import Demands, explain_memory
         from posttrain.trainer.plan.work import COPY, PRECOMPUTED, explain_work, reference_of
 
-        side, counts = self.side, self.counts
-        self.formula = side.formula(self.args, totals_in_words(counts))
-        dtype = self._dtype()
+        side, counts, args, adapter = self.side, self.counts, self.args, self.parts.get("peft_config")
+        self.formula = side.formula(args, totals_in_words(counts))
+        shared = {"dtype": self._dtype(), "trust_remote_code": args.trust_remote_code}
+        own = LoadOptions(task=side.task, model_init_kwargs=args.model_init_kwargs or {}, peft_config=adapter, **shared)
+        side.model = or_usage_error(lambda: model_without_weights(self.model, own))
         quantised = next((name for name in ("load_in_4bit", "load_in_8bit") if self.config.get(name)), None)
-        self.shape = or_usage_error(
-            lambda: shape_of(meta_model(side, self.model, self.parts, dtype), quantised, side.args.fuse_lora)
-        )
-        side.engine.is_foreign = getattr(self.args, "use_vllm", False)
-        side.replay = True if getattr(self.args, "replay_buffer_size", 0) else None
-        reference = reference_of(side, self.parts)
-        scores = counts.rollouts is not None and (side.needs_old_logps or side.needs_reference)
-        size, has_copy = self.shape.weight_bytes, self.parts.get("peft_config") is None
-        judges = self.config.get("reward_model_name_or_path") if counts.rollouts is not None else None
+        self.shape = shape_of(side.model, None, quantised, args.fuse_lora)
+        reference, size = reference_of(side, self.parts), self.shape.weight_bytes
+        online = counts.rollouts is not None
+        judges = self.config.get("reward_model_name_or_path") or () if online else ()
+        options = LoadOptions(task=SEQUENCE_REWARD, **shared)
+        loaded = [or_usage_error(lambda name=name: model_without_weights(name, options)) for name in judges]
         demands = Demands(
-            reward_models=sum(
-                or_usage_error(lambda name=name: reward_model_bytes(side, name, dtype)) for name in judges or ()
-            ),
+            reward_models=float(sum(parameter.nbytes for judge in loaded for parameter in judge.parameters())),
             reference=size if reference == COPY else 0.0,
-            loaded_reference=size if reference == PRECOMPUTED and has_copy else 0.0,
-            scores=scores,
+            loaded_reference=size if reference == PRECOMPUTED and adapter is None else 0.0,
+            scores=online and (side.needs_old_logps or side.needs_reference),
         )
         self.memory = explain_memory(side, self.shape, counts, demands, self.gpu)
-        self.work = explain_work(side, self.shape, counts, self.parts, self.memory.level)
+        self.work = explain_work(side, self.shape, counts, reference, self.memory.level)
         profile = self.config.get("accelerate_config")
         if profile and not self.config.get("num_processes"):
             counts.notes.append("Figures are those of one process: name the others with --num_processes.")
@@ -281,10 +280,9 @@ def step_lines(counts: RunCounts, rows: str) -> list[str]:
         "passes": "passes",
     }
     header = f"{'in a step':<18}{'mean':>12}{'smallest':>12}{'largest':>12}{'whole run':>16}"
-    wanted = {
-        name: counts.per_step[key] for name, key in shown.items() if key != "trained" or counts.per_step[key].total
-    }
-    return [header, *(table_line(name, found) for name, found in wanted.items())]
+    if online or not counts.per_step["trained"].total:
+        del shown["trained tokens"]
+    return [header, *(table_line(name, counts.per_step[key]) for name, key in shown.items())]
 
 
 def table_line(name: str, found: Range) -> str:

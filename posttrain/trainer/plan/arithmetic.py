@@ -7,12 +7,12 @@ which Trainer's loop asks them, and no model is there. Only the loop itself is w
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -20,12 +20,15 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import SaveStrategy
 
-from posttrain.core.batch import PADDED, RAGGED, SHARED, passes_of
+from posttrain.core.batch import PADDED, RAGGED, SHARED
+from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Collator, split_by_tokens
 from posttrain.data.loader import EpochBatches, StreamBatches
-from posttrain.rollout.loader import RolloutLoader
+from posttrain.rollout.loader import RolloutLoader, Window
+from posttrain.rollout.rollout import Request
+from posttrain.rollout.source import Prompts
+from posttrain.trainer.construction import collator_of
 from posttrain.trainer.online.task_evals import best_metric, is_due, is_read
-from posttrain.trainer.options.base import SharedPromptsConfig
 
 if TYPE_CHECKING:
     from posttrain.evaluation.spec import EvalSpec
@@ -33,31 +36,6 @@ if TYPE_CHECKING:
 
 STREAM_STEPS_LOOKED_AT = 100
 """Rows of a stream must be read and tokenised to be counted; after so many optimizer steps only their number is known."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one forward and backward of every process sees together. `tokens` of online methods: at most so many."""
-
-    rows: int
-    samples: int
-    tokens: int
-    trained: int
-    passes: int
-    is_known: bool = True  # tokens, not only rows
-
-
-@dataclass(frozen=True)
-class Step(MicroBatch):
-    """One optimizer step: the sums of its micro-batches."""
-
-    micro_batches: int = 0
-
-    @classmethod
-    def of(cls, parts: Sequence[MicroBatch]) -> Step:
-        names = ("rows", "samples", "tokens", "trained", "passes")
-        sums = {name: sum(getattr(part, name) for part in parts) for name in names}
-        return cls(**sums, is_known=all(part.is_known for part in parts), micro_batches=len(parts))
 
 
 @dataclass(frozen=True)
@@ -70,10 +48,13 @@ class Range:
     total: int
 
     @classmethod
-    def of(cls, values: Sequence[int]) -> Range:
+    def of(cls, values: np.ndarray) -> Range:
+        """Those that are known."""
+        values = values[~np.isnan(values)].astype(np.int64)
         if not len(values):
             return cls(0, 0.0, 0, 0)
-        return cls(min(values), sum(values) / len(values), max(values), sum(values))
+        total = int(values.sum())
+        return cls(int(values.min()), total / len(values), int(values.max()), total)
 
 
 @dataclass
@@ -132,20 +113,9 @@ class RunCounts:
         return asdict(self)
 
 
-# ---- a trainer without a model ---------------------------------------------------------------------------------------------
-
-
-def planned_layout(side: BaseTrainer) -> str:
-    """How batches will lie if the model agrees: a probe decides when it is loaded."""
-    args = side.args
-    if args.layout == PADDED or args.neftune_noise_alpha is not None:
-        return PADDED
-    return SHARED if isinstance(args, SharedPromptsConfig) and args.share_prompts else RAGGED
-
-
 def complete(side: BaseTrainer, train: Any, evaluation: Any) -> None:
     """Give a trainer without a model (`BaseTrainer.without_model`) what its loaders, `set_initial_training_values` and the
-    questions about its reference read.
+    questions about its reference read. Batches will lie as is said here if the model agrees: a probe decides when it is loaded.
     """
     args = side.args
     side.train_dataset, side.eval_dataset = train, evaluation
@@ -154,138 +124,124 @@ def complete(side: BaseTrainer, train: Any, evaluation: Any) -> None:
     side.is_deepspeed_enabled = False  # asked for a tensor-parallel size, of which there is none
     side.optimizer = side.optimizer_cls_and_kwargs = side.custom_loss = None
     side.engine = SimpleNamespace(is_foreign=getattr(args, "use_vllm", False))
-    side.data_collator = Collator(
-        side.roles, side.renderer.tokenizer.pad_token_id or 0, planned_layout(side), args.pad_multiple
-    )
+    side.replay = True if getattr(args, "replay_buffer_size", 0) else None
+    layout = PADDED if args.layout == PADDED else SHARED if getattr(args, "share_prompts", False) else RAGGED
+    side.data_collator = collator_of(None, side.roles, side.renderer.tokenizer.pad_token_id or 0, layout, args)
 
 
 # ---- micro-batches, epoch by epoch -----------------------------------------------------------------------------------------
 
-
-class Source(Protocol):
-    """The micro-batches of all processes, in order."""
-
-    def set_epoch(self, epoch: int) -> None: ...
-
-    def __iter__(self) -> Iterator[MicroBatch]: ...
+FIGURES = ("rows", "samples", "tokens", "trained", "passes")
+"""What is counted about a micro-batch of all processes; NaN where it is not known. Tokens of online methods: at most so many."""
+Batches = Callable[[int], Iterable[list[float]]]
+"""Epoch -> the figures of its micro-batches, in order."""
 
 
-class StoredBatches:
+def figures_of(units: Sequence[Unit]) -> list[int]:
+    samples = [sample for unit in units for sample in unit]
+    return [len(units), len(samples), sum(map(len, samples)), sum(sample.num_trained for sample in samples)]
+
+
+def stored_batches(side: BaseTrainer, sampler: EpochBatches) -> Batches:
     """Of a dataset whose rows are known: the batch samplers of all processes are asked side by side."""
+    dataset, layout, most = side.train_dataset, side.data_collator.layout, side.args.max_tokens_per_pass
+    samplers = [replace(sampler, rank=rank) for rank in range(sampler.world_size)]
+    known = np.array([figures_of([dataset[row]]) for row in range(len(dataset))])
 
-    def __init__(self, side: BaseTrainer, sampler: EpochBatches) -> None:
-        self.dataset, self.layout = side.train_dataset, side.data_collator.layout
-        self.max_tokens = side.args.max_tokens_per_pass
-        self.samplers = []
-        for rank in range(sampler.world_size):
-            self.samplers.append(copy.copy(sampler))
-            self.samplers[rank].rank = rank
-        self.samples, self.tokens, self.trained = figures_of_units(self.dataset)
+    def passes(rows: list[int]) -> int:
+        return 1 if most is None else len(split_by_tokens([dataset[row] for row in rows], layout, most))
 
-    def set_epoch(self, epoch: int) -> None:
-        for sampler in self.samplers:
+    def batches(epoch: int) -> Iterator[list[float]]:
+        for sampler in samplers:
             sampler.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        for shares in zip(*self.samplers):
+        for shares in zip(*samplers):
             rows = [row for share in shares for row in share]
-            sums = (int(figure[rows].sum()) for figure in (self.samples, self.tokens, self.trained))
-            yield MicroBatch(len(rows), *sums, sum(map(self._passes, shares)))
+            yield [*known[rows].sum(0), sum(map(passes, shares))]
 
-    def _passes(self, rows: list[int]) -> int:
-        if self.max_tokens is None:
-            return 1
-        return len(split_by_tokens([self.dataset[row] for row in rows], self.layout, self.max_tokens))
+    return batches
 
 
-def figures_of_units(dataset: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(samples, tokens, trained tokens) of each unit. The first token of a sample is never predicted."""
-    found = np.zeros((3, len(dataset)), dtype=np.int64)
-    for index in range(len(dataset)):
-        unit = dataset[index]
-        found[:, index] = len(unit), sum(map(len, unit)), sum(int(sample.trained[1:].sum()) for sample in unit)
-    return found[0], found[1], found[2]
-
-
-class StreamedBatches:
+def streamed_batches(side: BaseTrainer) -> Batches:
     """Of a stream: read, as the run will, for the first optimizer steps; after those the number of rows is all that is known."""
+    args = side.args
+    rows, processes = args.train_batch_size * args.world_size, args.world_size
+    stream = StreamBatches(side.train_dataset, rows, 0, 1, figures_of)
+    looked_at = iter(range(STREAM_STEPS_LOOKED_AT * args.gradient_accumulation_steps))
 
-    def __init__(self, side: BaseTrainer) -> None:
-        args = side.args
-        self.processes, self.rows = args.world_size, args.train_batch_size * args.world_size
-        self.batches = StreamBatches(side.train_dataset, self.rows, 0, 1, side.data_collator)
-        self.looked_at = STREAM_STEPS_LOOKED_AT * args.gradient_accumulation_steps
-
-    def set_epoch(self, epoch: int) -> None:
-        self.batches.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        for batch in self.batches:
-            if self.looked_at <= 0:
+    def batches(epoch: int) -> Iterator[list[float]]:
+        stream.set_epoch(epoch)
+        for figures in stream:
+            if next(looked_at, None) is None:
                 break
-            self.looked_at -= 1
-            parts = passes_of(batch)
-            counted = ((part.num_units, part.num_samples, part.num_tokens, part.num_trained) for part in parts)
-            yield MicroBatch(*map(sum, zip(*counted)), self.processes)
+            yield [*figures, processes]
         else:
             return
-        while True:  # a stream that ends earlier than its steps is met by the run, not here
-            yield MicroBatch(self.rows, 0, 0, 0, self.processes, is_known=False)
+        # a stream that ends earlier than its steps is met by the run, not here
+        yield from itertools.repeat([rows, math.nan, math.nan, math.nan, processes])
+
+    return batches
 
 
-class PlannedRollouts(RolloutLoader):
-    """A RolloutLoader that generates nothing: its samples are the longest that a completion of each prompt may be."""
+class PlannedWindows:
+    """A RolloutSource that generates nothing: its samples are the longest that a completion of each prompt may be."""
 
-    def __init__(self, side: Any, loader: RolloutLoader) -> None:
-        self.prompts = loader.source
-        super().__init__(self, loader.schedule, _micro_batch_of)
-        self.side, self.args = side, side.args
-        self.ranks = range(loader.schedule.world_size)
-        self.lengths = prompt_lengths(side)
-        self.rollouts = Rollouts(
-            prompts_per_generation=loader.schedule.prompts,
-            completions_per_generation=loader.schedule.samples,
-            steps_per_generation=loader.schedule.window / loader.schedule.accumulation,
-        )
-        self.shares: list[list[int]] = []
+    def __init__(self, prompts: Prompts, side: Any, found: Rollouts) -> None:
+        self.prompts, self.args, self.lengths, self.found = prompts, side.args, prompt_lengths(side), found
 
     @property
     def num_rows(self) -> int | None:
         return self.prompts.num_rows
 
-    def next_window(self) -> list[Any]:
-        """One generation: counted, not made. Rank by rank, as `take_window` deals requests out."""
-        first, found, longest = self.prompts.taken, self.rollouts, self.args.max_completion_length
-        self.shares = []
-        for rank in self.ranks:
-            self.prompts.rank, self.prompts.taken = rank, first
-            requests = self.prompts.take_window()
-            known = [0 if self.lengths is None else int(self.lengths[request.row]) for request in requests]
-            self.shares.append([length + longest for length in known])
-            found.completions += len(requests)
-            found.reward_calls += REWARD_CALLS[self.args.reward_batching]([request.number for request in requests])
-            if self.lengths is not None:
-                found.prompt_tokens += sum(known)
-                found.most_tokens += sum(self.shares[-1])
-                found.longest_prompt = max(found.longest_prompt, *known)
-        found.generations += 1
-        found.prompts += self.schedule.prompts
+    def next_window(self) -> Window:
+        requests, found = self.prompts.take_window(), self.found
+        prompts = [0 if self.lengths is None else int(self.lengths[request.row]) for request in requests]
+        found.completions += len(requests)
+        found.reward_calls += REWARD_CALLS[self.args.reward_batching]([request.number for request in requests])
+        if self.prompts.rank == 0:
+            found.generations += 1
+            found.prompts += self.prompts.schedule.prompts
         if self.lengths is None:
             found.prompt_tokens = found.most_tokens = None
-        return []
+        else:
+            found.prompt_tokens += sum(prompts)
+            found.most_tokens += sum(prompts) + len(requests) * self.args.max_completion_length
+            found.longest_prompt = max(found.longest_prompt, *prompts)
+        return [self._longest(request, prompt) for request, prompt in zip(requests, prompts)]
 
-    def _units(self, micro_batch: int) -> list[Any]:
-        size = self.schedule.batch_size
-        return [share[micro_batch * size : (micro_batch + 1) * size] for share in self.shares]
+    def _longest(self, request: Request, prompt: int) -> Unit:
+        length = prompt + self.args.max_completion_length
+        return (Sample(np.zeros(length), np.arange(length) >= max(prompt, 1), group=request.number),)
+
+
+@dataclass
+class Counted(Collator):
+    """A Collator whose batches are what is counted about them."""
+
+    def __call__(self, units: Sequence[Unit]) -> list[int]:
+        return [*figures_of(units), len(split_by_tokens(units, self.layout, self.max_tokens))]
+
+
+def rollout_batches(side: Any, loader: RolloutLoader, found: Rollouts) -> Batches:
+    """The loaders of all processes side by side."""
+    prompts, schedule = loader.source, loader.schedule
+    collate = Counted(**vars(loader.collate))
+    sources = [
+        PlannedWindows(Prompts(prompts.order, schedule, rank), side, found) for rank in range(schedule.world_size)
+    ]
+    loaders = [RolloutLoader(source, schedule, collate) for source in sources]
+
+    def batches(epoch: int) -> Iterator[list[float]]:
+        for one in loaders:
+            one.set_epoch(epoch)
+        for parts in zip(*loaders):
+            figures = np.sum(parts, axis=0)
+            yield [figures[1], *figures[1:]]  # units are groups, or what a micro-batch has of them
+
+    return batches
 
 
 REWARD_CALLS = {"group": lambda groups: len(set(groups)), "sample": len, "all": lambda groups: 1}
 """Value of `reward_batching` -> calls of one reward function for the completions of one generation of one process."""
-
-
-def _micro_batch_of(shares: list[list[int]]) -> MicroBatch:
-    samples = sum(map(len, shares))
-    return MicroBatch(samples, samples, sum(map(sum, shares)), 0, len(shares))
 
 
 def prompt_lengths(side: Any) -> np.ndarray | None:
@@ -295,16 +251,6 @@ def prompt_lengths(side: Any) -> np.ndarray | None:
     if environments is not None or not hasattr(prepared, "unit_lengths"):
         return None
     return np.asarray(prepared.unit_lengths)
-
-
-def source_of(side: BaseTrainer, loader: Any) -> Source:
-    if isinstance(loader, RolloutLoader):
-        return PlannedRollouts(side, loader)
-    return (
-        StreamedBatches(side)
-        if isinstance(side.train_dataset, IterableDataset)
-        else StoredBatches(side, loader.batch_sampler)
-    )
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------------
@@ -337,20 +283,22 @@ class Events:
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
 
-def walk(source: Source, events: Events, epochs: int, updates: int, micro_batches: int) -> list[Step]:
-    """Trainer's loop over `epochs` of `updates` optimizer steps, without a model. `tests/cli/test_explain.py` compares the two."""
+def walk(batches: Batches, events: Events, epochs: int, updates: int, micro_batches: int) -> np.ndarray:
+    """(steps, FIGURES and micro-batches) of Trainer's loop over `epochs` of `updates` optimizer steps, without a model.
+
+    `tests/cli/test_explain.py` compares the two.
+    """
     args, state, steps = events.args, events.state, []
     accumulation = args.gradient_accumulation_steps
     last = micro_batches % accumulation or accumulation
     for epoch in range(epochs):
-        source.set_epoch(epoch)
-        coming, seen = iter(source), 0
+        coming, seen = iter(batches(epoch)), 0
         for update in range(updates):
             parts = list(itertools.islice(coming, last if update == updates - 1 else accumulation))
             seen += len(parts)
             if not parts or (seen % accumulation and seen != micro_batches):
                 continue  # the data ended inside of a step, which is not taken then
-            steps.append(Step.of(parts))
+            steps.append([*np.sum(parts, axis=0), len(parts)])
             state.global_step += 1
             state.epoch = epoch + seen / micro_batches
             events.after("on_step_end")
@@ -360,38 +308,48 @@ def walk(source: Source, events: Events, epochs: int, updates: int, micro_batche
         events.after("on_epoch_end")
         if events.control.should_training_stop:
             break
-    return steps
+    return np.array(steps, dtype=np.float64).reshape(-1, len(FIGURES) + 1)
 
 
 def count_run(side: BaseTrainer, evals: Sequence[EvalSpec] = ()) -> RunCounts:
     """Everything that can be counted about the run of `side`, which `complete` has seen. `evals`: its tasks."""
-    args = side.args
+    args, dataset, rollouts = side.args, side.train_dataset, None
     loader = side.get_train_dataloader()
-    _refuse_no_batch(args, side.train_dataset, loader)
+    _refuse_no_batch(args, dataset, loader)
     epochs, updates, _, _, _, micro_batches, max_steps = side.set_initial_training_values(args, loader)
     state = TrainerState(max_steps=max_steps)
     state.compute_steps(args, max_steps)
     events = Events(args, state, side.eval_dataset is not None)
-    source = source_of(side, loader)
-    steps = walk(source, events, epochs, updates, micro_batches)
-    events.evaluations += bool(args.eval_on_start and side.eval_dataset is not None)
-    known = [step for step in steps if step.is_known]
+    if isinstance(loader, RolloutLoader):
+        schedule = loader.schedule
+        rollouts = Rollouts(
+            prompts_per_generation=schedule.prompts,
+            completions_per_generation=schedule.samples,
+            steps_per_generation=schedule.window / schedule.accumulation,
+        )
+        batches = rollout_batches(side, loader, rollouts)
+    elif isinstance(dataset, IterableDataset):
+        batches = streamed_batches(side)
+    else:
+        batches = stored_batches(side, loader.batch_sampler)
+    steps = walk(batches, events, epochs, updates, micro_batches)
+    per_step = {name: Range.of(column) for name, column in zip((*FIGURES, "micro_batches"), steps.T)}
     counts = RunCounts(
         processes=args.world_size,
-        rows_of_dataset=len(side.train_dataset) if hasattr(side.train_dataset, "__len__") else None,
+        rows_of_dataset=len(dataset) if hasattr(dataset, "__len__") else None,
         optimizer_steps=state.global_step,
         steps_per_epoch=updates,
         epochs=float(state.epoch or 0),
         warmup_steps=args.get_warmup_steps(max_steps),
         logs=events.logs,
-        evaluations=events.evaluations,
+        evaluations=events.evaluations + bool(args.eval_on_start and side.eval_dataset is not None),
         checkpoints=len(events.saved),
         checkpoints_kept=_kept(args, len(events.saved)),
-        per_step=_ranges(steps, known),
-        steps_counted=len(known),
-        rollouts=getattr(source, "rollouts", None),
+        per_step=per_step,
+        steps_counted=int((~np.isnan(steps).any(axis=1)).sum()),
+        rollouts=rollouts,
+        tasks=[_count_task(side, spec, evals, events) for spec in evals],
     )
-    counts.tasks = [_count_task(side, spec, evals, events) for spec in evals]
     _count_evaluation(side, counts)
     _note_what_is_open(side, counts)
     return counts
@@ -415,12 +373,6 @@ def _refuse_no_batch(args: Any, dataset: Any, loader: Any) -> None:
             f"`dataloader_drop_last` leaves no batch: {len(dataset)} rows are fewer than the {args.train_batch_size} x "
             f"{args.world_size} of `per_device_train_batch_size` and the processes. Lower it, or keep the last batch."
         )
-
-
-def _ranges(steps: list[Step], known: list[Step]) -> dict[str, Range]:
-    always = {name: Range.of([getattr(step, name) for step in steps]) for name in ("rows", "micro_batches", "passes")}
-    counted = {name: Range.of([getattr(step, name) for step in known]) for name in ("samples", "tokens", "trained")}
-    return always | counted
 
 
 def _kept(args: Any, written: int) -> int | None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from posttrain.losses.preference import PREFERENCE_LOSSES
 from posttrain.models.memory.fit import FULL
+from posttrain.models.memory.shape import Shape
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import ReferenceConfig
 from posttrain.trainer.references.setup import rows_carry_reference
@@ -14,7 +15,6 @@ from posttrain.trainer.references.setup import rows_carry_reference
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
     from posttrain.trainer.plan.arithmetic import RunCounts
-    from posttrain.trainer.plan.memory import Shape
 
 NO_REFERENCE, FROM_ROWS, PRECOMPUTED, ADAPTER_OFF, COPY = (
     "none", "brought by the rows", "computed once, before training", "the model without its adapter", "a frozen copy",
@@ -71,46 +71,40 @@ class Work:
         return asdict(self) | {"operations_per_step": self.operations_per_step, "operations": self.operations}
 
 
-@dataclass(frozen=True)
-class Operations:
-    """Multiplications and additions of `tokens` tokens in samples of `length`, `asked` of which go through the head."""
-
-    shape: Shape
-
-    def forward(self, tokens: float, length: float, asked: float) -> float:
-        """2 for each weight and token; in attention 4 for each pair of tokens, width and layer, half of which are masked."""
-        attention = 2 * self.shape.layers * self.shape.queries * length * tokens
-        return 2 * self.shape.active * tokens + attention + 2 * self.shape.head * asked
-
-    def backward(self, tokens: float, length: float, asked: float) -> float:
-        """Twice the forward: by activations and by weights. Frozen weights have the first part only."""
-        frozen = 1 - min(self.shape.trained / max(self.shape.parameters, 1), 1) if self.shape.is_adapter else 0.0
-        return (2 - frozen) * self.forward(tokens, length, asked)
-
-
-def explain_work(side: BaseTrainer, shape: Shape, counts: RunCounts, parts: dict[str, Any], level: str) -> Work:
-    reference = reference_of(side, parts)
-    counted, operations = counts.per_step, Operations(shape)
-    tokens, passes = counted["tokens"].mean, counted["passes"].mean
+def explain_work(side: BaseTrainer, shape: Shape, counts: RunCounts, reference: str, level: str) -> Work:
+    counted = counts.per_step
+    tokens, passes, asked = (counted[name].mean for name in ("tokens", "passes", "trained"))
     length = tokens / max(counted["samples"].mean, 1)
-    asked = counted["trained"].mean if counts.rollouts is None else tokens - _prompt_tokens_of_step(counts)
-    forward, backward = operations.forward(tokens, length, asked), operations.backward(tokens, length, asked)
-    again = forward if level == FULL else 0.0
-    found = [Pass("policy, forward and backward", passes, tokens, forward + backward + again)]
+    forward = _forward(shape, tokens, length, asked)
+    # The backward is twice the forward, by activations and by weights; frozen weights have the first part only.
+    frozen = 1 - min(shape.trained / max(shape.parameters, 1), 1) if shape.is_adapter else 0.0
+    again = 1 if level == FULL else 0
+    found = [Pass("policy, forward and backward", passes, tokens, (3 - frozen + again) * forward)]
     if counts.rollouts is not None:
-        found += _of_rollouts(side, counts, operations, reference, length)
+        found += _of_rollouts(side, counts, shape, reference, length)
         return Work(reference, found, [], counts.optimizer_steps)
-    without_gradient = []
-    if reference in (ADAPTER_OFF, COPY):
-        found.append(Pass("reference, forward", passes, tokens, forward))
-    if _is_coupled(side) and passes > 1:
-        found.append(Pass("policy, forward, to compare the pairs of the step", passes, tokens, forward))
-        if reference in (ADAPTER_OFF, COPY):
-            found.append(Pass("reference, forward, for the same", passes, tokens, forward))
+    is_live = reference in (ADAPTER_OFF, COPY)
+    is_compared = passes > 1 and _is_coupled(side)
+    more = {
+        "reference, forward": is_live,
+        "policy, forward, to compare the pairs of the step": is_compared,
+        "reference, forward, for the same": is_live and is_compared,
+    }
+    found += [Pass(what, passes, tokens, forward) for what, is_made in more.items() if is_made]
+    before = []
     if reference == PRECOMPUTED:
         share = (counts.rows_of_dataset or 0) / max(counted["rows"].mean, 1)
-        without_gradient.append(Pass("reference, forward, once over all rows", share, tokens * share, forward * share))
-    return Work(reference, found, without_gradient, counts.optimizer_steps)
+        before.append(Pass("reference, forward, once over all rows", share, tokens * share, forward * share))
+    return Work(reference, found, before, counts.optimizer_steps)
+
+
+def _forward(shape: Shape, tokens: float, length: float, asked: float) -> float:
+    """Multiplications and additions of `tokens` tokens in samples of `length`, `asked` of which go through the head.
+
+    2 for each weight and token; in attention 4 for each pair of tokens, width and layer, half of which are masked.
+    """
+    attention = 2 * shape.layers * shape.widths[1] * length * tokens
+    return 2 * shape.active * tokens + attention + 2 * shape.head * asked
 
 
 def _is_coupled(side: BaseTrainer) -> bool:
@@ -118,33 +112,19 @@ def _is_coupled(side: BaseTrainer) -> bool:
     return isinstance(names, list) and any(PREFERENCE_LOSSES[name].coupled for name in names)
 
 
-def _of_rollouts(side: Any, counts: RunCounts, operations: Operations, reference: str, length: float) -> list[Pass]:
+def _of_rollouts(side: Any, counts: RunCounts, shape: Shape, reference: str, length: float) -> list[Pass]:
     """Passes that a generation makes, as shares of the optimizer steps that it feeds. Completions as long as they may be."""
     args, rollouts, steps = side.args, counts.rollouts, max(counts.optimizer_steps, 1)
     completions = rollouts.completions / steps
     written = completions * args.max_completion_length
     prompts = (rollouts.prompt_tokens or 0) / steps
-    read = prompts / args.num_generations
-    all_tokens = prompts + written
-    found = [
-        Pass(
-            "generation, prompts read (once for a group)",
-            rollouts.prompts / steps,
-            read,
-            operations.forward(read, length, 0),
-        ),
-        Pass(
-            "generation, tokens written (at most)", completions, written, operations.forward(written, length, written)
-        ),
+    both = prompts + written
+    passes = [
+        ("generation, prompts read (once for a group)", rollouts.prompts / steps, prompts / args.num_generations, 0)
     ]
-    scored = operations.forward(all_tokens, length, written)
+    passes.append(("generation, tokens written (at most)", completions, written, written))
     if side.needs_old_logps:
-        found.append(Pass("policy, forward, for the log-probs before the update", completions, all_tokens, scored))
+        passes.append(("policy, forward, for the log-probs before the update", completions, both, written))
     if reference != NO_REFERENCE:
-        found.append(Pass("reference, forward, once for each rollout", completions, all_tokens, scored))
-    return found
-
-
-def _prompt_tokens_of_step(counts: RunCounts) -> float:
-    rollouts = counts.rollouts
-    return (rollouts.prompt_tokens or 0) / max(rollouts.completions, 1) * counts.per_step["samples"].mean
+        passes.append(("reference, forward, once for each rollout", completions, both, written))
+    return [Pass(what, times, tokens, _forward(shape, tokens, length, asked)) for what, times, tokens, asked in passes]

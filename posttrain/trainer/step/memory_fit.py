@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import TrainingArguments
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.core.batch import SHARED
 from posttrain.core.console import say
@@ -18,6 +17,7 @@ from posttrain.data.collate import Collator, laid_out_tokens
 from posttrain.models.layers.kernels import COMPILED, PLAIN, uncompile_layers
 from posttrain.models.load.model import LoadedModel, innermost_model
 from posttrain.models.memory import fit as memory
+from posttrain.models.memory.shape import recomputable_layers, shape_of
 from posttrain.models.scoring.fused_head import can_fuse
 from posttrain.models.scoring.token_scores import LanguageHead
 from posttrain.trainer.construction import epoch_batches
@@ -69,17 +69,31 @@ def _decide(run: FittedRun) -> None:
     if args.sharding is None:
         cost = memory.activation_cost(body, innermost.config)
         state = memory.state_cost(run.model.parameters(), head, args.world_size)
-    else:
-        cost = memory.activation_cost(body, innermost.config, is_sharded=True, dtype=args.compute_dtype)
-        layers = [module for module in innermost.modules() if isinstance(module, GradientCheckpointingLayer)]
-        shards = (run.model, layers, head, args.world_size, args.compute_dtype, args.device.type)
+    else:  # shards cannot be run by themselves: what plain layers keep is the most that any do
+        cost = shape_of(run.model, args.compute_dtype).activations(PLAIN)
+        shards = (
+            run.model,
+            recomputable_layers(innermost),
+            head,
+            args.world_size,
+            args.compute_dtype,
+            args.device.type,
+        )
         state = memory.sharded_state_cost(*shards)
-    can_recompute = any(isinstance(module, GradientCheckpointingLayer) for module in innermost.modules())
-    logit_bytes = logit_bytes_of(run, innermost)
-    plan = memory.memory_plan(_free(run), batch_tokens(run), cost, state, overrides, can_recompute, logit_bytes)
+    plan = plan_memory(run, _free(run), cost, state)
     apply(run, plan)
     if args.should_log:
         say(plan.sentence)
+
+
+def plan_memory(
+    run: FittedRun, free: float, activations: memory.ActivationCost, state: memory.StateCost
+) -> memory.MemoryPlan:
+    """What a run does about `free` bytes, the weights and whatever else stays on the device being there."""
+    innermost = innermost_model(run.model)
+    can_recompute, logit_bytes = bool(recomputable_layers(innermost)), logit_bytes_of(run, innermost)
+    overrides = memory_overrides(run)
+    return memory.memory_plan(free, batch_tokens(run), activations, state, overrides, can_recompute, logit_bytes)
 
 
 def _uncompile_if_selective(run: FittedRun) -> None:
