@@ -431,9 +431,9 @@ def test_memory_of_a_model_without_weights(seven_billion):
 
 def test_the_largest_settings_fit_and_the_next_do_not(seven_billion):
     told = explained("sft", "sft", {**SMALL, **seven_billion, "use_peft": True}, gpu=24 * 2**30)
-    from posttrain.trainer.plan.memory import Demands, MemoryModel
+    from posttrain.trainer.plan.memory import MemoryModel
 
-    model, share = MemoryModel(told.side, told.shape, told.counts, Demands()), 0.5
+    model, share = MemoryModel(told.side, told.shape, told.counts, "none"), 0.5
     for level in ("none", "selective", "full"):
         tokens = model.largest_pass(told.memory.room, level, False, share)
         assert model.update(tokens, int(tokens * share), level, False).peak <= told.memory.room

@@ -21,16 +21,14 @@ def trainer_of(config: RunConfig, **more: Any) -> Any:
     """The trainer that the options describe. `more`: further arguments of it, such as callbacks."""
     from posttrain.methods.table import METHODS
 
-    method = METHODS[config.method]
-    args = or_usage_error(lambda: config_of(config))
-    model = model_name(config)
-    given = rewards_of(config) | or_usage_error(lambda: parts_of(config))
+    args, model, rewards, parts = or_usage_error(lambda: described(config))
     train, evaluation = or_usage_error(lambda: _datasets(config))
     evals = or_usage_error(lambda: _evals(config, args))
     tokenizer = {"processing_class": _tokenizer(config)} if config.get("tokenizer_name_or_path") else {}
+    given = {**tokenizer, **rewards, **parts, **more}
     trainer = or_usage_error(
-        lambda: method.trainer_class(
-            model=model, args=args, train_dataset=train, eval_dataset=evaluation, **tokenizer, **given, **more
+        lambda: METHODS[config.method].trainer_class(
+            model=model, args=args, train_dataset=train, eval_dataset=evaluation, **given
         )
     )
     if evals:
@@ -43,6 +41,20 @@ def trainer_of(config: RunConfig, **more: Any) -> Any:
         flags = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
         trainer.model._ddp_params_and_buffers_to_ignore = flags
     return trainer
+
+
+def described(config: RunConfig) -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
+    """What the options describe, before data are read: (config, model, arguments of `rewards_of`, those of `parts_of`)."""
+    args, model = config_of(config), model_name(config)
+    return args, model, rewards_of(config), parts_of(config)
+
+
+def side_of(config: RunConfig, args: Any) -> Any:
+    """A trainer without a model, for commands that look at the data of a run."""
+    from posttrain.methods.table import METHODS
+
+    named = config.get("tokenizer_name_or_path") or model_name(config)
+    return METHODS[config.method].trainer_class.without_model(named, args)
 
 
 def config_of(config: RunConfig) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -108,9 +108,6 @@ class RunCounts:
     rollouts: Rollouts | None = None
     tasks: list[TaskCount] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def complete(side: BaseTrainer, train: Any, evaluation: Any) -> None:

@@ -7,8 +7,11 @@ the device at the same time. Settings are the run's own, or those that its train
 from __future__ import annotations
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from torch import nn
 
 from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
 from posttrain.models.load.model import innermost_model
@@ -18,6 +21,7 @@ from posttrain.models.memory.shape import Shape
 from posttrain.models.scoring.head_kernels import STATISTICS
 from posttrain.rollout.engines.native.cache import LayerShape
 from posttrain.rollout.engines.native.engine import MAX_SLOTS
+from posttrain.trainer.references.setup import COMPUTED_BEFORE, COPY
 from posttrain.trainer.step.memory_fit import apply, batch_tokens, laid_out_share, memory_overrides, plan_memory
 
 if TYPE_CHECKING:
@@ -50,40 +54,37 @@ class Phase:
         return max(self.terms, key=self.terms.get)
 
 
-@dataclass(frozen=True)
-class Demands:
-    """What a run holds (bytes) or does besides training its policy."""
-
-    reference: float = 0.0
-    loaded_reference: float = 0.0  # of one that answers before training and goes
-    reward_models: float = 0.0
-    scores: bool = False  # a pass without gradient over rollouts, for old or reference log-probs
-
-
 class MemoryModel:
     """The memory of one process as a function of the tokens of a pass and the level of checkpointing."""
 
     def __init__(
-        self, side: BaseTrainer, shape: Shape, counts: RunCounts, demands: Demands, gpu: int | None = None
+        self,
+        side: BaseTrainer,
+        shape: Shape,
+        counts: RunCounts,
+        reference: str,
+        reward_models: Iterable[nn.Module] = (),
+        gpu: int | None = None,
     ) -> None:
-        self.side, self.args, self.shape, self.demands = side, side.args, shape, demands
+        self.side, self.args, self.shape = side, side.args, shape
         self.kernels = planned_kernels(self.args)
         self.activations = shape.activations(self.kernels)
         head = innermost_model(side.model).get_output_embeddings()
         self.state = memory.state_cost(side.model.parameters(), head, self.args.world_size)
+        online = counts.rollouts is not None
+        self.scores = online and (side.needs_old_logps or side.needs_reference)  # passes without gradient over rollouts
+        judges = float(sum(parameter.nbytes for judge in reward_models for parameter in judge.parameters()))
+        self.resident = {"weights": shape.weight_bytes, "reward models": judges}
+        answers_first = reference == COMPUTED_BEFORE and not shape.is_adapter  # and goes
+        copied = {"reference": shape.weight_bytes}
+        self.loaded = self.resident | (copied if reference == COPY or answers_first else {})
+        self.resident |= copied if reference == COPY else {}
         self.generation: dict[str, float] = {}
-        vllm = 0.0
-        if counts.rollouts is not None and self.args.use_vllm:
-            vllm = self.args.vllm_share * (gpu or 0)
-            self.generation = {"vLLM": vllm}
-        elif counts.rollouts is not None:
+        if online and self.args.use_vllm:
+            self.generation = {"vLLM": self.args.vllm_share * (gpu or 0)}
+            self.resident |= self.generation if self.args.vllm_resident_share else {}
+        elif online:
             self.generation = self._native_engine(counts)
-        self.loaded = {
-            "weights": shape.weight_bytes,
-            "reference": demands.reference,
-            "reward models": demands.reward_models,
-        }
-        self.resident = self.loaded | {"vLLM": vllm if vllm and self.args.vllm_resident_share else 0.0}
 
     def _native_engine(self, counts: RunCounts) -> dict[str, float]:
         args, shape, rollouts = self.args, self.shape, counts.rollouts
@@ -134,11 +135,10 @@ class MemoryModel:
         return max((Phase.of("update", self.standing(), moment) for moment in moments), key=lambda phase: phase.peak)
 
     def phases(self, tokens: int, trained: int, level: str, offload: bool) -> list[Phase]:
-        reference = self.demands.loaded_reference or self.demands.reference
-        found = [Phase.of("load", self.loaded | {"reference": reference})]
+        found = [Phase.of("load", self.loaded)]
         if any(self.generation.values()):
             found.append(Phase.of("generation", self.standing() | self.generation))
-        if self.demands.scores:
+        if self.scores:
             head = self.shape.head_bytes(trained, False, self.args.chunk_tokens)
             work = {"head": head, "activations": tokens * self.activations.layer}
             found.append(Phase.of("scoring", self.standing(), work))
@@ -187,10 +187,15 @@ def planned_kernels(args: Any) -> str:
 
 
 def explain_memory(
-    side: BaseTrainer, shape: Shape, counts: RunCounts, demands: Demands, gpu: int | None
+    side: BaseTrainer,
+    shape: Shape,
+    counts: RunCounts,
+    reference: str,
+    reward_models: Iterable[nn.Module],
+    gpu: int | None,
 ) -> MemoryReport:
     """The phases of the run with its own settings, or with those that its trainer chooses on a device of `gpu` bytes."""
-    model = MemoryModel(side, shape, counts, demands, gpu)
+    model = MemoryModel(side, shape, counts, reference, reward_models, gpu)
     batch, sentence = batch_tokens(side), None
     share = _share_trained(side, counts, batch)
     if gpu is not None:

@@ -8,32 +8,11 @@ from typing import TYPE_CHECKING, Any
 from posttrain.losses.preference import PREFERENCE_LOSSES
 from posttrain.models.memory.fit import FULL
 from posttrain.models.memory.shape import Shape
-from posttrain.trainer.online_trainer import OnlineTrainer
-from posttrain.trainer.options.base import ReferenceConfig
-from posttrain.trainer.references.setup import rows_carry_reference
+from posttrain.trainer.references.setup import ADAPTER_OFF, COMPUTED_BEFORE, COPY, NO_REFERENCE
 
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
     from posttrain.trainer.plan.arithmetic import RunCounts
-
-NO_REFERENCE, FROM_ROWS, PRECOMPUTED, ADAPTER_OFF, COPY = (
-    "none", "brought by the rows", "computed once, before training", "the model without its adapter", "a frozen copy",
-)  # fmt: skip
-
-
-def reference_of(side: BaseTrainer, parts: dict[str, Any]) -> str:
-    """Who the policy is compared with; the rules are those of `ReferenceSetup` and of online trainers."""
-    args = side.args
-    if isinstance(side, OnlineTrainer):
-        if not side.needs_reference:
-            return NO_REFERENCE
-    elif not isinstance(args, ReferenceConfig):
-        return NO_REFERENCE
-    elif rows_carry_reference(side.train_dataset):
-        return FROM_ROWS
-    elif args.precompute_ref_log_probs:
-        return PRECOMPUTED
-    return ADAPTER_OFF if parts.get("peft_config") is not None else COPY
 
 
 @dataclass(frozen=True)
@@ -92,7 +71,7 @@ def explain_work(side: BaseTrainer, shape: Shape, counts: RunCounts, reference: 
     }
     found += [Pass(what, passes, tokens, forward) for what, is_made in more.items() if is_made]
     before = []
-    if reference == PRECOMPUTED:
+    if reference == COMPUTED_BEFORE:
         share = (counts.rows_of_dataset or 0) / max(counted["rows"].mean, 1)
         before.append(Pass("reference, forward, once over all rows", share, tokens * share, forward * share))
     return Work(reference, found, before, counts.optimizer_steps)
