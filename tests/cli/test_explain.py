@@ -245,6 +245,17 @@ def assert_rollouts(told, spy: Spy, here: Path, trainer, folder: Path) -> None:
         assert rollouts.completions == sum(calls)
 
 
+def test_passes_of_rollouts_are_at_most_those_told(here, tmp_path):
+    """Rollouts are cut into passes as if each were as long as it may be."""
+    words = words_of("grpo", "grpo", {**GROUPS, "max_tokens_per_pass": 40}, str(tmp_path / "out"))
+    told = Explained(parse("grpo", words)).counts.per_step["passes"]
+    trainer = trainer_of(parse("grpo", words))
+    spy = Spy(trainer)
+    trainer.train()
+    assert (told.smallest, told.largest, told.total) == (1, 2, 16)
+    assert told.total >= spy.range("passes")[3] >= len(spy.steps) == 11
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -431,9 +442,9 @@ def test_memory_of_a_model_without_weights(seven_billion):
 
 def test_the_largest_settings_fit_and_the_next_do_not(seven_billion):
     told = explained("sft", "sft", {**SMALL, **seven_billion, "use_peft": True}, gpu=24 * 2**30)
-    from posttrain.trainer.plan.memory import MemoryModel
+    from posttrain.trainer.plan.costs import MemoryModel, PlannedModel
 
-    model, share = MemoryModel(told.side, told.shape, told.counts, "none"), 0.5
+    model, share = MemoryModel(PlannedModel(told.side, told.counts, told.shape, reference="none")), 0.5
     for level in ("none", "selective", "full"):
         tokens = model.largest_pass(told.memory.room, level, False, share)
         assert model.update(tokens, int(tokens * share), level, False).peak <= told.memory.room
@@ -441,6 +452,26 @@ def test_the_largest_settings_fit_and_the_next_do_not(seven_billion):
     fitting = [told.memory.fitting[level]["tokens"] for level in ("none", "selective", "full")]
     assert fitting == sorted(fitting)
     assert fitting[0] > 0
+
+
+def test_gradients_of_several_processes_have_ddps_buckets(seven_billion):
+    count = 7_615_616_512
+    told = explained("sft", "sft", {**SMALL, **seven_billion, "num_processes": 2}).memory.phases[-1]
+    assert told.terms["gradients"] == (4 + 2) * count  # sums in float32, and buckets in bfloat16 as in a run's own plan
+
+
+def test_the_plan_for_a_gpu_is_carried_out_before_its_memory_is_told(seven_billion, here):
+    """A micro-batch that is cut into passes adds gradients up, though the step has one micro-batch only."""
+    rows = "".join(json.dumps({"text": "a" * 1000}) + "\n" for _ in range(64))
+    (here / "uneven_long.jsonl").write_text(rows, encoding="utf-8")
+    changes = {**SMALL, **seven_billion, "use_peft": True, "per_device_train_batch_size": 64, "completion_only_loss": None}
+    whole, cut = (explained("sft", "long", changes, gpu) for gpu in (None, 24 * 2**30))
+    assert whole.memory.tokens == 64 * 1001 > cut.memory.tokens >= 16384
+    assert cut.args.max_tokens_per_pass == cut.memory.tokens
+    assert cut.args.gradient_checkpointing
+    assert cut.memory.level == "full"
+    assert "gradients" not in whole.memory.phases[-1].terms
+    assert cut.memory.phases[-1].terms["gradients"] == 4 * cut.shape.trained
 
 
 def test_keys_and_values_and_the_reference_of_an_online_run(seven_billion):

@@ -15,7 +15,7 @@ from posttrain.cli.running.output import no_bars, write_json
 
 if TYPE_CHECKING:
     from posttrain.trainer.plan.arithmetic import Rollouts, RunCounts
-    from posttrain.trainer.plan.memory import MemoryReport
+    from posttrain.trainer.plan.costs import MemoryReport
 
 USAGE = """usage: posttrain explain [METHOD] [CONFIG.yaml] [--gpu 24GB] [--json FILE|-] [--option value ...]
 
@@ -92,8 +92,7 @@ class Explained:
 
         from posttrain.models.load.model import SEQUENCE_REWARD, LoadOptions, model_without_weights
         from posttrain.models.memory.shape import shape_of
-        from posttrain.trainer.plan.memory import explain_memory
-        from posttrain.trainer.plan.work import explain_work
+        from posttrain.trainer.plan.costs import PlannedModel, explain_memory, explain_work
         from posttrain.trainer.references.setup import kind_of_reference
 
         side, args, config, adapter = self.side, self.args, self.config, self.parts.get("peft_config")
@@ -109,9 +108,9 @@ class Explained:
         self.shape = shape_of(side.model, None, quantised, args.fuse_lora)
         judges = (self.counts.rollouts is not None and config.get("reward_model_name_or_path")) or ()
         judges = [model_without_weights(judge, LoadOptions(task=SEQUENCE_REWARD, **shared)) for judge in judges]
-        reference = kind_of_reference(side, adapter is not None)
-        self.memory = explain_memory(side, self.shape, self.counts, reference, judges, self.gpu)
-        self.work = explain_work(side, self.shape, self.counts, reference, self.memory.level)
+        run = PlannedModel(side, self.counts, self.shape, kind_of_reference(side, adapter is not None), judges)
+        self.memory = explain_memory(run, self.gpu)
+        self.work = explain_work(run, self.memory.level)
 
     def _note_what_is_missing(self) -> None:
         """From the figures."""

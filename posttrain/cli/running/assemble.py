@@ -19,22 +19,34 @@ TASKS = {"sequence_reward": "SEQ_CLS"}
 
 def trainer_of(config: RunConfig, **more: Any) -> Any:
     """The trainer that the options describe. `more`: further arguments of it, such as callbacks."""
-    from posttrain.methods.table import METHODS
+    return or_usage_error(lambda: _trainer_of(config, more))
 
-    args, model, rewards, parts = or_usage_error(lambda: described(config))
-    train, evaluation = or_usage_error(lambda: _datasets(config))
-    evals = or_usage_error(lambda: _evals(config, args))
-    tokenizer = {"processing_class": _tokenizer(config)} if config.get("tokenizer_name_or_path") else {}
-    given = {**tokenizer, **rewards, **parts, **more}
-    trainer = or_usage_error(
-        lambda: METHODS[config.method].trainer_class(
-            model=model, args=args, train_dataset=train, eval_dataset=evaluation, **given
-        )
-    )
+
+def _trainer_of(config: RunConfig, more: dict[str, Any]) -> Any:
+    from posttrain.cli.running.datasets_of import datasets_of
+    from posttrain.cli.running.evals_of import evals_of
+    from posttrain.methods.table import METHODS
+    from posttrain.models.load.model import load_tokenizer
+
+    args, model, rewards, parts = described(config)
+    train, evaluation = datasets_of(config)
+    evals = evals_of(config, args)
+    given = {
+        "model": model,
+        "args": args,
+        "train_dataset": train,
+        "eval_dataset": evaluation,
+        **rewards,
+        **parts,
+        **more,
+    }
+    if named := config.get("tokenizer_name_or_path"):
+        given["processing_class"] = load_tokenizer(named, None, config.get("trust_remote_code"))
+    trainer = METHODS[config.method].trainer_class(**given)
     if evals:
         from posttrain.trainer.online.task_evals import TaskEvals
 
-        or_usage_error(lambda: TaskEvals(trainer, evals))
+        TaskEvals(trainer, evals)
     if config.get("ignore_bias_buffers"):
         import torch
 
@@ -133,21 +145,3 @@ def rewards_of(config: RunConfig) -> dict[str, Any]:
             f"{config.where('reward_weights')} has {len(weights)} weights for {count} rewards; give one for each."
         )
     return found
-
-
-def _datasets(config: RunConfig) -> tuple[Any, Any]:
-    from posttrain.cli.running.datasets_of import datasets_of
-
-    return datasets_of(config)
-
-
-def _evals(config: RunConfig, args: Any) -> list[Any]:
-    from posttrain.cli.running.evals_of import evals_of
-
-    return evals_of(config, args)
-
-
-def _tokenizer(config: RunConfig) -> Any:
-    from posttrain.models.load.model import load_tokenizer
-
-    return load_tokenizer(config.get("tokenizer_name_or_path"), None, config.get("trust_remote_code"))

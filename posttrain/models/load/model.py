@@ -19,13 +19,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers.models.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.models.attention.ragged import install_ragged_attention

@@ -151,7 +151,8 @@ class StateCost:
         return self.head_chunks + self.head_gradient
 
     def moments(self, optim: str) -> float:
-        return self.trained * MOMENT_BYTES.get(optim, 8)
+        """Of an optimizer by its name, or its entry in transformers' table."""
+        return self.trained * MOMENT_BYTES.get(getattr(optim, "value", optim), 8)
 
     def total(self, optim: str) -> float:
         """A bound, since not all of it is there at the same time."""
@@ -257,15 +258,10 @@ LADDER = ((NONE, False), (SELECTIVE, False), (FULL, False), (FULL, True))
 
 def rungs(overrides: MemoryOverrides, can_recompute: bool = True) -> list[tuple[str, bool, bool]]:
     """(level of checkpointing, offload, 8-bit moments), mildest first, of what the user has left open."""
-    pairs = list(LADDER)
-    if overrides.offload:
-        pairs = [(overrides.checkpointing or (FULL if can_recompute else NONE), True)]
-    elif overrides.checkpointing is not None:
-        pairs = [pair for pair in LADDER if pair[0] == overrides.checkpointing]
-    if overrides.offload is False or (not can_recompute and overrides.offload is None):
-        pairs = [pair for pair in pairs if not pair[1]]
-    if not can_recompute and overrides.checkpointing is None:
-        pairs = [pair for pair in pairs if pair[0] == NONE]
+    chosen = overrides.checkpointing or (None if can_recompute else NONE)
+    may_offload = can_recompute if overrides.offload is None else overrides.offload
+    ladder = [(chosen or FULL, True)] if overrides.offload else LADDER
+    pairs = [pair for pair in ladder if chosen in (None, pair[0]) and (may_offload or not pair[1])]
     eight_bit = (False, True) if overrides.optim is None else (overrides.optim == EIGHT_BIT,)
     return [(*pair, bits) for bits in eight_bit for pair in pairs]
 

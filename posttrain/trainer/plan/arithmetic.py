@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,9 +23,8 @@ from transformers.trainer_utils import SaveStrategy
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Collator, split_by_tokens
-from posttrain.data.loader import EpochBatches, StreamBatches
+from posttrain.data.loader import StreamBatches, UnitLoader
 from posttrain.rollout.loader import RolloutLoader, Window
-from posttrain.rollout.rollout import Request
 from posttrain.rollout.source import Prompts
 from posttrain.trainer.construction import collator_of
 from posttrain.trainer.online.task_evals import best_metric, is_due, is_read
@@ -126,128 +125,73 @@ def complete(side: BaseTrainer, train: Any, evaluation: Any) -> None:
     side.data_collator = collator_of(None, side.roles, side.renderer.tokenizer.pad_token_id or 0, layout, args)
 
 
-# ---- micro-batches, epoch by epoch -----------------------------------------------------------------------------------------
+# ---- micro-batches ---------------------------------------------------------------------------------------------------------
 
-FIGURES = ("rows", "samples", "tokens", "trained", "passes")
-"""What is counted about a micro-batch of all processes; NaN where it is not known. Tokens of online methods: at most so many."""
-Batches = Callable[[int], Iterable[list[float]]]
-"""Epoch -> the figures of its micro-batches, in order."""
+FIGURES = ("rows", "samples", "tokens", "trained", "passes", "micro_batches")
+"""Of an optimizer step of all processes; NaN where one is not known. Tokens of online methods: at most so many."""
 
 
-def figures_of(units: Sequence[Unit]) -> list[int]:
-    samples = [sample for unit in units for sample in unit]
-    return [len(units), len(samples), sum(map(len, samples)), sum(sample.num_trained for sample in samples)]
+@dataclass
+class Counted(Collator):
+    """A Collator whose batches are what is counted about them: all FIGURES but the last."""
+
+    def __call__(self, units: Sequence[Unit]) -> list[int]:
+        samples = [sample for unit in units for sample in unit]
+        figures = [len(units), len(samples), sum(map(len, samples)), sum(sample.num_trained for sample in samples)]
+        return [*figures, len(split_by_tokens(units, self.layout, self.max_tokens))]
 
 
-def stored_batches(side: BaseTrainer, sampler: EpochBatches) -> Batches:
-    """Of a dataset whose rows are known: the batch samplers of all processes are asked side by side."""
-    dataset, layout, most = side.train_dataset, side.data_collator.layout, side.args.max_tokens_per_pass
-    samplers = [replace(sampler, rank=rank) for rank in range(sampler.world_size)]
-    known = np.array([figures_of([dataset[row]]) for row in range(len(dataset))])
+def counting_loaders(side: BaseTrainer, loader: Any, rollouts: Rollouts | None) -> list[Any]:
+    """The loaders of all processes, of the kind of `loader`, with a collator that counts."""
+    args, dataset, ranks = side.args, side.train_dataset, range(side.args.world_size)
+    collate = Counted(**vars(side.data_collator) | {"max_tokens": args.max_tokens_per_pass})
+    if rollouts is not None:
+        prompts = [Prompts(loader.source.order, loader.schedule, rank) for rank in ranks]
+        return [RolloutLoader(PlannedWindows(mine, side, rollouts), loader.schedule, collate) for mine in prompts]
+    if isinstance(dataset, IterableDataset):
+        return [StreamBatches(dataset, args.train_batch_size, rank, args.world_size, collate) for rank in ranks]
+    known = np.array([collate([dataset[row]]) for row in range(len(dataset))])  # once, however many epochs there are
 
-    def passes(rows: list[int]) -> int:
-        return 1 if most is None else len(split_by_tokens([dataset[row] for row in rows], layout, most))
+    def counted(rows: list[int]) -> list[int]:
+        figures = known[np.array(rows, dtype=np.int64)].sum(0)
+        is_whole = collate.max_tokens is None
+        return [*figures[:-1], 1 if is_whole else collate([dataset[row] for row in rows])[-1]]
 
-    def batches(epoch: int) -> Iterator[list[float]]:
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-        for shares in zip(*samplers):
-            rows = [row for share in shares for row in share]
-            yield [*known[rows].sum(0), sum(map(passes, shares))]
-
-    return batches
-
-
-def streamed_batches(side: BaseTrainer) -> Batches:
-    """Of a stream: read, as the run will, for the first optimizer steps; after those the number of rows is all that is known."""
-    args = side.args
-    rows, processes = args.train_batch_size * args.world_size, args.world_size
-    stream = StreamBatches(side.train_dataset, rows, 0, 1, figures_of)
-    looked_at = iter(range(STREAM_STEPS_LOOKED_AT * args.gradient_accumulation_steps))
-
-    def batches(epoch: int) -> Iterator[list[float]]:
-        stream.set_epoch(epoch)
-        for figures in stream:
-            if next(looked_at, None) is None:
-                break
-            yield [*figures, processes]
-        else:
-            return
-        # a stream that ends earlier than its steps is met by the run, not here
-        yield from itertools.repeat([rows, math.nan, math.nan, math.nan, processes])
-
-    return batches
+    samplers = [replace(loader.batch_sampler, rank=rank) for rank in ranks]
+    return [UnitLoader(range(len(dataset)), batch_sampler=mine, collate_fn=counted) for mine in samplers]
 
 
 class PlannedWindows:
     """A RolloutSource that generates nothing: its samples are the longest that a completion of each prompt may be."""
 
     def __init__(self, prompts: Prompts, side: Any, found: Rollouts) -> None:
-        self.prompts, self.args, self.lengths, self.found = prompts, side.args, prompt_lengths(side), found
-
-    @property
-    def num_rows(self) -> int | None:
-        return self.prompts.num_rows
+        self.prompts, self.args, self.found, self.num_rows = prompts, side.args, found, prompts.num_rows
+        prepared = getattr(side.train_dataset, "prepared", None)
+        is_written = getattr(getattr(side, "agents", None), "environments", None) is not None
+        self.lengths = None if is_written else getattr(prepared, "unit_lengths", None)  # None: not known before the run
+        if self.lengths is None:
+            found.prompt_tokens = found.most_tokens = None
 
     def next_window(self) -> Window:
-        requests, found = self.prompts.take_window(), self.found
+        requests, found, longest = self.prompts.take_window(), self.found, self.args.max_completion_length
         prompts = [0 if self.lengths is None else int(self.lengths[request.row]) for request in requests]
         found.completions += len(requests)
         found.reward_calls += REWARD_CALLS[self.args.reward_batching]([request.number for request in requests])
         if self.prompts.rank == 0:
             found.generations += 1
             found.prompts += self.prompts.schedule.prompts
-        if self.lengths is None:
-            found.prompt_tokens = found.most_tokens = None
-        else:
+        if self.lengths is not None:
             found.prompt_tokens += sum(prompts)
-            found.most_tokens += sum(prompts) + len(requests) * self.args.max_completion_length
+            found.most_tokens += sum(prompts) + len(requests) * longest
             found.longest_prompt = max(found.longest_prompt, *prompts)
-        return [self._longest(request, prompt) for request, prompt in zip(requests, prompts)]
-
-    def _longest(self, request: Request, prompt: int) -> Unit:
-        length = prompt + self.args.max_completion_length
-        return (Sample(np.zeros(length), np.arange(length) >= max(prompt, 1), group=request.number),)
-
-
-@dataclass
-class Counted(Collator):
-    """A Collator whose batches are what is counted about them."""
-
-    def __call__(self, units: Sequence[Unit]) -> list[int]:
-        return [*figures_of(units), len(split_by_tokens(units, self.layout, self.max_tokens))]
-
-
-def rollout_batches(side: Any, loader: RolloutLoader, found: Rollouts) -> Batches:
-    """The loaders of all processes side by side."""
-    prompts, schedule = loader.source, loader.schedule
-    collate = Counted(**vars(loader.collate))
-    sources = [
-        PlannedWindows(Prompts(prompts.order, schedule, rank), side, found) for rank in range(schedule.world_size)
-    ]
-    loaders = [RolloutLoader(source, schedule, collate) for source in sources]
-
-    def batches(epoch: int) -> Iterator[list[float]]:
-        for one in loaders:
-            one.set_epoch(epoch)
-        for parts in zip(*loaders):
-            figures = np.sum(parts, axis=0)
-            yield [figures[1], *figures[1:]]  # units are groups, or what a micro-batch has of them
-
-    return batches
+        return [
+            (Sample(np.zeros(prompt + longest), np.arange(prompt + longest) >= max(prompt, 1), group=request.number),)
+            for request, prompt in zip(requests, prompts)
+        ]
 
 
 REWARD_CALLS = {"group": lambda groups: len(set(groups)), "sample": len, "all": lambda groups: 1}
 """Value of `reward_batching` -> calls of one reward function for the completions of one generation of one process."""
-
-
-def prompt_lengths(side: Any) -> np.ndarray | None:
-    """Tokens of each prompt; None where they are not known before the run."""
-    prepared = getattr(side.train_dataset, "prepared", None)
-    environments = getattr(getattr(side, "agents", None), "environments", None)
-    if environments is not None or not hasattr(prepared, "unit_lengths"):
-        return None
-    return np.asarray(prepared.unit_lengths)
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------------
@@ -280,17 +224,23 @@ class Events:
         self.control.should_log = self.control.should_evaluate = self.control.should_save = False
 
 
-def walk(batches: Batches, events: Events, epochs: int, updates: int, micro_batches: int) -> np.ndarray:
-    """(steps, FIGURES and micro-batches) of Trainer's loop over `epochs` of `updates` optimizer steps, without a model.
+def walk(side: BaseTrainer, loaders: list[Any], events: Events, epochs: int, updates: int, micro_batches: int) -> Any:
+    """(steps, FIGURES) of Trainer's loop over `epochs` of `updates` optimizer steps, without a model.
 
     `tests/cli/test_explain.py` compares the two.
     """
-    args, state, steps = events.args, events.state, []
+    args, state, steps = side.args, events.state, []
     accumulation = args.gradient_accumulation_steps
     last = micro_batches % accumulation or accumulation
+    is_stream = isinstance(side.train_dataset, IterableDataset)
+    unknown = [args.train_batch_size * args.world_size, math.nan, math.nan, math.nan, args.world_size]
     for epoch in range(epochs):
-        coming, seen = iter(batches(epoch)), 0
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        coming, seen = (np.sum(shares, axis=0) for shares in zip(*loaders)), 0
         for update in range(updates):
+            if is_stream and len(steps) >= STREAM_STEPS_LOOKED_AT:
+                coming = itertools.repeat(unknown)  # one that ends earlier than its steps is met by the run, not here
             parts = list(itertools.islice(coming, last if update == updates - 1 else accumulation))
             seen += len(parts)
             if not parts or (seen % accumulation and seen != micro_batches):
@@ -305,7 +255,7 @@ def walk(batches: Batches, events: Events, epochs: int, updates: int, micro_batc
         events.after("on_epoch_end")
         if events.control.should_training_stop:
             break
-    return np.array(steps, dtype=np.float64).reshape(-1, len(FIGURES) + 1)
+    return np.array(steps, dtype=np.float64).reshape(-1, len(FIGURES))
 
 
 def count_run(side: BaseTrainer, evals: Sequence[EvalSpec] = ()) -> RunCounts:
@@ -324,13 +274,11 @@ def count_run(side: BaseTrainer, evals: Sequence[EvalSpec] = ()) -> RunCounts:
             completions_per_generation=schedule.samples,
             steps_per_generation=schedule.window / schedule.accumulation,
         )
-        batches = rollout_batches(side, loader, rollouts)
-    elif isinstance(dataset, IterableDataset):
-        batches = streamed_batches(side)
-    else:
-        batches = stored_batches(side, loader.batch_sampler)
-    steps = walk(batches, events, epochs, updates, micro_batches)
-    per_step = {name: Range.of(column) for name, column in zip((*FIGURES, "micro_batches"), steps.T)}
+    steps = walk(side, counting_loaders(side, loader, rollouts), events, epochs, updates, micro_batches)
+    per_step = {name: Range.of(column) for name, column in zip(FIGURES, steps.T)}
+    if rollouts is not None:
+        per_step["rows"] = per_step["samples"]  # units are groups, or what a micro-batch has of them
+    saved, is_known = len(events.saved), args.save_strategy != SaveStrategy.BEST
     counts = RunCounts(
         processes=args.world_size,
         rows_of_dataset=len(dataset) if hasattr(dataset, "__len__") else None,
@@ -339,16 +287,19 @@ def count_run(side: BaseTrainer, evals: Sequence[EvalSpec] = ()) -> RunCounts:
         epochs=float(state.epoch or 0),
         warmup_steps=args.get_warmup_steps(max_steps),
         logs=events.logs,
-        evaluations=events.evaluations + bool(args.eval_on_start and side.eval_dataset is not None),
-        checkpoints=len(events.saved),
-        checkpoints_kept=_kept(args, len(events.saved)),
+        evaluations=events.evaluations + (args.eval_on_start and events.has_evaluation),
+        checkpoints=saved,
+        checkpoints_kept=min(saved, args.save_total_limit or saved) if is_known else None,
         per_step=per_step,
         steps_counted=int((~np.isnan(steps).any(axis=1)).sum()),
         rollouts=rollouts,
         tasks=[_count_task(side, spec, evals, events) for spec in evals],
     )
-    _count_evaluation(side, counts)
-    _note_what_is_open(side, counts)
+    if hasattr(side.eval_dataset, "__len__"):
+        counts.eval_rows, counts.eval_batches = len(side.eval_dataset), len(side.get_eval_dataloader())
+        answers = None if rollouts is None else args.num_generations_eval or args.num_generations
+        counts.eval_completions = None if answers is None else counts.eval_rows * answers
+    _note_what_is_open(args, counts)
     return counts
 
 
@@ -372,44 +323,25 @@ def _refuse_no_batch(args: Any, dataset: Any, loader: Any) -> None:
         )
 
 
-def _kept(args: Any, written: int) -> int | None:
-    if args.save_strategy == SaveStrategy.BEST:
-        return None
-    return written if not args.save_total_limit else min(written, args.save_total_limit)
-
-
-def _count_evaluation(side: BaseTrainer, counts: RunCounts) -> None:
-    dataset = side.eval_dataset
-    if dataset is None or not hasattr(dataset, "__len__"):
-        return
-    counts.eval_rows, counts.eval_batches = len(dataset), len(side.get_eval_dataloader())
-    if counts.rollouts is not None:
-        counts.eval_completions = len(dataset) * (side.args.num_generations_eval or side.args.num_generations)
-
-
-def _note_what_is_open(side: BaseTrainer, counts: RunCounts) -> None:
-    args = side.args
-    if args.save_strategy == SaveStrategy.BEST:
-        counts.notes.append("Checkpoints are written when an evaluation is the best so far: their number is not known.")
+def _note_what_is_open(args: Any, counts: RunCounts) -> None:
+    rollouts, notes = counts.rollouts, counts.notes
+    if counts.checkpoints_kept is None:
+        notes.append("Checkpoints are written when an evaluation is the best so far: their number is not known.")
     if counts.steps_counted < counts.optimizer_steps:
-        counts.notes.append(
-            f"Tokens are those of the first {counts.steps_counted} optimizer steps: the data are a stream."
-        )
+        notes.append(f"Tokens are those of the first {counts.steps_counted} optimizer steps: the data are a stream.")
     if args.max_tokens_per_pass is not None:
-        counts.notes.append(
+        notes.append(
             "Passes are for batches that lie as the model is expected to take them; it is asked when it is loaded."
         )
-    if counts.rollouts is None:
+    if rollouts is None:
         return
-    counts.rollouts.most_prompts = counts.rollouts.prompts
+    rollouts.is_at_least = args.drop_zero_variance
+    most = 1 + args.refill_rounds if args.drop_zero_variance else 1
+    rollouts.most_prompts = rollouts.prompts * most
     if args.drop_zero_variance:
-        counts.rollouts.is_at_least = True
-        counts.rollouts.most_prompts = counts.rollouts.prompts * (1 + args.refill_rounds)
-        counts.notes.append(
+        notes.append(
             f"`drop_zero_variance`: groups without a difference are generated again, up to {args.refill_rounds} times; prompts, "
-            f"completions and calls of rewards are at least those given, and at most {1 + args.refill_rounds} times as many."
+            f"completions and calls of rewards are at least those given, and at most {most} times as many."
         )
-    if counts.rollouts.prompt_tokens is None:
-        counts.notes.append(
-            "Tokens of the prompts are not known before the run: a stream or an environment brings them."
-        )
+    if rollouts.prompt_tokens is None:
+        notes.append("Tokens of the prompts are not known before the run: a stream or an environment brings them.")

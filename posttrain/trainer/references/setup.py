@@ -168,13 +168,13 @@ class ReferenceSetup:
 
 def kind_of_reference(run: Any, has_adapter: bool) -> str:
     """Who the policy of a run will be compared with, before anything is loaded; decided as in `ReferenceSetup.make`."""
-    args, is_online = run.args, hasattr(run, "needs_reference")
-    if not (run.needs_reference if is_online else isinstance(args, ReferenceConfig)):
+    if isinstance(run.args, ReferenceConfig):
+        if rows_carry_reference(run.train_dataset):
+            return FROM_ROWS
+        if run.args.precompute_ref_log_probs:
+            return COMPUTED_BEFORE
+    elif not getattr(run, "needs_reference", False):  # online methods say so
         return NO_REFERENCE
-    if not is_online and rows_carry_reference(run.train_dataset):
-        return FROM_ROWS
-    if not is_online and args.precompute_ref_log_probs:
-        return COMPUTED_BEFORE
     return ADAPTER_OFF if has_adapter else COPY
 
 

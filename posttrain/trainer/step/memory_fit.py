@@ -106,14 +106,12 @@ def _uncompile_if_selective(run: FittedRun) -> None:
         loaded.notes.append("Decoder layers run uncompiled: selective checkpointing needs to see their operations.")
 
 
-def can_keep_logits(run: FittedRun) -> bool:
-    """Whether keeping them takes one copy: autograd keeps several in float32, which only an explicit option may ask for."""
-    return run.recomputes_logits() and not run.differentiable_stats()
-
-
 def logit_bytes_of(run: FittedRun, causal_lm: Any) -> float:
-    """Of one token, as the fused head keeps them; 0 where the loss has no second use for them."""
-    if not can_keep_logits(run) or run.args.sharding is not None:
+    """Of one token, as the fused head keeps them; 0 where the loss has no second use for them.
+
+    0 as well where autograd would keep several copies in float32, which only an explicit option may ask for.
+    """
+    if not run.recomputes_logits() or run.differentiable_stats() or run.args.sharding is not None:
         return 0.0
     head = LanguageHead.of(causal_lm)
     return head.vocabulary * head.module.weight.element_size() if can_fuse(head) else 0.0

@@ -1,0 +1,312 @@
+"""What a run costs: passes and operations of an optimizer step, memory of each phase. Its models are on the meta device.
+
+Bytes are those of `models/memory`, by which a run on a GPU decides about checkpointing; here they are put together by what is on
+the device at the same time. Settings are the run's own, or those that its trainer would choose on a device of a given size.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from posttrain.losses.preference import PREFERENCE_LOSSES
+from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
+from posttrain.models.load.model import innermost_model
+from posttrain.models.memory import fit as memory
+from posttrain.models.memory.fit import FULL, NONE, SELECTIVE
+from posttrain.models.memory.shape import Shape
+from posttrain.models.scoring.head_kernels import STATISTICS
+from posttrain.rollout.engines.native.cache import LayerShape
+from posttrain.rollout.engines.native.engine import MAX_SLOTS
+from posttrain.trainer.references.setup import ADAPTER_OFF, COMPUTED_BEFORE, COPY, NO_REFERENCE
+from posttrain.trainer.step.memory_fit import apply, batch_tokens, laid_out_share, memory_overrides, plan_memory
+
+if TYPE_CHECKING:
+    from posttrain.trainer.base import BaseTrainer
+    from posttrain.trainer.plan.arithmetic import RunCounts
+
+CONTEXT_BYTES = int(0.6 * 2**30)
+"""CUDA's own, and what libraries take when they are first called."""
+MOST_TOKENS = 2**24
+"""Where the search for the largest micro-batch stops."""
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A run, its figures and the models that it will have."""
+
+    side: BaseTrainer  # its model is on the meta device
+    counts: RunCounts
+    shape: Shape
+    reference: str  # `kind_of_reference`
+    reward_models: Iterable[nn.Module] = ()  # on the meta device, too
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Terms that are on the device at the same time."""
+
+    name: str
+    terms: dict[str, float]
+
+    @classmethod
+    def of(cls, name: str, terms: dict[str, float]) -> Phase:
+        return cls(name, {term: size for term, size in terms.items() if size})
+
+    @property
+    def peak(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def binding(self) -> str:
+        return max(self.terms, key=self.terms.get)
+
+
+class MemoryModel:
+    """The memory of one process as a function of the tokens of a pass and the level of checkpointing."""
+
+    def __init__(self, run: PlannedModel, gpu: int | None = None) -> None:
+        self.side, self.args, self.shape, counts = run.side, run.side.args, run.shape, run.counts
+        args, side, weights = self.args, run.side, run.shape.weight_bytes
+        # Whether compiled layers are faster, which long runs find out, is not known here: they keep less.
+        self.kernels = COMPILED if args.compile_layers else PLAIN if args.use_liger_kernel is False else LIGER
+        self.activations = run.shape.activations(self.kernels)
+        head = innermost_model(side.model).get_output_embeddings()
+        self.state = memory.state_cost(side.model.parameters(), head, args.world_size)
+        online = counts.rollouts is not None
+        self.scores = online and (side.needs_old_logps or side.needs_reference)  # passes without gradient over rollouts
+        judges = float(sum(parameter.nbytes for judge in run.reward_models for parameter in judge.parameters()))
+        self.resident = {"weights": weights, "reward models": judges, "reference": weights * (run.reference == COPY)}
+        self.loaded = dict(self.resident)
+        if run.reference == COMPUTED_BEFORE and not run.shape.is_adapter:  # it answers before training, and goes
+            self.loaded["reference"] = weights
+        self.generation: dict[str, float] = {}
+        if online and args.use_vllm:
+            self.generation = {"vLLM": args.vllm_share * (gpu or 0)}
+            self.resident |= self.generation if args.vllm_resident_share else {}
+        elif online:
+            slots = args.max_rollout_slots or MAX_SLOTS["cuda"]
+            slots = min(slots, counts.rollouts.completions_per_generation // counts.processes)
+            prompts = -(-slots // args.num_generations) * counts.rollouts.longest_prompt
+            a_token = self.shape.layers * LayerShape(1, self.shape.widths[2], self.shape.dtype).bytes
+            self.generation = {
+                "keys and values": a_token * (slots * args.max_completion_length + prompts),
+                "logits": 2 * slots * self.shape.vocabulary * 4,
+            }
+
+    def standing(self) -> dict[str, float]:
+        """From the first step on."""
+        return self.resident | {"masters": self.state.masters, "moments": self.state.moments(self.args.optim)}
+
+    def update(self, tokens: int, trained: int, level: str, offload: bool) -> Phase:
+        """The worst of three moments: the head on top of all that is kept, the last layer's backward, the end of the backward."""
+        args, state, shape, in_one_pass = self.args, self.state, self.shape, self.args.steps_in_one_pass
+        kept = tokens * self.activations.waiting(level, offload)
+        in_backward = tokens * self.activations.in_backward(level)
+        keeps_logits = bool(args.keep_logits) and self.side.recomputes_logits()
+        exact = any(name not in STATISTICS for name in self.side.token_stats)
+        head = shape.head_bytes(
+            trained, True, 0 if keeps_logits else args.chunk_tokens, exact
+        )  # kept ones need no chunk
+        stay_as_written = in_one_pass and state.masters and args.optim.startswith("adamw_torch")
+        until = {
+            "gradients": state.buckets + (0 if in_one_pass else state.sums),
+            "logits": trained * shape.vocabulary * shape.dtype.itemsize if keeps_logits else 0,
+        }
+        moments = (
+            until | {"head": head + state.head_gradient if shape.head else 0, "activations": kept},
+            until | {"head": state.head_gradient, "activations": kept + in_backward},
+            {"gradients": state.written if stay_as_written else state.gradients, "activations": in_backward},
+        )
+        return max((Phase.of("update", self.standing() | moment) for moment in moments), key=lambda phase: phase.peak)
+
+    def phases(self, tokens: int, trained: int, level: str, offload: bool) -> list[Phase]:
+        found = [Phase.of("load", self.loaded)]
+        if any(self.generation.values()):
+            found.append(Phase.of("generation", self.standing() | self.generation))
+        if self.scores:
+            head = self.shape.head_bytes(trained, False, self.args.chunk_tokens)
+            work = {"head": head, "activations": tokens * self.activations.layer}
+            found.append(Phase.of("scoring", self.standing() | work))
+        return [*found, self.update(tokens, trained, level, offload)]
+
+    def largest_pass(self, room: float, level: str, offload: bool, share_trained: float) -> int:
+        """Tokens of the largest pass whose update fits into `room`."""
+
+        def peak(tokens: int) -> float:
+            return self.update(tokens, int(tokens * share_trained), level, offload).peak
+
+        return max(bisect.bisect_right(range(MOST_TOKENS + 1), room, key=peak) - 1, 0)
+
+
+@dataclass
+class MemoryReport:
+    """What is printed about memory. Sizes in bytes."""
+
+    dtype: str
+    kernels: str
+    tokens: int  # of the largest micro-batch
+    longest: int  # unit
+    level: str
+    offload: bool
+    phases: list[Phase]
+    by_level: dict[str, float]  # update peak
+    gpu: int | None = None
+    room: float | None = None
+    fitting: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sentence: str | None = None
+
+    @property
+    def worst(self) -> Phase:
+        return max(self.phases, key=lambda phase: phase.peak)
+
+    def as_json(self) -> dict[str, Any]:
+        phases = {p.name: {"peak": p.peak, "binding": p.binding, "terms": p.terms} for p in self.phases}
+        return vars(self) | {"phases": phases, "is_estimate": True}
+
+
+def explain_memory(run: PlannedModel, gpu: int | None) -> MemoryReport:
+    """The phases of the run with its own settings, or with those that its trainer chooses on a device of `gpu` bytes."""
+    side, model, batch, sentence = run.side, MemoryModel(run, gpu), batch_tokens(run.side), None
+    share = _share_trained(run, batch)
+    if gpu is not None:
+        plan = plan_memory(side, gpu - CONTEXT_BYTES - sum(model.resident.values()), model.activations, model.state)
+        apply(side, plan)
+        sentence, batch = plan.sentence, replace(batch, largest=plan.tokens_per_pass or batch.largest)
+    chosen, trained = memory_overrides(side), int(batch.largest * share)
+    level, offload = chosen.checkpointing or NONE, bool(chosen.offload)
+    report = MemoryReport(
+        dtype=str(run.shape.dtype).removeprefix("torch."),
+        kernels=model.kernels,
+        tokens=batch.largest,
+        longest=batch.longest,
+        level=level,
+        offload=offload,
+        phases=model.phases(batch.largest, trained, level, offload),
+        by_level={one: model.update(batch.largest, trained, one, False).peak for one in (NONE, SELECTIVE, FULL)},
+        gpu=gpu,
+        sentence=sentence,
+    )
+    if gpu is not None:
+        report.room = memory.HEAD_ROOM * (gpu - CONTEXT_BYTES)
+        for one in report.by_level:
+            tokens = model.largest_pass(report.room, one, False, share)
+            rows = tokens // max(batch.longest, 1)
+            report.fitting[one] = {"tokens": tokens, "rows": rows, "fits": tokens >= batch.largest}
+    return report
+
+
+def _share_trained(run: PlannedModel, batch: memory.BatchTokens) -> float:
+    """Of the tokens of a pass, those that the head is asked about; all completions as long as they may be."""
+    args, counted = run.side.args, run.counts.per_step
+    if run.counts.rollouts is not None:
+        return min(args.per_device_train_batch_size * args.max_completion_length / max(batch.largest, 1), 1.0)
+    if not run.counts.steps_counted:
+        return 1.0
+    return min(counted["trained"].total / max(counted["tokens"].total, 1) / laid_out_share(run.side), 1.0)
+
+
+# ---- work ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One kind of pass: how often in an optimizer step (of all processes, on average), over how many tokens, for what."""
+
+    what: str
+    times: float
+    tokens: float
+    operations: float  # an estimate
+
+    @property
+    def line(self) -> str:
+        return f"{self.what}: {self.times:g} of {self.tokens / max(self.times, 1e-9):,.0f} tokens"
+
+
+@dataclass(frozen=True)
+class Work:
+    """Of one optimizer step, and of the whole run. Operations are estimates; times and tokens are counted."""
+
+    reference: str
+    per_step: list[Pass]
+    before_training: list[Pass]
+    steps: int
+
+    @property
+    def operations_per_step(self) -> float:
+        return sum(one.operations for one in self.per_step)
+
+    @property
+    def operations(self) -> float:
+        return self.steps * self.operations_per_step + sum(one.operations for one in self.before_training)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {"operations_per_step": self.operations_per_step, "operations": self.operations}
+
+
+def explain_work(run: PlannedModel, level: str) -> Work:
+    """The passes of a run whose activations are kept at `level`."""
+    shape, counted, reference = run.shape, run.counts.per_step, run.reference
+    tokens, passes, asked = (counted[name].mean for name in ("tokens", "passes", "trained"))
+    length = tokens / max(counted["samples"].mean, 1)
+    forward = _forward(shape, tokens, length, asked)
+    # The backward is twice the forward, by activations and by weights; frozen weights have the first part only.
+    frozen = 1 - min(shape.trained / max(shape.parameters, 1), 1) if shape.is_adapter else 0.0
+    found = [Pass("policy, forward and backward", passes, tokens, (3 - frozen + (level == FULL)) * forward)]
+    before = []
+    if run.counts.rollouts is not None:
+        found += _of_rollouts(run, length)
+    else:
+        is_live = reference in (ADAPTER_OFF, COPY)
+        is_compared = passes > 1 and _is_coupled(run.side)
+        more = {
+            "reference, forward": is_live,
+            "policy, forward, to compare the pairs of the step": is_compared,
+            "reference, forward, for the same": is_live and is_compared,
+        }
+        found += [Pass(what, passes, tokens, forward) for what, is_made in more.items() if is_made]
+    if reference == COMPUTED_BEFORE:
+        share = (run.counts.rows_of_dataset or 0) / max(counted["rows"].mean, 1)
+        before.append(Pass("reference, forward, once over all rows", share, tokens * share, forward * share))
+    return Work(reference, found, before, run.counts.optimizer_steps)
+
+
+def _forward(shape: Shape, tokens: float, length: float, asked: float) -> float:
+    """Multiplications and additions of `tokens` tokens in samples of `length`, `asked` of which go through the head.
+
+    2 for each weight and token; in attention 4 for each pair of tokens, width and layer, half of which are masked.
+    """
+    attention = 2 * shape.layers * shape.widths[1] * length * tokens
+    return 2 * shape.active * tokens + attention + 2 * shape.head * asked
+
+
+def _is_coupled(side: BaseTrainer) -> bool:
+    names = getattr(side.args, "loss_type", ())
+    return isinstance(names, list) and any(PREFERENCE_LOSSES[name].coupled for name in names)
+
+
+def _of_rollouts(run: PlannedModel, length: float) -> list[Pass]:
+    """Passes that a generation makes, as shares of the optimizer steps that it feeds. Completions as long as they may be."""
+    args, rollouts, steps = run.side.args, run.counts.rollouts, max(run.counts.optimizer_steps, 1)
+    completions = rollouts.completions / steps
+    written = completions * args.max_completion_length
+    prompts = (rollouts.prompt_tokens or 0) / steps
+    scored = (completions, prompts + written, written)
+    passes = {  # what -> times, tokens, tokens that the head is asked about
+        "generation, prompts read (once for a group)": (rollouts.prompts / steps, prompts / args.num_generations, 0),
+        "generation, tokens written (at most)": (completions, written, written),
+        "policy, forward, for the log-probs before the update": scored if run.side.needs_old_logps else None,
+        "reference, forward, once for each rollout": scored if run.reference != NO_REFERENCE else None,
+    }
+    made = {what: numbers for what, numbers in passes.items() if numbers is not None}
+    return [
+        Pass(what, times, tokens, _forward(run.shape, tokens, length, asked))
+        for what, (times, tokens, asked) in made.items()
+    ]
