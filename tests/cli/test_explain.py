@@ -442,13 +442,11 @@ def test_memory_of_a_model_without_weights(seven_billion):
 
 def test_the_largest_settings_fit_and_the_next_do_not(seven_billion):
     told = explained("sft", "sft", {**SMALL, **seven_billion, "use_peft": True}, gpu=24 * 2**30)
-    from posttrain.trainer.plan.costs import MemoryModel, PlannedModel
-
-    model, share = MemoryModel(PlannedModel(told.side, told.counts, told.shape, reference="none")), 0.5
+    model = told.memory
     for level in ("none", "selective", "full"):
-        tokens = model.largest_pass(told.memory.room, level, False, share)
-        assert model.update(tokens, int(tokens * share), level, False).peak <= told.memory.room
-        assert model.update(tokens + 2, int((tokens + 2) * share), level, False).peak > told.memory.room
+        tokens = model.largest_pass(level)
+        assert model.update(tokens, level).peak <= model.room
+        assert model.update(tokens + 2, level).peak > model.room
     fitting = [told.memory.fitting[level]["tokens"] for level in ("none", "selective", "full")]
     assert fitting == sorted(fitting)
     assert fitting[0] > 0
@@ -464,7 +462,13 @@ def test_the_plan_for_a_gpu_is_carried_out_before_its_memory_is_told(seven_billi
     """A micro-batch that is cut into passes adds gradients up, though the step has one micro-batch only."""
     rows = "".join(json.dumps({"text": "a" * 1000}) + "\n" for _ in range(64))
     (here / "uneven_long.jsonl").write_text(rows, encoding="utf-8")
-    changes = {**SMALL, **seven_billion, "use_peft": True, "per_device_train_batch_size": 64, "completion_only_loss": None}
+    changes = {
+        **SMALL,
+        **seven_billion,
+        "use_peft": True,
+        "per_device_train_batch_size": 64,
+        "completion_only_loss": None,
+    }
     whole, cut = (explained("sft", "long", changes, gpu) for gpu in (None, 24 * 2**30))
     assert whole.memory.tokens == 64 * 1001 > cut.memory.tokens >= 16384
     assert cut.args.max_tokens_per_pass == cut.memory.tokens

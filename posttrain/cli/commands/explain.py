@@ -15,7 +15,7 @@ from posttrain.cli.running.output import no_bars, write_json
 
 if TYPE_CHECKING:
     from posttrain.trainer.plan.arithmetic import Rollouts, RunCounts
-    from posttrain.trainer.plan.costs import MemoryReport
+    from posttrain.trainer.plan.costs import RunMemory
 
 USAGE = """usage: posttrain explain [METHOD] [CONFIG.yaml] [--gpu 24GB] [--json FILE|-] [--option value ...]
 
@@ -92,7 +92,7 @@ class Explained:
 
         from posttrain.models.load.model import SEQUENCE_REWARD, LoadOptions, model_without_weights
         from posttrain.models.memory.shape import shape_of
-        from posttrain.trainer.plan.costs import PlannedModel, explain_memory, explain_work
+        from posttrain.trainer.plan.costs import PlannedModel, RunMemory, explain_work
         from posttrain.trainer.references.setup import kind_of_reference
 
         side, args, config, adapter = self.side, self.args, self.config, self.parts.get("peft_config")
@@ -109,7 +109,7 @@ class Explained:
         judges = (self.counts.rollouts is not None and config.get("reward_model_name_or_path")) or ()
         judges = [model_without_weights(judge, LoadOptions(task=SEQUENCE_REWARD, **shared)) for judge in judges]
         run = PlannedModel(side, self.counts, self.shape, kind_of_reference(side, adapter is not None), judges)
-        self.memory = explain_memory(run, self.gpu)
+        self.memory = RunMemory(run, self.gpu)
         self.work = explain_work(run, self.memory.level)
 
     def _note_what_is_missing(self) -> None:
@@ -259,7 +259,7 @@ def gib(size: float) -> str:
     return f"{size / 2**30:,.2f} GiB"
 
 
-def memory_lines(report: MemoryReport) -> list[str]:
+def memory_lines(report: RunMemory) -> list[str]:
     how, worst = LEVELS[report.level] + (", parked in host memory" if report.offload else ""), report.worst
     lines = [f"{report.dtype}, {report.kernels} layers, passes of up to {report.tokens:,} tokens, {how}"]
     for phase in report.phases:

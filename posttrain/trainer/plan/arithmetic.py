@@ -199,29 +199,25 @@ REWARD_CALLS = {"group": lambda groups: len(set(groups)), "sample": len, "all": 
 
 @dataclass
 class Events:
-    """What Trainer's default callback asks for, counted as Trainer does it."""
+    """After which steps Trainer logs, saves and evaluates: what its default callback asks for."""
 
     args: Any
     state: TrainerState
-    has_evaluation: bool
-    logs: int = 0
-    evaluations: int = 0
+    logged: set[int] = field(default_factory=set)
     saved: set[int] = field(default_factory=set)
-    evaluated: set[int] = field(default_factory=set)  # an evaluation was asked for, with or without rows
-    last_logged: int = 0
+    evaluated: set[int] = field(default_factory=set)  # asked for, with or without rows
     control: TrainerControl = field(default_factory=TrainerControl)
 
     def after(self, moment: str) -> None:
         getattr(DefaultFlowCallback(), moment)(self.args, self.state, self.control)
-        step = self.state.global_step
-        if (self.control.should_log or self.args.logs_at(step, self.state)) and step > self.last_logged:
-            self.logs, self.last_logged = self.logs + 1, step
-        if self.control.should_evaluate:
-            self.evaluations += self.has_evaluation
+        step, control = self.state.global_step, self.control
+        if step and (control.should_log or self.args.logs_at(step, self.state)):
+            self.logged.add(step)
+        if control.should_evaluate:
             self.evaluated.add(step)
-        if self.control.should_save:
+        if control.should_save:
             self.saved.add(step)
-        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+        control.should_log = control.should_evaluate = control.should_save = False
 
 
 def walk(side: BaseTrainer, loaders: list[Any], events: Events, epochs: int, updates: int, micro_batches: int) -> Any:
@@ -266,7 +262,7 @@ def count_run(side: BaseTrainer, evals: Sequence[EvalSpec] = ()) -> RunCounts:
     epochs, updates, _, _, _, micro_batches, max_steps = side.set_initial_training_values(args, loader)
     state = TrainerState(max_steps=max_steps)
     state.compute_steps(args, max_steps)
-    events = Events(args, state, side.eval_dataset is not None)
+    events, has_evaluation = Events(args, state), side.eval_dataset is not None
     if isinstance(loader, RolloutLoader):
         schedule = loader.schedule
         rollouts = Rollouts(
@@ -286,8 +282,8 @@ def count_run(side: BaseTrainer, evals: Sequence[EvalSpec] = ()) -> RunCounts:
         steps_per_epoch=updates,
         epochs=float(state.epoch or 0),
         warmup_steps=args.get_warmup_steps(max_steps),
-        logs=events.logs,
-        evaluations=events.evaluations + (args.eval_on_start and events.has_evaluation),
+        logs=len(events.logged),
+        evaluations=len(events.evaluated) + args.eval_on_start if has_evaluation else 0,
         checkpoints=saved,
         checkpoints_kept=min(saved, args.save_total_limit or saved) if is_known else None,
         per_step=per_step,
@@ -308,7 +304,7 @@ def _count_task(side: BaseTrainer, spec: EvalSpec, evals: Sequence[EvalSpec], ev
     last = events.state.global_step
     asked = events.saved | events.evaluated
     steps = {0, last} | {step for step in range(1, last + 1) if is_due(spec, step, step in asked)}
-    if events.has_evaluation and is_read(spec, best_metric(side.args, evals)):
+    if side.eval_dataset is not None and is_read(spec, best_metric(side.args, evals)):
         steps |= events.evaluated
     prompts = len(spec.rows(side.renderer, side.args.chat_template_kwargs))
     answers = prompts * spec.samples

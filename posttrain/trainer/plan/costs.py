@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -69,55 +69,78 @@ class Phase:
         return max(self.terms, key=self.terms.get)
 
 
-class MemoryModel:
-    """The memory of one process as a function of the tokens of a pass and the level of checkpointing."""
+class RunMemory:
+    """The memory of one process, as a function of the tokens of a pass and the level of checkpointing; and what a run will need.
+
+    With its own settings, or with those that its trainer chooses on a device of `gpu` bytes. Sizes in bytes.
+    """
 
     def __init__(self, run: PlannedModel, gpu: int | None = None) -> None:
-        self.side, self.args, self.shape, counts = run.side, run.side.args, run.shape, run.counts
-        args, side, weights = self.args, run.side, run.shape.weight_bytes
+        self.run, self.args, self.shape, self.gpu = run, run.side.args, run.shape, gpu
+        self.dtype = str(run.shape.dtype).removeprefix("torch.")
         # Whether compiled layers are faster, which long runs find out, is not known here: they keep less.
-        self.kernels = COMPILED if args.compile_layers else PLAIN if args.use_liger_kernel is False else LIGER
+        is_plain = self.args.use_liger_kernel is False
+        self.kernels = COMPILED if self.args.compile_layers else PLAIN if is_plain else LIGER
         self.activations = run.shape.activations(self.kernels)
-        head = innermost_model(side.model).get_output_embeddings()
-        self.state = memory.state_cost(side.model.parameters(), head, args.world_size)
-        online = counts.rollouts is not None
-        self.scores = online and (side.needs_old_logps or side.needs_reference)  # passes without gradient over rollouts
+        head = innermost_model(run.side.model).get_output_embeddings()
+        self.state = memory.state_cost(run.side.model.parameters(), head, self.args.world_size)
+        self._place_models()
+        self._choose_settings()
+
+    def _place_models(self) -> None:
+        """What lies on the device: when all are loaded, from then on, and while completions are written and scored."""
+        run, args, shape, counts, weights = self.run, self.args, self.shape, self.run.counts, self.shape.weight_bytes
         judges = float(sum(parameter.nbytes for judge in run.reward_models for parameter in judge.parameters()))
         self.resident = {"weights": weights, "reward models": judges, "reference": weights * (run.reference == COPY)}
         self.loaded = dict(self.resident)
-        if run.reference == COMPUTED_BEFORE and not run.shape.is_adapter:  # it answers before training, and goes
+        if run.reference == COMPUTED_BEFORE and not shape.is_adapter:  # it answers before training, and goes
             self.loaded["reference"] = weights
         self.generation: dict[str, float] = {}
-        if online and args.use_vllm:
-            self.generation = {"vLLM": args.vllm_share * (gpu or 0)}
+        self.scores = counts.rollouts is not None and (run.side.needs_old_logps or run.side.needs_reference)
+        if counts.rollouts is not None and args.use_vllm:
+            self.generation = {"vLLM": args.vllm_share * (self.gpu or 0)}
             self.resident |= self.generation if args.vllm_resident_share else {}
-        elif online:
+        elif counts.rollouts is not None:
             slots = args.max_rollout_slots or MAX_SLOTS["cuda"]
             slots = min(slots, counts.rollouts.completions_per_generation // counts.processes)
             prompts = -(-slots // args.num_generations) * counts.rollouts.longest_prompt
-            a_token = self.shape.layers * LayerShape(1, self.shape.widths[2], self.shape.dtype).bytes
+            a_token = shape.layers * LayerShape(1, shape.widths[2], shape.dtype).bytes
             self.generation = {
                 "keys and values": a_token * (slots * args.max_completion_length + prompts),
-                "logits": 2 * slots * self.shape.vocabulary * 4,
+                "logits": 2 * slots * shape.vocabulary * 4,
             }
+
+    def _choose_settings(self) -> None:
+        """As `fit_memory` does for a run."""
+        side, gpu, batch = self.run.side, self.gpu, batch_tokens(self.run.side)
+        self.share_trained, self.sentence = _share_trained(self.run, batch), None
+        self.tokens, self.longest = batch.largest, batch.longest  # of a pass, of a unit
+        if gpu is not None:
+            plan = plan_memory(side, gpu - CONTEXT_BYTES - sum(self.resident.values()), self.activations, self.state)
+            apply(side, plan)
+            self.sentence, self.tokens = plan.sentence, plan.tokens_per_pass or batch.largest
+        chosen = memory_overrides(side)
+        self.level, self.offload = chosen.checkpointing or NONE, bool(chosen.offload)
+        self.in_one_pass = self.args.steps_in_one_pass
 
     def standing(self) -> dict[str, float]:
         """From the first step on."""
         return self.resident | {"masters": self.state.masters, "moments": self.state.moments(self.args.optim)}
 
-    def update(self, tokens: int, trained: int, level: str, offload: bool) -> Phase:
+    def update(self, tokens: int, level: str, offload: bool = False) -> Phase:
         """The worst of three moments: the head on top of all that is kept, the last layer's backward, the end of the backward."""
-        args, state, shape, in_one_pass = self.args, self.state, self.shape, self.args.steps_in_one_pass
+        trained = int(tokens * self.share_trained)
+        args, state, shape = self.args, self.state, self.shape
         kept = tokens * self.activations.waiting(level, offload)
         in_backward = tokens * self.activations.in_backward(level)
-        keeps_logits = bool(args.keep_logits) and self.side.recomputes_logits()
-        exact = any(name not in STATISTICS for name in self.side.token_stats)
+        keeps_logits = bool(args.keep_logits) and self.run.side.recomputes_logits()
+        exact = any(name not in STATISTICS for name in self.run.side.token_stats)
         head = shape.head_bytes(
             trained, True, 0 if keeps_logits else args.chunk_tokens, exact
         )  # kept ones need no chunk
-        stay_as_written = in_one_pass and state.masters and args.optim.startswith("adamw_torch")
+        stay_as_written = self.in_one_pass and state.masters and args.optim.startswith("adamw_torch")
         until = {
-            "gradients": state.buckets + (0 if in_one_pass else state.sums),
+            "gradients": state.buckets + (0 if self.in_one_pass else state.sums),
             "logits": trained * shape.vocabulary * shape.dtype.itemsize if keeps_logits else 0,
         }
         moments = (
@@ -127,80 +150,47 @@ class MemoryModel:
         )
         return max((Phase.of("update", self.standing() | moment) for moment in moments), key=lambda phase: phase.peak)
 
-    def phases(self, tokens: int, trained: int, level: str, offload: bool) -> list[Phase]:
+    @property
+    def phases(self) -> list[Phase]:
         found = [Phase.of("load", self.loaded)]
         if any(self.generation.values()):
             found.append(Phase.of("generation", self.standing() | self.generation))
         if self.scores:
-            head = self.shape.head_bytes(trained, False, self.args.chunk_tokens)
-            work = {"head": head, "activations": tokens * self.activations.layer}
+            head = self.shape.head_bytes(int(self.tokens * self.share_trained), False, self.args.chunk_tokens)
+            work = {"head": head, "activations": self.tokens * self.activations.layer}
             found.append(Phase.of("scoring", self.standing() | work))
-        return [*found, self.update(tokens, trained, level, offload)]
-
-    def largest_pass(self, room: float, level: str, offload: bool, share_trained: float) -> int:
-        """Tokens of the largest pass whose update fits into `room`."""
-
-        def peak(tokens: int) -> float:
-            return self.update(tokens, int(tokens * share_trained), level, offload).peak
-
-        return max(bisect.bisect_right(range(MOST_TOKENS + 1), room, key=peak) - 1, 0)
-
-
-@dataclass
-class MemoryReport:
-    """What is printed about memory. Sizes in bytes."""
-
-    dtype: str
-    kernels: str
-    tokens: int  # of the largest micro-batch
-    longest: int  # unit
-    level: str
-    offload: bool
-    phases: list[Phase]
-    by_level: dict[str, float]  # update peak
-    gpu: int | None = None
-    room: float | None = None
-    fitting: dict[str, dict[str, Any]] = field(default_factory=dict)
-    sentence: str | None = None
+        return [*found, self.update(self.tokens, self.level, self.offload)]
 
     @property
     def worst(self) -> Phase:
         return max(self.phases, key=lambda phase: phase.peak)
 
+    @property
+    def by_level(self) -> dict[str, float]:
+        return {level: self.update(self.tokens, level).peak for level in (NONE, SELECTIVE, FULL)}
+
+    @property
+    def room(self) -> float | None:
+        return None if self.gpu is None else memory.HEAD_ROOM * (self.gpu - CONTEXT_BYTES)
+
+    @property
+    def fitting(self) -> dict[str, dict[str, Any]]:
+        """Level -> the largest pass that fits `gpu`, and its rows."""
+        most = {} if self.gpu is None else {level: self.largest_pass(level) for level in (NONE, SELECTIVE, FULL)}
+        rows = max(self.longest, 1)
+        return {level: {"tokens": n, "rows": n // rows, "fits": n >= self.tokens} for level, n in most.items()}
+
+    def largest_pass(self, level: str) -> int:
+        """Tokens of the largest pass whose update fits into `room`."""
+        tokens = range(MOST_TOKENS + 1)
+        return max(bisect.bisect_right(tokens, self.room, key=lambda one: self.update(one, level).peak) - 1, 0)
+
     def as_json(self) -> dict[str, Any]:
+        names = (
+            "dtype", "kernels", "tokens", "longest", "level", "offload", "by_level", "gpu", "room", "fitting", "sentence",
+        )  # fmt: skip
         phases = {p.name: {"peak": p.peak, "binding": p.binding, "terms": p.terms} for p in self.phases}
-        return vars(self) | {"phases": phases, "is_estimate": True}
-
-
-def explain_memory(run: PlannedModel, gpu: int | None) -> MemoryReport:
-    """The phases of the run with its own settings, or with those that its trainer chooses on a device of `gpu` bytes."""
-    side, model, batch, sentence = run.side, MemoryModel(run, gpu), batch_tokens(run.side), None
-    share = _share_trained(run, batch)
-    if gpu is not None:
-        plan = plan_memory(side, gpu - CONTEXT_BYTES - sum(model.resident.values()), model.activations, model.state)
-        apply(side, plan)
-        sentence, batch = plan.sentence, replace(batch, largest=plan.tokens_per_pass or batch.largest)
-    chosen, trained = memory_overrides(side), int(batch.largest * share)
-    level, offload = chosen.checkpointing or NONE, bool(chosen.offload)
-    report = MemoryReport(
-        dtype=str(run.shape.dtype).removeprefix("torch."),
-        kernels=model.kernels,
-        tokens=batch.largest,
-        longest=batch.longest,
-        level=level,
-        offload=offload,
-        phases=model.phases(batch.largest, trained, level, offload),
-        by_level={one: model.update(batch.largest, trained, one, False).peak for one in (NONE, SELECTIVE, FULL)},
-        gpu=gpu,
-        sentence=sentence,
-    )
-    if gpu is not None:
-        report.room = memory.HEAD_ROOM * (gpu - CONTEXT_BYTES)
-        for one in report.by_level:
-            tokens = model.largest_pass(report.room, one, False, share)
-            rows = tokens // max(batch.longest, 1)
-            report.fitting[one] = {"tokens": tokens, "rows": rows, "fits": tokens >= batch.largest}
-    return report
+        return {name: getattr(self, name) for name in names} | {"phases": phases, "is_estimate": True}
 
 
 def _share_trained(run: PlannedModel, batch: memory.BatchTokens) -> float:
