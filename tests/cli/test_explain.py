@@ -408,6 +408,10 @@ def test_a_stream_is_read_as_far_as_its_steps(here):
     assert told.rows_of_dataset is None
     assert told.optimizer_steps == 4
     assert told.per_step["tokens"] == stored.per_step["tokens"]
+    told, stored = (explained("sft", "sft", {**part, "num_processes": 2}).counts.per_step for part in (
+        streamed, {**streamed, "streaming": False}
+    ))  # fmt: skip
+    assert told == stored  # rows, samples, tokens, trained tokens, micro-batches and passes of both processes
 
 
 # ---- memory and work -------------------------------------------------------------------------------------------------------

@@ -356,6 +356,26 @@ def test_a_plan_is_carried_out(tmp_path, level, expected):
     assert made.state.global_step == 1
 
 
+def test_a_sharded_run_is_planned_by_the_shape_of_its_model(tmp_path, monkeypatch):
+    """Shards cannot be run, so nothing is measured; plain layers of the size of the model's are counted, in what is computed."""
+    made, said = trainer(tmp_path, per_device_train_batch_size=3), []
+    made.args.gradient_checkpointing = None
+    monkeypatch.setattr(SFTConfig, "device", property(lambda args: torch.device("cuda")))
+    monkeypatch.setattr(SFTConfig, "sharding", property(lambda args: "fsdp"))
+    monkeypatch.setattr(memory_fit, "_free", lambda run: 3 * GIB)
+    monkeypatch.setattr(memory_fit, "say", said.append)
+    monkeypatch.setattr(memory, "activation_cost", lambda *_: pytest.fail("shards were run"))
+    memory_fit._decide(made)
+    a_token = shape_of(made.model).activations(PLAIN).of(NONE, False)
+    assert f"({a_token / KIB:.0f} KiB a token, estimated)" in said[0]
+    assert not made.args.gradient_checkpointing
+    monkeypatch.setattr(memory_fit, "_free", lambda run: GIB)
+    made.args.gradient_checkpointing = made.args.activation_offloading = made.args.max_tokens_per_pass = None
+    memory_fit._decide(made)
+    assert made.args.gradient_checkpointing  # two chunks of logits alone are more than there is
+    assert "too much" in said[1]
+
+
 def test_the_decision_is_taken_when_the_reference_is_there(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr("posttrain.trainer.base.fit_memory", lambda trainer: seen.append(trainer.reference))
