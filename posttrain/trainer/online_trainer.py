@@ -259,20 +259,18 @@ class OnlineTrainer(BaseTrainer):
             "rollouts": f"written by {engine}; rewards: {', '.join(self.rewards.names)}",
         }
 
-    def longest_row(self) -> int:
-        return self._longest_prompt() + self.args.max_completion_length
-
-    def _longest_prompt(self) -> int:
-        return getattr(self.train_dataset, "longest", self.args.max_length or 1024)
-
-    def largest_batch(self) -> int:
+    def batch_limits(self) -> tuple[int, int]:
         """Completions as long as they may be; the prompt of a group lies once in a micro-batch, where the model allows it."""
-        size, group = self.args.per_device_train_batch_size, self.args.num_generations
-        if self.data_collator.layout != SHARED:
-            return super().largest_batch()
+        size, group, completion = (
+            self.args.per_device_train_batch_size,
+            self.args.num_generations,
+            self.args.max_completion_length,
+        )
+        prompt = getattr(self.train_dataset, "longest", self.args.max_length or 1024)
         fits_evenly = size % group == 0 or group % size == 0
         groups = -(-size // group) + (0 if fits_evenly else 1)
-        return groups * self._longest_prompt() + size * self.args.max_completion_length
+        prompts = groups if self.data_collator.layout == SHARED else size
+        return prompts * prompt + size * completion, prompt + completion
 
     # ---- rollouts ----------------------------------------------------------------------------------------------------
 

@@ -482,6 +482,18 @@ def test_the_plan_for_a_gpu_is_carried_out_before_its_memory_is_told(seven_billi
     assert cut.memory.phases[-1].terms["gradients"] == 4 * cut.shape.trained
 
 
+def test_a_run_whose_settings_are_all_given_is_not_planned(seven_billion, capsys):
+    given = {"gradient_checkpointing": False, "activation_offloading": False, "optim": "adamw_torch"}
+    words = words_of(
+        "sft", "sft", {**SMALL, **seven_billion, **given, "keep_logits": None, "max_tokens_per_pass": None}
+    )
+    assert posttrain("explain", "sft", "--gpu", "24GB", *words) == 0
+    shown = capsys.readouterr().out
+    assert "On 24 GB it does not fit" in shown
+    assert "Nothing is left open: the run uses the settings that are given." in shown
+    assert "Activations are" not in shown
+
+
 def test_keys_and_values_and_the_reference_of_an_online_run(seven_billion):
     told = explained("grpo", "grpo", {**GROUPS, **seven_billion, "beta": 0.1, "max_completion_length": 100})
     phases = {phase.name: phase for phase in told.memory.phases}
@@ -524,13 +536,13 @@ def test_activations_of_plain_layers_are_those_that_the_probe_finds():
     from posttrain.models.layers.kernels import PLAIN
     from posttrain.models.load.model import LoadOptions, load_model
     from posttrain.models.memory import fit as memory
-    from posttrain.models.memory.shape import shape_of
+    from posttrain.models.memory.shape import Shape
     from tests import tiny
 
     shape = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 2}
     model = load_model(tiny.causal_lm(dtype=torch.bfloat16, **shape), LoadOptions(dtype=torch.bfloat16)).model
     found = memory.activation_cost(model.model, model.config)
-    told = shape_of(model).activations(PLAIN)
+    told = Shape(model).activations(PLAIN)
     for level in ("none", "selective", "full"):
         assert told.kept[level] == pytest.approx(found.kept[level], rel=0.06), level
 
@@ -552,7 +564,7 @@ def test_activations_are_those_that_were_measured_on_an_h200(kernels, adapter, k
     from transformers import AutoModelForCausalLM, Qwen2Config
 
     from posttrain.models.load.adapters import add_adapter
-    from posttrain.models.memory.shape import shape_of
+    from posttrain.models.memory.shape import Shape
 
     config = Qwen2Config(
         hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14, num_key_value_heads=2,
@@ -562,7 +574,7 @@ def test_activations_are_those_that_were_measured_on_an_h200(kernels, adapter, k
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         if adapter is not None:
             model = add_adapter(model, LoraConfig(r=16, task_type="CAUSAL_LM", **adapter), torch.bfloat16)
-    told = shape_of(model).activations(kernels).of("none", False)
+    told = Shape(model).activations(kernels).of("none", False)
     assert told == pytest.approx(kib_a_token * 2**10, rel=0.015)
 
 

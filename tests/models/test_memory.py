@@ -26,7 +26,7 @@ from posttrain.models.memory.fit import (
     StateCost,
     memory_plan,
 )
-from posttrain.models.memory.shape import shape_of
+from posttrain.models.memory.shape import Shape
 from posttrain.trainer import base
 from posttrain.trainer import online_trainer as online
 from posttrain.trainer.step import memory_fit
@@ -128,7 +128,7 @@ def test_state_of_bfloat16_weights_is_16_bytes_a_weight_and_of_float32_12():
 
 
 def test_sharded_models_are_estimated():
-    cost = shape_of(tiny.causal_lm(), torch.bfloat16).activations(PLAIN)
+    cost = Shape(tiny.causal_lm(), torch.bfloat16).activations(PLAIN)
     assert not cost.is_measured
     assert cost.kept[FULL] < cost.kept[SELECTIVE] < cost.kept[NONE]
     assert cost.kept[FULL] == 2 * tiny.config().num_hidden_layers * tiny.config().hidden_size  # of what is computed in
@@ -366,7 +366,7 @@ def test_a_sharded_run_is_planned_by_the_shape_of_its_model(tmp_path, monkeypatc
     monkeypatch.setattr(memory_fit, "say", said.append)
     monkeypatch.setattr(memory, "activation_cost", lambda *_: pytest.fail("shards were run"))
     memory_fit._decide(made)
-    a_token = shape_of(made.model).activations(PLAIN).of(NONE, False)
+    a_token = Shape(made.model).activations(PLAIN).of(NONE, False)
     assert f"({a_token / KIB:.0f} KiB a token, estimated)" in said[0]
     assert not made.args.gradient_checkpointing
     monkeypatch.setattr(memory_fit, "_free", lambda run: GIB)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.errors import UsageError, or_usage_error
@@ -67,7 +66,7 @@ class Explained:
         from posttrain.cli.running.datasets_of import datasets_of
         from posttrain.cli.running.evals_of import evals_of
         from posttrain.cli.running.processes import as_planned, command_of
-        from posttrain.trainer.plan.arithmetic import complete, count_run
+        from posttrain.trainer.plan.arithmetic import RunCounts, complete
 
         config = self.config
         command_of(config, [])  # a profile that does not exist
@@ -80,7 +79,7 @@ class Explained:
         evals = evals_of(config, self.args)
         with as_planned(config):
             complete(side, train, evaluation)
-            self.counts = count_run(side, evals)
+            self.counts = RunCounts(side, evals)
             self.formula = side.formula(self.args, totals_in_words(self.counts))
             self._explain_model()
         self._note_what_is_missing()
@@ -91,8 +90,8 @@ class Explained:
         import torch
 
         from posttrain.models.load.model import SEQUENCE_REWARD, LoadOptions, model_without_weights
-        from posttrain.models.memory.shape import shape_of
-        from posttrain.trainer.plan.costs import PlannedModel, RunMemory, explain_work
+        from posttrain.models.memory.shape import Shape
+        from posttrain.trainer.plan.costs import PlannedModel, RunMemory, Work
         from posttrain.trainer.references.setup import kind_of_reference
 
         side, args, config, adapter = self.side, self.args, self.config, self.parts.get("peft_config")
@@ -105,12 +104,12 @@ class Explained:
         own = LoadOptions(task=side.task, model_init_kwargs=args.model_init_kwargs or {}, peft_config=adapter, **shared)
         side.model = model_without_weights(self.model, own)
         quantised = next((name for name in ("load_in_4bit", "load_in_8bit") if config.get(name)), None)
-        self.shape = shape_of(side.model, None, quantised, args.fuse_lora)
+        self.shape = Shape(side.model, None, quantised, args.fuse_lora)
         judges = (self.counts.rollouts is not None and config.get("reward_model_name_or_path")) or ()
         judges = [model_without_weights(judge, LoadOptions(task=SEQUENCE_REWARD, **shared)) for judge in judges]
         run = PlannedModel(side, self.counts, self.shape, kind_of_reference(side, adapter is not None), judges)
         self.memory = RunMemory(run, self.gpu)
-        self.work = explain_work(run, self.memory.level)
+        self.work = Work(run, self.memory.level)
 
     def _note_what_is_missing(self) -> None:
         """From the figures."""
@@ -142,7 +141,7 @@ class Explained:
         return {
             "method": self.config.method,
             "model": self.model,
-            "counts": asdict(self.counts),
+            "counts": self.counts.as_json(),
             "loss": self.formula.lines(),
             "parameters": self.shape.parameters,
             "trained_parameters": self.shape.trained,
@@ -278,4 +277,4 @@ def memory_lines(report: RunMemory) -> list[str]:
         passes = f"passes of up to {fits['tokens']:,} tokens ({fits['rows']:,} rows of {report.longest:,})"
         none = f"not even one row of {report.longest:,} tokens"
         lines.append(f"  {LEVELS[name]}: {passes if fits['rows'] else none}")
-    return [*lines, report.sentence]
+    return [*lines, report.sentence or "Nothing is left open: the run uses the settings that are given."]

@@ -147,19 +147,17 @@ def processes_of(config: RunConfig) -> int:
 @contextmanager
 def as_planned(config: RunConfig) -> Iterator[None]:
     """Inside, configs belong to a run of as many processes as it will have, though there is this one only."""
-    from posttrain.methods.table import METHODS
+    from posttrain.trainer.options.base import BaseConfig
 
-    count, config_class = processes_of(config), METHODS[config.method].config_class
-    own = config_class.__dict__.get("world_size")
-    if count > 1:
-        config_class.world_size = property(lambda args: count)
+    count = processes_of(config)
+    if count == 1:
+        yield
+        return
+    BaseConfig.world_size = property(lambda args: count)
     try:
         yield
     finally:
-        if count > 1 and own is None:
-            del config_class.world_size
-        elif count > 1:
-            config_class.world_size = own
+        del BaseConfig.world_size  # transformers' own again
 
 
 def _has_gpu() -> bool:

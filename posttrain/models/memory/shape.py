@@ -6,7 +6,6 @@ Activations are estimated here for layers that cannot be run: those of `explain`
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,21 +33,36 @@ DROPPED_WIDTHS = 1.5
 """Of an input with LoRA dropout: the copy, and its mask of one byte."""
 
 
-@dataclass(frozen=True)
 class Shape:
-    """Of a model, with its adapter if it has one."""
+    """Of a model, with its adapter if it has one. `dtype` that it computes in, where that is not its weights'."""
 
-    parameters: int
-    trained: int
-    active: int  # weights of the layers that a token is multiplied with
-    weight_bytes: float
-    dtype: torch.dtype  # that it computes in
-    layers: int
-    widths: tuple[int, int, int, int]  # of the hidden states, queries, keys (or values), inside of the MLP
-    vocabulary: int
-    head: int  # weights of the language head; 0: a reward model's
-    is_adapter: bool
-    adapter_inputs: float  # widths that one token keeps for the adapters of all layers
+    def __init__(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        quantised: str | None = None,
+        fuses_lora: bool = True,
+    ) -> None:
+        innermost = model.get_base_model() if hasattr(model, "get_base_model") else model
+        text, named = innermost.config.get_text_config(), list(model.named_parameters())
+        head = getattr(innermost.get_output_embeddings(), "weight", None)
+        outside = {id(head), id(innermost.get_input_embeddings().weight)}
+        heads = getattr(text, "num_attention_heads", 1)
+        size = getattr(text, "head_dim", None) or text.hidden_size // heads
+        groups = getattr(text, "num_key_value_heads", None) or heads
+        self.parameters = sum(p.numel() for _, p in named)
+        self.trained = sum(p.numel() for _, p in named if p.requires_grad)
+        # weights of the layers that a token is multiplied with
+        self.active = sum(_active(name, p, text) for name, p in named if id(p) not in outside)
+        self.weight_bytes = sum(_bytes(name, p, None if id(p) in outside else quantised) for name, p in named)
+        self.dtype = dtype or next(p.dtype for _, p in named if p.is_floating_point())
+        self.layers, self.vocabulary = text.num_hidden_layers, text.vocab_size
+        # of the hidden states, queries, keys (or values), inside of the MLP
+        self.widths = (text.hidden_size, heads * size, groups * size, _inner(text))
+        self.head = 0 if head is None else head.numel()  # weights of the language head; 0: a reward model's
+        self.is_adapter = model is not innermost
+        # widths that one token keeps for the adapters of all layers
+        self.adapter_inputs = sum(adapter_inputs(module, fuses_lora) for module in model.modules())
 
     def activations(self, kernels: str) -> ActivationCost:
         """Bytes a token, by level, as `activation_cost` would measure them on the device."""
@@ -83,33 +97,6 @@ class Shape:
 def recomputable_layers(model: nn.Module) -> list[nn.Module]:
     """Those that transformers can checkpoint."""
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-
-
-def shape_of(
-    model: nn.Module, dtype: torch.dtype | None = None, quantised: str | None = None, fuses_lora: bool = True
-) -> Shape:
-    """`dtype` that it computes in, where that is not its weights'."""
-    innermost = model.get_base_model() if hasattr(model, "get_base_model") else model
-    text = innermost.config.get_text_config()
-    named = list(model.named_parameters())
-    head = getattr(innermost.get_output_embeddings(), "weight", None)
-    outside = {id(head), id(innermost.get_input_embeddings().weight)}
-    heads = getattr(text, "num_attention_heads", 1)
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    groups = getattr(text, "num_key_value_heads", None) or heads
-    return Shape(
-        parameters=sum(p.numel() for _, p in named),
-        trained=sum(p.numel() for _, p in named if p.requires_grad),
-        active=sum(_active(name, p, text) for name, p in named if id(p) not in outside),
-        weight_bytes=sum(_bytes(name, p, quantised if id(p) not in outside else None) for name, p in named),
-        dtype=dtype or next(p.dtype for _, p in named if p.is_floating_point()),
-        layers=text.num_hidden_layers,
-        widths=(text.hidden_size, heads * size, groups * size, _inner(text)),
-        vocabulary=text.vocab_size,
-        head=0 if head is None else head.numel(),
-        is_adapter=model is not innermost,
-        adapter_inputs=sum(adapter_inputs(module, fuses_lora) for module in model.modules()),
-    )
 
 
 def adapter_inputs(parent: nn.Module, fuses_lora: bool) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Collator, split_by_tokens
 from posttrain.data.loader import StreamBatches, UnitLoader
 from posttrain.rollout.loader import RolloutLoader, Window
+from posttrain.rollout.schedule import Schedule
 from posttrain.rollout.source import Prompts
 from posttrain.trainer.construction import collator_of
 from posttrain.trainer.online.task_evals import best_metric, is_due, is_read
@@ -73,6 +74,14 @@ class Rollouts:
     is_at_least: bool = False
     most_prompts: int = 0  # with all groups replaced as often as `refill_rounds` allows
 
+    @classmethod
+    def of(cls, schedule: Schedule) -> Rollouts:
+        return cls(
+            prompts_per_generation=schedule.prompts,
+            completions_per_generation=schedule.samples,
+            steps_per_generation=schedule.window / schedule.accumulation,
+        )
+
 
 @dataclass
 class TaskCount:
@@ -83,30 +92,6 @@ class TaskCount:
     answers: int  # each time
     times: int
     most_tokens: int  # written, in the whole run
-
-
-@dataclass
-class RunCounts:
-    """All figures of a run. `per_step` holds a Range for rows, samples, tokens, trained tokens, micro-batches and passes."""
-
-    processes: int
-    rows_of_dataset: int | None
-    optimizer_steps: int
-    steps_per_epoch: int
-    epochs: float
-    warmup_steps: int
-    logs: int
-    evaluations: int
-    checkpoints: int
-    checkpoints_kept: int | None
-    per_step: dict[str, Range]
-    steps_counted: int
-    eval_rows: int | None = None
-    eval_batches: int | None = None
-    eval_completions: int | None = None
-    rollouts: Rollouts | None = None
-    tasks: list[TaskCount] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
 
 
 def complete(side: BaseTrainer, train: Any, evaluation: Any) -> None:
@@ -254,49 +239,66 @@ def walk(side: BaseTrainer, loaders: list[Any], events: Events, epochs: int, upd
     return np.array(steps, dtype=np.float64).reshape(-1, len(FIGURES))
 
 
-def count_run(side: BaseTrainer, evals: Sequence[EvalSpec] = ()) -> RunCounts:
+class RunCounts:
     """Everything that can be counted about the run of `side`, which `complete` has seen. `evals`: its tasks."""
-    args, dataset, rollouts = side.args, side.train_dataset, None
-    loader = side.get_train_dataloader()
-    _refuse_no_batch(args, dataset, loader)
-    epochs, updates, _, _, _, micro_batches, max_steps = side.set_initial_training_values(args, loader)
-    state = TrainerState(max_steps=max_steps)
-    state.compute_steps(args, max_steps)
-    events, has_evaluation = Events(args, state), side.eval_dataset is not None
-    if isinstance(loader, RolloutLoader):
-        schedule = loader.schedule
-        rollouts = Rollouts(
-            prompts_per_generation=schedule.prompts,
-            completions_per_generation=schedule.samples,
-            steps_per_generation=schedule.window / schedule.accumulation,
-        )
-    steps = walk(side, counting_loaders(side, loader, rollouts), events, epochs, updates, micro_batches)
-    per_step = {name: Range.of(column) for name, column in zip(FIGURES, steps.T)}
-    if rollouts is not None:
-        per_step["rows"] = per_step["samples"]  # units are groups, or what a micro-batch has of them
-    saved, is_known = len(events.saved), args.save_strategy != SaveStrategy.BEST
-    counts = RunCounts(
-        processes=args.world_size,
-        rows_of_dataset=len(dataset) if hasattr(dataset, "__len__") else None,
-        optimizer_steps=state.global_step,
-        steps_per_epoch=updates,
-        epochs=float(state.epoch or 0),
-        warmup_steps=args.get_warmup_steps(max_steps),
-        logs=len(events.logged),
-        evaluations=len(events.evaluated) + args.eval_on_start if has_evaluation else 0,
-        checkpoints=saved,
-        checkpoints_kept=min(saved, args.save_total_limit or saved) if is_known else None,
-        per_step=per_step,
-        steps_counted=int((~np.isnan(steps).any(axis=1)).sum()),
-        rollouts=rollouts,
-        tasks=[_count_task(side, spec, evals, events) for spec in evals],
-    )
-    if hasattr(side.eval_dataset, "__len__"):
-        counts.eval_rows, counts.eval_batches = len(side.eval_dataset), len(side.get_eval_dataloader())
-        answers = None if rollouts is None else args.num_generations_eval or args.num_generations
-        counts.eval_completions = None if answers is None else counts.eval_rows * answers
-    _note_what_is_open(args, counts)
-    return counts
+
+    def __init__(self, side: BaseTrainer, evals: Sequence[EvalSpec] = ()) -> None:
+        args, dataset, loader = side.args, side.train_dataset, side.get_train_dataloader()
+        _refuse_no_batch(args, dataset, loader)
+        epochs, updates, _, _, _, micro_batches, max_steps = side.set_initial_training_values(args, loader)
+        state = TrainerState(max_steps=max_steps)
+        state.compute_steps(args, max_steps)
+        events = Events(args, state)
+        self.rollouts = Rollouts.of(loader.schedule) if isinstance(loader, RolloutLoader) else None
+        steps = walk(side, counting_loaders(side, loader, self.rollouts), events, epochs, updates, micro_batches)
+        self.per_step = {name: Range.of(column) for name, column in zip(FIGURES, steps.T)}
+        if self.rollouts is not None:
+            self.per_step["rows"] = self.per_step["samples"]  # units are groups, or what a micro-batch has of them
+        self.steps_counted = int((~np.isnan(steps).any(axis=1)).sum())
+        self.processes = args.world_size
+        self.rows_of_dataset = len(dataset) if hasattr(dataset, "__len__") else None
+        self.optimizer_steps, self.steps_per_epoch, self.epochs = state.global_step, updates, float(state.epoch or 0)
+        self.warmup_steps, self.logs = args.get_warmup_steps(max_steps), len(events.logged)
+        self.checkpoints, is_known = len(events.saved), args.save_strategy != SaveStrategy.BEST
+        kept = min(self.checkpoints, args.save_total_limit or self.checkpoints)
+        self.checkpoints_kept = kept if is_known else None
+        self.evaluations = len(events.evaluated) + args.eval_on_start if side.eval_dataset is not None else 0
+        self.eval_rows = self.eval_batches = self.eval_completions = None
+        if hasattr(side.eval_dataset, "__len__"):
+            self.eval_rows, self.eval_batches = len(side.eval_dataset), len(side.get_eval_dataloader())
+            if self.rollouts is not None:
+                self.eval_completions = self.eval_rows * (args.num_generations_eval or args.num_generations)
+        self.tasks = [_count_task(side, spec, evals, events) for spec in evals]
+        self.notes: list[str] = []
+        self._note_what_is_open(args)
+
+    def as_json(self) -> dict[str, Any]:
+        rollouts = None if self.rollouts is None else asdict(self.rollouts)
+        per_step = {name: asdict(found) for name, found in self.per_step.items()}
+        return vars(self) | {"per_step": per_step, "rollouts": rollouts, "tasks": [asdict(task) for task in self.tasks]}
+
+    def _note_what_is_open(self, args: Any) -> None:
+        rollouts, notes = self.rollouts, self.notes
+        if self.checkpoints_kept is None:
+            notes.append("Checkpoints are written when an evaluation is the best so far: their number is not known.")
+        if self.steps_counted < self.optimizer_steps:
+            notes.append(f"Tokens are those of the first {self.steps_counted} optimizer steps: the data are a stream.")
+        if args.max_tokens_per_pass is not None:
+            notes.append(
+                "Passes are for batches that lie as the model is expected to take them; it is asked when it is loaded."
+            )
+        if rollouts is None:
+            return
+        rollouts.is_at_least = args.drop_zero_variance
+        most = 1 + args.refill_rounds if args.drop_zero_variance else 1
+        rollouts.most_prompts = rollouts.prompts * most
+        if args.drop_zero_variance:
+            notes.append(
+                f"`drop_zero_variance`: groups without a difference are generated again, up to {args.refill_rounds} times; "
+                f"prompts, completions and calls of rewards are at least those given, and at most {most} times as many."
+            )
+        if rollouts.prompt_tokens is None:
+            notes.append("Tokens of the prompts are not known before the run: a stream or an environment brings them.")
 
 
 def _count_task(side: BaseTrainer, spec: EvalSpec, evals: Sequence[EvalSpec], events: Events) -> TaskCount:
@@ -317,27 +319,3 @@ def _refuse_no_batch(args: Any, dataset: Any, loader: Any) -> None:
             f"`dataloader_drop_last` leaves no batch: {len(dataset)} rows are fewer than the {args.train_batch_size} x "
             f"{args.world_size} of `per_device_train_batch_size` and the processes. Lower it, or keep the last batch."
         )
-
-
-def _note_what_is_open(args: Any, counts: RunCounts) -> None:
-    rollouts, notes = counts.rollouts, counts.notes
-    if counts.checkpoints_kept is None:
-        notes.append("Checkpoints are written when an evaluation is the best so far: their number is not known.")
-    if counts.steps_counted < counts.optimizer_steps:
-        notes.append(f"Tokens are those of the first {counts.steps_counted} optimizer steps: the data are a stream.")
-    if args.max_tokens_per_pass is not None:
-        notes.append(
-            "Passes are for batches that lie as the model is expected to take them; it is asked when it is loaded."
-        )
-    if rollouts is None:
-        return
-    rollouts.is_at_least = args.drop_zero_variance
-    most = 1 + args.refill_rounds if args.drop_zero_variance else 1
-    rollouts.most_prompts = rollouts.prompts * most
-    if args.drop_zero_variance:
-        notes.append(
-            f"`drop_zero_variance`: groups without a difference are generated again, up to {args.refill_rounds} times; prompts, "
-            f"completions and calls of rewards are at least those given, and at most {most} times as many."
-        )
-    if rollouts.prompt_tokens is None:
-        notes.append("Tokens of the prompts are not known before the run: a stream or an environment brings them.")

@@ -23,7 +23,14 @@ from posttrain.models.scoring.head_kernels import STATISTICS
 from posttrain.rollout.engines.native.cache import LayerShape
 from posttrain.rollout.engines.native.engine import MAX_SLOTS
 from posttrain.trainer.references.setup import ADAPTER_OFF, COMPUTED_BEFORE, COPY, NO_REFERENCE
-from posttrain.trainer.step.memory_fit import apply, batch_tokens, laid_out_share, memory_overrides, plan_memory
+from posttrain.trainer.step.memory_fit import (
+    apply,
+    batch_tokens,
+    is_decided,
+    laid_out_share,
+    memory_overrides,
+    plan_memory,
+)
 
 if TYPE_CHECKING:
     from posttrain.trainer.base import BaseTrainer
@@ -115,7 +122,7 @@ class RunMemory:
         side, gpu, batch = self.run.side, self.gpu, batch_tokens(self.run.side)
         self.share_trained, self.sentence = _share_trained(self.run, batch), None
         self.tokens, self.longest = batch.largest, batch.longest  # of a pass, of a unit
-        if gpu is not None:
+        if gpu is not None and not is_decided(memory_overrides(side)):
             plan = plan_memory(side, gpu - CONTEXT_BYTES - sum(self.resident.values()), self.activations, self.state)
             apply(side, plan)
             self.sentence, self.tokens = plan.sentence, plan.tokens_per_pass or batch.largest
@@ -220,52 +227,44 @@ class Pass:
         return f"{self.what}: {self.times:g} of {self.tokens / max(self.times, 1e-9):,.0f} tokens"
 
 
-@dataclass(frozen=True)
 class Work:
     """Of one optimizer step, and of the whole run. Operations are estimates; times and tokens are counted."""
 
-    reference: str
-    per_step: list[Pass]
-    before_training: list[Pass]
-    steps: int
-
-    @property
-    def operations_per_step(self) -> float:
-        return sum(one.operations for one in self.per_step)
-
-    @property
-    def operations(self) -> float:
-        return self.steps * self.operations_per_step + sum(one.operations for one in self.before_training)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"operations_per_step": self.operations_per_step, "operations": self.operations}
-
-
-def explain_work(run: PlannedModel, level: str) -> Work:
-    """The passes of a run whose activations are kept at `level`."""
-    shape, counted, reference = run.shape, run.counts.per_step, run.reference
-    tokens, passes, asked = (counted[name].mean for name in ("tokens", "passes", "trained"))
-    length = tokens / max(counted["samples"].mean, 1)
-    forward = _forward(shape, tokens, length, asked)
-    # The backward is twice the forward, by activations and by weights; frozen weights have the first part only.
-    frozen = 1 - min(shape.trained / max(shape.parameters, 1), 1) if shape.is_adapter else 0.0
-    found = [Pass("policy, forward and backward", passes, tokens, (3 - frozen + (level == FULL)) * forward)]
-    before = []
-    if run.counts.rollouts is not None:
-        found += _of_rollouts(run, length)
-    else:
-        is_live = reference in (ADAPTER_OFF, COPY)
+    def __init__(self, run: PlannedModel, level: str) -> None:
+        """`level` of checkpointing."""
+        shape, counted, self.reference, self.steps = (
+            run.shape,
+            run.counts.per_step,
+            run.reference,
+            run.counts.optimizer_steps,
+        )
+        tokens, passes, asked = (counted[name].mean for name in ("tokens", "passes", "trained"))
+        length = tokens / max(counted["samples"].mean, 1)
+        forward = _forward(shape, tokens, length, asked)
+        # The backward is twice the forward, by activations and by weights; frozen weights have the first part only.
+        frozen = 1 - min(shape.trained / max(shape.parameters, 1), 1) if shape.is_adapter else 0.0
+        own = Pass("policy, forward and backward", passes, tokens, (3 - frozen + (level == FULL)) * forward)
+        is_live = run.reference in (ADAPTER_OFF, COPY)
         is_compared = passes > 1 and _is_coupled(run.side)
         more = {
             "reference, forward": is_live,
             "policy, forward, to compare the pairs of the step": is_compared,
             "reference, forward, for the same": is_live and is_compared,
         }
-        found += [Pass(what, passes, tokens, forward) for what, is_made in more.items() if is_made]
-    if reference == COMPUTED_BEFORE:
-        share = (run.counts.rows_of_dataset or 0) / max(counted["rows"].mean, 1)
-        before.append(Pass("reference, forward, once over all rows", share, tokens * share, forward * share))
-    return Work(reference, found, before, run.counts.optimizer_steps)
+        others = [Pass(what, passes, tokens, forward) for what, is_made in more.items() if is_made]
+        self.per_step = [own, *(others if run.counts.rollouts is None else _of_rollouts(run, length))]
+        self.before_training = []
+        if run.reference == COMPUTED_BEFORE:
+            share = (run.counts.rows_of_dataset or 0) / max(counted["rows"].mean, 1)
+            once = Pass("reference, forward, once over all rows", share, tokens * share, forward * share)
+            self.before_training.append(once)
+        self.operations_per_step = sum(one.operations for one in self.per_step)
+        before = sum(one.operations for one in self.before_training)
+        self.operations = self.steps * self.operations_per_step + before
+
+    def as_json(self) -> dict[str, Any]:
+        lists = {name: [asdict(one) for one in getattr(self, name)] for name in ("per_step", "before_training")}
+        return vars(self) | lists
 
 
 def _forward(shape: Shape, tokens: float, length: float, asked: float) -> float:

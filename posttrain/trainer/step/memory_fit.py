@@ -17,7 +17,7 @@ from posttrain.data.collate import Collator, laid_out_tokens
 from posttrain.models.layers.kernels import COMPILED, PLAIN, uncompile_layers
 from posttrain.models.load.model import LoadedModel, innermost_model
 from posttrain.models.memory import fit as memory
-from posttrain.models.memory.shape import recomputable_layers, shape_of
+from posttrain.models.memory.shape import Shape, recomputable_layers
 from posttrain.models.scoring.fused_head import can_fuse
 from posttrain.models.scoring.token_scores import LanguageHead
 from posttrain.trainer.construction import epoch_batches
@@ -41,8 +41,7 @@ class FittedRun(Protocol):
     optimizer: torch.optim.Optimizer | None
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     reserved_bytes: Callable[[], float]
-    largest_batch: Callable[[], int]
-    longest_row: Callable[[], int]
+    batch_limits: Callable[[], tuple[int, int]]
     recomputes_logits: Callable[[], bool]
     differentiable_stats: Callable[[], tuple[str, ...]]
 
@@ -61,8 +60,7 @@ def _decide(run: FittedRun) -> None:
     if args.device.type != "cuda":
         args.gradient_checkpointing = bool(args.gradient_checkpointing)
         return
-    overrides = memory_overrides(run)
-    if overrides.checkpointing is not None and overrides.offload is not None and overrides.optim is not None:
+    if is_decided(memory_overrides(run)):
         return
     innermost = innermost_model(run.model)
     body, head = getattr(innermost, innermost.base_model_prefix), innermost.get_output_embeddings()
@@ -70,20 +68,18 @@ def _decide(run: FittedRun) -> None:
         cost = memory.activation_cost(body, innermost.config)
         state = memory.state_cost(run.model.parameters(), head, args.world_size)
     else:  # shards cannot be run by themselves: what plain layers keep is the most that any do
-        cost = shape_of(run.model, args.compute_dtype).activations(PLAIN)
-        shards = (
-            run.model,
-            recomputable_layers(innermost),
-            head,
-            args.world_size,
-            args.compute_dtype,
-            args.device.type,
-        )
-        state = memory.sharded_state_cost(*shards)
+        cost = Shape(run.model, args.compute_dtype).activations(PLAIN)
+        shards = (head, args.world_size, args.compute_dtype, args.device.type)
+        state = memory.sharded_state_cost(run.model, recomputable_layers(innermost), *shards)
     plan = plan_memory(run, _free(run), cost, state)
     apply(run, plan)
     if args.should_log:
         say(plan.sentence)
+
+
+def is_decided(overrides: memory.MemoryOverrides) -> bool:
+    """Whether the user has left nothing open: then nothing is planned."""
+    return None not in (overrides.checkpointing, overrides.offload, overrides.optim)
 
 
 def plan_memory(
@@ -141,7 +137,7 @@ def batch_tokens(run: FittedRun) -> memory.BatchTokens:
     can_split = args.sharding != DEEPSPEED
     lengths = getattr(run.train_dataset, "unit_lengths", None)
     if lengths is None or len(lengths) == 0:
-        return memory.BatchTokens(run.largest_batch(), run.longest_row(), can_split)
+        return memory.BatchTokens(*run.batch_limits(), can_split)
     lengths = np.asarray(lengths) * laid_out_share(run)
     order = (args.train_sampling_strategy, args.dataloader_drop_last)
     batches = epoch_batches(run.train_dataset, args, args.per_device_train_batch_size, *order)
