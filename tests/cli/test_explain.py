@@ -504,6 +504,17 @@ def test_keys_and_values_and_the_reference_of_an_online_run(seven_billion):
     assert told.memory.tokens == 4 * 100 + longest  # the prompt of a group is computed once
 
 
+def test_rollouts_are_scored_in_passes_of_their_own(seven_billion):
+    """All of a generation at once, up to what a pass without a gradient may have, however small a micro-batch is."""
+    changes = {**GROUPS, **seven_billion, "beta": 0.1, "max_completion_length": 100, "gradient_accumulation_steps": 4}
+    limits = ({"gradient_accumulation_steps": 1}, {}, {"max_tokens_per_pass": 500}, {"max_completion_length": 5000})
+    told = [explained("grpo", "grpo", {**changes, **limit}) for limit in limits]
+    a_token = told[0].memory.activations.layer
+    scored = [one.memory.phases[2].terms["activations"] / a_token for one in told]
+    prompt = told[0].counts.rollouts.longest_prompt
+    assert scored == pytest.approx([400 + prompt, 4 * (400 + prompt), 500, 32768])
+
+
 def test_reward_models_lie_on_the_device_all_the_time(seven_billion):
     named = {"reward_model_name_or_path": [seven_billion["model_name_or_path"]]}
     told = explained("grpo", "grpo", {**GROUPS, **seven_billion, **named})

@@ -29,6 +29,7 @@ NONE, SELECTIVE, FULL = "none", "selective", "full"
 HEAD_ROOM = 0.9  # share of free memory that may be claimed: the allocator's gaps and kernels' workspaces need the rest
 PROBE_TOKENS = (128, 256)
 ENOUGH_TOKENS = 16384  # of one pass: more make a GPU no faster
+TOKENS_WITHOUT_GRADIENT = {"cuda": 32768, "cpu": 4096}  # of a pass: it keeps little, and is to fill the device
 CHUNKS_IN_THE_HEAD = 2  # a chunk of logits and its gradient
 OFFLOAD_WINDOW = 3  # layer inputs on the device at once: the one in use, the next, and one on its way
 MOMENT_BYTES = {"adamw_8bit": 2 + 8 / 256, "sgd": 0, "lion_32bit": 4, "adafactor": 0.01, "adagrad": 4, "rmsprop": 4}
@@ -326,6 +327,11 @@ def memory_plan(
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
+
+
+def tokens_without_gradient(device: torch.device) -> int:
+    """Of a pass that no backward follows."""
+    return TOKENS_WITHOUT_GRADIENT.get(device.type, TOKENS_WITHOUT_GRADIENT["cuda"])
 
 
 def free_memory(device: torch.device) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from posttrain.losses.preference import PREFERENCE_LOSSES
@@ -129,6 +130,10 @@ class RunMemory:
         chosen = memory_overrides(side)
         self.level, self.offload = chosen.checkpointing or NONE, bool(chosen.offload)
         self.in_one_pass = self.args.steps_in_one_pass
+        if self.scores:  # all rollouts of a generation, in passes that need no more memory than an update
+            whole, _ = side.batch_limits(self.args.schedule().share)
+            most = memory.tokens_without_gradient(torch.device("cuda"))
+            self.scored = min(whole, most, self.args.max_tokens_per_pass or most)
 
     def standing(self) -> dict[str, float]:
         """From the first step on."""
@@ -163,8 +168,8 @@ class RunMemory:
         if any(self.generation.values()):
             found.append(Phase.of("generation", self.standing() | self.generation))
         if self.scores:
-            head = self.shape.head_bytes(int(self.tokens * self.share_trained), False, self.args.chunk_tokens)
-            work = {"head": head, "activations": self.tokens * self.activations.layer}
+            head = self.shape.head_bytes(int(self.scored * self.share_trained), False, self.args.chunk_tokens)
+            work = {"head": head, "activations": self.scored * self.activations.layer}
             found.append(Phase.of("scoring", self.standing() | work))
         return [*found, self.update(self.tokens, self.level, self.offload)]
 
