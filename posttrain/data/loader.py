@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -125,39 +125,15 @@ def read_ahead(batches: Iterator[Any], depth: int = BATCHES_AHEAD) -> Iterator[A
 
     Batches are functions of (seed, epoch, process): making one early, or one that is never used, changes nothing.
     """
-    made: queue.Queue = queue.Queue(depth)
-    leaving = threading.Event()
-
-    def put(item: tuple[Any, BaseException | None]) -> None:
-        while not leaving.is_set():
-            try:
-                return made.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def fill() -> None:
+    end = object()
+    with ThreadPoolExecutor(1, thread_name_prefix="posttrain-batches") as thread:
+        made = deque(thread.submit(next, batches, end) for _ in range(depth))
         try:
-            for batch in batches:
-                put((batch, None))
-                if leaving.is_set():
-                    return
-            put((None, StopIteration()))
-        except BaseException as error:
-            put((None, error))
-
-    thread = threading.Thread(target=fill, name="posttrain-batches", daemon=True)
-    thread.start()
-    try:
-        while True:
-            batch, problem = made.get()
-            if isinstance(problem, StopIteration):
-                return
-            if problem is not None:
-                raise problem
-            yield batch
-    finally:
-        leaving.set()
-        thread.join()
+            while (batch := made.popleft().result()) is not end:
+                made.append(thread.submit(next, batches, end))
+                yield batch
+        finally:
+            thread.shutdown(cancel_futures=True)
 
 
 class StreamBatches(IterableDataset):

@@ -213,13 +213,10 @@ class BaseTrainer(transformers.Trainer):
         """Add a batch that is trained on to the tokens of the run."""
         self.metrics.count("num_tokens", batch.num_tokens)
 
-    def longest_row(self) -> int:
-        """Tokens of the longest unit, where the data does not tell."""
-        return len(self.roles) * (self.args.max_length or 4096)
-
-    def largest_batch(self) -> int:
-        """Tokens of a micro-batch of such units."""
-        return self.args.per_device_train_batch_size * self.longest_row()
+    def batch_limits(self) -> tuple[int, int]:
+        """Tokens of the largest micro-batch and of the longest unit, where the data does not tell."""
+        longest = len(self.roles) * (self.args.max_length or 4096)
+        return self.args.per_device_train_batch_size * longest, longest
 
     def plan_lines(self, max_steps: int) -> dict[str, str]:
         """Lines of the block that opens a run which are peculiar to this kind of trainer; those of the same name give way."""

@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments, enable_full_determinism, set_seed
 
-from posttrain.core.batch import PADDED
 from posttrain.core.console import say, set_verbosity
 from posttrain.data.collate import Collator
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
@@ -23,7 +22,7 @@ from posttrain.data.rows.formats import RowFormat
 from posttrain.data.store.prepare import prepare_dataset
 from posttrain.models.load.model import LoadOptions, innermost_model, load_tokenizer, model_type_of
 from posttrain.models.load.vocabulary import copy_chat_template, fit_embeddings
-from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig
+from posttrain.trainer.options.base import BaseConfig
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +147,8 @@ def load_options(
         peft_config=peft_config,
         fuse_lora=args.fuse_lora,
         quantization_config=quantization_config,
-        layout=args.layout if args.neftune_noise_alpha is None else PADDED,
-        share_prefixes=isinstance(args, SharedPromptsConfig) and args.share_prompts,
+        layout=args.layout,
+        share_prefixes=getattr(args, "share_prompts", False),
         router_aux_loss_coef=args.router_aux_loss_coef,
         device=args.device,
         sharded=args.sharding is not None,

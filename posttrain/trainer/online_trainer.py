@@ -30,6 +30,7 @@ from posttrain.data.rows.formats import PROMPT_ONLY
 from posttrain.models.inference import evaluating
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference, Precomputed
+from posttrain.models.memory.fit import tokens_without_gradient
 from posttrain.models.scoring.float32_head import compute_head_in_float32
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rewards.reward_set import RewardSet
@@ -63,8 +64,6 @@ logger = logging.getLogger(__name__)
 ROLLOUTS_FILE = "rollouts_{rank}"
 FAILURES = "reward_failures/"  # and the kind: how many calls of rewards have failed since the beginning of the run
 EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time
-TOKENS_OF_A_PASS = {"cuda": 32768, "cpu": 4096}
-"""A forward without autograd keeps little: passes are large enough to fill the device."""
 
 
 class OnlineTrainer(BaseTrainer):
@@ -259,20 +258,18 @@ class OnlineTrainer(BaseTrainer):
             "rollouts": f"written by {engine}; rewards: {', '.join(self.rewards.names)}",
         }
 
-    def longest_row(self) -> int:
-        return self._longest_prompt() + self.args.max_completion_length
+    def batch_limits(self, samples: int | None = None) -> tuple[int, int]:
+        """Completions as long as they may be; the prompt of a group lies once in a batch, where the model allows it.
 
-    def _longest_prompt(self) -> int:
-        return getattr(self.train_dataset, "longest", self.args.max_length or 1024)
-
-    def largest_batch(self) -> int:
-        """Completions as long as they may be; the prompt of a group lies once in a micro-batch, where the model allows it."""
-        size, group = self.args.per_device_train_batch_size, self.args.num_generations
-        if self.data_collator.layout != SHARED:
-            return super().largest_batch()
+        Of a micro-batch, or of so many `samples`.
+        """
+        size, group = samples or self.args.per_device_train_batch_size, self.args.num_generations
+        prompt = getattr(self.train_dataset, "longest", self.args.max_length or 1024)
+        completion = self.args.max_completion_length
         fits_evenly = size % group == 0 or group % size == 0
         groups = -(-size // group) + (0 if fits_evenly else 1)
-        return groups * self._longest_prompt() + size * self.args.max_completion_length
+        prompts = groups if self.data_collator.layout == SHARED else size
+        return prompts * prompt + size * completion, prompt + completion
 
     # ---- rollouts ----------------------------------------------------------------------------------------------------
 
@@ -453,7 +450,7 @@ def write_logps(
     Passes have a bounded number of tokens: many rollouts need no more memory than an update. `passes` says how many are run where
     this process needs so many: a sharded model is asked equally often by all.
     """
-    budget = min(collator.max_tokens or 2**62, TOKENS_OF_A_PASS.get(device.type, TOKENS_OF_A_PASS["cuda"]))
+    budget = min(collator.max_tokens or 2**62, tokens_without_gradient(device))
     collator = replace(collator, max_tokens=budget)
     units = as_units(samples, collator)
     parts = split_by_tokens(units, collator.layout, budget)

@@ -11,7 +11,7 @@ from posttrain.data.loader import read_ahead
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "posttrain-batches"]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("posttrain-batches")]
 
 
 def test_same_batches_in_the_same_order():

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
 from posttrain import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from posttrain.models.layers.kernels import PLAIN
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.memory import fit as memory
 from posttrain.models.memory.fit import (
@@ -25,6 +26,7 @@ from posttrain.models.memory.fit import (
     StateCost,
     memory_plan,
 )
+from posttrain.models.memory.shape import Shape
 from posttrain.trainer import base
 from posttrain.trainer import online_trainer as online
 from posttrain.trainer.step import memory_fit
@@ -126,16 +128,17 @@ def test_state_of_bfloat16_weights_is_16_bytes_a_weight_and_of_float32_12():
 
 
 def test_sharded_models_are_estimated():
-    cost = memory.activation_cost(tiny.causal_lm().model, tiny.config(), is_sharded=True)
+    cost = Shape(tiny.causal_lm(), torch.bfloat16).activations(PLAIN)
     assert not cost.is_measured
     assert cost.kept[FULL] < cost.kept[SELECTIVE] < cost.kept[NONE]
+    assert cost.kept[FULL] == 2 * tiny.config().num_hidden_layers * tiny.config().hidden_size  # of what is computed in
 
 
 # ---- deciding -----------------------------------------------------------------------------------------------------------
 
 COST = ActivationCost({NONE: 1000 * KIB, SELECTIVE: 500 * KIB, FULL: 100 * KIB}, 4 * KIB, 36 * KIB)
 STATE = StateCost(
-    trained=GIB, masters=4 * GIB, gradients=4 * GIB, head=GIB
+    trained=GIB, masters=4 * GIB, sums=4 * GIB, head_chunks=GIB
 )  # 17 GiB with float32 moments, 11 with 8 bits
 TOKENS = 16384  # 16 GiB of activations if all are kept
 
@@ -351,6 +354,26 @@ def test_a_plan_is_carried_out(tmp_path, level, expected):
     assert (made.args.optim == "adamw_8bit") == (level == FULL)
     made.train()
     assert made.state.global_step == 1
+
+
+def test_a_sharded_run_is_planned_by_the_shape_of_its_model(tmp_path, monkeypatch):
+    """Shards cannot be run, so nothing is measured; plain layers of the size of the model's are counted, in what is computed."""
+    made, said = trainer(tmp_path, per_device_train_batch_size=3), []
+    made.args.gradient_checkpointing = None
+    monkeypatch.setattr(SFTConfig, "device", property(lambda args: torch.device("cuda")))
+    monkeypatch.setattr(SFTConfig, "sharding", property(lambda args: "fsdp"))
+    monkeypatch.setattr(memory_fit, "_free", lambda run: 3 * GIB)
+    monkeypatch.setattr(memory_fit, "say", said.append)
+    monkeypatch.setattr(memory, "activation_cost", lambda *_: pytest.fail("shards were run"))
+    memory_fit._decide(made)
+    a_token = Shape(made.model).activations(PLAIN).of(NONE, False)
+    assert f"({a_token / KIB:.0f} KiB a token, estimated)" in said[0]
+    assert not made.args.gradient_checkpointing
+    monkeypatch.setattr(memory_fit, "_free", lambda run: GIB)
+    made.args.gradient_checkpointing = made.args.activation_offloading = made.args.max_tokens_per_pass = None
+    memory_fit._decide(made)
+    assert made.args.gradient_checkpointing  # two chunks of logits alone are more than there is
+    assert "too much" in said[1]
 
 
 def test_the_decision_is_taken_when_the_reference_is_there(tmp_path, monkeypatch):

@@ -52,18 +52,15 @@ class Checked:
 
     def __init__(self, config: RunConfig) -> None:
         from posttrain.cli.options.needs import missing_packages
-        from posttrain.cli.running.assemble import config_of
-        from posttrain.cli.running.loaded_model import model_name
+        from posttrain.cli.running.assemble import config_of, side_of
         from posttrain.data.store.audit import WARNING, AuditFinding, audit, of_columns, of_tokenizer, overlap
-        from posttrain.methods.table import METHODS
 
         config.values["on_bad_rows"] = "drop"  # to see all of them
         config.values["dataset_streaming"] = config.values["streaming"] = False
         no_bars()
         self.config = config
         self.args = or_usage_error(lambda: config_of(config))
-        named = config.get("tokenizer_name_or_path") or model_name(config)
-        self.side = or_usage_error(lambda: METHODS[config.method].trainer_class.without_model(named, self.args))
+        self.side = or_usage_error(lambda: side_of(config, self.args))
         packages = missing_packages(config, self.args)
         self.findings = [AuditFinding(WARNING, "package", "run", missing) for missing in packages]
         self.rewards = self._rewards()

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import re
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.errors import UsageError, or_usage_error
@@ -15,9 +13,8 @@ from posttrain.cli.options.words import own_options
 from posttrain.cli.running.output import no_bars, write_json
 
 if TYPE_CHECKING:
-    from posttrain.trainer.plan.arithmetic import Range, RunCounts
-    from posttrain.trainer.plan.memory import MemoryReport
-    from posttrain.trainer.plan.work import Work
+    from posttrain.trainer.plan.arithmetic import Rollouts, RunCounts
+    from posttrain.trainer.plan.costs import RunMemory
 
 USAGE = """usage: posttrain explain [METHOD] [CONFIG.yaml] [--gpu 24GB] [--json FILE|-] [--option value ...]
 
@@ -58,107 +55,87 @@ class Explained:
     """A run's options, data and model shape, and what follows from them."""
 
     def __init__(self, config: RunConfig, gpu: int | None = None) -> None:
-        from posttrain.cli.options.needs import give_agents
-        from posttrain.cli.running.assemble import config_of, parts_of, rewards_of
-        from posttrain.cli.running.evals_of import evals_of
-        from posttrain.cli.running.loaded_model import model_name
-        from posttrain.cli.running.processes import command_of
-        from posttrain.methods.table import METHODS
-        from posttrain.trainer.plan.arithmetic import complete, count_run
-
         self.config, self.gpu = config, gpu
-        self.processes = processes_of(config)
-        method = METHODS[config.method]
-        as_planned = functools.partial(as_processes, method.config_class, self.processes)
-        with _quiet():
-            with as_planned():
-                self.args = or_usage_error(lambda: config_of(config))
-            self.model = model_name(config)
-            command_of(config, [])  # a profile that does not exist
-            self.given = rewards_of(config)
-            self.parts = or_usage_error(lambda: parts_of(config))
-            named = config.get("tokenizer_name_or_path") or self.model
-            self.side = or_usage_error(lambda: method.trainer_class.without_model(named, self.args))
-            or_usage_error(lambda: give_agents(self.side, self.given, self.args))
-            train, evaluation = or_usage_error(self._datasets)
-            evals = or_usage_error(lambda: evals_of(config, self.args))
-            with as_planned():
-                or_usage_error(lambda: complete(self.side, train, evaluation))
-                self.counts = or_usage_error(lambda: count_run(self.side, evals))
-                self._explain_model()
-            self._note_needs(train)
+        no_bars()
+        with contextlib.redirect_stdout(io.StringIO()):  # what is said about the data is `posttrain check`'s business
+            or_usage_error(self._explain)
+
+    def _explain(self) -> None:
+        from posttrain.cli.options.needs import give_agents
+        from posttrain.cli.running.assemble import described, side_of
+        from posttrain.cli.running.datasets_of import datasets_of
+        from posttrain.cli.running.evals_of import evals_of
+        from posttrain.cli.running.processes import as_planned, command_of
+        from posttrain.trainer.plan.arithmetic import RunCounts, complete
+
+        config = self.config
+        command_of(config, [])  # a profile that does not exist
+        with as_planned(config):
+            self.args, self.model, self.given, self.parts = described(config)
+        self.side = side = side_of(config, self.args)
+        give_agents(side, self.given, self.args)
+        train, evaluation = datasets_of(config)
+        train, evaluation = side._prepared(train, "train"), side._prepared_evaluation(evaluation)
+        evals = evals_of(config, self.args)
+        with as_planned(config):
+            complete(side, train, evaluation)
+            self.counts = RunCounts(side, evals)
+            self.formula = side.formula(self.args, totals_in_words(self.counts))
+            self._explain_model()
+        self._note_what_is_missing()
+        self._note_needs()
 
     def _explain_model(self) -> None:
-        """The formula, and what follows from the model's shape."""
-        from posttrain.trainer.plan.memory import Demands, explain_memory, meta_model, reward_model_bytes, shape_of
-        from posttrain.trainer.plan.work import COPY, PRECOMPUTED, explain_work, reference_of
-
-        side, counts = self.side, self.counts
-        self.formula = side.formula(self.args, totals_in_words(counts))
-        dtype = self._dtype()
-        quantised = next((name for name in ("load_in_4bit", "load_in_8bit") if self.config.get(name)), None)
-        self.shape = or_usage_error(
-            lambda: shape_of(meta_model(side, self.model, self.parts, dtype), quantised, side.args.fuse_lora)
-        )
-        side.engine.is_foreign = getattr(self.args, "use_vllm", False)
-        side.replay = True if getattr(self.args, "replay_buffer_size", 0) else None
-        reference = reference_of(side, self.parts)
-        scores = counts.rollouts is not None and (side.needs_old_logps or side.needs_reference)
-        size, has_copy = self.shape.weight_bytes, self.parts.get("peft_config") is None
-        judges = self.config.get("reward_model_name_or_path") if counts.rollouts is not None else None
-        demands = Demands(
-            reward_models=sum(
-                or_usage_error(lambda name=name: reward_model_bytes(side, name, dtype)) for name in judges or ()
-            ),
-            reference=size if reference == COPY else 0.0,
-            loaded_reference=size if reference == PRECOMPUTED and has_copy else 0.0,
-            scores=scores,
-        )
-        self.memory = explain_memory(side, self.shape, counts, demands, self.gpu)
-        self.work = explain_work(side, self.shape, counts, self.parts, self.memory.level)
-        profile = self.config.get("accelerate_config")
-        if profile and not self.config.get("num_processes"):
-            counts.notes.append("Figures are those of one process: name the others with --num_processes.")
-        if getattr(self.args, "vllm_share", 0) and self.gpu is None:
-            counts.notes.append(
-                f"vLLM takes {self.args.vllm_share:g} of the device's memory besides: name the device with --gpu to count it."
-            )
-        if profile or self.args.sharding:
-            counts.notes.append(
-                f"Memory is that of a process with the whole model; {profile or self.args.sharding} may hold a part of it only."
-            )
-
-    def _note_needs(self, train: Any) -> None:
-        """What would end the run at its start, or at its first rewards."""
-        from posttrain.cli.options.needs import RewardColumns, missing_packages, notes_on_servers
-        from posttrain.cli.running.processes import visible_gpus
-
-        self.counts.notes += [f"{missing}." for missing in missing_packages(self.config, self.args)]
-        if getattr(self.args, "use_vllm", False) and self.args.vllm_mode == "server":
-            self.counts.notes += notes_on_servers(
-                self.args.vllm_addresses(), self.processes, visible_gpus(self.config.get("gpu_ids"))
-            )
-        columns = getattr(getattr(train, "dataset", None), "column_names", None)  # None: a stream's are not known
-        if self.given and columns is not None:
-            self.counts.notes += RewardColumns(self.side, self.given).missing(columns)
-
-    def _dtype(self) -> Any:
-        """What the run will compute in on a GPU; transformers and accelerate decide by the machine, which is not this one."""
+        """What follows from the model's shape."""
         import torch
 
-        named = (self.args.model_init_kwargs or {}).get("dtype")
-        if named in ("bfloat16", "float32", "float16"):
-            return getattr(torch, named)
-        wanted = self.config.get("bf16")
-        is_full = wanted is False or self.config.get("fp16") or self.config.get("use_cpu")
-        return torch.float32 if is_full else torch.bfloat16
+        from posttrain.models.load.model import SEQUENCE_REWARD, LoadOptions, model_without_weights
+        from posttrain.models.memory.shape import Shape
+        from posttrain.trainer.plan.costs import PlannedModel, RunMemory, Work
+        from posttrain.trainer.references.setup import kind_of_reference
 
-    def _datasets(self) -> tuple[Any, Any]:
-        """As the trainer prepares them; what it says about them is `posttrain check`'s business."""
-        from posttrain.cli.running.datasets_of import datasets_of
+        side, args, config, adapter = self.side, self.args, self.config, self.parts.get("peft_config")
+        # What the run will compute in on a GPU; transformers and accelerate decide by the machine, which is not this one.
+        is_full = config.get("bf16") is False or config.get("fp16") or config.get("use_cpu")
+        dtype = (args.model_init_kwargs or {}).get("dtype")
+        if dtype not in ("bfloat16", "float32", "float16"):
+            dtype = "float32" if is_full else "bfloat16"
+        shared = {"dtype": getattr(torch, dtype), "trust_remote_code": args.trust_remote_code}
+        own = LoadOptions(task=side.task, model_init_kwargs=args.model_init_kwargs or {}, peft_config=adapter, **shared)
+        side.model = model_without_weights(self.model, own)
+        quantised = next((name for name in ("load_in_4bit", "load_in_8bit") if config.get(name)), None)
+        self.shape = Shape(side.model, None, quantised, args.fuse_lora)
+        judges = (self.counts.rollouts is not None and config.get("reward_model_name_or_path")) or ()
+        judges = [model_without_weights(judge, LoadOptions(task=SEQUENCE_REWARD, **shared)) for judge in judges]
+        run = PlannedModel(side, self.counts, self.shape, kind_of_reference(side, adapter is not None), judges)
+        self.memory = RunMemory(run, self.gpu)
+        self.work = Work(run, self.memory.level)
 
-        train, evaluation = datasets_of(self.config)
-        return self.side._prepared(train, "train"), self.side._prepared_evaluation(evaluation)
+    def _note_what_is_missing(self) -> None:
+        """From the figures."""
+        notes, profile, args = self.counts.notes, self.config.get("accelerate_config"), self.args
+        if profile and not self.config.get("num_processes"):
+            notes.append("Figures are those of one process: name the others with --num_processes.")
+        if getattr(args, "vllm_share", 0) and self.gpu is None:
+            share = f"vLLM takes {args.vllm_share:g} of the device's memory besides"
+            notes.append(f"{share}: name the device with --gpu to count it.")
+        if profile or args.sharding:
+            whole = "Memory is that of a process with the whole model"
+            notes.append(f"{whole}; {profile or args.sharding} may hold a part of it only.")
+
+    def _note_needs(self) -> None:
+        """What would end the run at its start, or at its first rewards."""
+        from posttrain.cli.options.needs import RewardColumns, missing_packages, notes_on_servers
+        from posttrain.cli.running.processes import processes_of, visible_gpus
+
+        config, args, notes = self.config, self.args, self.counts.notes
+        notes += [f"{missing}." for missing in missing_packages(config, args)]
+        if getattr(args, "use_vllm", False) and args.vllm_mode == "server":
+            gpus = visible_gpus(config.get("gpu_ids"))
+            notes += notes_on_servers(args.vllm_addresses(), processes_of(config), gpus)
+        columns = getattr(getattr(self.side.train_dataset, "dataset", None), "column_names", None)
+        if self.given and columns is not None:  # None: a stream's are not known
+            notes += RewardColumns(self.side, self.given).missing(columns)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -173,17 +150,7 @@ class Explained:
         }
 
 
-def processes_of(config: RunConfig) -> int:
-    """Of the run: those named, or one for each GPU that `posttrain METHOD` would find here."""
-    from posttrain.cli.running.processes import visible_gpus
-
-    named = config.get("num_processes")
-    if named or config.get("accelerate_config") or config.get("use_cpu"):
-        return named or 1
-    return max(visible_gpus(config.get("gpu_ids")), 1)
-
-
-def totals_in_words(counts: Any) -> dict[str, str]:
+def totals_in_words(counts: RunCounts) -> dict[str, str]:
     """What the loss is divided by, as the run will count it: one number, or from which to which."""
 
     def words(name: str) -> str:
@@ -192,30 +159,6 @@ def totals_in_words(counts: Any) -> dict[str, str]:
 
     tokens = words("trained") if counts.rollouts is None else "the"
     return {"tokens": tokens, "sequences": words("samples"), "units": words("rows"), "batches": words("micro_batches")}
-
-
-@contextlib.contextmanager
-def as_processes(config_class: type, count: int) -> Iterator[None]:
-    """Inside, configs belong to a run of `count` processes, though there is this one only."""
-    if count == 1:
-        yield
-        return
-    own = config_class.__dict__.get("world_size")
-    config_class.world_size = property(lambda args: count)
-    try:
-        yield
-    finally:
-        if own is None:
-            del config_class.world_size
-        else:
-            config_class.world_size = own
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    no_bars()
-    with contextlib.redirect_stdout(io.StringIO()):
-        yield
 
 
 # ---- what is printed -------------------------------------------------------------------------------------------------------
@@ -228,143 +171,110 @@ def show(found: Explained) -> None:
     sections = {
         f"{found.config.method} of {found.model}": counts_lines(found),
         "the loss": found.formula.lines(),
-        "passes of an optimizer step": work_lines(found.work, found.shape),
+        "passes of an optimizer step": work_lines(found),
         "memory of one process (estimated)": memory_lines(found.memory),
+        "to know": found.counts.notes,
     }
     for title, lines in sections.items():
-        console.rule(title, align="left")
+        if lines:
+            console.rule(title, align="left")
         for line in lines:
             console.print(line, markup=False)
-    if found.counts.notes:
-        console.rule("to know", align="left")
-    for note in found.counts.notes:
-        console.print(note, markup=False)
-
-
-# ---- counts ----------------------------------------------------------------------------------------------------------------
 
 
 def counts_lines(found: Explained) -> list[str]:
     counts = found.counts
-    packed = getattr(found.args, "packing", False)
-    rows = "blocks" if packed else "prompts" if counts.rollouts is not None else ROW_NAMES[len(found.side.roles)]
-    known = "a stream" if counts.rows_of_dataset is None else f"{counts.rows_of_dataset:,} {rows}"
-    lines = [
-        f"data             {known}",
-        f"optimizer steps  {counts.optimizer_steps:,} ({counts.steps_per_epoch:,} an epoch, {counts.epochs:g} epochs, "
+    packed, online = getattr(found.args, "packing", False), counts.rollouts is not None
+    rows = "blocks" if packed else "prompts" if online else ROW_NAMES[len(found.side.roles)]
+    evaluated, kept = "", counts.checkpoints_kept
+    if counts.evaluations and counts.eval_rows is not None:
+        answers = "" if counts.eval_completions is None else f", {counts.eval_completions:,} completions"
+        evaluated = f" of {counts.eval_rows:,} rows{answers}"
+    shown = {
+        "data": "a stream" if counts.rows_of_dataset is None else f"{counts.rows_of_dataset:,} {rows}",
+        "optimizer steps": f"{counts.optimizer_steps:,} ({counts.steps_per_epoch:,} an epoch, {counts.epochs:g} epochs, "
         f"{counts.warmup_steps:,} of warmup)",
-        f"processes        {counts.processes}",
-        f"logs             {counts.logs:,}",
-        f"evaluations      {counts.evaluations:,}" + _evaluation(counts),
-        f"checkpoints      {'when best' if counts.checkpoints_kept is None else f'{counts.checkpoints:,}'}"
-        + (f", {counts.checkpoints_kept:,} kept" if counts.checkpoints_kept not in (None, counts.checkpoints) else ""),
-        "",
+        "processes": str(counts.processes),
+        "logs": f"{counts.logs:,}",
+        "evaluations": f"{counts.evaluations:,}{evaluated}",
+        "checkpoints": ("when best" if kept is None else f"{counts.checkpoints:,}")
+        + (f", {kept:,} kept" if kept not in (None, counts.checkpoints) else ""),
+    }
+    lines = [*named_lines(shown), "", *step_lines(counts, "samples" if online else rows)]
+    lines += ["", *named_lines(rollout_facts(counts.rollouts))] if online else []
+    tasks = [
+        f"evals            {task.name}: {task.answers:,} answers to {task.prompts:,} prompts, {task.times:,} times; at most "
+        f"{task.most_tokens:,} tokens"
+        for task in counts.tasks
     ]
-    return lines + step_lines(counts, rows) + rollout_lines(counts) + task_lines(counts)
+    return [*lines, *(["", *tasks] if tasks else [])]
 
 
-def _evaluation(counts: RunCounts) -> str:
-    if not counts.evaluations or counts.eval_rows is None:
-        return ""
-    answers = "" if counts.eval_completions is None else f", {counts.eval_completions:,} completions"
-    return f" of {counts.eval_rows:,} rows{answers}"
+def named_lines(shown: dict[str, str]) -> list[str]:
+    return [f"{name:<17}{text}" for name, text in shown.items()]
 
 
 def step_lines(counts: RunCounts, rows: str) -> list[str]:
-    online = counts.rollouts is not None
-    shown = {
-        "samples" if online else rows: "samples" if online else "rows",
-        "samples": "samples",
-        "tokens (at most)" if online else "tokens": "tokens",
-        "trained tokens": "trained",
-        "micro-batches": "micro_batches",
-        "passes": "passes",
-    }
-    header = f"{'in a step':<18}{'mean':>12}{'smallest':>12}{'largest':>12}{'whole run':>16}"
-    wanted = {
-        name: counts.per_step[key] for name, key in shown.items() if key != "trained" or counts.per_step[key].total
-    }
-    return [header, *(table_line(name, found) for name, found in wanted.items())]
+    online, figures = counts.rollouts is not None, counts.per_step
+    shown = {rows: "rows", "samples": "samples", "tokens (at most)" if online else "tokens": "tokens"}
+    if not online and figures["trained"].total:
+        shown["trained tokens"] = "trained"
+    shown |= {"micro-batches": "micro_batches", "passes": "passes"}
+    return [f"{'in a step':<18}{'mean':>12}{'smallest':>12}{'largest':>12}{'whole run':>16}"] + [
+        f"{name:<18}{found.mean:>12,.1f}{found.smallest:>12,}{found.largest:>12,}{found.total:>16,}"
+        for name, found in ((name, figures[key]) for name, key in shown.items())
+    ]
 
 
-def table_line(name: str, found: Range) -> str:
-    return f"{name:<18}{found.mean:>12,.1f}{found.smallest:>12,}{found.largest:>12,}{found.total:>16,}"
-
-
-def rollout_lines(counts: RunCounts) -> list[str]:
-    rollouts = counts.rollouts
-    if rollouts is None:
-        return []
+def rollout_facts(rollouts: Rollouts) -> dict[str, str]:
     least = "at least " if rollouts.is_at_least else ""
     tokens = "not known" if rollouts.prompt_tokens is None else (
         f"{rollouts.prompt_tokens:,} of prompts (once for each completion), at most {rollouts.most_tokens:,} in all"
     )  # fmt: skip
-    return [
-        "",
-        f"generations      {rollouts.generations:,} of {rollouts.prompts_per_generation:,} prompts and "
+    return {
+        "generations": f"{rollouts.generations:,} of {rollouts.prompts_per_generation:,} prompts and "
         f"{rollouts.completions_per_generation:,} completions, for {rollouts.steps_per_generation:g} optimizer steps each",
-        f"prompts          {least}{rollouts.prompts:,}",
-        f"completions      {least}{rollouts.completions:,}",
-        f"tokens           {tokens}",
-        f"reward calls     {least}{rollouts.reward_calls:,} of each function",
-    ]
+        "prompts": f"{least}{rollouts.prompts:,}",
+        "completions": f"{least}{rollouts.completions:,}",
+        "tokens": tokens,
+        "reward calls": f"{least}{rollouts.reward_calls:,} of each function",
+    }
 
 
-def task_lines(counts: RunCounts) -> list[str]:
-    return ["", *(
-        f"evals            {task.name}: {task.answers:,} answers to {task.prompts:,} prompts, {task.times:,} times; at most "
-        f"{task.most_tokens:,} tokens"
-        for task in counts.tasks
-    )] if counts.tasks else []  # fmt: skip
-
-
-# ---- work and memory -------------------------------------------------------------------------------------------------------
-
-
-def work_lines(work: Work, shape: Any) -> list[str]:
-    lines = [f"{one.line}, about {one.operations:.2e} operations" for one in work.per_step]
-    lines += [f"before training: {one.line}, about {one.operations:.2e} operations" for one in work.before_training]
-    lines.append(f"reference: {work.reference}")
-    lines.append(
+def work_lines(found: Explained) -> list[str]:
+    work, shape = found.work, found.shape
+    passes = [*work.per_step, *work.before_training]
+    lines = [f"{one.line}, about {one.operations:.2e} operations" for one in passes]
+    lines[len(work.per_step) :] = [f"before training: {line}" for line in lines[len(work.per_step) :]]
+    return [
+        *lines,
+        f"reference: {work.reference}",
         f"{shape.parameters:,} parameters, {shape.trained:,} trained; about {work.operations_per_step:.2e} operations a step and "
-        f"{work.operations:.2e} in the run (estimated)"
-    )
-    return lines
+        f"{work.operations:.2e} in the run (estimated)",
+    ]
 
 
 def gib(size: float) -> str:
     return f"{size / 2**30:,.2f} GiB"
 
 
-def memory_lines(report: MemoryReport) -> list[str]:
-    how = LEVELS[report.level] + (", parked in host memory" if report.offload else "")
+def memory_lines(report: RunMemory) -> list[str]:
+    how, worst = LEVELS[report.level] + (", parked in host memory" if report.offload else ""), report.worst
     lines = [f"{report.dtype}, {report.kernels} layers, passes of up to {report.tokens:,} tokens, {how}"]
     for phase in report.phases:
-        terms = ", ".join(
-            f"{name} {gib(size)}" for name, size in sorted(phase.terms.items(), key=lambda term: -term[1])
-        )
-        lines.append(f"{phase.name:<12}{gib(phase.peak):>12}  {terms}")
-    lines.append(f"The peak is in {report.worst.name}; its largest term is {report.worst.binding}.")
-    lines.append(
-        "update by level: " + ", ".join(f"{LEVELS[name]} {gib(size)}" for name, size in report.by_level.items())
-    )
-    return lines + fitting_lines(report)
-
-
-def fitting_lines(report: MemoryReport) -> list[str]:
+        terms = sorted(phase.terms.items(), key=lambda term: -term[1])
+        shown = ", ".join(f"{name} {gib(size)}" for name, size in terms)
+        lines.append(f"{phase.name:<12}{gib(phase.peak):>12}  {shown}")
+    lines.append(f"The peak is in {worst.name}; its largest term is {worst.binding}.")
+    levels = ", ".join(f"{LEVELS[name]} {gib(size)}" for name, size in report.by_level.items())
+    lines.append(f"update by level: {levels}")
     if report.gpu is None:
-        return []
-    fits = report.worst.peak <= report.room
-    verdict = "fits" if fits else "does not fit"
-    lines = [
-        f"On {report.gpu / 2**30:g} GB it {verdict}: {gib(report.worst.peak)} needed in {report.worst.name}, "
-        f"{gib(report.room)} may be used."
-    ]
-    for name, found in report.fitting.items():
-        if found["rows"]:
-            lines.append(
-                f"  {LEVELS[name]}: passes of up to {found['tokens']:,} tokens ({found['rows']:,} rows of {report.longest:,})"
-            )
-        else:
-            lines.append(f"  {LEVELS[name]}: not even one row of {report.longest:,} tokens")
-    return [*lines, report.sentence]
+        return lines
+    verdict = "fits" if worst.peak <= report.room else "does not fit"
+    needed = f"{gib(worst.peak)} needed in {worst.name}, {gib(report.room)} may be used"
+    lines.append(f"On {report.gpu / 2**30:g} GB it {verdict}: {needed}.")
+    for name, fits in report.fitting.items():
+        passes = f"passes of up to {fits['tokens']:,} tokens ({fits['rows']:,} rows of {report.longest:,})"
+        none = f"not even one row of {report.longest:,} tokens"
+        lines.append(f"  {LEVELS[name]}: {passes if fits['rows'] else none}")
+    return [*lines, report.sentence or "Nothing is left open: the run uses the settings that are given."]

@@ -234,20 +234,14 @@ def first_problem(method: str, metric: str, trials: list[tuple[str, dict[str, An
 
 def _check(method: str, metric: str, options: dict[str, Any], where: str) -> None:
     """What `trainer_of` does before it reads data."""
-    from posttrain.cli.commands.explain import as_processes, processes_of
     from posttrain.cli.options.arguments import RunConfig
-    from posttrain.cli.running.assemble import config_of, parts_of, rewards_of
-    from posttrain.cli.running.loaded_model import model_name
-    from posttrain.cli.running.processes import command_of
-    from posttrain.methods.table import METHODS
+    from posttrain.cli.running.assemble import described
+    from posttrain.cli.running.processes import as_planned, command_of
 
     config = RunConfig(method, dict(options), dict.fromkeys(options, where))
     command_of(config, [])
-    with as_processes(METHODS[method].config_class, processes_of(config)):
-        args = or_usage_error(lambda: config_of(config))
-    model_name(config)
-    rewards_of(config)
-    or_usage_error(lambda: parts_of(config))
+    with as_planned(config):
+        args, *_ = or_usage_error(lambda: described(config))
     if not (config.get("dataset_name") or config.get("datasets")):
         raise UsageError(f"posttrain {method} needs rows: `dataset_name` or `datasets` in `options`.")
     _check_metric(metric, args)

@@ -19,30 +19,54 @@ TASKS = {"sequence_reward": "SEQ_CLS"}
 
 def trainer_of(config: RunConfig, **more: Any) -> Any:
     """The trainer that the options describe. `more`: further arguments of it, such as callbacks."""
-    from posttrain.methods.table import METHODS
+    return or_usage_error(lambda: _trainer_of(config, more))
 
-    method = METHODS[config.method]
-    args = or_usage_error(lambda: config_of(config))
-    model = model_name(config)
-    given = rewards_of(config) | or_usage_error(lambda: parts_of(config))
-    train, evaluation = or_usage_error(lambda: _datasets(config))
-    evals = or_usage_error(lambda: _evals(config, args))
-    tokenizer = {"processing_class": _tokenizer(config)} if config.get("tokenizer_name_or_path") else {}
-    trainer = or_usage_error(
-        lambda: method.trainer_class(
-            model=model, args=args, train_dataset=train, eval_dataset=evaluation, **tokenizer, **given, **more
-        )
-    )
+
+def _trainer_of(config: RunConfig, more: dict[str, Any]) -> Any:
+    from posttrain.cli.running.datasets_of import datasets_of
+    from posttrain.cli.running.evals_of import evals_of
+    from posttrain.methods.table import METHODS
+    from posttrain.models.load.model import load_tokenizer
+
+    args, model, rewards, parts = described(config)
+    train, evaluation = datasets_of(config)
+    evals = evals_of(config, args)
+    given = {
+        "model": model,
+        "args": args,
+        "train_dataset": train,
+        "eval_dataset": evaluation,
+        **rewards,
+        **parts,
+        **more,
+    }
+    if named := config.get("tokenizer_name_or_path"):
+        given["processing_class"] = load_tokenizer(named, None, config.get("trust_remote_code"))
+    trainer = METHODS[config.method].trainer_class(**given)
     if evals:
         from posttrain.trainer.online.task_evals import TaskEvals
 
-        or_usage_error(lambda: TaskEvals(trainer, evals))
+        TaskEvals(trainer, evals)
     if config.get("ignore_bias_buffers"):
         import torch
 
         flags = [name for name, buffer in trainer.model.named_buffers() if buffer.dtype == torch.bool]
         trainer.model._ddp_params_and_buffers_to_ignore = flags
     return trainer
+
+
+def described(config: RunConfig) -> tuple[Any, str, dict[str, Any], dict[str, Any]]:
+    """What the options describe, before data are read: (config, model, arguments of `rewards_of`, those of `parts_of`)."""
+    args, model = config_of(config), model_name(config)
+    return args, model, rewards_of(config), parts_of(config)
+
+
+def side_of(config: RunConfig, args: Any) -> Any:
+    """A trainer without a model, for commands that look at the data of a run."""
+    from posttrain.methods.table import METHODS
+
+    named = config.get("tokenizer_name_or_path") or model_name(config)
+    return METHODS[config.method].trainer_class.without_model(named, args)
 
 
 def config_of(config: RunConfig) -> Any:
@@ -121,21 +145,3 @@ def rewards_of(config: RunConfig) -> dict[str, Any]:
             f"{config.where('reward_weights')} has {len(weights)} weights for {count} rewards; give one for each."
         )
     return found
-
-
-def _datasets(config: RunConfig) -> tuple[Any, Any]:
-    from posttrain.cli.running.datasets_of import datasets_of
-
-    return datasets_of(config)
-
-
-def _evals(config: RunConfig, args: Any) -> list[Any]:
-    from posttrain.cli.running.evals_of import evals_of
-
-    return evals_of(config, args)
-
-
-def _tokenizer(config: RunConfig) -> Any:
-    from posttrain.models.load.model import load_tokenizer
-
-    return load_tokenizer(config.get("tokenizer_name_or_path"), None, config.get("trust_remote_code"))

@@ -97,14 +97,10 @@ def _kinds(key: str, hint: Any) -> list[Any]:
 def _try_rows(config: RunConfig, args: Any, specs: list[EvalSpec]) -> None:
     """What is found wrong with the rows now is not found after minutes of loading. They are encoded once and kept."""
     from posttrain.cli.running.loaded_model import model_name
-    from posttrain.data.render.renderer import Renderer
-    from posttrain.models.load.model import load_tokenizer
-    from posttrain.trainer.construction import prepare_tokenizer
+    from posttrain.trainer.construction import renderer_of
 
     source = config.get("tokenizer_name_or_path") or model_name(config)
-    tokenizer = load_tokenizer(source, args.model_init_kwargs, args.trust_remote_code)
-    prepare_tokenizer(tokenizer, args)
-    renderer = Renderer(tokenizer)
+    renderer = renderer_of(source, None, args, f"posttrain {config.method}")
     for number, spec in enumerate(specs, 1):
         try:
             spec.rows(renderer, args.chat_template_kwargs)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -132,6 +134,30 @@ def visible_gpus(gpu_ids: str | None) -> int:
     import torch
 
     return torch.cuda.device_count()
+
+
+def processes_of(config: RunConfig) -> int:
+    """Of the run: those named, or one for each GPU that `posttrain METHOD` would find here."""
+    named = config.get("num_processes")
+    if named or config.get("accelerate_config") or config.get("use_cpu"):
+        return named or 1
+    return max(visible_gpus(config.get("gpu_ids")), 1)
+
+
+@contextmanager
+def as_planned(config: RunConfig) -> Iterator[None]:
+    """Inside, configs belong to a run of as many processes as it will have, though there is this one only."""
+    from posttrain.trainer.options.base import BaseConfig
+
+    count = processes_of(config)
+    if count == 1:
+        yield
+        return
+    BaseConfig.world_size = property(lambda args: count)
+    try:
+        yield
+    finally:
+        del BaseConfig.world_size  # transformers' own again
 
 
 def _has_gpu() -> bool:

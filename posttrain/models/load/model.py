@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers.models.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.models.attention.ragged import install_ragged_attention
@@ -160,6 +161,28 @@ def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
     return _as_plain_weights(loaded) if "gguf_file" in kwargs else loaded
 
 
+def model_without_weights(model: str | Path, options: LoadOptions) -> nn.Module:
+    """What `load_model` would load, adapter included, on the meta device: of its files only the config is read."""
+    path, kwargs = locate(_base_of(model), options.model_init_kwargs)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code, **_of_files(kwargs))
+    if options.task == SEQUENCE_REWARD:
+        config.num_labels = 1
+    with torch.device("meta"):
+        made = AUTO_CLASSES[options.task].from_config(
+            config, dtype=options.dtype, trust_remote_code=options.trust_remote_code
+        )
+        made.tie_weights()
+        return made if options.peft_config is None else add_adapter(made, _adapter_config(options), options.dtype)
+
+
+def _base_of(model: str | Path) -> str | Path:
+    """The model under an adapter that is trained further."""
+    adapter = Path(model) / "adapter_config.json"
+    if not adapter.is_file() or (Path(model) / "config.json").is_file():
+        return model
+    return json.loads(adapter.read_text(encoding="utf-8"))["base_model_name_or_path"]
+
+
 class CannotLoad(OSError, ValueError):
     """A model or tokenizer that is not there, or whose files are damaged."""
 
@@ -223,9 +246,7 @@ def model_type_of(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | N
     """`model_type` of a model's config, whether it is loaded or not; None where no config says."""
     if isinstance(model, nn.Module):
         return innermost_model(model).config.model_type
-    source, kwargs = locate(model, init_kwargs)
-    if (Path(source) / "adapter_config.json").is_file():
-        source = json.loads((Path(source) / "adapter_config.json").read_text())["base_model_name_or_path"]
+    source, kwargs = locate(_base_of(model), init_kwargs)
     try:
         return PretrainedConfig.get_config_dict(source, **_of_files(kwargs))[0].get("model_type")
     except OSError:  # none there; loading the model will say so in its own words

@@ -29,6 +29,7 @@ NONE, SELECTIVE, FULL = "none", "selective", "full"
 HEAD_ROOM = 0.9  # share of free memory that may be claimed: the allocator's gaps and kernels' workspaces need the rest
 PROBE_TOKENS = (128, 256)
 ENOUGH_TOKENS = 16384  # of one pass: more make a GPU no faster
+TOKENS_WITHOUT_GRADIENT = {"cuda": 32768, "cpu": 4096}  # of a pass: it keeps little, and is to fill the device
 CHUNKS_IN_THE_HEAD = 2  # a chunk of logits and its gradient
 OFFLOAD_WINDOW = 3  # layer inputs on the device at once: the one in use, the next, and one on its way
 MOMENT_BYTES = {"adamw_8bit": 2 + 8 / 256, "sgd": 0, "lion_32bit": 4, "adafactor": 0.01, "adagrad": 4, "rmsprop": 4}
@@ -62,22 +63,12 @@ class ActivationCost:
         return self.waiting(level, offload) + self.in_backward(level)
 
 
-def activation_cost(
-    body: nn.Module, config: Any, is_sharded: bool = False, dtype: torch.dtype | None = None
-) -> ActivationCost:
-    """What `body` (the model without its head) keeps for a token. Sharded weights are not there to be run: a formula estimates.
-
-    `dtype` that it computes in, where that is not its weights'.
-    """
+def activation_cost(body: nn.Module, config: Any) -> ActivationCost:
+    """What `body` (the model without its head) keeps for a token; `Shape.activations` estimates it where nothing can be run."""
     text = config.get_text_config()
     layers, width = text.num_hidden_layers, text.hidden_size
-    item = dtype.itemsize if dtype else next(p.element_size() for p in body.parameters() if p.is_floating_point())
+    item = next(p.element_size() for p in body.parameters() if p.is_floating_point())
     inputs = layers * width * item
-    if is_sharded:
-        inner = getattr(text, "intermediate_size", None) or 4 * width
-        everything = layers * (12 * width + 4 * inner) * item
-        kept = {NONE: everything, SELECTIVE: 0.55 * everything, FULL: inputs}
-        return ActivationCost(kept, width * item, everything / layers, is_measured=False)
     (few_saved, few_selected), (saved, selected) = (_kept_by(body, config, tokens) for tokens in PROBE_TOKENS)
     tokens = PROBE_TOKENS[1] - PROBE_TOKENS[0]
     everything = (saved - few_saved) / tokens
@@ -145,13 +136,27 @@ class StateCost:
 
     trained: int  # weights
     masters: int  # float32 copies of low-precision weights
-    gradients: int
-    head: int
+    sums: int  # float32 gradients, added up from pass to pass
+    passing: int = 0  # gradients on their way into the sums
+    buckets: int = 0  # DDP's, one of each gradient
+    written: int = 0  # all gradients as autograd writes them: where a step is one pass, they may be all that there is
+    head_gradient: int = 0  # float32, while the head is asked
+    head_chunks: int = 0  # of logits, at most
+
+    @property
+    def gradients(self) -> int:
+        return self.sums + self.passing + self.buckets
+
+    @property
+    def head(self) -> int:
+        return self.head_chunks + self.head_gradient
 
     def moments(self, optim: str) -> float:
-        return self.trained * MOMENT_BYTES.get(optim, 8)
+        """Of an optimizer by its name, or its entry in transformers' table."""
+        return self.trained * MOMENT_BYTES.get(getattr(optim, "value", optim), 8)
 
     def total(self, optim: str) -> float:
+        """A bound, since not all of it is there at the same time."""
         return self.masters + self.gradients + self.head + self.moments(optim)
 
 
@@ -159,14 +164,15 @@ def state_cost(parameters: Iterable[nn.Parameter], head: nn.Module | None, world
     """float32 masters and accumulators for low-precision weights, float32 gradients elsewhere; only trained weights count."""
     trained = [p for p in parameters if p.requires_grad]
     low = [p for p in trained if p.element_size() < 4]
-    gradients = sum(p.numel() * max(p.element_size(), 4) for p in trained)
-    # a low-precision gradient lives until it is added to its accumulator; DDP keeps a bucket of each
-    gradients += max((p.numel() * p.element_size() for p in low), default=0)
-    if world_size > 1:
-        gradients += sum(p.numel() * p.element_size() for p in trained)
-    device = trained[0].device.type if trained else "cpu"
+    written = sum(p.nbytes for p in trained)
     return StateCost(
-        sum(p.numel() for p in trained), sum(4 * p.numel() for p in low), gradients, _head_bytes(head, device)
+        trained=sum(p.numel() for p in trained),
+        masters=sum(4 * p.numel() for p in low),
+        sums=sum(p.numel() * max(p.element_size(), 4) for p in trained),
+        passing=max((p.nbytes for p in low), default=0),  # it lives until it is added to its accumulator
+        buckets=written if world_size > 1 else 0,
+        written=written,
+        **_of_head(head, trained[0].device.type if trained else "cpu"),
     )
 
 
@@ -188,14 +194,14 @@ def sharded_state_cost(
     )
     trained = sum(p.numel() for p in everything.values() if p.requires_grad) // shards
     weights = sum(p.numel() * (4 if p.requires_grad else p.element_size()) for p in everything.values()) // shards
-    return StateCost(trained, weights, 4 * trained + gathered, _head_bytes(head, device))
+    return StateCost(trained, weights, sums=4 * trained, passing=gathered, **_of_head(head, device))
 
 
-def _head_bytes(head: nn.Module | None, device: str) -> int:
+def _of_head(head: nn.Module | None, device: str) -> dict[str, int]:
     """Chunks of logits, and the head's own float32 gradient where it is trained."""
     weight = getattr(head, "weight", None)
     own = 4 * weight.numel() if weight is not None and weight.requires_grad else 0
-    return CHUNKS_IN_THE_HEAD * CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"]) + own
+    return {"head_gradient": own, "head_chunks": CHUNKS_IN_THE_HEAD * CHUNK_BYTES.get(device, CHUNK_BYTES["cuda"])}
 
 
 # ---- the decision -------------------------------------------------------------------------------------------------------
@@ -253,15 +259,10 @@ LADDER = ((NONE, False), (SELECTIVE, False), (FULL, False), (FULL, True))
 
 def rungs(overrides: MemoryOverrides, can_recompute: bool = True) -> list[tuple[str, bool, bool]]:
     """(level of checkpointing, offload, 8-bit moments), mildest first, of what the user has left open."""
-    pairs = list(LADDER)
-    if overrides.offload:
-        pairs = [(overrides.checkpointing or (FULL if can_recompute else NONE), True)]
-    elif overrides.checkpointing is not None:
-        pairs = [pair for pair in LADDER if pair[0] == overrides.checkpointing]
-    if overrides.offload is False or (not can_recompute and overrides.offload is None):
-        pairs = [pair for pair in pairs if not pair[1]]
-    if not can_recompute and overrides.checkpointing is None:
-        pairs = [pair for pair in pairs if pair[0] == NONE]
+    chosen = overrides.checkpointing or (None if can_recompute else NONE)
+    may_offload = can_recompute if overrides.offload is None else overrides.offload
+    ladder = [(chosen or FULL, True)] if overrides.offload else LADDER
+    pairs = [pair for pair in ladder if chosen in (None, pair[0]) and (may_offload or not pair[1])]
     eight_bit = (False, True) if overrides.optim is None else (overrides.optim == EIGHT_BIT,)
     return [(*pair, bits) for bits in eight_bit for pair in pairs]
 
@@ -326,6 +327,11 @@ def memory_plan(
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.2f} GiB"
+
+
+def tokens_without_gradient(device: torch.device) -> int:
+    """Of a pass that no backward follows."""
+    return TOKENS_WITHOUT_GRADIENT.get(device.type, TOKENS_WITHOUT_GRADIENT["cuda"])
 
 
 def free_memory(device: torch.device) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from posttrain.core.faults import fault_point
+from posttrain.models.memory.fit import state_cost
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.snapshot import HostArena, Snapshot
 from posttrain.trainer.checkpoints.tensor_file import SaveCancelled
@@ -190,17 +191,13 @@ class CheckpointWriter:
         self.arena.release()
 
 
-def state_bytes(model: Any, masters: Any, save_only_model: bool) -> int:
-    """About what a checkpoint will hold, before the optimizer has its state: two moments a trained weight."""
-    trained = [p for p in model.parameters() if p.requires_grad]
+def state_bytes(model: Any, optim: str, save_only_model: bool) -> int:
+    """About what a checkpoint will hold, before the optimizer has its state."""
     only_adapters = hasattr(model, "peft_config")
-    saved = trained if only_adapters else list(model.state_dict().values())
-    weights = sum({tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in saved}.values())
-    if save_only_model:
-        return weights
-    elements = sum(parameter.numel() for parameter in trained)
-    moment_bytes = 4 if masters is not None else max((p.element_size() for p in trained), default=4)
-    return weights + elements * (2 * moment_bytes + (4 if masters is not None else 0))
+    saved = [p for p in model.parameters() if p.requires_grad] if only_adapters else model.state_dict().values()
+    weights = sum({tensor.data_ptr(): tensor.nbytes for tensor in saved}.values())
+    state = state_cost(model.parameters(), None)
+    return weights if save_only_model else weights + state.masters + int(state.moments(optim))
 
 
 def fits_host_memory(wanted: int) -> bool:

@@ -104,7 +104,7 @@ class Checkpoints:
 
     def prepare(self) -> None:
         """Called when training begins: what can be done ahead of the first save is done now."""
-        wanted = state_bytes(self.run.model, self.run.guard.masters, self.args.save_only_model)
+        wanted = state_bytes(self.run.model, self.args.optim, self.args.save_only_model)
         self._background = self._may_save_in_background(wanted)
         if self._background:
             self._tokenizer_files = _saved_files(self.run.processing_class)

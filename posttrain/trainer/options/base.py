@@ -252,7 +252,9 @@ class BaseConfig(TrainingArguments):
 
     @property
     def layout(self) -> str | None:
-        """The layout the user asked for, or None where the model decides."""
+        """The layout the user asked for (NEFTune's noise needs rows of their own), or None where the model decides."""
+        if self.neftune_noise_alpha is not None:
+            return PADDED
         return None if self.padding_free is None else RAGGED if self.padding_free else PADDED
 
     def layer_kernels(self, steps: int) -> tuple[str, ...]:

@@ -7,12 +7,12 @@ which Trainer's loop asks them, and no model is there. Only the loop itself is w
 
 from __future__ import annotations
 
-import copy
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch.utils.data import IterableDataset
@@ -20,12 +20,15 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import DefaultFlowCallback
 from transformers.trainer_utils import SaveStrategy
 
-from posttrain.core.batch import PADDED, RAGGED, SHARED, passes_of
+from posttrain.core.batch import PADDED, RAGGED, SHARED
+from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Collator, split_by_tokens
-from posttrain.data.loader import EpochBatches, StreamBatches
-from posttrain.rollout.loader import RolloutLoader
+from posttrain.data.loader import StreamBatches, UnitLoader
+from posttrain.rollout.loader import RolloutLoader, Window
+from posttrain.rollout.schedule import Schedule
+from posttrain.rollout.source import Prompts
+from posttrain.trainer.construction import collator_of
 from posttrain.trainer.online.task_evals import best_metric, is_due, is_read
-from posttrain.trainer.options.base import SharedPromptsConfig
 
 if TYPE_CHECKING:
     from posttrain.evaluation.spec import EvalSpec
@@ -33,31 +36,6 @@ if TYPE_CHECKING:
 
 STREAM_STEPS_LOOKED_AT = 100
 """Rows of a stream must be read and tokenised to be counted; after so many optimizer steps only their number is known."""
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """What one forward and backward of every process sees together. `tokens` of online methods: at most so many."""
-
-    rows: int
-    samples: int
-    tokens: int
-    trained: int
-    passes: int
-    is_known: bool = True  # tokens, not only rows
-
-
-@dataclass(frozen=True)
-class Step(MicroBatch):
-    """One optimizer step: the sums of its micro-batches."""
-
-    micro_batches: int = 0
-
-    @classmethod
-    def of(cls, parts: Sequence[MicroBatch]) -> Step:
-        names = ("rows", "samples", "tokens", "trained", "passes")
-        sums = {name: sum(getattr(part, name) for part in parts) for name in names}
-        return cls(**sums, is_known=all(part.is_known for part in parts), micro_batches=len(parts))
 
 
 @dataclass(frozen=True)
@@ -70,10 +48,13 @@ class Range:
     total: int
 
     @classmethod
-    def of(cls, values: Sequence[int]) -> Range:
+    def of(cls, values: np.ndarray) -> Range:
+        """Those that are known."""
+        values = values[~np.isnan(values)].astype(np.int64)
         if not len(values):
             return cls(0, 0.0, 0, 0)
-        return cls(min(values), sum(values) / len(values), max(values), sum(values))
+        total = int(values.sum())
+        return cls(int(values.min()), total / len(values), int(values.max()), total)
 
 
 @dataclass
@@ -93,6 +74,14 @@ class Rollouts:
     is_at_least: bool = False
     most_prompts: int = 0  # with all groups replaced as often as `refill_rounds` allows
 
+    @classmethod
+    def of(cls, schedule: Schedule) -> Rollouts:
+        return cls(
+            prompts_per_generation=schedule.prompts,
+            completions_per_generation=schedule.samples,
+            steps_per_generation=schedule.window / schedule.accumulation,
+        )
+
 
 @dataclass
 class TaskCount:
@@ -105,47 +94,9 @@ class TaskCount:
     most_tokens: int  # written, in the whole run
 
 
-@dataclass
-class RunCounts:
-    """All figures of a run. `per_step` holds a Range for rows, samples, tokens, trained tokens, micro-batches and passes."""
-
-    processes: int
-    rows_of_dataset: int | None
-    optimizer_steps: int
-    steps_per_epoch: int
-    epochs: float
-    warmup_steps: int
-    logs: int
-    evaluations: int
-    checkpoints: int
-    checkpoints_kept: int | None
-    per_step: dict[str, Range]
-    steps_counted: int
-    eval_rows: int | None = None
-    eval_batches: int | None = None
-    eval_completions: int | None = None
-    rollouts: Rollouts | None = None
-    tasks: list[TaskCount] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-# ---- a trainer without a model ---------------------------------------------------------------------------------------------
-
-
-def planned_layout(side: BaseTrainer) -> str:
-    """How batches will lie if the model agrees: a probe decides when it is loaded."""
-    args = side.args
-    if args.layout == PADDED or args.neftune_noise_alpha is not None:
-        return PADDED
-    return SHARED if isinstance(args, SharedPromptsConfig) and args.share_prompts else RAGGED
-
-
 def complete(side: BaseTrainer, train: Any, evaluation: Any) -> None:
     """Give a trainer without a model (`BaseTrainer.without_model`) what its loaders, `set_initial_training_values` and the
-    questions about its reference read.
+    questions about its reference read. Batches will lie as is said here if the model agrees: a probe decides when it is loaded.
     """
     args = side.args
     side.train_dataset, side.eval_dataset = train, evaluation
@@ -154,157 +105,78 @@ def complete(side: BaseTrainer, train: Any, evaluation: Any) -> None:
     side.is_deepspeed_enabled = False  # asked for a tensor-parallel size, of which there is none
     side.optimizer = side.optimizer_cls_and_kwargs = side.custom_loss = None
     side.engine = SimpleNamespace(is_foreign=getattr(args, "use_vllm", False))
-    side.data_collator = Collator(
-        side.roles, side.renderer.tokenizer.pad_token_id or 0, planned_layout(side), args.pad_multiple
-    )
+    side.replay = True if getattr(args, "replay_buffer_size", 0) else None
+    layout = PADDED if args.layout == PADDED else SHARED if getattr(args, "share_prompts", False) else RAGGED
+    side.data_collator = collator_of(None, side.roles, side.renderer.tokenizer.pad_token_id or 0, layout, args)
 
 
-# ---- micro-batches, epoch by epoch -----------------------------------------------------------------------------------------
+# ---- micro-batches ---------------------------------------------------------------------------------------------------------
+
+FIGURES = ("rows", "samples", "tokens", "trained", "passes", "micro_batches")
+"""Of an optimizer step of all processes; NaN where one is not known. Tokens of online methods: at most so many."""
 
 
-class Source(Protocol):
-    """The micro-batches of all processes, in order."""
+@dataclass
+class Counted(Collator):
+    """A Collator whose batches are what is counted about them: all FIGURES but the last."""
 
-    def set_epoch(self, epoch: int) -> None: ...
-
-    def __iter__(self) -> Iterator[MicroBatch]: ...
-
-
-class StoredBatches:
-    """Of a dataset whose rows are known: the batch samplers of all processes are asked side by side."""
-
-    def __init__(self, side: BaseTrainer, sampler: EpochBatches) -> None:
-        self.dataset, self.layout = side.train_dataset, side.data_collator.layout
-        self.max_tokens = side.args.max_tokens_per_pass
-        self.samplers = []
-        for rank in range(sampler.world_size):
-            self.samplers.append(copy.copy(sampler))
-            self.samplers[rank].rank = rank
-        self.samples, self.tokens, self.trained = figures_of_units(self.dataset)
-
-    def set_epoch(self, epoch: int) -> None:
-        for sampler in self.samplers:
-            sampler.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        for shares in zip(*self.samplers):
-            rows = [row for share in shares for row in share]
-            sums = (int(figure[rows].sum()) for figure in (self.samples, self.tokens, self.trained))
-            yield MicroBatch(len(rows), *sums, sum(map(self._passes, shares)))
-
-    def _passes(self, rows: list[int]) -> int:
-        if self.max_tokens is None:
-            return 1
-        return len(split_by_tokens([self.dataset[row] for row in rows], self.layout, self.max_tokens))
+    def __call__(self, units: Sequence[Unit]) -> list[int]:
+        samples = [sample for unit in units for sample in unit]
+        figures = [len(units), len(samples), sum(map(len, samples)), sum(sample.num_trained for sample in samples)]
+        return [*figures, len(split_by_tokens(units, self.layout, self.max_tokens))]
 
 
-def figures_of_units(dataset: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(samples, tokens, trained tokens) of each unit. The first token of a sample is never predicted."""
-    found = np.zeros((3, len(dataset)), dtype=np.int64)
-    for index in range(len(dataset)):
-        unit = dataset[index]
-        found[:, index] = len(unit), sum(map(len, unit)), sum(int(sample.trained[1:].sum()) for sample in unit)
-    return found[0], found[1], found[2]
+def counting_loaders(side: BaseTrainer, loader: Any, rollouts: Rollouts | None) -> list[Any]:
+    """The loaders of all processes, of the kind of `loader`, with a collator that counts."""
+    args, dataset, ranks = side.args, side.train_dataset, range(side.args.world_size)
+    collate = Counted(**vars(side.data_collator) | {"max_tokens": args.max_tokens_per_pass})
+    if rollouts is not None:
+        prompts = [Prompts(loader.source.order, loader.schedule, rank) for rank in ranks]
+        return [RolloutLoader(PlannedWindows(mine, side, rollouts), loader.schedule, collate) for mine in prompts]
+    if isinstance(dataset, IterableDataset):
+        return [StreamBatches(dataset, args.train_batch_size, rank, args.world_size, collate) for rank in ranks]
+    known = np.array([collate([dataset[row]]) for row in range(len(dataset))])  # once, however many epochs there are
+
+    def counted(rows: list[int]) -> list[int]:
+        figures = known[np.array(rows, dtype=np.int64)].sum(0)
+        is_whole = collate.max_tokens is None
+        return [*figures[:-1], 1 if is_whole else collate([dataset[row] for row in rows])[-1]]
+
+    samplers = [replace(loader.batch_sampler, rank=rank) for rank in ranks]
+    return [UnitLoader(range(len(dataset)), batch_sampler=mine, collate_fn=counted) for mine in samplers]
 
 
-class StreamedBatches:
-    """Of a stream: read, as the run will, for the first optimizer steps; after those the number of rows is all that is known."""
+class PlannedWindows:
+    """A RolloutSource that generates nothing: its samples are the longest that a completion of each prompt may be."""
 
-    def __init__(self, side: BaseTrainer) -> None:
-        args = side.args
-        self.processes, self.rows = args.world_size, args.train_batch_size * args.world_size
-        self.batches = StreamBatches(side.train_dataset, self.rows, 0, 1, side.data_collator)
-        self.looked_at = STREAM_STEPS_LOOKED_AT * args.gradient_accumulation_steps
-
-    def set_epoch(self, epoch: int) -> None:
-        self.batches.set_epoch(epoch)
-
-    def __iter__(self) -> Iterator[MicroBatch]:
-        for batch in self.batches:
-            if self.looked_at <= 0:
-                break
-            self.looked_at -= 1
-            parts = passes_of(batch)
-            counted = ((part.num_units, part.num_samples, part.num_tokens, part.num_trained) for part in parts)
-            yield MicroBatch(*map(sum, zip(*counted)), self.processes)
-        else:
-            return
-        while True:  # a stream that ends earlier than its steps is met by the run, not here
-            yield MicroBatch(self.rows, 0, 0, 0, self.processes, is_known=False)
-
-
-class PlannedRollouts(RolloutLoader):
-    """A RolloutLoader that generates nothing: its samples are the longest that a completion of each prompt may be."""
-
-    def __init__(self, side: Any, loader: RolloutLoader) -> None:
-        self.prompts = loader.source
-        super().__init__(self, loader.schedule, _micro_batch_of)
-        self.side, self.args = side, side.args
-        self.ranks = range(loader.schedule.world_size)
-        self.lengths = prompt_lengths(side)
-        self.rollouts = Rollouts(
-            prompts_per_generation=loader.schedule.prompts,
-            completions_per_generation=loader.schedule.samples,
-            steps_per_generation=loader.schedule.window / loader.schedule.accumulation,
-        )
-        self.shares: list[list[int]] = []
-
-    @property
-    def num_rows(self) -> int | None:
-        return self.prompts.num_rows
-
-    def next_window(self) -> list[Any]:
-        """One generation: counted, not made. Rank by rank, as `take_window` deals requests out."""
-        first, found, longest = self.prompts.taken, self.rollouts, self.args.max_completion_length
-        self.shares = []
-        for rank in self.ranks:
-            self.prompts.rank, self.prompts.taken = rank, first
-            requests = self.prompts.take_window()
-            known = [0 if self.lengths is None else int(self.lengths[request.row]) for request in requests]
-            self.shares.append([length + longest for length in known])
-            found.completions += len(requests)
-            found.reward_calls += REWARD_CALLS[self.args.reward_batching]([request.number for request in requests])
-            if self.lengths is not None:
-                found.prompt_tokens += sum(known)
-                found.most_tokens += sum(self.shares[-1])
-                found.longest_prompt = max(found.longest_prompt, *known)
-        found.generations += 1
-        found.prompts += self.schedule.prompts
+    def __init__(self, prompts: Prompts, side: Any, found: Rollouts) -> None:
+        self.prompts, self.args, self.found, self.num_rows = prompts, side.args, found, prompts.num_rows
+        prepared = getattr(side.train_dataset, "prepared", None)
+        is_written = getattr(getattr(side, "agents", None), "environments", None) is not None
+        self.lengths = None if is_written else getattr(prepared, "unit_lengths", None)  # None: not known before the run
         if self.lengths is None:
             found.prompt_tokens = found.most_tokens = None
-        return []
 
-    def _units(self, micro_batch: int) -> list[Any]:
-        size = self.schedule.batch_size
-        return [share[micro_batch * size : (micro_batch + 1) * size] for share in self.shares]
+    def next_window(self) -> Window:
+        requests, found, longest = self.prompts.take_window(), self.found, self.args.max_completion_length
+        prompts = [0 if self.lengths is None else int(self.lengths[request.row]) for request in requests]
+        found.completions += len(requests)
+        found.reward_calls += REWARD_CALLS[self.args.reward_batching]([request.number for request in requests])
+        if self.prompts.rank == 0:
+            found.generations += 1
+            found.prompts += self.prompts.schedule.prompts
+        if self.lengths is not None:
+            found.prompt_tokens += sum(prompts)
+            found.most_tokens += sum(prompts) + len(requests) * longest
+            found.longest_prompt = max(found.longest_prompt, *prompts)
+        return [
+            (Sample(np.zeros(prompt + longest), np.arange(prompt + longest) >= max(prompt, 1), group=request.number),)
+            for request, prompt in zip(requests, prompts)
+        ]
 
 
 REWARD_CALLS = {"group": lambda groups: len(set(groups)), "sample": len, "all": lambda groups: 1}
 """Value of `reward_batching` -> calls of one reward function for the completions of one generation of one process."""
-
-
-def _micro_batch_of(shares: list[list[int]]) -> MicroBatch:
-    samples = sum(map(len, shares))
-    return MicroBatch(samples, samples, sum(map(sum, shares)), 0, len(shares))
-
-
-def prompt_lengths(side: Any) -> np.ndarray | None:
-    """Tokens of each prompt; None where they are not known before the run."""
-    prepared = getattr(side.train_dataset, "prepared", None)
-    environments = getattr(getattr(side, "agents", None), "environments", None)
-    if environments is not None or not hasattr(prepared, "unit_lengths"):
-        return None
-    return np.asarray(prepared.unit_lengths)
-
-
-def source_of(side: BaseTrainer, loader: Any) -> Source:
-    if isinstance(loader, RolloutLoader):
-        return PlannedRollouts(side, loader)
-    return (
-        StreamedBatches(side)
-        if isinstance(side.train_dataset, IterableDataset)
-        else StoredBatches(side, loader.batch_sampler)
-    )
 
 
 # ---- the loop --------------------------------------------------------------------------------------------------------------
@@ -312,45 +184,49 @@ def source_of(side: BaseTrainer, loader: Any) -> Source:
 
 @dataclass
 class Events:
-    """What Trainer's default callback asks for, counted as Trainer does it."""
+    """After which steps Trainer logs, saves and evaluates: what its default callback asks for."""
 
     args: Any
     state: TrainerState
-    has_evaluation: bool
-    logs: int = 0
-    evaluations: int = 0
+    logged: set[int] = field(default_factory=set)
     saved: set[int] = field(default_factory=set)
-    evaluated: set[int] = field(default_factory=set)  # an evaluation was asked for, with or without rows
-    last_logged: int = 0
+    evaluated: set[int] = field(default_factory=set)  # asked for, with or without rows
     control: TrainerControl = field(default_factory=TrainerControl)
 
     def after(self, moment: str) -> None:
         getattr(DefaultFlowCallback(), moment)(self.args, self.state, self.control)
-        step = self.state.global_step
-        if (self.control.should_log or self.args.logs_at(step, self.state)) and step > self.last_logged:
-            self.logs, self.last_logged = self.logs + 1, step
-        if self.control.should_evaluate:
-            self.evaluations += self.has_evaluation
+        step, control = self.state.global_step, self.control
+        if step and (control.should_log or self.args.logs_at(step, self.state)):
+            self.logged.add(step)
+        if control.should_evaluate:
             self.evaluated.add(step)
-        if self.control.should_save:
+        if control.should_save:
             self.saved.add(step)
-        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
+        control.should_log = control.should_evaluate = control.should_save = False
 
 
-def walk(source: Source, events: Events, epochs: int, updates: int, micro_batches: int) -> list[Step]:
-    """Trainer's loop over `epochs` of `updates` optimizer steps, without a model. `tests/cli/test_explain.py` compares the two."""
-    args, state, steps = events.args, events.state, []
+def walk(side: BaseTrainer, loaders: list[Any], events: Events, epochs: int, updates: int, micro_batches: int) -> Any:
+    """(steps, FIGURES) of Trainer's loop over `epochs` of `updates` optimizer steps, without a model.
+
+    `tests/cli/test_explain.py` compares the two.
+    """
+    args, state, steps = side.args, events.state, []
     accumulation = args.gradient_accumulation_steps
     last = micro_batches % accumulation or accumulation
+    is_stream = isinstance(side.train_dataset, IterableDataset)
+    unknown = [args.train_batch_size * args.world_size, math.nan, math.nan, math.nan, args.world_size]
     for epoch in range(epochs):
-        source.set_epoch(epoch)
-        coming, seen = iter(source), 0
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        coming, seen = (np.sum(shares, axis=0) for shares in zip(*loaders)), 0
         for update in range(updates):
+            if is_stream and len(steps) >= STREAM_STEPS_LOOKED_AT:
+                coming = itertools.repeat(unknown)  # one that ends earlier than its steps is met by the run, not here
             parts = list(itertools.islice(coming, last if update == updates - 1 else accumulation))
             seen += len(parts)
             if not parts or (seen % accumulation and seen != micro_batches):
                 continue  # the data ended inside of a step, which is not taken then
-            steps.append(Step.of(parts))
+            steps.append([*np.sum(parts, axis=0), len(parts)])
             state.global_step += 1
             state.epoch = epoch + seen / micro_batches
             events.after("on_step_end")
@@ -360,41 +236,69 @@ def walk(source: Source, events: Events, epochs: int, updates: int, micro_batche
         events.after("on_epoch_end")
         if events.control.should_training_stop:
             break
-    return steps
+    return np.array(steps, dtype=np.float64).reshape(-1, len(FIGURES))
 
 
-def count_run(side: BaseTrainer, evals: Sequence[EvalSpec] = ()) -> RunCounts:
+class RunCounts:
     """Everything that can be counted about the run of `side`, which `complete` has seen. `evals`: its tasks."""
-    args = side.args
-    loader = side.get_train_dataloader()
-    _refuse_no_batch(args, side.train_dataset, loader)
-    epochs, updates, _, _, _, micro_batches, max_steps = side.set_initial_training_values(args, loader)
-    state = TrainerState(max_steps=max_steps)
-    state.compute_steps(args, max_steps)
-    events = Events(args, state, side.eval_dataset is not None)
-    source = source_of(side, loader)
-    steps = walk(source, events, epochs, updates, micro_batches)
-    events.evaluations += bool(args.eval_on_start and side.eval_dataset is not None)
-    known = [step for step in steps if step.is_known]
-    counts = RunCounts(
-        processes=args.world_size,
-        rows_of_dataset=len(side.train_dataset) if hasattr(side.train_dataset, "__len__") else None,
-        optimizer_steps=state.global_step,
-        steps_per_epoch=updates,
-        epochs=float(state.epoch or 0),
-        warmup_steps=args.get_warmup_steps(max_steps),
-        logs=events.logs,
-        evaluations=events.evaluations,
-        checkpoints=len(events.saved),
-        checkpoints_kept=_kept(args, len(events.saved)),
-        per_step=_ranges(steps, known),
-        steps_counted=len(known),
-        rollouts=getattr(source, "rollouts", None),
-    )
-    counts.tasks = [_count_task(side, spec, evals, events) for spec in evals]
-    _count_evaluation(side, counts)
-    _note_what_is_open(side, counts)
-    return counts
+
+    def __init__(self, side: BaseTrainer, evals: Sequence[EvalSpec] = ()) -> None:
+        args, dataset, loader = side.args, side.train_dataset, side.get_train_dataloader()
+        _refuse_no_batch(args, dataset, loader)
+        epochs, updates, _, _, _, micro_batches, max_steps = side.set_initial_training_values(args, loader)
+        state = TrainerState(max_steps=max_steps)
+        state.compute_steps(args, max_steps)
+        events = Events(args, state)
+        self.rollouts = Rollouts.of(loader.schedule) if isinstance(loader, RolloutLoader) else None
+        steps = walk(side, counting_loaders(side, loader, self.rollouts), events, epochs, updates, micro_batches)
+        self.per_step = {name: Range.of(column) for name, column in zip(FIGURES, steps.T)}
+        if self.rollouts is not None:
+            self.per_step["rows"] = self.per_step["samples"]  # units are groups, or what a micro-batch has of them
+        self.steps_counted = int((~np.isnan(steps).any(axis=1)).sum())
+        self.processes = args.world_size
+        self.rows_of_dataset = len(dataset) if hasattr(dataset, "__len__") else None
+        self.optimizer_steps, self.steps_per_epoch, self.epochs = state.global_step, updates, float(state.epoch or 0)
+        self.warmup_steps, self.logs = args.get_warmup_steps(max_steps), len(events.logged)
+        self.checkpoints, is_known = len(events.saved), args.save_strategy != SaveStrategy.BEST
+        kept = min(self.checkpoints, args.save_total_limit or self.checkpoints)
+        self.checkpoints_kept = kept if is_known else None
+        self.evaluations = len(events.evaluated) + args.eval_on_start if side.eval_dataset is not None else 0
+        self.eval_rows = self.eval_batches = self.eval_completions = None
+        if hasattr(side.eval_dataset, "__len__"):
+            self.eval_rows, self.eval_batches = len(side.eval_dataset), len(side.get_eval_dataloader())
+            if self.rollouts is not None:
+                self.eval_completions = self.eval_rows * (args.num_generations_eval or args.num_generations)
+        self.tasks = [_count_task(side, spec, evals, events) for spec in evals]
+        self.notes: list[str] = []
+        self._note_what_is_open(args)
+
+    def as_json(self) -> dict[str, Any]:
+        rollouts = None if self.rollouts is None else asdict(self.rollouts)
+        per_step = {name: asdict(found) for name, found in self.per_step.items()}
+        return vars(self) | {"per_step": per_step, "rollouts": rollouts, "tasks": [asdict(task) for task in self.tasks]}
+
+    def _note_what_is_open(self, args: Any) -> None:
+        rollouts, notes = self.rollouts, self.notes
+        if self.checkpoints_kept is None:
+            notes.append("Checkpoints are written when an evaluation is the best so far: their number is not known.")
+        if self.steps_counted < self.optimizer_steps:
+            notes.append(f"Tokens are those of the first {self.steps_counted} optimizer steps: the data are a stream.")
+        if args.max_tokens_per_pass is not None:
+            notes.append(
+                "Passes are for batches that lie as the model is expected to take them; it is asked when it is loaded."
+            )
+        if rollouts is None:
+            return
+        rollouts.is_at_least = args.drop_zero_variance
+        most = 1 + args.refill_rounds if args.drop_zero_variance else 1
+        rollouts.most_prompts = rollouts.prompts * most
+        if args.drop_zero_variance:
+            notes.append(
+                f"`drop_zero_variance`: groups without a difference are generated again, up to {args.refill_rounds} times; "
+                f"prompts, completions and calls of rewards are at least those given, and at most {most} times as many."
+            )
+        if rollouts.prompt_tokens is None:
+            notes.append("Tokens of the prompts are not known before the run: a stream or an environment brings them.")
 
 
 def _count_task(side: BaseTrainer, spec: EvalSpec, evals: Sequence[EvalSpec], events: Events) -> TaskCount:
@@ -402,7 +306,7 @@ def _count_task(side: BaseTrainer, spec: EvalSpec, evals: Sequence[EvalSpec], ev
     last = events.state.global_step
     asked = events.saved | events.evaluated
     steps = {0, last} | {step for step in range(1, last + 1) if is_due(spec, step, step in asked)}
-    if events.has_evaluation and is_read(spec, best_metric(side.args, evals)):
+    if side.eval_dataset is not None and is_read(spec, best_metric(side.args, evals)):
         steps |= events.evaluated
     prompts = len(spec.rows(side.renderer, side.args.chat_template_kwargs))
     answers = prompts * spec.samples
@@ -414,53 +318,4 @@ def _refuse_no_batch(args: Any, dataset: Any, loader: Any) -> None:
         raise ValueError(
             f"`dataloader_drop_last` leaves no batch: {len(dataset)} rows are fewer than the {args.train_batch_size} x "
             f"{args.world_size} of `per_device_train_batch_size` and the processes. Lower it, or keep the last batch."
-        )
-
-
-def _ranges(steps: list[Step], known: list[Step]) -> dict[str, Range]:
-    always = {name: Range.of([getattr(step, name) for step in steps]) for name in ("rows", "micro_batches", "passes")}
-    counted = {name: Range.of([getattr(step, name) for step in known]) for name in ("samples", "tokens", "trained")}
-    return always | counted
-
-
-def _kept(args: Any, written: int) -> int | None:
-    if args.save_strategy == SaveStrategy.BEST:
-        return None
-    return written if not args.save_total_limit else min(written, args.save_total_limit)
-
-
-def _count_evaluation(side: BaseTrainer, counts: RunCounts) -> None:
-    dataset = side.eval_dataset
-    if dataset is None or not hasattr(dataset, "__len__"):
-        return
-    counts.eval_rows, counts.eval_batches = len(dataset), len(side.get_eval_dataloader())
-    if counts.rollouts is not None:
-        counts.eval_completions = len(dataset) * (side.args.num_generations_eval or side.args.num_generations)
-
-
-def _note_what_is_open(side: BaseTrainer, counts: RunCounts) -> None:
-    args = side.args
-    if args.save_strategy == SaveStrategy.BEST:
-        counts.notes.append("Checkpoints are written when an evaluation is the best so far: their number is not known.")
-    if counts.steps_counted < counts.optimizer_steps:
-        counts.notes.append(
-            f"Tokens are those of the first {counts.steps_counted} optimizer steps: the data are a stream."
-        )
-    if args.max_tokens_per_pass is not None:
-        counts.notes.append(
-            "Passes are for batches that lie as the model is expected to take them; it is asked when it is loaded."
-        )
-    if counts.rollouts is None:
-        return
-    counts.rollouts.most_prompts = counts.rollouts.prompts
-    if args.drop_zero_variance:
-        counts.rollouts.is_at_least = True
-        counts.rollouts.most_prompts = counts.rollouts.prompts * (1 + args.refill_rounds)
-        counts.notes.append(
-            f"`drop_zero_variance`: groups without a difference are generated again, up to {args.refill_rounds} times; prompts, "
-            f"completions and calls of rewards are at least those given, and at most {1 + args.refill_rounds} times as many."
-        )
-    if counts.rollouts.prompt_tokens is None:
-        counts.notes.append(
-            "Tokens of the prompts are not known before the run: a stream or an environment brings them."
         )

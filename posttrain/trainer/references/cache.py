@@ -23,11 +23,10 @@ from posttrain.data.collate import Collator, collate
 from posttrain.data.store.row_store import AnnotatedDataset, RowStore, row_key
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference
 from posttrain.models.load.weights import weights_fingerprint
+from posttrain.models.memory.fit import tokens_without_gradient
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
 from posttrain.trainer.options.base import BaseConfig
 
-TOKENS_OF_A_BATCH = {"cuda": 32768, "cpu": 4096}
-"""A forward without autograd keeps little: batches are large enough to fill the device, small enough for its memory."""
 SECONDS_BETWEEN_SAVES = 30  # what a kill in the middle of a long pass costs
 SECONDS_BETWEEN_LINES = 10
 
@@ -113,8 +112,8 @@ def _compute(
     work: list[Work],
     name: str,
 ) -> None:
-    tokens = TOKENS_OF_A_BATCH.get(args.device.type, TOKENS_OF_A_BATCH["cuda"])
-    batches = list(batches_by_tokens(work, collator.layout, tokens, args.precompute_ref_batch_size))
+    tokens, rows_a_batch = tokens_without_gradient(args.device), args.precompute_ref_batch_size
+    batches = list(batches_by_tokens(work, collator.layout, tokens, rows_a_batch))
     rounds = most_of_any_process(len(batches), args)
     progress = _Progress(len(work), name, args.should_log)
     rows: list[tuple[bytes, np.ndarray]] = []

@@ -34,12 +34,15 @@ from posttrain.models.load.reference import (
 )
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import shard_frozen
-from posttrain.trainer.options.base import FSDP, BaseConfig
+from posttrain.trainer.options.base import FSDP, BaseConfig, ReferenceConfig
 from posttrain.trainer.references.cache import store_of, with_reference_logps
 
 logger = logging.getLogger(__name__)
 
 MOVED_REFERENCE = "moved_reference"
+NO_REFERENCE, FROM_ROWS, COMPUTED_BEFORE, ADAPTER_OFF, COPY = (
+    "none", "brought by the rows", "computed once, before training", "the model without its adapter", "a frozen copy",
+)  # fmt: skip
 
 
 class SyncRefModelCallback(TrainerCallback):
@@ -161,6 +164,18 @@ class ReferenceSetup:
                 f"`precompute_ref_log_probs` needs the whole {name} dataset; this one is streamed. Turn it off."
             )
         return with_reference_logps(self.args, self.collator, reference, store, dataset, name)
+
+
+def kind_of_reference(run: Any, has_adapter: bool) -> str:
+    """Who the policy of a run will be compared with, before anything is loaded; decided as in `ReferenceSetup.make`."""
+    if isinstance(run.args, ReferenceConfig):
+        if rows_carry_reference(run.train_dataset):
+            return FROM_ROWS
+        if run.args.precompute_ref_log_probs:
+            return COMPUTED_BEFORE
+    elif not getattr(run, "needs_reference", False):  # online methods say so
+        return NO_REFERENCE
+    return ADAPTER_OFF if has_adapter else COPY
 
 
 def rows_carry_reference(dataset: Any) -> bool:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import nn
 from transformers import TrainingArguments
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.core.batch import SHARED
 from posttrain.core.console import say
@@ -18,6 +17,7 @@ from posttrain.data.collate import Collator, laid_out_tokens
 from posttrain.models.layers.kernels import COMPILED, PLAIN, uncompile_layers
 from posttrain.models.load.model import LoadedModel, innermost_model
 from posttrain.models.memory import fit as memory
+from posttrain.models.memory.shape import Shape, recomputable_layers
 from posttrain.models.scoring.fused_head import can_fuse
 from posttrain.models.scoring.token_scores import LanguageHead
 from posttrain.trainer.construction import epoch_batches
@@ -41,8 +41,7 @@ class FittedRun(Protocol):
     optimizer: torch.optim.Optimizer | None
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     reserved_bytes: Callable[[], float]
-    largest_batch: Callable[[], int]
-    longest_row: Callable[[], int]
+    batch_limits: Callable[[], tuple[int, int]]
     recomputes_logits: Callable[[], bool]
     differentiable_stats: Callable[[], tuple[str, ...]]
 
@@ -61,25 +60,36 @@ def _decide(run: FittedRun) -> None:
     if args.device.type != "cuda":
         args.gradient_checkpointing = bool(args.gradient_checkpointing)
         return
-    overrides = memory_overrides(run)
-    if overrides.checkpointing is not None and overrides.offload is not None and overrides.optim is not None:
+    if is_decided(memory_overrides(run)):
         return
     innermost = innermost_model(run.model)
     body, head = getattr(innermost, innermost.base_model_prefix), innermost.get_output_embeddings()
     if args.sharding is None:
         cost = memory.activation_cost(body, innermost.config)
         state = memory.state_cost(run.model.parameters(), head, args.world_size)
-    else:
-        cost = memory.activation_cost(body, innermost.config, is_sharded=True, dtype=args.compute_dtype)
-        layers = [module for module in innermost.modules() if isinstance(module, GradientCheckpointingLayer)]
-        shards = (run.model, layers, head, args.world_size, args.compute_dtype, args.device.type)
-        state = memory.sharded_state_cost(*shards)
-    can_recompute = any(isinstance(module, GradientCheckpointingLayer) for module in innermost.modules())
-    logit_bytes = logit_bytes_of(run, innermost)
-    plan = memory.memory_plan(_free(run), batch_tokens(run), cost, state, overrides, can_recompute, logit_bytes)
+    else:  # shards cannot be run by themselves: what plain layers keep is the most that any do
+        cost = Shape(run.model, args.compute_dtype).activations(PLAIN)
+        shards = (head, args.world_size, args.compute_dtype, args.device.type)
+        state = memory.sharded_state_cost(run.model, recomputable_layers(innermost), *shards)
+    plan = plan_memory(run, _free(run), cost, state)
     apply(run, plan)
     if args.should_log:
         say(plan.sentence)
+
+
+def is_decided(overrides: memory.MemoryOverrides) -> bool:
+    """Whether the user has left nothing open: then nothing is planned."""
+    return None not in (overrides.checkpointing, overrides.offload, overrides.optim)
+
+
+def plan_memory(
+    run: FittedRun, free: float, activations: memory.ActivationCost, state: memory.StateCost
+) -> memory.MemoryPlan:
+    """What a run does about `free` bytes, the weights and whatever else stays on the device being there."""
+    innermost = innermost_model(run.model)
+    can_recompute, logit_bytes = bool(recomputable_layers(innermost)), logit_bytes_of(run, innermost)
+    overrides = memory_overrides(run)
+    return memory.memory_plan(free, batch_tokens(run), activations, state, overrides, can_recompute, logit_bytes)
 
 
 def _uncompile_if_selective(run: FittedRun) -> None:
@@ -92,14 +102,12 @@ def _uncompile_if_selective(run: FittedRun) -> None:
         loaded.notes.append("Decoder layers run uncompiled: selective checkpointing needs to see their operations.")
 
 
-def can_keep_logits(run: FittedRun) -> bool:
-    """Whether keeping them takes one copy: autograd keeps several in float32, which only an explicit option may ask for."""
-    return run.recomputes_logits() and not run.differentiable_stats()
-
-
 def logit_bytes_of(run: FittedRun, causal_lm: Any) -> float:
-    """Of one token, as the fused head keeps them; 0 where the loss has no second use for them."""
-    if not can_keep_logits(run) or run.args.sharding is not None:
+    """Of one token, as the fused head keeps them; 0 where the loss has no second use for them.
+
+    0 as well where autograd would keep several copies in float32, which only an explicit option may ask for.
+    """
+    if not run.recomputes_logits() or run.differentiable_stats() or run.args.sharding is not None:
         return 0.0
     head = LanguageHead.of(causal_lm)
     return head.vocabulary * head.module.weight.element_size() if can_fuse(head) else 0.0
@@ -129,7 +137,7 @@ def batch_tokens(run: FittedRun) -> memory.BatchTokens:
     can_split = args.sharding != DEEPSPEED
     lengths = getattr(run.train_dataset, "unit_lengths", None)
     if lengths is None or len(lengths) == 0:
-        return memory.BatchTokens(run.largest_batch(), run.longest_row(), can_split)
+        return memory.BatchTokens(*run.batch_limits(), can_split)
     lengths = np.asarray(lengths) * laid_out_share(run)
     order = (args.train_sampling_strategy, args.dataloader_drop_last)
     batches = epoch_batches(run.train_dataset, args, args.per_device_train_batch_size, *order)

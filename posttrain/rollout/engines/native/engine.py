@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from posttrain.models.inference import context_length, evaluating, inference
 from posttrain.models.load.model import innermost_model
+from posttrain.models.memory.fit import free_memory
 from posttrain.models.triton_support import runs_triton
 from posttrain.rollout.engines.native import probe
 from posttrain.rollout.engines.native.attention import Prefill, Segments, ShapeReader
@@ -171,9 +172,7 @@ class NativeEngine:
         if self.kv_memory is not None:
             budget = self.kv_memory
         elif self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            unused = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-            budget = int(SHARE_OF_FREE_MEMORY * (free + unused)) + store.pages * store.page_bytes
+            budget = int(SHARE_OF_FREE_MEMORY * free_memory(self.device)) + store.pages * store.page_bytes
         else:
             budget = CPU_KV_BYTES
         return max(budget // store.page_bytes, 3)
