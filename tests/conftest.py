@@ -20,9 +20,12 @@ import pytest
 import torch
 from hypothesis import settings
 
-from tests.forked import end_all
+from tests.forked import end_all, freeze
 
 torch.set_num_threads(1)
+for _absent in (torch.cuda, torch.xpu, torch.mtia):  # each seed would be kept for later, with the stack of whoever gave it
+    if not _absent.is_available():
+        _absent.manual_seed_all = lambda seed: None
 settings.register_profile("posttrain", deadline=None)  # a busy machine may need a second for any example
 settings.load_profile("posttrain")
 # Ignored as under nohup, children would inherit it, and tests send it to them.
@@ -33,7 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def pytest_collection_finish() -> None:
     """What was imported stays: no garbage collection, of which every run has some, looks through a million objects again."""
     gc.collect()
-    gc.freeze()
+    freeze()
 
 
 @pytest.fixture(autouse=True)
