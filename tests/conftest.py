@@ -23,7 +23,8 @@ from hypothesis import settings
 from tests.forked import end_all, freeze
 
 torch.set_num_threads(1)
-for _absent in (torch.cuda, torch.xpu, torch.mtia):  # each seed would be kept for later, with the stack of whoever gave it
+# Where there is none, torch would keep each seed for later, with the stack of whoever gave it.
+for _absent in (torch.cuda, torch.xpu, torch.mtia):
     if not _absent.is_available():
         _absent.manual_seed_all = lambda seed: None
 settings.register_profile("posttrain", deadline=None)  # a busy machine may need a second for any example
