@@ -4,6 +4,9 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# Tests import the package in hundreds of processes: it is compiled once, even where the shell asks for no bytecode.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-slow vllm-env lint docs site support wheel frontend parity speed trust clean help
 
 help:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from posttrain.cli.commands import sweep_file
+from posttrain.cli.errors import UsageError
 from posttrain.cli.main import main
 from tests import tiny
 
@@ -58,3 +60,9 @@ def flags(options: dict) -> list[str]:
 
 def posttrain(*words: str) -> int:
     return main(list(words))
+
+
+def refuse_here(method: str, metric: str, trials: list, env: dict) -> None:
+    """`sweep_file.refuse_impossible` without a process of its own, which costs an import of everything."""
+    if problem := sweep_file.first_problem(method, metric, trials):
+        raise UsageError(problem)

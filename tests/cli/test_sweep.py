@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from posttrain.cli.commands import sweep, sweep_file
-from posttrain.cli.errors import UsageError
+from posttrain.cli.commands import sweep
 from posttrain.cli.running.child_process import Ended
-from tests.cli.runs import folder_with_inputs, options_of, posttrain
+from tests.cli.runs import folder_with_inputs, options_of, posttrain, refuse_here
 
 
 @pytest.fixture
@@ -29,12 +28,6 @@ def written(folder, **changes):
     del given["options"]["output_dir"]
     (folder / "sweep.yaml").write_text(yaml.safe_dump({**given, **changes}))
     return "sweep.yaml"
-
-
-def refuse_here(method, metric, trials, env):
-    """`sweep_file.refuse_impossible` without a process of its own, which costs an import of everything."""
-    if problem := sweep_file.first_problem(method, metric, trials):
-        raise UsageError(problem)
 
 
 def planned(path):

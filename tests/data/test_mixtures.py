@@ -148,7 +148,8 @@ def test_a_saved_time_stands_beside_a_part_without_one(tmp_path):
 
 
 @pytest.mark.parametrize("mixing", ["concatenate", "interleave"])
-def test_streams_hand_on_values_as_they_are(tmp_path, mixing):
+def test_streams_hand_on_values_as_they_are(tmp_path, mixing, monkeypatch):
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)  # 5 s, for the end of an interpreter
     call = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
     late = {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "", "tool_calls": call}]}
     a = written(tmp_path / "a.jsonl", [chat("a"), late, chat("c", tools=[TOOL])])

@@ -56,8 +56,11 @@ def run_diff(page: Path, block: Block, namespace: Namespace) -> None:
 
 def run_commands(page: Path, block: Block, namespace: Namespace) -> None:
     """Commands of ours are run; those of others (make, pip, git) are checked by test_code_blocks."""
+    from posttrain.cli.commands import sweep
     from posttrain.cli.main import main as posttrain
+    from tests.cli.runs import refuse_here
 
+    sweep.refuse_impossible = refuse_here  # this process is the page's own already
     for words in (shlex.split(line, comments=True) for line in block.code.splitlines()):
         if words[:1] == ["posttrain"] and (code := posttrain(words[1:])):
             raise RuntimeError(f"{page}:{block.line}: `{shlex.join(words)}` ended with {code}.")

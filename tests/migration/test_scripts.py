@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.cli.runs import folder_with_inputs
-from tests.forked import run_command
+from tests.forked import run_command, run_function
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NAMES = sorted(path.name for path in SCRIPTS.glob("*.py"))
@@ -72,8 +72,9 @@ def test_the_numbers_are_those_of_the_import_that_was_changed(inputs, tmp_path):
             (folder / each.name).symlink_to(each)
         script = folder / "script.py"
         script.write_text((SCRIPTS / "sft_plain.py").read_text().replace("from trl", f"from {change}"))
-        start = ["-m", "posttrain.cli.main", "run"] if change == "trl" else []
-        subprocess.run([sys.executable, *start, str(script)], cwd=folder, capture_output=True, timeout=280, check=True)
+        by_hand = lambda script=script: runpy.run_path(str(script), run_name="__main__")  # noqa: E731
+        ended = ran(script, folder) if change == "trl" else run_function(by_hand, cwd=folder)
+        assert ended.returncode == 0, ended.stderr
         lines = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
         losses.append([line["loss"] for line in lines if "loss" in line])
     assert len(losses[0]) == 2

@@ -88,4 +88,9 @@ def letters(ids: Any) -> str:
     return "".join(chr(97 + token % 26) for token in ids)
 
 
-SEEDED = SamplingParams(max_tokens=40, stop_ids=(1, 2), seed=5)
+SEEDED = SamplingParams(max_tokens=24, stop_ids=(1, 2), seed=5)  # more than a page of keys and values
+
+
+def groups() -> list[Prompt]:
+    """Sixteen, of four samples each."""
+    return prompts(16, samples=4)

@@ -22,7 +22,7 @@ from posttrain.rollout.engines.native.engine import NativeEngine
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
 from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.transformers import TransformersEngine
-from tests.rollout.families import FAMILIES, SEEDED, letters, loaded, prompts, texts
+from tests.rollout.families import FAMILIES, SEEDED, groups, letters, loaded, prompts, texts
 
 CLOSE = 1e-3  # a gap between the two best tokens, or between noise and the edge of a token, that rounding may bridge
 
@@ -62,7 +62,7 @@ def test_greedy_completions_are_those_of_generate(family):
     model = loaded(family)
     engine = ENGINES["native"](model, max_slots=50)
     assert isinstance(engine, NativeEngine)
-    asked = prompts(200)
+    asked = prompts(100)
     found = texts(generate(engine, asked, SamplingParams(max_tokens=12, temperature=0, stop_ids=(1,))))
     wanted = by_generate(model, asked, max_new_tokens=12, eos_token_id=1)
     assert_same_up_to_rounding(model, asked, found, wanted)
@@ -98,39 +98,39 @@ def qwen():
 
 @pytest.fixture(scope="module")
 def expected(qwen):
-    return generate(NativeEngine(qwen), prompts(30, samples=4), SEEDED)
+    return generate(NativeEngine(qwen), groups(), SEEDED)
 
 
 @pytest.mark.parametrize("slots", [1, 7, 64])
 def test_completions_do_not_depend_on_the_slots(qwen, expected, slots):
-    asked = prompts(30, samples=4)[: 15 if slots == 1 else None]
+    asked = groups()[: 6 if slots == 1 else None]
     found = generate(NativeEngine(qwen, max_slots=slots, steps_per_look=slots), asked, SEEDED)
     assert texts(found) == texts(expected)[: len(asked)]
 
 
 def test_completions_do_not_depend_on_the_order_or_on_who_else_is_there(qwen, expected):
-    asked = prompts(30, samples=4)
-    order = np.random.default_rng(1).permutation(len(asked))[:50]
+    asked = groups()
+    order = np.random.default_rng(1).permutation(len(asked))[:40]
     found = generate(NativeEngine(qwen, max_slots=16), [asked[place] for place in order], SEEDED)
     assert texts(found) == [texts(expected)[place] for place in order]
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_the_plain_engine_does_not_depend_on_its_batches_either(qwen, expected, batch):
-    count = 12 if batch == 1 else 64
-    found = generate(TransformersEngine(qwen, batch_size=batch), prompts(30, samples=4)[:count], SEEDED)
+    count = 6 if batch == 1 else 64
+    found = generate(TransformersEngine(qwen, batch_size=batch), groups()[:count], SEEDED)
     assert texts(found) == texts(expected)[:count]
 
 
 def test_samples_of_a_group_differ_and_another_seed_says_something_else(qwen, expected):
-    groups = np.array([hash(tuple(ids)) for ids in texts(expected)]).reshape(30, 4)
-    assert all(len(set(group)) == 4 for group in groups)
-    other = generate(NativeEngine(qwen), prompts(30, samples=4), SamplingParams(max_tokens=40, stop_ids=(1, 2), seed=6))
+    said = np.array([hash(tuple(ids)) for ids in texts(expected)]).reshape(16, 4)
+    assert all(len(set(group)) == 4 for group in said)
+    other = generate(NativeEngine(qwen), groups(), replace(SEEDED, seed=6))
     assert all(one != two for one, two in zip(texts(other), texts(expected)))
 
 
 def test_prompts_can_be_added_while_others_run(qwen, expected):
-    asked = prompts(30, samples=4)
+    asked = groups()
     engine = NativeEngine(qwen, max_slots=8)
     found, tickets, waiting = {}, {}, list(enumerate(asked))
     with engine.session(SEEDED) as session:
@@ -144,12 +144,12 @@ def test_prompts_can_be_added_while_others_run(qwen, expected):
 
 def test_a_later_turn_goes_on_counting(qwen, expected):
     """Given what was said so far as part of the prompt, the rest is what would have been said."""
-    place = next(i for i, completion in enumerate(expected) if len(completion.ids) == 40)
-    prompt, said = prompts(30, samples=4)[place], expected[place].ids
-    rest = Prompt(np.concatenate([prompt.ids, said[:15]]), prompt.key, prompt.sample, first_token=15, max_tokens=10)
+    place = next(i for i, completion in enumerate(expected) if len(completion.ids) == SEEDED.max_tokens)
+    prompt, said = groups()[place], expected[place].ids
+    rest = Prompt(np.concatenate([prompt.ids, said[:12]]), prompt.key, prompt.sample, first_token=12, max_tokens=10)
     for engine in (NativeEngine(qwen), TransformersEngine(qwen)):
         completion = generate(engine, [rest], SEEDED)[0]
-        assert completion.ids.tolist() == said[15:25].tolist()
+        assert completion.ids.tolist() == said[12:22].tolist()
         assert completion.finish_reason == "length"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from posttrain.rollout.engines.native.engine import NativeEngine
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
 from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.transformers import TransformersEngine
-from tests.rollout.families import SEEDED, VOCABULARY, loaded, model_of, prompts, texts
+from tests.rollout.families import SEEDED, VOCABULARY, groups, loaded, model_of, prompts, texts
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def qwen():
 
 @pytest.fixture(scope="module")
 def expected(qwen):
-    return generate(NativeEngine(qwen), prompts(30, samples=4), SEEDED)
+    return generate(NativeEngine(qwen), groups(), SEEDED)
 
 
 def test_memory_for_keys_and_values_exists_inside_of_a_session_only(qwen):
@@ -50,7 +51,7 @@ def test_rows_side_by_side_and_rows_on_pages_say_the_same(qwen, expected, monkey
     laid_out = []
     monkeypatch.setattr(native, "DENSE_SHARE", 0)
     monkeypatch.setattr(step.DecodeProgram, "keep", lambda self: laid_out.append(self.dense))
-    assert texts(generate(NativeEngine(qwen), prompts(30, samples=4), SEEDED)) == texts(expected)
+    assert texts(generate(NativeEngine(qwen), groups(), SEEDED)) == texts(expected)
     assert set(laid_out) == {None}
 
 
@@ -140,11 +141,11 @@ def with_graphs(model, **options):
 def test_graphs_of_powers_of_two_are_captured_once_and_say_the_same(qwen, expected, captured):
     engine = with_graphs(qwen, max_slots=24)
     for _ in range(2):
-        assert texts(generate(engine, prompts(30, samples=4)[:48], SEEDED)) == texts(expected)[:48]
+        assert texts(generate(engine, groups()[:48], SEEDED)) == texts(expected)[:48]
         sizes = [graph.step[0] for graph in captured]
         assert len(set(sizes)) == len(sizes)
         assert set(sizes) <= {1, 2, 4, 8, 16, 24}
-    assert sum(graph.replays for graph in captured) > 2 * 40
+    assert sum(graph.replays for graph in captured) > 2 * SEEDED.max_tokens
 
 
 def test_graphs_are_captured_again_for_other_adapters_weights_and_ways_to_draw(captured):
@@ -164,10 +165,8 @@ def test_graphs_are_captured_again_for_other_adapters_weights_and_ways_to_draw(c
         assert plain != adapted
     assert captures()[1] == adapted
     assert captures()[0] == 0
-    assert (
-        captures(SamplingParams(max_tokens=40, stop_ids=(1, 2), seed=9))[0] == 0
-    )  # another seed is no other way to draw
-    assert captures(SamplingParams(max_tokens=40, temperature=0.5))[0] > 0
+    assert captures(replace(SEEDED, seed=9))[0] == 0  # another seed is no other way to draw
+    assert captures(SamplingParams(max_tokens=24, temperature=0.5))[0] > 0
     weight = next(model.parameters())
     weight.data = weight.data.clone()  # the same numbers elsewhere
     count, again = captures()
@@ -199,7 +198,7 @@ def test_a_step_that_cannot_be_captured_runs_without_graphs(qwen, expected, capt
 
     monkeypatch.setattr(StepGraphs, "_captured_from_nothing", fails)
     with caplog.at_level(logging.WARNING):
-        found = generate(with_graphs(qwen), prompts(30, samples=4)[:20], SEEDED)
+        found = generate(with_graphs(qwen), groups()[:20], SEEDED)
     assert texts(found) == texts(expected)[:20]
     assert "Qwen2ForCausalLM decodes without CUDA graphs, which is slower" in caplog.text
     assert len(caplog.records) == 1
@@ -219,15 +218,15 @@ def test_when_memory_runs_out_samples_are_put_back_and_go_on_as_if_nothing_had_h
     engine = NativeEngine(qwen, max_slots=64)
     with engine.session(SEEDED):
         page_bytes = engine._made[0].store.page_bytes
-    engine.kv_memory = 40 * page_bytes
+    engine.kv_memory = 32 * page_bytes
     with engine.session(SEEDED) as session:
-        tickets = [session.add(prompt) for prompt in prompts(30, samples=4)]
+        tickets = [session.add(prompt) for prompt in groups()]
         found = {}
         while session.in_flight:
             found.update(session.advance())
         assert session.scheduler.preempted > 10
-        assert session.pool.size == 40
-        assert session.pool.free == 39
+        assert session.pool.size == 32
+        assert session.pool.free == 31
     assert [found[ticket].ids.tolist() for ticket in tickets] == texts(expected)
     assert [found[ticket].finish_reason for ticket in tickets] == [completion.finish_reason for completion in expected]
 

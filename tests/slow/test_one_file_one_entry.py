@@ -87,7 +87,7 @@ def copy(tmp_path_factory):
 
     def run(*words: str) -> str:
         ended = subprocess.run(
-            words if Path(words[0]).is_file() else [sys.executable, "-m", *words],
+            words if Path(words[0]).is_file() else [sys.executable, *words],
             cwd=folder,
             env=environment,
             capture_output=True,
@@ -97,7 +97,7 @@ def copy(tmp_path_factory):
         assert ended.returncode == 0, f"{' '.join(words)}:\n{(ended.stdout + ended.stderr)[-4000:]}"
         return ended.stdout + ended.stderr
 
-    run("scripts.write_docs")
+    run("-m", "scripts.write_docs")
     return folder, run
 
 
@@ -113,45 +113,78 @@ OPTIONS = [
 OPTIONS += ["--max_steps", "2", "--max_length", "64", "--per_device_train_batch_size", "2", "--output_dir", "runs/best"]
 
 
-def test_it_is_a_command_with_options_checks_and_arithmetic(copy):
+COMMANDS = """
+import sys
+from posttrain.cli.main import main
+for words in {commands}:
+    print(">>>", *words[:2], flush=True)
+    try:
+        code = main(words)
+    except SystemExit as ended:
+        code = ended.code
+    if code:
+        sys.exit(f"{{words}} ended with {{code}}")
+"""
+
+
+@pytest.fixture(scope="module")
+def said(copy):
+    """What each command says, by its first two words; one process runs them all, for the imports of each take ten seconds."""
     _, run = copy
-    assert "Preferences without a reference" in run("posttrain.cli.main", "--help")
-    assert "--keenness" in run("posttrain.cli.main", "best", "--help")
-    assert "trained" in run("posttrain.cli.main", "check", "best", *OPTIONS)
-    explained = run("posttrain.cli.main", "explain", "best", *OPTIONS, "--keenness", "3")
-    assert "-log sigmoid(3 (m_c - m_r))" in explained
-    assert "2 pairs of the step" in explained
+    commands = [
+        ["--help"], ["--version"], ["best", "--help"], ["check", "best", *OPTIONS],
+        ["explain", "best", *OPTIONS, "--keenness", "3"], ["best", *OPTIONS],
+    ]  # fmt: skip
+    parts = run("-c", COMMANDS.format(commands=commands)).split(">>> ")[1:]
+    return dict(part.split("\n", 1) for part in parts)
 
 
-def test_it_trains_and_its_card_names_it_and_its_paper(copy):
-    folder, run = copy
-    run("posttrain.cli.main", "best", *OPTIONS)
+@pytest.fixture(scope="module")
+def tested(copy):
+    """What the tests of the copy say that concern every method."""
+    _, run = copy
+    files = (
+        "docs/test_method_pages.py",
+        "docs/test_option_tables.py",
+        "test_public_names.py",
+        "trainer/test_gradient_matrix.py",
+    )
+    chosen = "not test_gradient_matrix or best or missing"
+    return run("-m", "pytest", "-q", "-rA", "-m", "not trust", "-k", chosen, *(f"tests/{name}" for name in files))
+
+
+def test_it_is_a_command_with_options_checks_and_arithmetic(said):
+    assert "Preferences without a reference" in said["--help"]
+    assert said["--version"].strip()
+    assert "--keenness" in said["best --help"]
+    assert "trained" in said["check best"]
+    assert "-log sigmoid(3 (m_c - m_r))" in said["explain best"]
+    assert "2 pairs of the step" in said["explain best"]
+
+
+def test_it_trains_and_its_card_names_it_and_its_paper(copy, said):
+    folder, _ = copy
     card = (folder / "runs/best/README.md").read_text()
     assert "best-answer optimisation" in card
     assert "The Best Answer" in card
 
 
-def test_it_has_a_page_with_its_options_and_stands_in_lists_and_menus(copy):
-    folder, run = copy
+def test_it_has_a_page_with_its_options_and_stands_in_lists_and_menus(copy, tested):
+    folder, _ = copy
     page = (folder / "docs/best.md").read_text()
     assert "Scale of the mean log-prob of an answer." in page
     assert "best.md" in (folder / "docs/index.md").read_text() + (folder / "README.md").read_text()
-    run("pytest", "-q", "tests/docs/test_method_pages.py", "tests/docs/test_option_tables.py")
+    for file in ("test_method_pages", "test_option_tables"):
+        assert f"PASSED tests/docs/{file}.py" in tested
 
 
-def test_its_names_are_public_and_the_contract_holds_for_it(copy):
+def test_its_names_are_public_and_the_contract_holds_for_it(copy, tested):
     _, run = copy
-    assert run("posttrain.cli.main", "--version").strip()
-    run("pytest", "-q", "tests/test_public_names.py")
+    assert "PASSED tests/test_public_names.py" in tested
     assert "Methods do not import methods KEPT" in run(str(Path(sys.executable).parent / "lint-imports"), "--no-cache")
 
 
-def test_it_is_in_the_gradient_matrix_and_holds_there(copy):
-    _, run = copy
-    shown = run(
-        "pytest", "-q", "-rA", "tests/trainer/test_gradient_matrix.py", "-m", "not trust", "-k", "best or missing"
-    )
-    assert (
-        shown.count("PASSED tests/trainer/test_gradient_matrix.py::test_gradient_equals_the_oracle[best-default-") >= 15
-    )
-    assert "PASSED tests/trainer/test_gradient_matrix.py::test_no_method_and_no_loss_is_missing" in shown
+def test_it_is_in_the_gradient_matrix_and_holds_there(tested):
+    matrix = "PASSED tests/trainer/test_gradient_matrix.py::test_"
+    assert tested.count(f"{matrix}gradient_equals_the_oracle[best-default-") >= 15
+    assert f"{matrix}no_method_and_no_loss_is_missing" in tested

@@ -19,7 +19,7 @@ from posttrain.rollout.engines.select import ENGINES
 from tests.slow import gsm8k
 
 pytestmark = pytest.mark.slow
-PROMPTS, TOKENS = int(os.environ.get("REAL_PROMPTS", "24")), 16  # 200 takes ten minutes on two cores
+PROMPTS, TOKENS = int(os.environ.get("REAL_PROMPTS", "10")), 12  # 200 takes ten minutes on two cores
 
 
 @pytest.fixture(scope="module")

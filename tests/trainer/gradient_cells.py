@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -131,12 +131,12 @@ def _in_turn(row: tuple[Any, ...], axes: list[tuple[Any, ...]]) -> bool:
 
 @lru_cache
 def two_processes(nightly: bool = False) -> list[Cell]:
-    """Every pair of values for each denominator and coupling; the other losses share the rows of one cover. Nightly: the rest."""
+    """Every pair of values for each denominator and coupling, and one cell of each other loss. Nightly: the rest."""
     found = []
     for number, (method, loss) in enumerate(variants()):
         axes = [layouts(method), CHUNKS, tuple(SPLITS), (False, True), DTYPES, ((5, 3), (1, 0), (0, 1))]
         rows = pairwise(tuple(axes))
-        now = rows if (method, loss) in BETWEEN_PROCESSES else _of_one_model(rows, number)[number // 4 % 2 :: 2]
+        now = rows if (method, loss) in BETWEEN_PROCESSES else _of_one_model(rows, number)[number // 4 % 2 :][:1]
         found += [Cell(method, loss, *row) for row in rows if (row in now) != nightly]
     return found
 
@@ -168,7 +168,7 @@ def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
     The two samples of a pair begin with the same prompt, but for those of row 5, which have nothing in common.
     """
     if is_online(method):  # what a policy said before is near what it says now: this depends on its adapter
-        policy, reference = models(method, torch.float64, lora)[0], models("dpo", torch.float64, False)[1]
+        policy, reference = oracle_models(method, lora)[0], oracle_models("dpo", False)[1]
         with torch.no_grad():
             return policy_cells.groups(partial(_log_probs, policy), partial(_log_probs, reference))
     rng = np.random.default_rng(7)
@@ -223,10 +223,12 @@ def options(cell: Cell) -> dict[str, Any]:
 def models(method: str, dtype: torch.dtype, lora: bool) -> tuple[Any, Any]:
     """(policy, reference): different weights, so that log-ratios are not 0; equal in every process."""
     make = tiny.reward_model if _scores_sequences(method) else tiny.causal_lm
-    policy, reference = make(0, dtype), make(1, dtype)
+    policy = make(0, dtype)
+    reference = make(1, dtype) if method == "dpo" else None
     if dtype == torch.float64:
-        policy, reference = tiny.with_exact_norms(policy), tiny.with_exact_norms(reference)
-    return (with_adapter(policy, method) if lora else policy), (reference if method == "dpo" else None)
+        policy = tiny.with_exact_norms(policy)
+        reference = tiny.with_exact_norms(reference) if reference else None
+    return (with_adapter(policy, method) if lora else policy), reference
 
 
 def _scores_sequences(method: str) -> bool:
@@ -331,17 +333,32 @@ def own(method: str, loss: str, lora: bool) -> dict[str, torch.Tensor]:
 
 @lru_cache
 def oracle(cell: Cell) -> dict[str, torch.Tensor]:
-    policy, reference = models(cell.method, torch.float64, cell.lora)
-    total = ORACLES[cell.method](cell, policy, reference)
-    total.backward()
-    return {name: p.grad for name, p in policy.named_parameters() if p.grad is not None}
+    policy, reference = oracle_models(cell.method, cell.lora)
+    named = {name: p for name, p in policy.named_parameters() if p.requires_grad}
+    # The graph stays: what the policy says of the rows is computed once for all losses.
+    found = torch.autograd.grad(
+        ORACLES[cell.method](cell, policy, reference), list(named.values()), retain_graph=True, allow_unused=True
+    )
+    return {name: gradient for name, gradient in zip(named, found) if gradient is not None}
+
+
+@lru_cache
+def oracle_models(method: str, lora: bool) -> tuple[Any, Any]:
+    return models(method, torch.float64, lora)
 
 
 def _log_probs(model: Any, sample: Sample) -> tuple[torch.Tensor, torch.Tensor]:
+    return _scored(model, tuple(sample.input_ids.tolist()), tuple(sample.trained.tolist()), torch.is_grad_enabled())
+
+
+@cache
+def _scored(
+    model: Any, tokens: tuple[int, ...], trained: tuple[bool, ...], with_graph: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
     """((n, V) log-probs at the positions of the trained tokens, the tokens), one sequence, full logits, no padding."""
-    ids = torch.from_numpy(sample.input_ids.astype(np.int64))
+    ids = torch.tensor(tokens)
     logps = model(input_ids=ids[None]).logits[0].log_softmax(-1)
-    at = torch.from_numpy(np.flatnonzero(sample.trained[1:]))
+    at = torch.tensor(trained[1:]).nonzero()[:, 0]
     return logps[at], ids[at + 1]
 
 

@@ -128,16 +128,16 @@ def test_200_steps_end_within_2_percent_of_adamw(betas):
 
 
 def test_v_follows_a_gradient_that_changes_scale():
-    """Rounded to the nearest, v = 1 would never leave its code under beta2 = 0.995; after 800 steps it must be near 4."""
+    """Rounded to the nearest, v = 1 would never leave its code under beta2 = 0.995; after 600 steps it must be near 4."""
     weight = nn.Parameter(torch.zeros(SMALLEST))
     optimizer = AdamW8bit([weight], lr=0.0, betas=(0.9, 0.995))
-    for scale in (1.0,) * 800 + (2.0,) * 800:
+    for scale in (1.0,) * 400 + (2.0,) * 600:
         weight.grad = torch.full_like(weight, scale)
         weight.grad[::BLOCK] = 3.0  # another value sets the block's largest
         optimizer.step()
     state = optimizer.state[weight]
     v = restored(state["v"].view(-1, BLOCK), state["v_largest"], grid(UNSIGNED_BITS))
-    expected = (1 - 0.995**800) * 0.995**800 + 4 * (1 - 0.995**800)
+    expected = (1 - 0.995**400) * 0.995**600 + 4 * (1 - 0.995**600)
     assert v[:, 1:].mean() == pytest.approx(expected, rel=0.03)
 
 

@@ -43,12 +43,14 @@ def test_a_stream_gives_the_run_of_the_same_rows_in_order(tmp_path, method):
     assert kept["prompt"].to_pylist() == read_rollouts(tmp_path / "rows")["prompt"].to_pylist()
 
 
+REFILLED = {"drop_zero_variance": True}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"steps_per_generation": 2, "num_iterations": 2}, {"drop_zero_variance": True}],
-    ids=["on policy", "inside a window", "refilled"],
+    ("options", "shuffled"),
+    [({}, False), ({"steps_per_generation": 2, "num_iterations": 2}, False), (REFILLED, False), (REFILLED, True)],
+    ids=["on policy", "inside a window", "refilled", "refilled, shuffled"],
 )
-@pytest.mark.parametrize("shuffled", [False, True])
 def test_a_resumed_run_on_a_stream_is_the_run(tmp_path, options, shuffled):
     def data():
         return stream().shuffle(seed=3, buffer_size=5) if shuffled else stream()

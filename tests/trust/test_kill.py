@@ -13,7 +13,7 @@ from posttrain.core import faults
 from posttrain.trainer.checkpoints import checkpoint as files
 from tests.trust import runs
 
-LENGTHS = [pytest.param(3, id="short"), pytest.param(20, id="long", marks=pytest.mark.trust)]
+LENGTHS = [pytest.param(2, id="short"), pytest.param(20, id="long", marks=pytest.mark.trust)]
 
 
 @pytest.fixture(scope="module")

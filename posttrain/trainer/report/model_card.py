@@ -7,6 +7,7 @@ import importlib.metadata
 import re
 import sys
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -300,6 +301,7 @@ def results(history: list[dict[str, Any]]) -> str:
     return _table(("metric", "last value"), latest) if latest else "Nothing was logged."
 
 
+@cache  # reading the metadata of six packages takes longer than the rest of a card
 def versions() -> str:
     found = {"posttrain": __version__} | {name: importlib.metadata.version(name) for name in PACKAGES}
     return _table(("package", "version"), found)
