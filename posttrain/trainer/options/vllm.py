@@ -94,8 +94,9 @@ class VLLMConfig:
 
     vllm_weight_transport: str = option(
         AUTO,
-        "How weights reach a server of ours: 'http', 'shared_memory' (one machine), 'cuda_ipc' (one GPU), 'collective' (NCCL; "
-        "gloo on the CPU), or 'auto': the fastest that both sides can. All are checked and exchanged alike.",
+        "How weights reach a server of ours: 'cuda_ipc' (one GPU) and 'collective' (NCCL; gloo on the CPU) straight into its "
+        "engine, 'shared_memory' (one machine) and 'http' staged beside the weights that serve, or 'auto': the fastest that both "
+        "sides can. All are verified by checksums.",
     )
 
     def check_vllm_options(self) -> None:
