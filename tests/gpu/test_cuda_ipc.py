@@ -167,9 +167,10 @@ def test_auto_takes_cuda_ipc_or_says_once_why_not(served, caplog):
             assert engine.differing_tensors() == []
             engine.sleep()
             assert engine.target.kept.fingerprint == client.info().fingerprint
+        in_use = client.channel.in_use
     said = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    print(f"auto: {client.channel.in_use}; {said}")
-    if client.channel.in_use == "cuda_ipc":
+    print(f"auto: {in_use}; {said}")
+    if in_use == "cuda_ipc":
         assert said == []
     else:
         assert len(said) == 1
