@@ -22,7 +22,7 @@ from posttrain.data.rows.formats import RowFormat
 from posttrain.data.store.prepare import prepare_dataset
 from posttrain.models.load.model import LoadOptions, innermost_model, load_tokenizer, model_type_of
 from posttrain.models.load.vocabulary import copy_chat_template, fit_embeddings
-from posttrain.trainer.options.base import BaseConfig
+from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ def load_options(
         fuse_lora=args.fuse_lora,
         quantization_config=quantization_config,
         layout=args.layout,
-        share_prefixes=getattr(args, "share_prompts", False),
+        share_prefixes=isinstance(args, SharedPromptsConfig) and args.share_prompts,
         router_aux_loss_coef=args.router_aux_loss_coef,
         device=args.device,
         sharded=args.sharding is not None,
