@@ -398,7 +398,7 @@ def test_while_a_stream_is_under_way_nobody_is_served_and_the_next_one_takes_its
     assert served.updater.commit(3, {}, "drain", 30)["serving_version"] == 3
 
 
-def test_200_damaged_parts_are_refused_and_the_server_lives(served):
+def test_60_damaged_parts_are_refused_and_the_server_lives(served):
     app, rng = build_app(served.server, TOKEN), random.Random(5)
     values = [
         None, True, -1, 0, 1 << 60, 1.5, "", "..", "a" * 70_000, [], {}, [1], {"name": "x"}, "é" * 10, "AAA",
@@ -416,7 +416,7 @@ def test_200_damaged_parts_are_refused_and_the_server_lives(served):
         return await call(app, "POST", path, body, token=TOKEN)
 
     async def go():
-        for number in range(1, 201):
+        for number in range(1, 61):
             assert (await ask("/weights/stream", {"version": number})).status == 200
             entry = {**vars(spec_of("a", torch.ones(4), "sum64")), "shape": [4], "offset": 0, "begin": 0, "end": 16}
             way = rng.choice(list(places))
