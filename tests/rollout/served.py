@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.util
+import logging
 import math
 import os
 import random
@@ -50,6 +51,16 @@ def echo_process(
 def numbered(number: int, size: int = 4) -> list[tuple[str, torch.Tensor]]:
     """Weights under which every token is `number`; a mixture of two versions would show."""
     return [(name, torch.full((size,), float(number))) for name in NAMES]
+
+
+def says(process: Any) -> dict[str, Any]:
+    """A completion of twelve tokens, as the server answers it."""
+    body = {"prompts": [{"ids": [1]}], "sampling": {"max_tokens": 12}}
+    return process.client._post("/generate", body, 10)["completions"][0][0]
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 def streamed(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import random
@@ -39,7 +38,9 @@ from tests.rollout.served import (
     needs_uvicorn,
     numbered,
     read_request,
+    says,
     streamed,
+    warnings,
 )
 from tests.waiting import eventually
 
@@ -62,15 +63,6 @@ def process(tmp_path_factory):
 
 def client_of(process, way, url=None, deadlines=QUICK):
     return ServerClient(url or process.client.name, process._token, deadlines, way)
-
-
-def says(process):
-    body = {"prompts": [{"ids": [1]}], "sampling": {"max_tokens": 12}}
-    return process.client._post("/generate", body, 10)["completions"][0][0]
-
-
-def warnings(caplog):
-    return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 # ---- whole updates ---------------------------------------------------------------------------------------------------------
