@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -140,10 +141,18 @@ class StreamBatches(IterableDataset):
     """Batches of this process from a stream of units: every process reads the stream, each keeps its own share of rows."""
 
     def __init__(
-        self, units: Iterable[Unit], batch_size: int, rank: int, world_size: int, collate: Callable[..., Any]
+        self,
+        units: Iterable[Unit],
+        batch_size: int,
+        rank: int,
+        world_size: int,
+        collate: Callable[..., Any],
+        accumulation: int = 1,
+        arrange: Callable[[list[Unit]], list[Unit]] = list,
     ) -> None:
+        """`arrange` is given the units of a whole optimizer step, of all processes."""
         self.units, self.batch_size, self.rank, self.world_size = units, batch_size, rank, world_size
-        self.collate = collate
+        self.collate, self.accumulation, self.arrange = collate, accumulation, arrange
 
     def set_epoch(self, epoch: int) -> None:
         if hasattr(self.units, "set_epoch"):
@@ -152,15 +161,14 @@ class StreamBatches(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         if get_worker_info() is not None:
             raise ValueError("A streamed dataset is read by one process: set `dataloader_num_workers=0`.")
-        window: list[Unit] = []
-        for unit in self.units:
-            window.append(unit)
-            if len(window) == self.batch_size * self.world_size:
-                yield self.collate(window[self.rank * self.batch_size : (self.rank + 1) * self.batch_size])
-                window = []
-        if window:
-            bounds = [round(len(window) * part / self.world_size) for part in (self.rank, self.rank + 1)]
-            yield self.collate(window[bounds[0] : bounds[1]])
+        units, size = iter(self.units), self.batch_size * self.world_size
+        while step := self.arrange(list(itertools.islice(units, size * self.accumulation))):
+            for window in (step[start : start + size] for start in range(0, len(step), size)):
+                if len(window) == size:
+                    yield self.collate(window[self.rank * self.batch_size : (self.rank + 1) * self.batch_size])
+                else:
+                    bounds = [round(len(window) * part / self.world_size) for part in (self.rank, self.rank + 1)]
+                    yield self.collate(window[bounds[0] : bounds[1]])
 
 
 def first_of(batch: list[Any]) -> Any:

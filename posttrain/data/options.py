@@ -50,6 +50,8 @@ class PrepareOptions:
     """Judge only the last step of stepwise rows."""
     max_completion_length: int | None = None
     """Most tokens of the steps of stepwise rows."""
+    train_chosen_prompt: bool = False
+    """Train the prompt of preference pairs, too, once, before the chosen answer; `per_token["answer"]` marks the answers."""
     required_columns: tuple[str, ...] = ()
     """Further columns that must be there and not null, such as those a reward function reads."""
     allowed_values: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -63,7 +65,8 @@ class PrepareOptions:
 
     ENCODING_FIELDS: ClassVar[tuple[str, ...]] = (
         "completion_only_loss", "assistant_only_loss", "chat_template_kwargs", "tools", "allow_blank_prompts",
-        "append_eos", "step_separator", "train_on_last_step_only", "max_completion_length", "required_columns",
+        "append_eos", "step_separator", "train_on_last_step_only", "max_completion_length", "train_chosen_prompt",
+        "required_columns",
         "allowed_values", "row_id_column",
     )  # fmt: skip
     """Options that change what is stored; the others apply to a stored dataset."""

@@ -49,6 +49,26 @@ SCORE_FORMULAS = {
 }
 """Value of `f_divergence_type` -> the score s of a log-ratio l."""
 
+REFERENCE_FREE_FORMULAS = {
+    "sigmoid": ("-log(sigmoid(x))", "{beta} * D"),
+    "hinge": ("max(0, 1 - x)", "{beta} * D"),
+    "ipo": ("(x - 1 / (2 * {beta}))**2", "D"),
+    "simpo": ("-log(sigmoid(x))", "{beta} * D - {simpo_gamma}"),
+    "tpo-l": ("-log(sigmoid(x))", "{beta} * D - {tpo_l_gamma}"),
+}
+"""Name of REFERENCE_FREE_LOSSES -> the loss of a pair, and the x in it."""
+
+ODDS_RATIO_FORMULA = (
+    "-{beta} * log(sigmoid(o)) where o = log(exp(m_c) / (1 - exp(m_c))) - log(exp(m_r) / (1 - exp(m_r)))"
+)
+
+UNPAIRED_FORMULAS = {
+    "kto": "1 - sigmoid({beta} * s * (l - z))",
+    "apo_zero_unpaired": "1 - sigmoid({beta} * s * l)",
+    "bco": "-log(sigmoid(s * ({beta} * l - delta)))",
+}
+"""Name of UNPAIRED_LOSSES -> the loss of a row."""
+
 REWARD_FORMULAS = {"bradley_terry": "-log(sigmoid(r_c - r_r - margin))", "centring": "(r_c + r_r)**2"}
 """Function of losses/reward -> the loss of a pair."""
 
@@ -113,6 +133,24 @@ def filled(formula: str, values: Any) -> str:
     """The formula with the numbers of `values`, a mapping or a config, in their places."""
     known = values if isinstance(values, dict) else vars(values)
     return formula.format_map({name: number(value) for name, value in known.items()})
+
+
+def reference_free_line(name: str, args: Any) -> str:
+    """A loss of REFERENCE_FREE_LOSSES with its numbers; labels are smoothed in the line where they are in the run."""
+    loss, x = (filled(part, args) for part in REFERENCE_FREE_FORMULAS[name])
+    smoothing = getattr(args, "label_smoothing", 0.0)
+    if not smoothing:
+        return loss.replace("(x", f"({x}").replace("- x", f"- {x}")
+    return f"-(1 - {smoothing:g}) * log(sigmoid(x)) - {smoothing:g} * log(sigmoid(-x)) where x = {x}"
+
+
+def of_answers(of_means: bool, alpha: float) -> tuple[tuple[str, str], ...]:
+    """What the names in a loss without a reference mean."""
+    logps = "mean of log(policy) over an answer's tokens" if of_means else "sum of log(policy) over an answer's tokens"
+    if not alpha:
+        return (("D", "m_c - m_r"), ("m", logps)) if of_means else (("D", "s_c - s_r"), ("s", logps))
+    shape = f"(1 - exp(-{number(alpha)} * m)) / {number(alpha)}"
+    return (("D", "R_c - R_r"), ("R", shape), ("m", logps))
 
 
 Totals = dict[str, str]

@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
-from posttrain.data.rows.formats import PREFERENCE, TOKENISED_PREFERENCE
 from posttrain.losses.formulas import PREFERENCE_FORMULAS, SCORE_FORMULAS, Formula, Totals, filled, number
 from posttrain.losses.named_options import call, function_name, unused_options
 from posttrain.losses.pair import Coupling, Pair, coupled_coefficients
 from posttrain.losses.preference import PREFERENCE_LOSSES, check_preference_losses, preference_loss
-from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.options.base import BaseConfig, ReferenceConfig, SharedPromptsConfig, check_range, option
+from posttrain.trainer.pair_trainer import PairTrainer
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.step.gathering import gathered_rows
 
@@ -55,7 +54,7 @@ class DPOConfig(ReferenceConfig, SharedPromptsConfig, BaseConfig):
         )
 
 
-class DPOTrainer(BaseTrainer):
+class DPOTrainer(PairTrainer):
     """Direct preference optimisation (arXiv:2305.18290) and its relatives."""
 
     method, title = "dpo", "direct preference optimisation"
@@ -68,9 +67,6 @@ class DPOTrainer(BaseTrainer):
         "Advances in Neural Information Processing Systems 36",
     )
     config_class = DPOConfig
-    formats = (PREFERENCE, TOKENISED_PREFERENCE)
-    roles = ("chosen", "rejected")
-    token_stats: ClassVar[tuple[str, ...]] = ("entropy", "is_most_likely", "mean_logit")
 
     def __init__(
         self,
@@ -108,12 +104,7 @@ class DPOTrainer(BaseTrainer):
         if self.custom_loss is not None:
             return LossOutput(call(self.custom_loss, pair, options=args), per="unit", metrics=pair.metrics(args.beta))
         terms = preference_loss(pair, args.loss_type, args.loss_weights, args, _couplings(batch))
-        metrics = pair.metrics(args.beta)
-        if "mean_logit" in policy.stats:
-            metrics |= {f"logits/{name}": batch.role_tokens(policy.stats["mean_logit"], name) for name in self.roles}
-        if "is_most_likely" in policy.stats:  # of the chosen tokens only: rejected ones are not to be predicted
-            metrics["mean_token_accuracy"] = batch.role_tokens(policy.stats["is_most_likely"], "chosen")
-        return LossOutput(terms, metrics=metrics)
+        return LossOutput(terms, metrics=pair.metrics(args.beta) | self.token_metrics(batch, policy))
 
     def _pair(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores) -> Pair:
         args = self.args
@@ -170,10 +161,6 @@ class DPOTrainer(BaseTrainer):
         used = " ".join(terms)
         kept = [pair for pair in names if len(pair[0]) > 1 or _uses(used, pair[0])]
         return Formula(tuple(terms), tuple(divided), tuple(kept))
-
-    def predictions(self, batch: TokenBatch, policy: TokenScores, output: LossOutput) -> tuple[Tensor, Tensor]:
-        rewards = torch.stack([output.metrics[f"rewards/{name}"] for name in self.roles], dim=1)
-        return rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)  # column 0 should win
 
 
 def _hand_out(batch: TokenBatch, name: str, coupling: Coupling) -> None:

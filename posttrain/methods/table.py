@@ -29,6 +29,17 @@ class Method:
 METHODS: dict[str, Method] = {
     "sft": Method("posttrain.methods.sft", "SFTTrainer", "SFTConfig", "Supervised fine-tuning"),
     "dpo": Method("posttrain.methods.dpo", "DPOTrainer", "DPOConfig", "Direct preference optimisation, 15 losses"),
+    "cpo": Method(
+        "posttrain.methods.cpo", "CPOTrainer", "CPOConfig", "CPO, SimPO and AlphaPO: pairs without a reference"
+    ),
+    "orpo": Method("posttrain.methods.orpo", "ORPOTrainer", "ORPOConfig", "Odds ratio preference optimisation"),
+    "tpo": Method("posttrain.methods.tpo", "TPOTrainer", "TPOConfig", "Triple preference optimisation"),
+    "kto": Method(
+        "posttrain.methods.kto", "KTOTrainer", "KTOConfig", "Kahneman-Tversky optimisation: answers with a label"
+    ),
+    "bco": Method(
+        "posttrain.methods.bco", "BCOTrainer", "BCOConfig", "Binary classifier optimisation: answers with a label"
+    ),
     "reward": Method("posttrain.methods.reward_model", "RewardTrainer", "RewardConfig", "Bradley-Terry reward models"),
     "grpo": Method(
         "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 9 losses"
@@ -36,7 +47,6 @@ METHODS: dict[str, Method] = {
     "rloo": Method("posttrain.methods.rloo", "RLOOTrainer", "RLOOConfig", "REINFORCE with a leave-one-out baseline"),
 }
 
-_PAIRS = "`posttrain dpo` trains on pairs, with 15 losses."
 _ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
 _TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
 PLANNED: dict[str, tuple[str, str]] = {
@@ -44,11 +54,6 @@ PLANNED: dict[str, tuple[str, str]] = {
     "online_dpo": ("Online DPO", _ONLINE),
     "nash_md": ("Nash-MD", _ONLINE),
     "xpo": ("XPO", _ONLINE),
-    "kto": ("KTO", _PAIRS),
-    "bco": ("BCO", "`posttrain dpo --loss_type bco_pair` is its loss on pairs."),
-    "cpo": ("CPO", _PAIRS),
-    "orpo": ("ORPO", _PAIRS),
-    "tpo": ("TPO", _PAIRS),
     "prm": ("A process reward model", "`posttrain reward` trains one that judges whole answers."),
     "gkd": ("GKD", _TEACHER),
     "gold": ("GOLD", _TEACHER),

@@ -23,6 +23,7 @@ from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.data.collate import Collator
 from posttrain.data.loader import UnitLoader
 from posttrain.data.rows.formats import RowFormat
+from posttrain.data.unpaired import Partners
 from posttrain.losses.formulas import Formula, Totals
 from posttrain.models.layers.checkpointing import allow_selective_checkpointing
 from posttrain.models.load.adapters import adapter_settings
@@ -56,8 +57,8 @@ class BaseTrainer(transformers.Trainer):
     method: ClassVar[str]
     title: ClassVar[str] = ""
     config_class: ClassVar[type[BaseConfig]] = BaseConfig
-    formats: ClassVar[tuple[RowFormat, ...]]
-    roles: ClassVar[tuple[str, ...]]
+    formats: tuple[RowFormat, ...]
+    roles: tuple[str, ...]
     task: ClassVar[str] = CAUSAL_LM
     token_stats: ClassVar[tuple[str, ...]] = ("entropy", "is_most_likely")
     paper: ClassVar[Paper | None] = None
@@ -91,6 +92,7 @@ class BaseTrainer(transformers.Trainer):
         if args.should_save and train_dataset is not None:
             refuse_unwritable(args.output_dir)
         self.formatting_func = formatting_func
+        self.formats, self.roles = self.rows_read(args)
         self.renderer = construction.renderer_of(model, processing_class, args, name)
         tokenizer = self.renderer.tokenizer
         # Data first: a bad row must be found before minutes go into loading a model.
@@ -124,6 +126,7 @@ class BaseTrainer(transformers.Trainer):
         """As much of a trainer as data need, to look at them beforehand: tokenizer, template and `prepared`, no model."""
         made = cls.__new__(cls)
         made.args, made.formatting_func = args, None
+        made.formats, made.roles = cls.rows_read(args)
         made.renderer = construction.renderer_of(model, processing_class, args, cls.__name__)
         return made
 
@@ -152,6 +155,11 @@ class BaseTrainer(transformers.Trainer):
         """Refuse options that would have no effect, where it takes the user's own `loss` to know that."""
 
     @classmethod
+    def rows_read(cls, args: Any) -> tuple[tuple[RowFormat, ...], tuple[str, ...]]:
+        """The formats of rows, and the roles of a unit's samples, where they depend on options."""
+        return cls.formats, cls.roles
+
+    @classmethod
     def formula(cls, args: Any, totals: Totals) -> Formula:
         """The loss with the numbers of a config, for `posttrain explain` and the method's page."""
         return Formula((f"{cls.__name__}.loss",), ("as its terms say: token, sequence or unit of the step",))
@@ -159,6 +167,10 @@ class BaseTrainer(transformers.Trainer):
     def prepare_options(self, is_training: bool) -> dict[str, Any]:
         """Arguments of PrepareOptions that are peculiar to the method."""
         return {}
+
+    def partners(self, is_training: bool) -> Partners | None:
+        """How rows get twins from other rows of their step, where a method reads such."""
+        return None
 
     def prepare_reference(self, ref_model: Any, policy: Any) -> None:
         """Make `reference`, where the method has one; its log-probs may be put on the rows of the datasets."""
@@ -249,12 +261,13 @@ class BaseTrainer(transformers.Trainer):
         if self.train_dataset is None:
             raise ValueError(f"{type(self).__name__}.train() needs a `train_dataset`.")
         collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
-        order = (self.args.train_sampling_strategy, self.args.dataloader_drop_last)
+        order = (self.args.train_sampling_strategy, self.args.dataloader_drop_last, self.partners(is_training=True))
         return construction.unit_loader(self.train_dataset, self.args, collator, self._train_batch_size, *order)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> UnitLoader:
         rows, args = self.evaluation_rows(eval_dataset), self.args
-        return construction.unit_loader(rows, args, self.data_collator, args.eval_batch_size, "sequential")
+        order = ("sequential", False, self.partners(is_training=False))
+        return construction.unit_loader(rows, args, self.data_collator, args.eval_batch_size, *order)
 
     def get_test_dataloader(self, test_dataset: Any) -> UnitLoader:
         return self.get_eval_dataloader(test_dataset)

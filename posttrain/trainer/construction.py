@@ -20,6 +20,7 @@ from posttrain.data.render.template_checks import trained_stop_token
 from posttrain.data.render.templates import BUILT_IN_FORMATS, use_chat_format
 from posttrain.data.rows.formats import RowFormat
 from posttrain.data.store.prepare import prepare_dataset
+from posttrain.data.unpaired import PartneredBatches, PartneredRows, Partners
 from posttrain.models.load.model import LoadOptions, innermost_model, load_tokenizer, model_type_of
 from posttrain.models.load.vocabulary import copy_chat_template, fit_embeddings
 from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig
@@ -208,8 +209,15 @@ def collator_of(given: Any, roles: tuple[str, ...], pad_token_id: int, layout: s
 
 
 def unit_loader(
-    dataset: Any, args: BaseConfig, collator: Collator, batch_size: int, order: str, drop_last: bool = False
+    dataset: Any,
+    args: BaseConfig,
+    collator: Collator,
+    batch_size: int,
+    order: str,
+    drop_last: bool = False,
+    partners: Partners | None = None,
 ) -> UnitLoader:
+    """Batches of this process; with `partners`, of rows that were given theirs."""
     workers = {
         "num_workers": args.dataloader_num_workers,
         "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
@@ -217,20 +225,26 @@ def unit_loader(
         "prefetch_factor": args.dataloader_prefetch_factor,
     }
     if isinstance(dataset, IterableDataset):
-        stream = StreamBatches(dataset, batch_size, args.process_index, args.world_size, collator)
+        step = {} if partners is None else {"arrange": partners.given_all}
+        step |= {"accumulation": args.gradient_accumulation_steps} if partners is not None else {}
+        stream = StreamBatches(dataset, batch_size, args.process_index, args.world_size, collator, **step)
         return UnitLoader(stream, batch_size=1, collate_fn=first_of, **workers)
-    batches = epoch_batches(dataset, args, batch_size, order, drop_last)
+    batches = epoch_batches(dataset, args, batch_size, order, drop_last, partners)
+    dataset = dataset if partners is None else PartneredRows(dataset, partners)
     return UnitLoader(dataset, batch_sampler=batches, collate_fn=collator, **workers)
 
 
-def epoch_batches(dataset: Any, args: BaseConfig, batch_size: int, order: str, drop_last: bool) -> EpochBatches:
+def epoch_batches(
+    dataset: Any, args: BaseConfig, batch_size: int, order: str, drop_last: bool, partners: Partners | None = None
+) -> EpochBatches:
     """Which rows this process reads together."""
-    return EpochBatches(
+    whole = partners is not None and not partners.within_step
+    return (EpochBatches if partners is None else PartneredBatches)(
         len(dataset),
         batch_size,
         rank=args.process_index,
         world_size=args.world_size,
-        accumulation=args.gradient_accumulation_steps,
+        accumulation=len(dataset) if whole else args.gradient_accumulation_steps,
         seed=args.seed if args.data_seed is None else args.data_seed,
         order=order,
         drop_last=drop_last,

@@ -22,7 +22,7 @@ from posttrain.models.scoring.heads import SEQUENCE_REWARD
 from posttrain.trainer.online_trainer import OnlineTrainer
 from tests import tiny
 from tests.losses.test_preference_oracle import naive_total
-from tests.trainer import policy_cells
+from tests.trainer import offline_cells, policy_cells
 
 PACKED = "packed"
 CHUNKS = (1, 7, None)
@@ -42,6 +42,8 @@ BETWEEN_PROCESSES = (
     ("dpo", "aot"),  # coupled: the value of a pair depends on the pairs of all processes
     ("dpo", "aot_unpaired"),
     ("reward", "plain"),  # by pairs, with a head
+    ("kto", "kto"),  # coupled: the reference point is that of all processes
+    ("orpo", "prompt"),  # two denominators, and flags of tokens
     ("grpo", "bnpo"),  # by the tokens of each micro-batch of each process
     ("grpo", "top_entropy"),  # a threshold over the micro-batches of all processes
 )
@@ -79,6 +81,7 @@ def variants() -> list[tuple[str, str]]:
         *(("reward", loss) for loss in REWARD_LOSSES),
         *(("grpo", loss) for loss in policy_cells.GRPO_VARIANTS),
         ("rloo", "rloo"),
+        *((method, loss) for method, losses in offline_cells.OPTIONS.items() for loss in losses),
         *((method, DEFAULT) for method in METHODS if method not in ORACLES),
     ]
 
@@ -171,6 +174,8 @@ def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
         policy, reference = oracle_models(method, lora)[0], oracle_models("dpo", False)[1]
         with torch.no_grad():
             return policy_cells.groups(partial(_log_probs, policy), partial(_log_probs, reference))
+    if method in offline_cells.OPTIONS:
+        return offline_cells.units(method)
     rng = np.random.default_rng(7)
     made = []
     for row in range(8):
@@ -204,6 +209,8 @@ def options(cell: Cell) -> dict[str, Any]:
         return {"nll": {}, "dft": {"loss_type": "dft"}, "smoothed": {"label_smoothing_factor": 0.2}}[cell.loss]
     if cell.method in POLICY_METHODS:
         return policy_cells.options(cell.method, cell.loss)
+    if cell.method in offline_cells.OPTIONS:
+        return offline_cells.OPTIONS[cell.method][cell.loss]
     if cell.method == "reward":
         return {"centred": {"center_rewards_coefficient": 0.3}}.get(cell.loss, {})
     special = {
@@ -224,7 +231,7 @@ def models(method: str, dtype: torch.dtype, lora: bool) -> tuple[Any, Any]:
     """(policy, reference): different weights, so that log-ratios are not 0; equal in every process."""
     make = tiny.reward_model if _scores_sequences(method) else tiny.causal_lm
     policy = make(0, dtype)
-    reference = make(1, dtype) if method == "dpo" else None
+    reference = make(1, dtype) if method in ("dpo", *offline_cells.WITH_REFERENCE) else None
     if dtype == torch.float64:
         policy = tiny.with_exact_norms(policy)
         reference = tiny.with_exact_norms(reference) if reference else None
@@ -249,6 +256,10 @@ def with_adapter(model: Any, method: str) -> Any:
 @lru_cache(maxsize=12)
 def trainer(method: str, loss: str, lora: bool, dtype: torch.dtype) -> Any:
     policy, reference = models(method, dtype, lora)
+    if loss == "clamped":  # the policy is below its reference on mismatched rows
+        reference = (
+            tiny.with_exact_norms(tiny.causal_lm(3, dtype)) if dtype == torch.float64 else tiny.causal_lm(3, dtype)
+        )
     cell = Cell(method, loss)
     args = METHODS[method].config_class(
         output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=True, gradient_checkpointing=False, **options(cell)
@@ -265,6 +276,8 @@ def gradient(cell: Cell, rank: int = 0, world_size: int = 1) -> dict[str, torch.
     made.args.max_tokens_per_pass = TOKENS_PER_PASS.get(cell.split)
     made.args.gradient_accumulation_steps = len(SPLITS[cell.split])
     batches = micro_batches(cell, made, rank)
+    if cell.method in offline_cells.STATES:
+        made.load_method_state(offline_cells.STATES[cell.method])
     totals = made._get_num_items_in_batch(batches, made.args.device)
     made.model.zero_grad()
     made.is_in_train = True
@@ -290,6 +303,7 @@ def micro_batches(cell: Cell, made: Any, rank: int) -> list[Any]:
 def windows(cell: Cell) -> list[list[list[tuple[Sample, ...]]]]:
     """The units of each micro-batch, for each process."""
     rows, place, found = units(cell.method, cell.lora and is_online(cell.method)), 0, []
+    rows = offline_cells.rows_of(cell.method, cell.loss) if cell.method in offline_cells.OPTIONS else rows
     bounds = np.concatenate([[0], np.cumsum(cell.shares)]) / sum(cell.shares)
     for size in SPLITS[cell.split]:
         window = rows[place : place + size]
@@ -307,6 +321,8 @@ def _collated(cell: Cell, made: Any, mine: list[tuple[Sample, ...]]) -> Any:
     for part in passes_of(batch):
         if cell.method == "reward" and cell.loss != "margin":
             part.scalars.pop("margin", None)
+        if cell.method == "bco" and cell.loss != "weighted":
+            part.scalars.pop("density_ratio", None)
         # Numbers about samples arrive in float32; in a float64 cell they must not be what limits the comparison.
         part.scalars = {name: value.to(cell.dtype) for name, value in part.scalars.items()}
         part.per_token = {name: value.to(cell.dtype) for name, value in part.per_token.items()}
@@ -442,12 +458,23 @@ def _policy_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     return policy_cells.step_loss(cell.method, cell.loss, windows(cell), partial(_log_probs, policy))
 
 
+def _offline_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
+    if cell.loss == "clamped":
+        reference = tiny.with_exact_norms(tiny.causal_lm(3, torch.float64))
+
+    def picked(model: Any, sample: Sample) -> list[torch.Tensor]:
+        return [row[target] for row, target in zip(*_log_probs(model, sample))]
+
+    return offline_cells.step_loss(cell.method, cell.loss, partial(picked, policy), partial(picked, reference))
+
+
 ORACLES = {
     "sft": _sft_oracle,
     "dpo": _dpo_oracle,
     "reward": _reward_oracle,
     "grpo": _policy_oracle,
     "rloo": _policy_oracle,
+    **dict.fromkeys(offline_cells.OPTIONS, _offline_oracle),
 }
 
 

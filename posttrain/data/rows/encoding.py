@@ -65,7 +65,16 @@ def preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, not
             begin = min(int(side.trained.argmax()) for side in pair)
             for side in pair:
                 side.trained[begin:] = True
-    return [_pair(row, c, r, must_train=True) for row, c, r in zip(rows, chosen, rejected)]
+    return _trained_pairs(rows, chosen, rejected, options)
+
+
+def triple_preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
+    """(chosen, rejected, reference): a pair, and the prompt followed by the gold answer, which is trained."""
+    golds = _singles(_answers(rows, "reference", renderer, options, COMPLETION, notes), "reference")
+    pairs = preference(rows, renderer, options, notes)
+    return [
+        next((part for part in (p, g) if isinstance(part, Finding)), None) or (*p, *g) for p, g in zip(pairs, golds)
+    ]
 
 
 def scored_preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
@@ -159,7 +168,7 @@ def _missing_mask(row: Row, options: PrepareOptions) -> Finding | None:
 
 def tokenised_preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     sides = [[Sample.of_text(row["prompt_ids"], row[f"{side}_ids"]) for row in rows] for side in ("chosen", "rejected")]
-    return [_pair(row, c, r, must_train=True) for row, c, r in zip(rows, *sides)]
+    return _trained_pairs(rows, *sides, options)
 
 
 def tokenised_scored_preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
@@ -248,6 +257,21 @@ def _ended(text: str, renderer: Renderer, options: PrepareOptions) -> str:
 
 def _untrained(ids: np.ndarray) -> Sample:
     return Sample(ids, np.zeros(len(ids), dtype=bool))
+
+
+def _trained_pairs(
+    rows: list[Row],
+    chosen: Sequence[Sample | Exception],
+    rejected: Sequence[Sample | Exception],
+    options: PrepareOptions,
+) -> Units:
+    units = [_pair(row, c, r, must_train=True) for row, c, r in zip(rows, chosen, rejected)]
+    for unit in units if options.train_chosen_prompt else ():
+        if not isinstance(unit, Finding):
+            for sample in unit:
+                sample.per_token["answer"] = sample.trained.astype(np.float32)
+            unit[0].trained = np.ones(len(unit[0]), dtype=bool)
+    return units
 
 
 def _pair(row: Row, chosen: Sample | Exception, rejected: Sample | Exception, must_train: bool) -> Unit | Finding:

@@ -81,6 +81,14 @@ PROMPT_COMPLETION = RowFormat(
 PREFERENCE = RowFormat(
     "preference", ("chosen", "rejected"), (("chosen", "rejected"),), PAIR_OPTIONAL, read.preference, encode.preference
 )
+TRIPLE_PREFERENCE = RowFormat(
+    "triple preference",
+    ("chosen", "rejected", "reference"),
+    (("chosen", "rejected", "reference"),),
+    ("prompt", *CHAT_EXTRAS),
+    read.triple_preference,
+    encode.triple_preference,
+)
 SCORED_PREFERENCE = replace(
     PREFERENCE, read=read.scored_preference, encode=encode.scored_preference, trains_tokens=False
 )
@@ -129,8 +137,8 @@ TOKENISED_SCORED_PREFERENCE = replace(
 )
 
 FORMATS = (
-    TOKENISED_PREFERENCE, TOKENISED_SCORED_PREFERENCE, TOKENISED, PREFERENCE, SCORED_PREFERENCE, UNPAIRED_PREFERENCE,
-    STEPWISE, PROMPT_COMPLETION, LANGUAGE_MODELLING, PROMPT_ONLY,
+    TOKENISED_PREFERENCE, TOKENISED_SCORED_PREFERENCE, TOKENISED, TRIPLE_PREFERENCE, PREFERENCE, SCORED_PREFERENCE,
+    UNPAIRED_PREFERENCE, STEPWISE, PROMPT_COMPLETION, LANGUAGE_MODELLING, PROMPT_ONLY,
 )  # fmt: skip
 """In the order in which they are looked for: the more a format asks for, the earlier."""
 

@@ -155,6 +155,25 @@ def _split_conversation(clean: Row, reading: Reading) -> Row:
     return {"prompt": prompt, "chosen": chosen, "rejected": rejected}
 
 
+def triple_preference(row: Row, reading: Reading) -> Row:
+    """A pair, and in `reference` a gold answer to the same prompt."""
+    gold = reading.text_or_messages(row, "reference")
+    clean = {**preference(row, reading), "reference": gold}
+    if reading.found:
+        return clean
+    prompt = clean["prompt"]
+    repeats = len(gold) > len(prompt) and gold[: len(prompt)] == prompt
+    if reading.implicit_prompt and not repeats:
+        reason = "does not begin with the prompt that 'chosen' and 'rejected' share"
+        reading.report("different_prompts", "reference", reason)
+        return clean
+    if repeats and (reading.implicit_prompt or reading.conversational):
+        clean["reference"] = gold[len(prompt) :]
+    if reading.conversational:
+        _check_answer(prompt, clean["reference"], "reference", reading)
+    return clean
+
+
 def unpaired_preference(row: Row, reading: Reading) -> Row:
     clean = prompt_completion(row, reading)
     return {**clean, "label": read_label(row.get("label"), "label", reading.found)}

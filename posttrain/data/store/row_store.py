@@ -141,14 +141,11 @@ def _write_durably(path: Path, content: bytes) -> None:
         staged.unlink(missing_ok=True)
 
 
-class AnnotatedDataset(Dataset):
-    """`dataset` whose Samples also carry `per_token[name]`, looked up in a store by what the sample is.
+class DatasetView(Dataset):
+    """A dataset of units seen in another way; what it does not say itself is the dataset's."""
 
-    Nothing is read before its unit is; rows may come in any order, and twice.
-    """
-
-    def __init__(self, dataset: Any, name: str, store: RowStore) -> None:
-        self.dataset, self.name, self.store = dataset, name, store
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -158,6 +155,17 @@ class AnnotatedDataset(Dataset):
             raise AttributeError(name)
         return getattr(self.dataset, name)
 
+
+class AnnotatedDataset(DatasetView):
+    """`dataset` whose Samples also carry `per_token[name]`, looked up in a store by what the sample is.
+
+    Nothing is read before its unit is; rows may come in any order, and twice.
+    """
+
+    def __init__(self, dataset: Any, name: str, store: RowStore) -> None:
+        super().__init__(dataset)
+        self.name, self.store = name, store
+
     def __getitem__(self, index: int) -> Unit:
         return tuple(self._with_numbers(sample) for sample in self.dataset[index])
 
@@ -165,4 +173,5 @@ class AnnotatedDataset(Dataset):
         numbers = np.zeros(len(sample), dtype=np.float32)
         if sample.num_trained:
             numbers[1:][sample.trained[1:]] = self.store.read(row_key(sample))
-        return replace(sample, per_token={**sample.per_token, self.name: numbers})
+        twin = None if sample.twin is None else self._with_numbers(sample.twin)
+        return replace(sample, per_token={**sample.per_token, self.name: numbers}, twin=twin)

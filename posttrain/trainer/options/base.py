@@ -18,7 +18,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from posttrain.core.batch import PADDED, RAGGED
 from posttrain.core.console import NORMAL, VERBOSITIES
-from posttrain.core.options import default_of, is_ours, option
+from posttrain.core.options import default_of, is_ours, is_refused, option, refused
 from posttrain.core.secrets import without_secrets
 from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
 
@@ -190,7 +190,15 @@ class BaseConfig(TrainingArguments):
         if self.gradient_checkpointing_kwargs is None:
             self.gradient_checkpointing_kwargs = {"use_reentrant": False}
 
+    def _refuse_options(self) -> None:
+        """Raise for the first option that is there for its name's sake and was set."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if is_refused(field) and value != default_of(field):
+                raise ValueError(f"`{field.name}` is {value!r}, which has no effect here. {field.metadata['help']}")
+
     def _check_shared_options(self) -> None:
+        self._refuse_options()
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             check_range(name, getattr(self, name), 1)
         check_range("learning_rate", self.learning_rate, 0)
@@ -307,6 +315,24 @@ class SharedPromptsConfig:
         True,
         "Compute a prompt once for all answers to it in a micro-batch, wherever the model allows it. Same gradient, less work.",
     )
+
+
+@dataclass
+class OlderOptions:
+    """Options of TRL's older configs of offline methods, known by their names; mixed into the configs that had them."""
+
+    generate_during_eval: bool = refused(False, "LogCompletionsCallback writes answers to evaluation prompts.")
+    is_encoder_decoder: bool | None = refused(None, "Encoder-decoder models are not supported.")
+    max_prompt_length: int | None = refused(None, "`max_length` limits prompt and answer together.")
+    label_pad_token_id: int = refused(-100, "Batches hold no padded labels.")
+    padding_value: int | None = refused(None, "Set `pad_token` on the tokenizer.")
+
+
+@dataclass
+class OlderPairOptions(OlderOptions):
+    """As OlderOptions, with what the reference-free methods of pairs had besides."""
+
+    max_completion_length: int | None = refused(None, "`max_length` limits prompt and answer together.")
 
 
 @dataclass

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from posttrain.core.options import default_of, is_refused, refused
+from posttrain.core.options import refused
 from posttrain.core.sample import KEEP_END
 from posttrain.rewards.runtime.options import AUTO, IN_PROCESS, RewardOptions
 from posttrain.rollout.engines.protocol import SamplingParams
@@ -65,14 +65,6 @@ class RefusedOptions:
 
     # ---- images
     log_multimodal: bool = refused(True, "Prompts are texts: there are no images to leave out of a log.")
-
-
-def refuse_options(config: Any) -> None:
-    """Raise for the first of them that was set."""
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if is_refused(field) and value != default_of(field):
-            raise ValueError(f"`{field.name}` is {value!r}, which has no effect here. {field.metadata['help']}")
 
 
 @dataclass
@@ -172,7 +164,6 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
     def __post_init__(self) -> None:
         if isinstance(self.generation_kwargs, str):
             self.generation_kwargs = json.loads(self.generation_kwargs)
-        refuse_options(self)
         super().__post_init__()
         self._take_old_names()
         for name in ("num_generations", "max_completion_length"):

@@ -19,6 +19,7 @@ from accelerate import PartialState
 from posttrain.core.batch import PADDED
 from posttrain.core.console import say
 from posttrain.core.processes import of_every_process
+from posttrain.core.sample import Unit
 from posttrain.data.collate import Collator, collate
 from posttrain.data.store.row_store import AnnotatedDataset, RowStore, row_key
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference
@@ -75,7 +76,7 @@ def missing(dataset: Any, store: RowStore) -> list[Work]:
     for index in range(len(dataset)):
         unit = dataset[index]
         places = []
-        for place, sample in enumerate(unit):
+        for place, sample in enumerate(unit := with_twins(unit)):
             key = row_key(sample) if sample.num_trained else None
             if key is not None and key not in store and key not in seen:
                 seen.add(key)
@@ -84,6 +85,11 @@ def missing(dataset: Any, store: RowStore) -> list[Work]:
             lengths = [len(unit[place]) for place in places]
             work.append(Work(index, tuple(places), max(lengths), sum(lengths)))
     return sorted(work, key=lambda item: (-item.tokens, item.unit))
+
+
+def with_twins(unit: Unit) -> Unit:
+    """The samples of a unit, and the twins that some of them have."""
+    return (*unit, *(sample.twin for sample in unit if sample.twin is not None))
 
 
 def batches_by_tokens(work: list[Work], layout: str, tokens: int, rows: int | None) -> Iterator[list[Work]]:
@@ -136,7 +142,7 @@ def _scored(
     """(key, log-probs of its trained tokens) for every sample of a batch."""
     units = []
     for item in batch:
-        unit = dataset[item.unit]
+        unit = with_twins(dataset[item.unit])
         units.append(tuple(unit[place] for place in item.samples))
     laid_out = collate(units, ("row",), collator.layout, collator.pad_token_id, collator.pad_to_multiple_of)
     logps = reference.scores(laid_out.to(args.device)).logps.float().cpu().numpy()

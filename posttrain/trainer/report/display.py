@@ -188,7 +188,7 @@ def batch_arithmetic(run: ShownRun, max_steps: int) -> str:
 def _noun(run: ShownRun) -> str:
     if getattr(run.args, "packing", False):
         return "blocks"
-    return "pairs" if len(run.roles) == 2 else "rows"
+    return {2: "pairs", 3: "triples"}.get(len(run.roles), "rows")
 
 
 def _weights(run: ShownRun) -> str:

@@ -18,6 +18,10 @@ MODES = ("train", "eval")
 K = TypeVar("K", str, tuple[str, int])
 
 
+DIFFERENCES = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
+"""Metric -> the two whose means it is the difference of, where rows have no such number themselves: unpaired ones."""
+
+
 class MetricStore:
     """name -> (sum, count) or the largest so far, apart for training and evaluation.
 
@@ -59,7 +63,11 @@ class MetricStore:
         """Metrics since the last flush, as Python numbers. Collective when `world_size` > 1."""
         sums, largest = self._sums[mode], self._largest[mode]
         self._sums[mode], self._largest[mode] = {}, {}
-        return {**_means(sums, device, world_size), **_extrema(largest, device, world_size)}
+        means = _means(sums, device, world_size)
+        for name, (one, other) in DIFFERENCES.items():
+            if name not in means and one in means and other in means:
+                means[name] = means[one] - means[other]
+        return {**means, **_extrema(largest, device, world_size)}
 
     def state(self) -> dict[str, Any]:
         """Everything that has been added and not yet logged, as JSON-ready numbers."""
