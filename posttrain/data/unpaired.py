@@ -58,7 +58,8 @@ class UnpairedStream(IterableDataset):
 
 
 def labelled(sample: Sample, place: int) -> Sample:
-    return replace(sample, scalars={**sample.scalars, "label": float(place % 2 == 0)})
+    """What is known of a pair (a margin, numbers of a reference) is left behind."""
+    return replace(sample, scalars={"label": float(place % 2 == 0)})
 
 
 # ---- partners --------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +15,8 @@ from posttrain.data.rows.formats import PREFERENCE, TOKENISED_PREFERENCE, UNPAIR
 from posttrain.data.unpaired import UnpairedRows, UnpairedStream
 from posttrain.losses.unpaired import Unpaired
 from posttrain.trainer.base import BaseTrainer
+
+logger = logging.getLogger(__name__)
 
 
 class UnpairedTrainer(BaseTrainer):
@@ -31,6 +34,8 @@ class UnpairedTrainer(BaseTrainer):
         rows = super()._prepared(dataset, name)
         if rows is None or len(rows.roles) == 1:
             return rows
+        if "ref_chosen_logps" in (getattr(dataset, "column_names", None) or ()):
+            logger.warning("The columns ref_chosen_logps and ref_rejected_logps are not read: the reference is run.")
         return UnpairedStream(rows) if isinstance(rows, IterableDataset) else UnpairedRows(rows)
 
     def token_metrics(self, batch: TokenBatch, policy: TokenScores, rows: Unpaired) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -88,8 +88,9 @@ def missing(dataset: Any, store: RowStore) -> list[Work]:
 
 
 def with_twins(unit: Unit) -> Unit:
-    """The samples of a unit, and the twins that some of them have."""
-    return (*unit, *(sample.twin for sample in unit if sample.twin is not None))
+    """The samples of a unit, then the twins that some of them have: what the reference is asked about, and nothing else."""
+    every = (*unit, *(sample.twin for sample in unit if sample.twin is not None))
+    return tuple(replace(sample, twin=None, scalars={}, per_token={}) for sample in every)
 
 
 def batches_by_tokens(work: list[Work], layout: str, tokens: int, rows: int | None) -> Iterator[list[Work]]:
