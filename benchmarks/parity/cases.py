@@ -255,6 +255,28 @@ REWARD_CASES = [
     replace(reward("lora-loaded"), adapter="loaded"),
 ]
 
+NLL = dict.fromkeys(("loss", "grad_norm", "nll_loss", "rewards/*", "logps/*", "weights:*"), "sft-term")
+
+
+def offline(method: str, name: str, rows: str = "pair", **options: Any) -> Case:
+    return Case(f"{method}-{name}", method, rows, options)
+
+
+OFFLINE_CASES = [
+    *(offline("cpo", f"loss-{name}", loss_type=name) for name in ("sigmoid", "ipo", "simpo")),
+    offline("cpo", "loss-hinge", loss_type="hinge"),
+    offline("cpo", "alphapo", loss_type="alphapo", alpha=0.25, beta=2.0),
+    offline("cpo", "smoothed", label_smoothing=0.2),
+    offline("cpo", "chat", "chat_pair"),
+    offline("orpo", "plain"),
+    offline("orpo", "chat", "chat_pair"),
+    *(offline("tpo", f"loss-{name}", "triple", loss_type=name) for name in ("sigmoid", "hinge", "ipo", "tpo-l")),
+    offline("tpo", "without-gold", "pair", tpo_alpha=0.0),
+    offline("kto", "plain", "rated"),
+    offline("kto", "weighted", "rated", desirable_weight=0.7, undesirable_weight=1.4),
+    offline("kto", "apo", "rated", loss_type="apo_zero_unpaired"),
+]
+
 REFUSED_CASES = [
     one_sided(dpo("refused-unread-smoothing", label_smoothing=0.1), "unread-options"),
     one_sided(dpo("refused-unread-tau", discopop_tau=0.1), "unread-options"),
@@ -267,7 +289,7 @@ REFUSED_CASES = [
     one_sided(dpo("refused-equal-pair", "pair_with_equal_answers"), "bad-rows"),
 ]
 
-TABLE = [*SFT_CASES, *DPO_LOSS_CASES, *DPO_CASES, *REWARD_CASES, *REFUSED_CASES, *POLICY_CASES]
+TABLE = [*SFT_CASES, *DPO_LOSS_CASES, *DPO_CASES, *REWARD_CASES, *REFUSED_CASES, *OFFLINE_CASES, *POLICY_CASES]
 
 
 def expanded(table: Iterable[Case]) -> list[Case]:

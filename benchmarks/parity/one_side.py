@@ -36,7 +36,10 @@ from benchmarks.parity import completions  # noqa: E402
 from benchmarks.parity.case import Case  # noqa: E402
 from benchmarks.parity.cases import CASES, SHARED_OPTIONS, chosen  # noqa: E402
 
-NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO", "rloo": "RLOO"}
+NAMES = {"reward": "Reward"}
+"""Method -> its name in those of classes; of the others, the method in capitals."""
+EXPERIMENTAL = ("cpo", "orpo", "tpo")
+"""Methods whose classes are not at TRL's top level."""
 LOADERS = {"reward": AutoModelForSequenceClassification}
 UNSHARED_LOGS = ("step_time", "runtime", "per_second", "total_flos", "train_loss", "peak", "memory", "mfu", "tokens/s")
 
@@ -58,8 +61,10 @@ def run_case(library: str, case: Case, materials: Path, output: str) -> dict[str
 
 
 def make_trainer(library: Any, case: Case, materials: Path, output: str) -> Any:
-    title = NAMES[case.method]
+    title = NAMES.get(case.method, case.method.upper())
     is_ours = library.__name__ == "posttrain"
+    if not is_ours and case.method in EXPERIMENTAL:
+        library = importlib.import_module(f"trl.experimental.{case.method}")
     options = {**SHARED_OPTIONS, **case.options, **(case.ours if is_ours else case.trl)}
     args = getattr(library, f"{title}Config")(output_dir=output, **options)
     given: dict[str, Any] = {"processing_class": AutoTokenizer.from_pretrained(materials / case.tokenizer)}

@@ -159,6 +159,15 @@ def tokenised_pair(i: int) -> Row:
     }
 
 
+def triple(i: int) -> Row:
+    return {**pair(i), "reference": f" {good(i)} {i}"}
+
+
+def rated(i: int) -> Row:
+    wanted = i % 3 != 1
+    return {"prompt": question(i), "completion": f" {good(i) if wanted else poor(i)}", "label": wanted}
+
+
 def pair_with_equal_answers(i: int) -> Row:
     made = pair(i)
     return {**made, "chosen": "", "rejected": ""} if i == 7 else made
@@ -205,6 +214,8 @@ ROWS: dict[str, Callable[[int], Row]] = {
         implicit_chat_pair,
         tool_pair,
         tokenised_pair,
+        triple,
+        rated,
         pair_with_equal_answers,
         margin_pair,
         tokenised_reward_pair,
