@@ -255,26 +255,47 @@ REWARD_CASES = [
     replace(reward("lora-loaded"), adapter="loaded"),
 ]
 
-NLL = dict.fromkeys(("loss", "grad_norm", "nll_loss", "rewards/*", "logps/*", "weights:*"), "sft-term")
+LOGITS = {"logits/*": "answer-logits"}
+WITH_NLL = dict.fromkeys((*EVERYTHING, "nll_loss", "log_odds_*"), "nll-of-the-step")
+ALL_OF_A_CHAT = dict.fromkeys((*EVERYTHING, "nll_loss", "log_odds_*", *STEP_MEANS), "one-end-token")
 
 
-def offline(method: str, name: str, rows: str = "pair", **options: Any) -> Case:
-    return Case(f"{method}-{name}", method, rows, options)
+def unreferenced(method: str, name: str, rows: str = "pair", **options: Any) -> Case:
+    """CPO and ORPO, whose nll TRL divides by the tokens of a micro-batch."""
+    return Case(f"{method}-{name}", method, rows, options, differs=LOGITS, differs_when_split=WITH_NLL)
+
+
+def triple(name: str, **options: Any) -> Case:
+    return Case(f"tpo-{name}", "tpo", "triple", options, differs_when_split=WITH_NLL)
+
+
+def kto(name: str, **options: Any) -> Case:
+    """TRL reads rows in their order, and cannot do otherwise."""
+    ours = {"train_sampling_strategy": "sequential"}
+    split = dict.fromkeys((*EVERYTHING, "kl"), "kto-kl-of-the-step")
+    return Case(f"kto-{name}", "kto", "rated", options, ours, differs_when_split=split)
 
 
 OFFLINE_CASES = [
-    *(offline("cpo", f"loss-{name}", loss_type=name) for name in ("sigmoid", "ipo", "simpo")),
-    offline("cpo", "loss-hinge", loss_type="hinge"),
-    offline("cpo", "alphapo", loss_type="alphapo", alpha=0.25, beta=2.0),
-    offline("cpo", "smoothed", label_smoothing=0.2),
-    offline("cpo", "chat", "chat_pair"),
-    offline("orpo", "plain"),
-    offline("orpo", "chat", "chat_pair"),
-    *(offline("tpo", f"loss-{name}", "triple", loss_type=name) for name in ("sigmoid", "hinge", "ipo", "tpo-l")),
-    offline("tpo", "without-gold", "pair", tpo_alpha=0.0),
-    offline("kto", "plain", "rated"),
-    offline("kto", "weighted", "rated", desirable_weight=0.7, undesirable_weight=1.4),
-    offline("kto", "apo", "rated", loss_type="apo_zero_unpaired"),
+    *(unreferenced("cpo", f"loss-{name}", loss_type=name) for name in ("sigmoid", "hinge", "ipo", "simpo")),
+    unreferenced("cpo", "smoothed", label_smoothing=0.2),
+    replace(
+        from_flat(unreferenced("cpo", "alphapo", loss_type="alphapo", alpha=0.25, beta=2.0)),
+        differs={**LOGITS, "nll_loss": "nll-shown"},
+    ),
+    replace(unreferenced("cpo", "chat", "chat_pair"), differs=ALL_OF_A_CHAT, splits=("1x4",)),
+    unreferenced("orpo", "plain"),
+    unreferenced("orpo", "beta", beta=1.0),
+    replace(unreferenced("orpo", "chat", "chat_pair"), differs=ALL_OF_A_CHAT, splits=("1x4",)),
+    *(triple(f"loss-{name}", loss_type=name) for name in ("sigmoid", "hinge", "ipo", "tpo-l")),
+    one_sided(Case("tpo-without-gold", "tpo", "pair", {"tpo_alpha": 0.0}), "gold-unneeded"),
+    kto("plain"),
+    kto("weighted", desirable_weight=0.7, undesirable_weight=1.4),
+    replace(
+        kto("apo", loss_type="apo_zero_unpaired"),
+        differs={"kl": "apo-kl"},
+        differs_when_split=dict.fromkeys(("rewards/*", "logps/*", "logits/*"), "kto-rows-of-the-step"),
+    ),
 ]
 
 REFUSED_CASES = [

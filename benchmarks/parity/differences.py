@@ -28,6 +28,14 @@ DIFFERENCES: dict[str, str] = {
     "rollout-order": "samples of a generation are cut into steps in the order of their groups; TRL shuffles them first",
     "cispo-cap": "cispo caps ratios at 5 unless told otherwise; TRL at epsilon 0.2, so that every token has a weight of 0.2",
     "luspo-level": "luspo takes the ratio of sequences, as its paper does, unless told otherwise; TRL that of tokens",
+    "answer-logits": "logits/* of CPO and ORPO are means over the answers' tokens; TRL's over prompts and padding, too",
+    "nll-shown": "nll_loss is logged whatever its weight; TRL logs 0 where cpo_alpha is 0",
+    "one-end-token": "CPO and ORPO end a chat as its template does; TRL puts an end token after it",
+    "nll-of-the-step": "CPO, ORPO, TPO: the nll is divided by the tokens of the step; TRL's, of the micro-batch",
+    "gold-unneeded": "TPO with tpo_alpha=0 reads pairs; TRL still asks for the column `reference`",
+    "kto-kl-of-the-step": "KTO's reference point is that of the step, from partners of the step; TRL's, of each micro-batch",
+    "kto-rows-of-the-step": "KTO: every row of a step weighs the same; in TRL margins and means are those of micro-batches",
+    "apo-kl": "apo_zero_unpaired has no reference point and logs no kl; TRL logs 0",
     "bad-rows": "rows that cannot teach anything are refused before training; TRL drops them or trains on them",
 }
 """Key -> one line. A key in cases.py that is not here, or not on the page, fails the test suite."""
@@ -41,6 +49,9 @@ WITNESSED = (
     "mask-columns",
     "shared-letters",
     "entropy-of-the-step",
+    "nll-of-the-step",
+    "kto-kl-of-the-step",
+    "kto-rows-of-the-step",
     "cispo-cap",
     "luspo-level",
 )

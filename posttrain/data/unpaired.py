@@ -89,9 +89,12 @@ class Partners:
         return replace(sample, twin=Sample(sample.input_ids[:1], [False], row=sample.row))
 
     def given_all(self, units: Sequence[Unit]) -> list[Unit]:
-        """Units of one sample each, with partners from among themselves."""
+        """Units of one sample each, with partners from among themselves: the one before, the first one's is the last."""
         samples = [unit[0] for unit in units]
-        return [(self.given(sample, samples[place + 1 :] + samples[:place]),) for place, sample in enumerate(samples)]
+        before = [
+            [samples[other] for other in range(place - 1, place - len(samples), -1)] for place in range(len(samples))
+        ]
+        return [(self.given(sample, others),) for sample, others in zip(samples, before)]
 
 
 def parted(sample: Sample) -> tuple[Sample, Sample]:
@@ -111,12 +114,12 @@ class PartneredRows(DatasetView):
     def __getitem__(self, key: Key) -> Unit:
         row, together = key if isinstance(key, tuple) else (key, None)
         if together is None:
-            following = (place % len(self) for place in range(row + 1, row + len(self)))
+            others = (place % len(self) for place in range(row - 1, row - len(self), -1))
         else:
             place = int(np.flatnonzero(together == row)[0])
-            following = (int(other) for other in (*together[place + 1 :], *together[:place]))
+            others = (int(together[number]) for number in range(place - 1, place - len(together), -1))
         (sample,) = self.dataset[row]
-        return (self.partners.given(sample, (self.dataset[other][0] for other in following)),)
+        return (self.partners.given(sample, (self.dataset[other][0] for other in others)),)
 
 
 class PartneredBatches(EpochBatches):

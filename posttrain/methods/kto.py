@@ -69,7 +69,7 @@ class KTOTrainer(UnpairedTrainer):
     # ---- partners ------------------------------------------------------------------------------------------------------------
 
     def _prepared(self, dataset: Any, name: str) -> Any:
-        """Log-probs that are computed before training need partners that are known before it: the row that follows."""
+        """Log-probs that are computed before training need partners that are known before it: the row before in the dataset."""
         rows = super()._prepared(dataset, name)
         if rows is None or isinstance(rows, PartneredRows):
             return rows

@@ -63,7 +63,7 @@ def test_json_goes_into_a_folder_that_is_made(folder):
     assert (folder / "new/folder/found.json").read_text() == '{\n "a": 1\n}\n'
 
 
-@pytest.mark.parametrize("name", [*PLANNED, "online-dpo", "nash-md", "KTO"])
+@pytest.mark.parametrize("name", [*PLANNED, "online-dpo", "nash-md", "GKD"])
 def test_a_planned_method_says_that_it_is_planned(capsys, name):
     assert posttrain(name, "--model_name_or_path", "x") == 2
     said = capsys.readouterr().err
@@ -73,8 +73,8 @@ def test_a_planned_method_says_that_it_is_planned(capsys, name):
 
 @pytest.mark.parametrize("command", ["check", "explain"])
 def test_other_commands_say_so_too(capsys, command):
-    assert posttrain(command, "orpo", "--beta", "0.1") == 2
-    assert capsys.readouterr().err.startswith(f"posttrain {command}: ORPO is planned and not there yet.")
+    assert posttrain(command, "gkd", "--beta", "0.1") == 2
+    assert capsys.readouterr().err.startswith(f"posttrain {command}: GKD is planned and not there yet.")
 
 
 def test_planned_methods_are_none_that_are_there():
@@ -82,7 +82,7 @@ def test_planned_methods_are_none_that_are_there():
 
 
 @pytest.mark.parametrize(
-    ("name", "title"), [("KTOTrainer", "KTO"), ("OnlineDPOConfig", "Online DPO"), ("ORPOTrainer", "ORPO")]
+    ("name", "title"), [("GKDTrainer", "GKD"), ("OnlineDPOConfig", "Online DPO"), ("PPOTrainer", "PPO")]
 )
 def test_a_script_that_imports_a_planned_method_is_answered_likewise(name, title):
     with pytest.raises(UnsupportedByPosttrain, match=f"{name} from trl.*{title} is planned"):

@@ -86,9 +86,9 @@ def test_a_twin_has_another_prompts_answer_or_none(prompts):
             assert len(set(prompts)) == 1
 
 
-def test_a_row_alone_has_the_next_row_of_the_dataset_for_its_partner():
+def test_a_row_alone_has_the_row_before_it_in_the_dataset_for_its_partner():
     view = PartneredRows(rows_of([0, 0, 1]), Partners())
-    assert [int(view[row][0].twin.input_ids[2]) for row in range(3)] == [102, 102, 100]
+    assert [int(view[row][0].twin.input_ids[2]) for row in range(3)] == [102, 102, 101]
 
 
 def test_a_streams_partners_come_from_the_whole_step():
@@ -96,7 +96,7 @@ def test_a_streams_partners_come_from_the_whole_step():
     stream = StreamBatches(rows_of([0, 1, 2, 3, 4]), 1, 0, 1, made.append, accumulation=4, arrange=Partners().given_all)
     list(stream)
     answers = [int(unit[0].twin.input_ids[2]) - 100 for (unit,) in made[:4]]
-    assert answers == [1, 2, 3, 0]
+    assert answers == [3, 0, 1, 2]
     assert made[4][0][0].twin.num_trained == 0  # the last step has one row
 
 

@@ -56,7 +56,7 @@ def remove(victim, rng):
 
 
 def add(victim, rng):
-    name = rng.choice(EXTRA)
+    name = rng.choice([name for name in EXTRA if not (victim.parent / name).exists()])
     (victim.parent / name).write_bytes(rng.randbytes(100))
     return name
 
