@@ -282,6 +282,7 @@ OFFLINE_CASES = [
     replace(
         from_flat(unreferenced("cpo", "alphapo", loss_type="alphapo", alpha=0.25, beta=2.0)),
         differs={**LOGITS, "nll_loss": "nll-shown"},
+        differs_when_split={},
     ),
     replace(unreferenced("cpo", "chat", "chat_pair"), differs=ALL_OF_A_CHAT, splits=("1x4",)),
     unreferenced("orpo", "plain"),

@@ -10,10 +10,15 @@ from posttrain.cli.errors import UsageError
 from posttrain.cli.main import main
 from tests import tiny
 
+PAIRS = [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(24)]
+RATED = [
+    {"prompt": f"What is {i}?", "completion": f" {i}." if i % 2 else " No.", "label": i % 2 == 1} for i in range(24)
+]
 ROWS = {
     "sft": [{"prompt": f"What is {i}?", "completion": f" It is {i}."} for i in range(24)],
-    "dpo": [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(24)],
-    "reward": [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(24)],
+    **dict.fromkeys(("dpo", "reward", "cpo", "orpo"), PAIRS),
+    "tpo": [{**row, "reference": " It is so."} for row in PAIRS],
+    **dict.fromkeys(("kto", "bco"), RATED),
     "grpo": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
     "rloo": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
 }

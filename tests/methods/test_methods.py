@@ -350,6 +350,15 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         "rloo": "disable_dropout num_generations max_completion_length steps_per_generation temperature beta num_iterations "
         "epsilon epsilon_high reward_weights normalize_advantages reward_clip_range mask_truncated_completions sync_ref_model "
         "log_completions num_completions_to_print log_unique_prompts",
+        "cpo": "disable_dropout max_completion_length beta label_smoothing loss_type cpo_alpha simpo_gamma alpha "
+        "generate_during_eval is_encoder_decoder",
+        "orpo": "disable_dropout max_completion_length beta padding_value generate_during_eval is_encoder_decoder",
+        "tpo": "disable_dropout truncation_mode loss_type beta label_smoothing tpo_alpha tpo_l_gamma",
+        "kto": "disable_dropout precompute_ref_log_probs precompute_ref_batch_size loss_type beta desirable_weight "
+        "undesirable_weight activation_offloading sync_ref_model ref_model_mixup_alpha ref_model_sync_steps router_aux_loss_coef "
+        "train_sampling_strategy",
+        "bco": "disable_dropout max_completion_length beta precompute_ref_log_probs prompt_sample_size min_density_ratio "
+        "max_density_ratio generate_during_eval is_encoder_decoder",
         "reward": "chat_template_path disable_dropout eos_token center_rewards_coefficient activation_offloading pad_token",
     }[method].split()
     assert shared | set(own) <= {f.name for f in dataclasses.fields(config)}
