@@ -138,6 +138,10 @@ class DPOTrainer(PairTrainer):
                 _hand_out(batch, name, coupling.units(place, place + len(pair)))
                 place += len(pair)
 
+    def forward_before_step(self, passes: float) -> str | None:
+        is_coupled = any(PREFERENCE_LOSSES[name].coupled for name in self.args.loss_type)
+        return "to compare the pairs of the step" if is_coupled and passes > 1 else None
+
     def _pair_without_gradient(self, batch: TokenBatch) -> Pair:
         batch = self._prepare_inputs(batch)
         self.model_wrapped.train()

@@ -108,6 +108,9 @@ class KTOTrainer(UnpairedTrainer):
             self.model_wrapped.train()
             self.divergence = self._divergence_on(batches, most_of_any_process(len(batches), self.args))
 
+    def forward_before_step(self, passes: float) -> str | None:
+        return "of mismatched rows, for the reference point" if self.has_reference_point else None
+
     def evaluation_loop(self, dataloader: Any, *given: Any, **named: Any) -> Any:
         """Trainer's loop, with the reference point of all rows that are evaluated on."""
         if not self.has_reference_point:
@@ -123,15 +126,14 @@ class KTOTrainer(UnpairedTrainer):
     @torch.no_grad()
     def _divergence_on(self, batches: Iterable[TokenBatch | Passes], rounds: int = 0) -> float:
         """z = max(0, mean of sum_t log(policy / reference) over the mismatched rows of all processes). Collective."""
-        total, count, done = 0.0, 0, 0
+        totals, count = [], 0
         for batch in batches:
-            done += 1
-            mismatched = self._prepare_inputs(batch if batch.twin is None else batch.twin)
-            ratios = self._log_ratios(mismatched)
-            total += float(ratios.double().sum())
+            mismatched = batch if batch.twin is None else batch.twin
             count += int((mismatched.counts > 0).sum()) if batch.num_units else 0
-        for _ in range(done, rounds):  # sharded weights need every process in every forward
+            totals.append(self._log_ratios(self._prepare_inputs(mismatched)).double().sum())
+        for _ in range(len(totals), rounds):  # sharded weights need every process in every forward
             self._log_ratios(self._prepare_inputs(self.data_collator.one_pass([])))
+        total = torch.stack(totals).sum().item() if totals else 0.0
         total, count = over_processes(total, self.args), over_processes(count, self.args)
         return max(0.0, total / count) if count else self.divergence
 

@@ -245,6 +245,10 @@ class BaseTrainer(transformers.Trainer):
     def before_step(self, batches: list[TokenBatch]) -> None:
         """Sees all micro-batches of an optimizer step (on the host) before the first of them is used."""
 
+    def forward_before_step(self, passes: float) -> str | None:
+        """What `before_step` asks policy and reference for in a forward pass over a step of so many passes, in words."""
+        return None
+
     # ---- data --------------------------------------------------------------------------------------------------------
 
     def _prepared(self, dataset: Any, name: str) -> Any:

@@ -608,3 +608,20 @@ def test_which_passes_a_run_makes(here):
     assert len(passes("grpo", "grpo")) == 3
     assert passes("grpo", "grpo", num_iterations=2)[3] == "policy, forward, for the log-probs before the update"
     assert passes("grpo", "grpo", beta=0.1)[3] == "reference, forward, once for each rollout"
+
+
+@pytest.mark.parametrize(
+    ("method", "lines"),
+    [
+        ("cpo", ["loss = -log(sigmoid(0.1 * D))", "reference: none"]),
+        ("orpo", ["loss = -logp_c", "reference: none"]),
+        ("tpo", ["data             24 triples", "reference: none"]),
+        ("kto", ["policy, forward, of mismatched rows, for the reference point: 1 of", "reference: a frozen copy"]),
+        ("bco", ["delta = mean of 0.1 * l of all rows, over all steps before", "reference: a frozen copy"]),
+    ],
+)
+def test_offline_methods_are_explained(here, capsys, method, lines):
+    assert posttrain("explain", method, *flags(options_of(method))) == 0
+    shown = capsys.readouterr().out
+    for line in lines:
+        assert line in shown

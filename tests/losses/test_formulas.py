@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,9 @@ from posttrain.losses.named_options import call
 from posttrain.losses.pair import Pair
 from posttrain.losses.policy import POLICY_LOSSES, RATIOS, PolicyTokens
 from posttrain.losses.preference import PREFERENCE_LOSSES
+from posttrain.losses.reference_free import REFERENCE_FREE_LOSSES, Answers, log_odds_ratio, reference_free_loss
 from posttrain.losses.supervised import SUPERVISED_LOSSES
+from posttrain.losses.unpaired import UNPAIRED_LOSSES, Unpaired
 from posttrain.methods.grpo import GRPOConfig
 from posttrain.methods.table import METHODS
 
@@ -56,6 +60,8 @@ def test_every_loss_has_a_formula_and_no_other():
     assert formulas.SUPERVISED_FORMULAS.keys() == SUPERVISED_LOSSES.keys()
     assert formulas.PREFERENCE_FORMULAS.keys() == PREFERENCE_LOSSES.keys()
     assert formulas.SCORE_FORMULAS.keys() == F_DIVERGENCES.keys()
+    assert formulas.REFERENCE_FREE_FORMULAS.keys() == REFERENCE_FREE_LOSSES.keys()
+    assert formulas.UNPAIRED_FORMULAS.keys() == UNPAIRED_LOSSES.keys()
     assert {name.removesuffix(" with delta") for name in formulas.SURROGATE_FORMULAS} == {
         loss.surrogate.__name__ for loss in POLICY_LOSSES.values()
     }
@@ -147,3 +153,31 @@ def test_the_ratio_of_rloo_is_that_of_a_whole_completion():
         formulas.RATIO_FORMULAS["sequence_sum"], p=tokens.logps.exp().numpy(), p_old=tokens.old_logps.exp().numpy()
     )
     assert found == pytest.approx(policy.summed_ratios(tokens).tokens.numpy(), rel=1e-9)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("name", REFERENCE_FREE_LOSSES)
+def test_losses_without_a_reference(name, smoothing):
+    sides = np.array([-1.0, -3.0, -0.5]), np.array([-2.0, -2.5, -4.0])
+    options = {"beta": 0.3, "label_smoothing": smoothing, "simpo_gamma": 0.4, "tpo_l_gamma": 0.6}
+    if name in ("hinge", "ipo") and smoothing:
+        pytest.skip("its labels are not smoothed")
+    found = reference_free_loss(Answers(*map(torch.from_numpy, sides)), name, options)
+    line = formulas.reference_free_line(name, SimpleNamespace(**options))
+    assert computed(line, D=sides[0] - sides[1]).tolist() == pytest.approx(found.tolist(), abs=1e-9)
+
+
+def test_odds_ratio():
+    m_c, m_r = np.array([-1.0, -3.0]), np.array([-2.0, -0.2])
+    found = -0.3 * torch.nn.functional.logsigmoid(log_odds_ratio(torch.from_numpy(m_c), torch.from_numpy(m_r)))
+    line = filled(formulas.ODDS_RATIO_FORMULA, OPTIONS)
+    assert computed(line, m_c=m_c, m_r=m_r).tolist() == pytest.approx(found.tolist(), abs=1e-9)
+
+
+@pytest.mark.parametrize("name", UNPAIRED_LOSSES)
+def test_losses_of_labelled_rows(name):
+    ratios, signs = np.array([1.0, -2.0, 0.5]), np.array([1.0, -1.0, -1.0])
+    rows = Unpaired(torch.from_numpy(ratios), torch.zeros(3, dtype=torch.float64), torch.from_numpy(signs > 0))
+    found = call(UNPAIRED_LOSSES[name], rows, options={"beta": 0.3, "divergence": 0.7, "delta": 0.2})
+    line = filled(formulas.UNPAIRED_FORMULAS[name], OPTIONS)
+    assert computed(line, s=signs, l=ratios, z=0.7, delta=0.2).tolist() == pytest.approx(found.tolist(), abs=1e-9)

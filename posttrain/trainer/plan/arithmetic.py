@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from transformers.trainer_utils import SaveStrategy
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Collator, split_by_tokens
-from posttrain.data.loader import StreamBatches, UnitLoader
+from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader
 from posttrain.rollout.loader import RolloutLoader, Window
 from posttrain.rollout.schedule import Schedule
 from posttrain.rollout.source import Prompts
@@ -142,7 +142,8 @@ def counting_loaders(side: BaseTrainer, loader: Any, rollouts: Rollouts | None) 
         is_whole = collate.max_tokens is None
         return [*figures[:-1], 1 if is_whole else collate([dataset[row] for row in rows])[-1]]
 
-    samplers = [replace(loader.batch_sampler, rank=rank) for rank in ranks]
+    rows = {f.name: getattr(loader.batch_sampler, f.name) for f in fields(EpochBatches)}  # without partners
+    samplers = [EpochBatches(**rows | {"rank": rank}) for rank in ranks]
     return [UnitLoader(range(len(dataset)), batch_sampler=mine, collate_fn=counted) for mine in samplers]
 
 

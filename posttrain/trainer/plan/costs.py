@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from posttrain.losses.preference import PREFERENCE_LOSSES
 from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
 from posttrain.models.load.model import innermost_model
 from posttrain.models.memory import fit as memory
@@ -250,11 +249,11 @@ class Work:
         frozen = 1 - min(shape.trained / max(shape.parameters, 1), 1) if shape.is_adapter else 0.0
         own = Pass("policy, forward and backward", passes, tokens, (3 - frozen + (level == FULL)) * forward)
         is_live = run.reference in (ADAPTER_OFF, COPY)
-        is_compared = passes > 1 and _is_coupled(run.side)
+        before = run.side.forward_before_step(passes)
         more = {
             "reference, forward": is_live,
-            "policy, forward, to compare the pairs of the step": is_compared,
-            "reference, forward, for the same": is_live and is_compared,
+            f"policy, forward, {before}": before is not None,
+            "reference, forward, for the same": is_live and before is not None,
         }
         others = [Pass(what, passes, tokens, forward) for what, is_made in more.items() if is_made]
         self.per_step = [own, *(others if run.counts.rollouts is None else _of_rollouts(run, length))]
@@ -279,11 +278,6 @@ def _forward(shape: Shape, tokens: float, length: float, asked: float) -> float:
     """
     attention = 2 * shape.layers * shape.widths[1] * length * tokens
     return 2 * shape.active * tokens + attention + 2 * shape.head * asked
-
-
-def _is_coupled(side: BaseTrainer) -> bool:
-    names = getattr(side.args, "loss_type", ())
-    return isinstance(names, list) and any(PREFERENCE_LOSSES[name].coupled for name in names)
 
 
 def _of_rollouts(run: PlannedModel, length: float) -> list[Pass]:
