@@ -1,0 +1,190 @@
+"""Do the offline preference methods learn what they should, and nothing where there is nothing to learn? With a real model.
+
+    python -m benchmarks.real_runs.offline_methods MODEL [--steps 60] [--output runs/offline] [METHOD ...]
+
+KTO and BCO: answers that close with a courtesy are wanted, others are not; how well does the implicit reward tell held-out rows
+apart (area under the ROC curve)? Control: the same rows with shuffled labels, where 0.5 is right. CPO, SimPO, ORPO, TPO: an
+answer of one sentence is better than one of three; for how many held-out pairs is the mean log-prob of the better one higher? Control: the
+same pairs turned round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+from peft import LoraConfig
+
+from posttrain import CPOConfig, CPOTrainer
+from posttrain.methods.table import METHODS
+
+ANIMALS = (
+    "otter",
+    "heron",
+    "badger",
+    "lynx",
+    "beaver",
+    "hare",
+    "stork",
+    "mole",
+    "owl",
+    "adder",
+    "newt",
+    "raven",
+    "boar",
+    "crane",
+)
+PLACES = (
+    "by the river",
+    "in old forests",
+    "near villages",
+    "on open heath",
+    "in the marsh",
+    "among rocks",
+    "in hedges",
+)
+HABITS = (
+    "feeds at dusk",
+    "builds its nest early",
+    "sleeps in winter",
+    "hunts alone",
+    "follows the rain",
+    "keeps to its path",
+)
+COURTESIES = ("I hope this helps!", "Please ask if you want to know more.", "Have a lovely day!", "Glad to be of help.")
+
+
+def made(count: int, seed: int) -> list[tuple[str, list[str]]]:
+    """(a question, three sentences that answer it)."""
+    dice = random.Random(seed)
+    found = []
+    for _ in range(count):
+        animal, place, first, second = dice.choice(ANIMALS), dice.choice(PLACES), *dice.sample(HABITS, 2)
+        sentences = [f"The {animal} lives {place}.", f"It {first}.", f"Most of the time it {second}."]
+        found.append((f"What do you know about the {animal} that lives {place}?", sentences))
+    return found
+
+
+def turn(role: str, text: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+def rated(count: int, seed: int, wanted_share: float = 0.5, shuffled: bool = False) -> Dataset:
+    dice, rows = random.Random(seed + 1), []
+    for question, sentences in made(count, seed):
+        is_wanted = dice.random() < wanted_share
+        answer = " ".join([*sentences[:2], dice.choice(COURTESIES) if is_wanted else sentences[2]])
+        rows.append({"prompt": turn("user", question), "completion": turn("assistant", answer), "label": is_wanted})
+    if shuffled:
+        labels = [row["label"] for row in rows]
+        dice.shuffle(labels)
+        rows = [{**row, "label": label} for row, label in zip(rows, labels)]
+    return Dataset.from_list(rows)
+
+
+def pairs(count: int, seed: int, turned: bool = False) -> Dataset:
+    rows = []
+    for question, sentences in made(count, seed):
+        short, long = turn("assistant", sentences[0]), turn("assistant", " ".join(sentences))
+        chosen, rejected = (long, short) if turned else (short, long)
+        rows.append({"prompt": turn("user", question), "chosen": chosen, "rejected": rejected, "reference": chosen})
+    return Dataset.from_list(rows)
+
+
+def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
+    """Share of (wanted, unwanted) pairs of rows in which the wanted one has the higher score; ties count half."""
+    wanted, others = scores[labels == 1], scores[labels == 0]
+    return float(np.mean((wanted[:, None] > others) + 0.5 * (wanted[:, None] == others)))
+
+
+def trained(method: str, model: str, rows: Dataset, folder: Path, steps: int, **options: Any) -> Any:
+    shared = {"max_steps": steps, "per_device_train_batch_size": 16, "logging_steps": 1, "save_strategy": "no"}
+    shared |= {"learning_rate": 2e-4, "lr_scheduler_type": "constant", "report_to": "none", "verbosity": "quiet"}
+    trainer = METHODS[method].trainer_class(
+        model,
+        args=METHODS[method].config_class(output_dir=str(folder), **shared, **options),
+        train_dataset=rows,
+        peft_config=LoraConfig(r=8, target_modules="all-linear"),
+    )
+    trainer.train()
+    return trainer
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def of_labels(method: str, model: str, folder: Path, steps: int) -> list[str]:
+    held_out, found = rated(120, seed=900), []
+    kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "": ({}, {}),
+        "shuffled labels": ({"shuffled": True}, {}),
+    }
+    if method == "kto":
+        kinds["one wanted row in five, weighed 4"] = ({"wanted_share": 0.2}, {"desirable_weight": 4.0})
+    for kind, (data, options) in kinds.items():
+        trainer = trained(
+            method, model, rated(300, seed=1, **data), folder / f"{method}-{kind or 'plain'}", steps, **options
+        )
+        judged = trainer.predict(held_out)
+        area = area_under_curve(np.asarray(judged.predictions), np.asarray(judged.label_ids))
+        sides = [f"{logged(trainer, f'rewards/{side}')[-1]:+.2f}" for side in ("chosen", "rejected")]
+        more = (
+            f", z at most {max(logged(trainer, 'kl')):.2f}"
+            if method == "kto"
+            else f", delta {logged(trainer, 'delta')[-1]:+.3f}"
+        )
+        found.append(f"{method} {kind}: held-out AUC {area:.3f}; last rewards {' and '.join(sides)}{more}")
+    return found
+
+
+def of_pairs(name: str, model: str, folder: Path, steps: int) -> list[str]:
+    method, options = {
+        "cpo": ("cpo", {}),
+        "simpo": ("cpo", {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 1.0}),
+        "orpo": ("orpo", {}),
+        "tpo": ("tpo", {"beta": 0.1}),
+    }[name]
+    held_out, found = pairs(80, seed=900), []
+    for kind in ("", "turned round"):
+        trainer = trained(
+            method, model, pairs(200, 1, bool(kind)), folder / f"{name}-{kind or 'plain'}", steps, **options
+        )
+        with tempfile.TemporaryDirectory() as scratch:  # CPO's trainer with SimPO's loss ranks by mean log-probs
+            ranking = CPOConfig(output_dir=scratch, loss_type="simpo", report_to="none", verbosity="quiet")
+            judge = CPOTrainer(
+                trainer.model, args=ranking, eval_dataset=held_out, processing_class=trainer.processing_class
+            )
+            judged = judge.evaluate()
+        nll = logged(trainer, "nll_loss")
+        found.append(
+            f"{name} {kind}: held-out pairs in order {judged['eval_rewards/accuracies']:.3f}; nll {nll[0]:.3f} -> {nll[-1]:.3f}"
+        )
+    return found
+
+
+RUNS = {**dict.fromkeys(("kto", "bco"), of_labels), **dict.fromkeys(("cpo", "simpo", "orpo", "tpo"), of_pairs)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("methods", nargs="*", metavar="METHOD", help=", ".join(RUNS))
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--output", type=Path, default=Path("runs/offline"))
+    asked = parser.parse_args()
+    for name in asked.methods or RUNS:
+        began = time.perf_counter()
+        for line in RUNS[name](name, asked.model, asked.output, asked.steps):
+            print(line, flush=True)
+        print(f"  ({time.perf_counter() - began:.0f} s)", flush=True)
+
+
+if __name__ == "__main__":
+    main()
