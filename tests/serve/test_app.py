@@ -9,7 +9,7 @@ import sys
 import pytest
 from starlette.requests import Request
 
-from posttrain.serve.auth import TokenFileError, token_file_of, token_left_at
+from posttrain.serve.auth import TokenFileError, read_local_token, token_file_of
 from posttrain.serve.errors import TooSlow
 from posttrain.serve.http.app import ENDPOINTS, read_body
 from posttrain.serve.launch import StartError, main, read_token
@@ -89,12 +89,12 @@ def test_a_server_without_a_token_draws_one_that_only_its_user_can_read(monkeypa
     assert path.is_relative_to(tmp_path)
     assert str(path) in origin
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    assert token_left_at(8123) == token
-    assert token_left_at(8124) is None
+    assert read_local_token(8123) == token
+    assert read_local_token(8124) is None
     assert len({token, read_token(None, 8123)[0], read_token(None, 8123)[0]}) == 3  # each start has another
     path.chmod(0o640)
     with pytest.raises(TokenFileError, match="can be read by other users \\(mode 0640\\)"):
-        token_left_at(8123)
+        read_local_token(8123)
 
 
 def test_a_token_file_is_private_and_long_enough(monkeypatch, tmp_path, capsys):
@@ -347,7 +347,7 @@ def test_errors_of_ours_are_answered_without_their_text(served, monkeypatch, cap
 
 def test_only_so_many_parts_at_once_are_taken(served):
     one = served()
-    most = next(one.at_once for one in ENDPOINTS if one.path == "/weights/part")
+    most = next(one.concurrency for one in ENDPOINTS if one.path == "/weights/part")
 
     async def go():
         held = asyncio.Event()
@@ -383,4 +383,4 @@ def test_a_body_that_never_arrives_is_given_up(served, monkeypatch):
             await read_body(Request({"type": "http", "headers": []}, never), 100, lambda nbytes: None, seconds=0.05)
 
     asyncio.run(go())
-    assert one.server.trouble() is None
+    assert one.server.unhealthy_reason() is None

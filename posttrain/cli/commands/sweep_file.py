@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.errors import UsageError, nearest, or_usage_error
+from posttrain.cli.errors import UsageError, as_usage_error, nearest
 from posttrain.cli.options.arguments import known_name
 from posttrain.cli.options.table import method_names, table_of
 from posttrain.cli.options.values import value_of
@@ -241,7 +241,7 @@ def _check(method: str, metric: str, options: dict[str, Any], where: str) -> Non
     config = RunConfig(method, dict(options), dict.fromkeys(options, where))
     command_of(config, [])
     with as_planned(config):
-        args, *_ = or_usage_error(lambda: described(config))
+        args, *_ = as_usage_error(lambda: described(config))
     if not (config.get("dataset_name") or config.get("datasets")):
         raise UsageError(f"posttrain {method} needs rows: `dataset_name` or `datasets` in `options`.")
     _check_metric(metric, args)

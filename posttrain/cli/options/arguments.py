@@ -92,7 +92,7 @@ def known_name(name: str) -> str:
 
 
 def _flag(table: MethodTable, name: str) -> tuple[OptionSpec, bool]:
-    """(option, whether the flag says no)."""
+    """(option, whether the flag negates it)."""
     plain = known_name(name)
     if plain in table.options:
         return table.options[plain], False

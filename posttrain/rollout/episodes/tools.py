@@ -21,7 +21,7 @@ from posttrain.rollout.episodes.call_threads import CallThreads, CallTimeout, Pe
 from posttrain.rollout.rollout import ToolCall
 
 LONGEST_ERROR = 2000
-MOST_ITEMS = 100_000  # of what a tool yields: it may have no end
+MAX_ITEMS = 100_000  # of what a tool yields: it may have no end
 Schema = dict[str, Any]
 
 
@@ -201,7 +201,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)  # their own order changes from process to process
     if isinstance(value, Iterator):
-        return list(itertools.islice(value, MOST_ITEMS))
+        return list(itertools.islice(value, MAX_ITEMS))
     has_text = type(value).__str__ is not object.__str__ or type(value).__repr__ is not object.__repr__
     if not has_text or callable(value) or inspect.isasyncgen(value):
         name = type(value).__name__

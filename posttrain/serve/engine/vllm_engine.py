@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_LOGPROBS = 1024
+MAX_LOGPROBS = 1024
 ADAPTER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What adapters may change, unless said otherwise. With `lm_head` among them vLLM cannot score prompts (its layer for
 the logits of adapters expects one row per sequence: an error that ends the engine, seen with 0.32.0 on the CPU)."""
@@ -127,7 +127,7 @@ class VLLMEngine:
             min_p=asked.min_p,
             repetition_penalty=asked.repetition_penalty,
             stop_token_ids=list(asked.stop_ids),
-            ignore_eos=True,  # what ends a completion is said by the request alone
+            ignore_eos=True,  # the request alone decides what ends a completion
             stop=list(asked.stop) or None,
             include_stop_str_in_output=True,
             logit_bias=dict(asked.logit_bias) or None,
@@ -254,7 +254,7 @@ def _engine_args(options: VLLMOptions, on_cpu: bool) -> dict[str, Any]:
         "tensor_parallel_size": options.tensor_parallel,
         "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
         "logprobs_mode": options.logprobs_mode,
-        "max_logprobs": MOST_LOGPROBS,
+        "max_logprobs": MAX_LOGPROBS,
         "enable_sleep_mode": options.sleep and not on_cpu,
         "enforce_eager": options.eager or on_cpu,
         "seed": options.seed,

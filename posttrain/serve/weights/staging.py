@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..bodies import Header, PieceEntry, read, read_json, refuse_twice
+from ..bodies import Header, PieceEntry, read, read_json, refuse_duplicates
 from ..engine.protocol import DTYPES
 from ..errors import Conflict, PayloadError
 from ..wire.host_memory import HostMemory, copy_bytes
@@ -77,7 +77,7 @@ class PartHead:
             pieces.append(piece)
         if end != len(view):
             raise PayloadError(f"The header describes {end} bytes of data; the body has {len(view)}.")
-        refuse_twice([piece.name for piece in pieces])
+        refuse_duplicates([piece.name for piece in pieces])
         return Part(self.version, self.part, self.parts, tuple(pieces))
 
 

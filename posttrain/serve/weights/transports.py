@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..bodies import GpuPlace, GroupPlace, Meeting, SharedPlace, read
+from ..bodies import GpuPlace, GroupPlace, Rendezvous, SharedPlace, read
 from ..errors import Busy, FieldError, TooLarge, TransportFailed
 from ..wire import collective, cuda_ipc
 from ..wire.host_memory import HostMemory
@@ -40,7 +40,7 @@ class Receiver:
 
     def __init__(self, options: TransportOptions) -> None: ...
 
-    def about(self) -> dict[str, Any] | None:
+    def describe(self) -> dict[str, Any] | None:
         """What a trainer has to know to decide whether it can take this way; None: none can."""
 
     def receive(self, place: dict[str, Any], nbytes: int, seconds: float) -> Any: ...
@@ -60,8 +60,8 @@ class SharedMemoryReceiver(Receiver):
             except OSError as error:
                 log.warning("No weights are accepted through shared memory: %s", error)
 
-    def about(self) -> dict[str, Any] | None:
-        return self._folder.about() if self._folder else None
+    def describe(self) -> dict[str, Any] | None:
+        return self._folder.describe() if self._folder else None
 
     def receive(self, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
         """In memory that serves the next part when this one is staged."""
@@ -82,7 +82,7 @@ class SharedMemoryReceiver(Receiver):
 class CudaIpcReceiver(Receiver):
     """From memory of a GPU to memory of the same GPU, on the way into the engine."""
 
-    def about(self) -> dict[str, Any] | None:
+    def describe(self) -> dict[str, Any] | None:
         gpus = cuda_ipc.gpu_ids()
         return {"gpus": gpus} if gpus else None
 
@@ -99,21 +99,23 @@ class CollectiveReceiver(Receiver):
         self._key = ""
         self._lock = threading.Lock()
 
-    def about(self) -> dict[str, Any] | None:
+    def describe(self) -> dict[str, Any] | None:
         backends = collective.available_backends()
         return {"backends": backends} if backends else None
 
-    def join(self, asked: Meeting) -> dict[str, Any]:
+    def join(self, rendezvous: Rendezvous) -> dict[str, Any]:
         """Come to where a trainer waits; returns when the group is made."""
-        if not collective.KEY.fullmatch(asked.key):
+        if not collective.KEY.fullmatch(rendezvous.key):
             raise FieldError("`key` of the body is not made of 32 hexadecimal digits.")
-        if asked.backend not in collective.available_backends():
-            raise TransportFailed(f"This server has no {asked.backend}.")
+        if rendezvous.backend not in collective.available_backends():
+            raise TransportFailed(f"This server has no {rendezvous.backend}.")
         with self._alone():
             self._drop()
-            address = _literal(asked.address)
-            self._pair = collective.join(asked.backend, address, asked.port, asked.key, asked.deadline_s)
-            self._key = asked.key
+            address = _literal(rendezvous.address)
+            self._pair = collective.join(
+                rendezvous.backend, address, rendezvous.port, rendezvous.key, rendezvous.deadline_s
+            )
+            self._key = rendezvous.key
         return {"group": self._key}
 
     def receive(self, place: dict[str, Any], nbytes: int, seconds: float) -> Tensor:
@@ -162,7 +164,7 @@ RECEIVERS: dict[str, Callable[[TransportOptions], Receiver]] = {
 }
 """Every way there is on this side; HTTP itself needs none."""
 STREAMED = frozenset({CUDA_IPC, COLLECTIVE})
-MOST_STREAMED_BYTES = 16 << 30
+MAX_STREAMED_BYTES = 16 << 30
 """Of one part of a stream, which holds whole tensors: the embedding of a large model is one."""
 
 
@@ -174,24 +176,24 @@ class Transports:
         self._receivers: dict[str, Any] = {name: make(options) for name, make in RECEIVERS.items()}
         self._instance = secrets.token_hex(8)
 
-    def about(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """For /info. `instance`: this process, so that a trainer notices one that was started anew."""
-        found = {name: receiver.about() for name, receiver in self._receivers.items()}
-        ways = {name: about for name, about in found.items() if about is not None}
+        found = {name: receiver.describe() for name, receiver in self._receivers.items()}
+        ways = {name: fields for name, fields in found.items() if fields is not None}
         return {"host": host_id(), "instance": self._instance, "ways": ways}
 
     def receive(self, name: str, place: dict[str, Any], nbytes: int, seconds: float) -> Any:
         """The bytes of a part, in memory of this process's own: a tensor of bytes for a stream, host memory for a part to stage."""
-        most = MOST_STREAMED_BYTES if name in STREAMED else self._options.most_bytes
+        most = MAX_STREAMED_BYTES if name in STREAMED else self._options.most_bytes
         if nbytes > most:
             raise TooLarge(f"The part has {nbytes} bytes; this server takes at most {most}.")
         if nbytes == 0:
             raise FieldError("The part has no data that could be fetched; send it with others.")
         return self._receivers[name].receive(place, nbytes, seconds)
 
-    def join(self, meeting: Meeting) -> dict[str, Any]:
+    def join(self, rendezvous: Rendezvous) -> dict[str, Any]:
         """Let the server be one end of a trainer's group."""
-        return self._receivers[COLLECTIVE].join(meeting)
+        return self._receivers[COLLECTIVE].join(rendezvous)
 
     def close(self) -> None:
         for receiver in self._receivers.values():

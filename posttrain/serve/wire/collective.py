@@ -177,7 +177,7 @@ def _nccl_settings() -> Any:
 _GROUP: dict[str, Callable[[Any, int, str, float], Any]] = {GLOO: _gloo_group, NCCL: _nccl_group}
 
 
-class Meeting:
+class Rendezvous:
     """Where the two find each other: a store in the trainer's process, on the address by which it reaches the server."""
 
     def __init__(self, server_host: str, server_port: int, key: str, seconds: float) -> None:

@@ -42,7 +42,7 @@ HASH_BLOCK = block_sums.BLOCK_BYTES
 
 SHARED_MEMORY, CUDA_IPC, COLLECTIVE = "shared_memory", "cuda_ipc", "collective"
 """The ways, besides the body of a request, by which weights may come; by the last two straight into the engine."""
-MOST_FETCH_SECONDS = 600.0
+MAX_FETCH_SECONDS = 600.0
 STREAM_ALIGNMENT = 256
 """Where a tensor may begin in a part of a stream, in bytes: numbers of every dtype are aligned there."""
 

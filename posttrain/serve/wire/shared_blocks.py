@@ -99,7 +99,7 @@ class SharedFolder:
             )
         self.sweep()
 
-    def about(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """By which another process knows whether it sees the same folder: device and inode are unique on a running kernel."""
         found = os.fstat(self._folder)
         return {"folder": str(self.path), "device": found.st_dev, "inode": found.st_ino, "user": os.geteuid()}

@@ -20,7 +20,7 @@ from posttrain.models.load.weight_export import untied_weights
 from posttrain.rollout.engines.joint_export import JointExport
 from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.rollout.engines.vllm.params import completion_logps
-from posttrain.serve.auth import TOKEN_VARIABLE, is_loopback, read_token_file, token_file_of, token_left_at
+from posttrain.serve.auth import TOKEN_VARIABLE, is_loopback, read_local_token, read_token_file, token_file_of
 from posttrain.serve.wire.cuda_ipc import gpu_ids
 from posttrain.trainer.options.base import DEEPSPEED
 from posttrain.trainer.options.online import OnlineConfig
@@ -175,8 +175,8 @@ def client_of(
     from posttrain.rollout.engines.vllm.weight_senders import HTTP
 
     if token is None and is_loopback((at := Address.of(address)).host):
-        token_left_at(at.port)  # a file that others can read is an error before anything is sent
-        token = partial(token_left_at, at.port)
+        read_local_token(at.port)  # a file that others can read is an error before anything is sent
+        token = partial(read_local_token, at.port)
     ours = ServerClient(address, token, deadlines, weight_transport)
     end = time.monotonic() + deadlines.start
     while True:

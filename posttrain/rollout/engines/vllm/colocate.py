@@ -39,10 +39,10 @@ from posttrain.rollout.engines.vllm.params import (
     vllm_sampling,
 )
 from posttrain.rollout.engines.vllm.process_state import (
-    among_ranks,
+    distributed_engine_args,
+    preserved_process_state,
+    preserved_torch_rng,
     tensor_parallel_group,
-    torch_random_kept,
-    trainer_undisturbed,
 )
 from posttrain.serve.engine.protocol import Accepted, AdapterRef, GenerateJob, Progress, ScoreJob
 from posttrain.serve.engine.vllm_engine import VLLMEngine, VLLMOptions
@@ -113,7 +113,7 @@ class ColocatedVLLM:
         self.sessions_open = 0
         self.has_tokenizer = tokenizer is not None
         folder = self._model_folder(tokenizer)
-        with trainer_undisturbed():
+        with preserved_process_state():
             self.engine = VLLMEngine(self._vllm_options(folder))
         ColocatedVLLM._open = weakref.ref(self)
         self._refuse_without_updates()
@@ -142,7 +142,11 @@ class ColocatedVLLM:
 
     def _vllm_options(self, folder: str) -> VLLMOptions:
         asked, adapters = self.options, self._adapters
-        more = {"skip_tokenizer_init": not self.has_tokenizer, **among_ranks(asked.tensor_parallel), **asked.more}
+        more = {
+            "skip_tokenizer_init": not self.has_tokenizer,
+            **distributed_engine_args(asked.tensor_parallel),
+            **asked.more,
+        }
         if not torch.cuda.is_available():
             # Otherwise vLLM takes its share of all the host's memory.
             more.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
@@ -281,7 +285,7 @@ class ColocatedVLLM:
             self._wake(part)
 
     def _wake(self, part: str) -> None:
-        with trainer_undisturbed():
+        with preserved_process_state():
             self.engine.wake((part,))
         self._asleep.discard(part)
 
@@ -329,10 +333,10 @@ class ColocatedSession:
 
     def add(self, prompt: Prompt) -> int:
         ticket, self._tickets = self._tickets, self._tickets + 1
-        self._fail_if_said(ticket, self._start(f"{self._number}-{ticket}", ticket, prompt))
+        self._fail_if_error(ticket, self._start(f"{self._number}-{ticket}", ticket, prompt))
         return ticket
 
-    def _fail_if_said(self, ticket: int, sentence: str | None) -> None:
+    def _fail_if_error(self, ticket: int, sentence: str | None) -> None:
         if sentence is not None:
             self._failed.append((ticket, Completion.failed(sentence, self._owner.version)))
 
@@ -365,7 +369,7 @@ class ColocatedSession:
     def _step_until_one_finishes(self) -> Finished:
         finished: Finished = []
         stall = Stall(self._owner.options.stall_seconds)
-        with torch_random_kept():
+        with preserved_torch_rng():
             while self._running and not finished:
                 moved = self._owner.engine.step()
                 for progress in moved:
@@ -469,7 +473,7 @@ class GroupSession(ColocatedSession):
             for ticket, prompt in new:
                 sentence = self._start(f"{self._number}-{rank}-{ticket}", ticket, prompt)
                 if rank == self._rank:
-                    self._fail_if_said(ticket, sentence)
+                    self._fail_if_error(ticket, sentence)
         self._arrived += self._failed
         self._failed = []
         if all(left for left, _ in every):

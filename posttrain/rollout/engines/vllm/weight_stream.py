@@ -11,7 +11,7 @@ from torch import Tensor
 from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.kept_weights import dtype_of
 from posttrain.rollout.engines.vllm.transport import ServerError
-from posttrain.rollout.engines.vllm.workers import at_once
+from posttrain.rollout.engines.vllm.workers import in_parallel
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire import block_sums
 from posttrain.serve.wire.payload import STREAM_ALIGNMENT, TensorSpec, combined, fingerprint
@@ -86,13 +86,13 @@ class VersionStream:
         """With every server at once. The first failure ends the stream at all of them."""
         if self.error is not None:
             return
-        failures = [one for one in at_once(act, self._clients) if isinstance(one, BaseException)]
+        failures = [one for one in in_parallel(act, self._clients) if isinstance(one, BaseException)]
         for error in failures:
             if not isinstance(error, ServerError | TransportFailed):
                 raise error
         if failures:
             self.error = failures[0]
-            at_once(lambda client: client.abort(self.version), self._clients)
+            in_parallel(lambda client: client.abort(self.version), self._clients)
 
 
 def _aligned(at: int) -> int:

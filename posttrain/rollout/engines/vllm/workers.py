@@ -13,14 +13,14 @@ from posttrain.serve.wire.collective import in_background
 One, T = TypeVar("One"), TypeVar("T")
 
 
-def at_once(function: Callable[[One], T], items: Iterable[One]) -> list[T | BaseException]:
+def in_parallel(function: Callable[[One], T], items: Iterable[One]) -> list[T | BaseException]:
     """What `function(item)` returns or raises, for all items at the same time; it must have a deadline of its own."""
     running = [in_background(partial(function, item), "calls") for item in items]
     return [one.exception() or one.result() for one in running]
 
 
-def side_by_side(count: int, act: Callable[[int], None], at_once: int) -> None:
-    """`act(0)` to `act(count - 1)`, begun in this order, at most `at_once` at the same time. Each must have a deadline of its own.
+def parallel_calls(count: int, act: Callable[[int], None], limit: int) -> None:
+    """`act(0)` to `act(count - 1)`, begun in this order, at most `limit` at the same time. Each must have a deadline of its own.
 
     After the first error nothing more is begun; it is raised when what runs has ended, so that nobody works on behind the
     caller's back.
@@ -39,7 +39,7 @@ def side_by_side(count: int, act: Callable[[int], None], at_once: int) -> None:
             except BaseException as error:  # raised by the caller's thread
                 errors.append(error)
 
-    others = [in_background(work, "parts") for _ in range(min(at_once, count) - 1)]
+    others = [in_background(work, "parts") for _ in range(min(limit, count) - 1)]
     try:
         work()
         wait(others)
