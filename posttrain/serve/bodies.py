@@ -22,6 +22,7 @@ from .wire.payload import (
     MAX_HEADER_BYTES,
     MAX_NAME,
     MAX_PARTS,
+    MAX_REASON,
     MAX_TENSOR_BYTES,
     MAX_TENSORS,
     MAX_VERSION,
@@ -139,7 +140,7 @@ class TensorEntry(Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$", max_length=MAX_NAME)]
     dtype: Literal[tuple(ITEM_BYTES)]
     shape: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TENSOR_BYTES)]], Field(max_length=MAX_DIMENSIONS)]
-    checksum: Checksum | None
+    checksum: Checksum
 
     def spec(self) -> TensorSpec:
         spec = TensorSpec(self.name, self.dtype, tuple(self.shape), self.checksum)
@@ -241,13 +242,13 @@ class Rendezvous(Body):
 
 class Commit(Body):
     version: Version
-    checksums: dict[str, Checksum] = {}  # by tensor; those that the manifest left out
     in_flight: Literal[DRAIN, CONTINUE, ABORT] = DRAIN
     deadline_s: WaitSeconds = 60.0
 
 
 class Abort(Body):
     version: Version
+    reason: Annotated[str, Field(max_length=MAX_REASON)] = ""
 
 
 # the rest ---------------------------------------------------------------------------------------------------------------

@@ -243,7 +243,7 @@ def test_metrics_have_their_names(served):
 
 def test_an_update_can_be_aborted_and_one_that_was_not_begun_is_404(served):
     one = served()
-    manifest, payloads, _ = update_of(1, numbered_weights(1))
+    manifest, payloads = update_of(1, numbered_weights(1))
 
     async def go():
         assert (await one("POST", "/weights/part", payloads[0])).status == 404
@@ -254,6 +254,15 @@ def test_an_update_can_be_aborted_and_one_that_was_not_begun_is_404(served):
 
     asyncio.run(go())
     assert one.server.versions.serving.version == 0
+
+
+def test_a_manifest_without_a_checksum_is_refused(served):
+    one = served()
+    manifest = encode_manifest(update_of(1, numbered_weights(1))[0])
+    manifest["tensors"][1]["checksum"] = None
+    reply = asyncio.run(one("POST", "/weights/begin", {"manifest": manifest}))
+    assert reply.status == 400
+    assert "`checksum` of entry 1 of `tensors` of `manifest` of the body is wrong" in reply.json()["error"]
 
 
 def test_sleeping_refuses_and_level_2_needs_new_weights(served):
@@ -281,7 +290,7 @@ def test_pushed_adapters_serve_by_version_and_old_ones_are_removed(served, tmp_p
 
     async def go():
         for version in (1, 2, 3):
-            manifest, payloads, _ = update_of(version, {"q.lora_A.weight": numbered_weights(version)["a"]})
+            manifest, payloads = update_of(version, {"q.lora_A.weight": numbered_weights(version)["a"]})
             body = {"manifest": encode_manifest(manifest), "adapter_config": {"r": 1}}
             assert (await one("POST", "/weights/begin", body)).status == 200
             for payload in payloads:
@@ -316,7 +325,7 @@ def test_shutdown_answers_then_lets_running_requests_end(served):
 
 def test_50_damaged_payloads_against_the_application_never_mix_weights(served):
     one, rng = served(options=ServerOptions(update=UpdateLimits(idle_seconds=60))), random.Random(3)
-    manifest, payloads, _ = update_of(1, numbered_weights(1), bucket=8)
+    manifest, payloads = update_of(1, numbered_weights(1), bucket=8)
 
     async def go():
         assert (await one("POST", "/weights/begin", {"manifest": encode_manifest(manifest)})).status == 200

@@ -183,7 +183,7 @@ class Served:
 
     async def begin(self, version, bucket=24):
         """(head, data) of every part of a version that was announced."""
-        manifest, payloads, _ = update_of(version, numbered_weights(version), bucket)
+        manifest, payloads = update_of(version, numbered_weights(version), bucket)
         reply = await self("/weights/begin", {"manifest": encode_manifest(manifest), "replace": True})
         assert reply.status == 200, reply
         return [split(payload) for payload in payloads]

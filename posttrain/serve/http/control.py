@@ -87,11 +87,11 @@ async def weights_collective(server: RolloutServer, body: bodies.Rendezvous) -> 
 
 async def weights_commit(server: RolloutServer, body: bodies.Commit) -> Fields:
     _refuse_asleep(server)
-    return await asyncio.to_thread(server.updater.commit, body.version, body.checksums, body.in_flight, body.deadline_s)
+    return await asyncio.to_thread(server.updater.commit, body.version, body.in_flight, body.deadline_s)
 
 
 async def weights_abort(server: RolloutServer, body: bodies.Abort) -> Fields:
-    return await asyncio.to_thread(server.updater.abort, body.version)
+    return await asyncio.to_thread(server.updater.abort, body.version, body.reason)
 
 
 async def sleep(server: RolloutServer, body: bodies.Sleep) -> Fields:

@@ -111,7 +111,7 @@ def _verified(entries: list[PieceEntry], data: Tensor) -> list[tuple[str, Tensor
             )
         end = entry.end
         piece = data[entry.begin : end]
-        kind = (spec.checksum or "").partition(":")[0]
+        kind = spec.checksum.partition(":")[0]
         if kind != block_sums.KIND:
             raise PayloadError(f"{spec.name} has no checksum of the kind {block_sums.KIND}.")
         if not hmac.compare_digest(combined(block_sums.of_tensor(piece), kind), spec.checksum):

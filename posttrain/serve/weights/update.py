@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -186,7 +186,7 @@ class Updater:
 
     # commit ---------------------------------------------------------------------------------------------------------
 
-    def commit(self, version: int, checksums: Mapping[str, str], in_flight: str, seconds: float) -> dict[str, Any]:
+    def commit(self, version: int, in_flight: str, seconds: float) -> dict[str, Any]:
         """Verify everything, then flip. Committing the version that serves is a success without effect."""
         if self._stream is not None and self._stream.version == version:
             return self._end_of_stream(self._stream, seconds)
@@ -195,7 +195,7 @@ class Updater:
         update = self._current(version)
         self._versions.move(Phase.VERIFYING)
         try:
-            manifest = update.staging.verify(checksums)
+            update.staging.verify()
         except Conflict:  # parts are missing: they may still come
             self._versions.move(Phase.STAGING)
             raise
@@ -205,7 +205,7 @@ class Updater:
         self._versions.move(Phase.FLIPPING)
         in_flight = in_flight if update.adapter is None else KEEP
         try:
-            self._flips.flip(lambda engine: self._swap(engine, update, manifest), version, in_flight, seconds)
+            self._flips.flip(lambda engine: self._swap(engine, update), version, in_flight, seconds)
         except DeadlinePassed:
             if self._versions.phase is Phase.FLIPPING:  # never started: running requests did not end in time
                 self._versions.move(Phase.STAGING)
@@ -222,19 +222,19 @@ class Updater:
         self._end(failed=False)
         return self.state()
 
-    def _swap(self, engine: Engine, update: _Update, manifest: Manifest) -> None:
+    def _swap(self, engine: Engine, update: _Update) -> None:
         """In the engine's thread, between two steps."""
-        digest = fingerprint(manifest.tensors)
+        staging, manifest = update.staging, update.staging.manifest
         if update.adapter is not None:
-            self._install_adapter(engine, manifest.version, update.adapter, update.staging.tensors(), digest)
+            digest = fingerprint(manifest.tensors)
+            self._install_adapter(engine, manifest.version, update.adapter, staging.tensors(), digest)
             return
         try:
-            engine.load_weights(update.staging.tensors())
+            engine.load_weights(staging.tensors())
         except Exception as error:
             self._restore(engine, error, self._versions.serving)
             raise self._refused(manifest.version, error) from error
         self._set_serving(manifest)
-        staging = update.staging
         self._loaded = staging.tensors if self._limits.keep_loaded else _nothing
 
     def _set_serving(self, manifest: Manifest) -> None:
@@ -252,7 +252,7 @@ class Updater:
         old = self._loaded()
         if old is None:
             self._versions.invalidate(
-                f"an update failed half way ({type(cause).__name__}) and the old weights were not kept."
+                f"an update failed half way ({type(cause).__name__}: {cause}) and the old weights were not kept."
             )
             return
         try:
@@ -345,10 +345,10 @@ class Updater:
 
     # end ------------------------------------------------------------------------------------------------------------
 
-    def abort(self, version: int) -> dict[str, Any]:
+    def abort(self, version: int, reason: str = "") -> dict[str, Any]:
         """Drop the update to this version, if there is one. One that goes into the engine has ended when this returns."""
         if self._stream is not None and self._stream.version == version:
-            self._cancel_stream("The trainer gave it up.")
+            self._cancel_stream(f"The trainer gave it up: {reason}" if reason else "The trainer gave it up.")
         with self._lock:
             if self._update and self._update.staging.manifest.version == version:
                 if self._versions.phase is not Phase.STAGING:

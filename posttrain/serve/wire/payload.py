@@ -37,6 +37,8 @@ MAX_PARTS = 200_000
 MAX_DIMENSIONS = 8
 MAX_TENSOR_BYTES = 1 << 42
 MAX_NAME = 512
+MAX_REASON = 1000
+"""Characters of the reason of an abort."""
 MAX_VERSION = (1 << 53) - 1  # what JSON readers of every language keep exactly
 HASH_BLOCK = block_sums.BLOCK_BYTES
 
@@ -111,7 +113,7 @@ def matches(data: Buffer, wanted: str) -> bool:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor as the manifest announces it; `checksum` is of all its bytes, None where it follows at the commit."""
+    """A tensor as the manifest announces it; `checksum` is of all its bytes, None of one that was not sent."""
 
     name: str
     dtype: str

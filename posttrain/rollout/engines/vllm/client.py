@@ -27,7 +27,7 @@ from posttrain.rollout.engines.vllm.weight_channel import AUTO, NOT_OFFERED, Wei
 from posttrain.rollout.engines.vllm.weight_senders import PARALLEL_PARTS, Sides, Streamer, Wire
 from posttrain.rollout.engines.vllm.workers import parallel_calls
 from posttrain.serve.errors import TransportFailed
-from posttrain.serve.wire.payload import CUDA_IPC, Manifest, encode_manifest
+from posttrain.serve.wire.payload import CUDA_IPC, MAX_REASON, Manifest, encode_manifest
 
 ABORTED = "aborted"
 PROTOCOL = 3
@@ -276,9 +276,9 @@ class ServerClient(Client):
             self.channel.stream_failed(error)
             raise
 
-    def abort(self, version: int) -> None:
+    def abort(self, version: int, reason: str = "") -> None:
         """Drop the staged version, or give up the one that is on its way into the engine."""
-        self._post("/weights/abort", {"version": version}, self.deadlines.control)
+        self._post("/weights/abort", {"version": version, "reason": reason[:MAX_REASON]}, self.deadlines.control)
 
     def push(self, kept: KeptWeights, version: int, bucket_bytes: int = BUCKET_BYTES) -> None:
         """Stage and commit on this server alone."""

@@ -251,9 +251,8 @@ class Fleet:
             self._note_failure(member, error)
         except Exception as error:  # as above
             log.exception("Bringing back %s failed.", member.name)
-            self._note_failure(
-                member, ServerError(f"{member.name} cannot be brought back ({type(error).__name__}: {error}).")
-            )
+            sentence = f"{member.name} cannot be brought back ({type(error).__name__}: {error})."
+            self._note_failure(member, ServerError(sentence))
         self._closing.wait(RETRY_SECONDS * 2 ** min(member.failed_starts, 6))
 
     def _note_failure(self, member: Member, error: ServerError) -> None:
@@ -333,9 +332,8 @@ class Fleet:
     def _send_again(self, member: Member, target: Target, info: ServerInfo) -> None:
         kept = target.kept
         if kept is None:
-            found = (
-                f"{member.name} serves version {info.version} ({info.not_ready or 'ready'}) instead of {target.version}"
-            )
+            state = info.not_ready or "ready"
+            found = f"{member.name} serves version {info.version} ({state}) instead of {target.version}"
             if target.follows:
                 raise ServerGone(f"{found}; the process that sends the weights has to send them again.")
             if target.specs:
@@ -387,8 +385,8 @@ class Fleet:
     ) -> tuple[VersionStream, KeptWeights | None]:
         """A version straight into the engines of all servers that are up, as `read` reads it through the stream.
 
-        Where the stream ends with an error, the target is the version before still, and no server can be counted on to serve it:
-        the caller stages the version instead.
+        Where `read` raises, the stream is aborted. Where the stream ends with an error, the target is still the version before, and
+        no server can be counted on to serve it: the caller stages the version instead.
         """
         self._next_version += 1
         members = self._recipients()
@@ -396,7 +394,11 @@ class Fleet:
             for member in members:
                 held.enter_context(member.weights)
             stream = VersionStream([member.client for member in members], device, self._next_version, in_flight)
-            kept = read(stream)
+            try:
+                kept = read(stream)
+            except BaseException as error:  # the export failed, or was interrupted
+                stream.abort(error)
+                raise
             stream.commit()
             if stream.error is None:
                 specs = tuple(stream.specs)
