@@ -24,6 +24,8 @@ from .weights.update import UpdateLimits, Updater
 from .wire.payload import CHECKSUMS
 
 PROTOCOL = 3
+ENGINE_FACTS = ("model", "engine", "device", "dtype", "context_length", "vocabulary", "logprobs_mode", "world_size")
+"""Fields of EngineInfo that /info has as they are."""
 PARTS_AT_ONCE = 8
 """Parts of weights whose bodies are held side by side."""
 
@@ -99,14 +101,7 @@ class RolloutServer:
         info, serving, options = self.engine.info, self.versions.serving, self.options
         return {
             "protocol": PROTOCOL,
-            "model": info.model,
-            "engine": info.engine,
-            "device": info.device,
-            "dtype": info.dtype,
-            "context_length": info.context_length,
-            "vocabulary": info.vocabulary,
-            "logprobs_mode": info.logprobs_mode,
-            "world_size": info.world_size,
+            **{name: getattr(info, name) for name in ENGINE_FACTS},
             "capabilities": info.capabilities
             | {"adapters": bool(info.capabilities.get("adapters") and options.adapter_folder)},
             "notes": [*info.notes, *self.adapters.notes],

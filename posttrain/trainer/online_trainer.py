@@ -37,20 +37,20 @@ from posttrain.rewards.reward_set import RewardSet
 from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector, joined
 from posttrain.rollout.engines.gathered_engine import GatheredEngine
 from posttrain.rollout.engines.joint_export import JointExport
-from posttrain.rollout.engines.protocol import RolloutEngine
+from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
 from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.rollout.episodes.writing import Writer
 from posttrain.rollout.eval_loader import EvalRolloutLoader
 from posttrain.rollout.loader import RolloutLoader
-from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts
+from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts, StreamOrder
 from posttrain.rollout.replay_buffer import ReplayBuffer
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
+from posttrain.rollout.source import Prompts, PromptStream, RolloutSource
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
 from posttrain.trainer.online.agents import Agents, rows_for
-from posttrain.trainer.online.loaders import rollout_loader
 from posttrain.trainer.online.rollout_log import RolloutLog
 from posttrain.trainer.online.rollout_metrics import as_tensors, rollout_metrics
 from posttrain.trainer.online.vllm_setup import refuse_correction_without_logps, vllm_engine
@@ -62,6 +62,7 @@ from posttrain.trainer.step.memory_fit import fit_memory
 logger = logging.getLogger(__name__)
 
 ROLLOUTS_FILE = "rollouts_{rank}"
+EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time
 FAILURES = "reward_failures/"  # and the kind: how many calls of rewards have failed since the beginning of the run
 
 
@@ -417,6 +418,33 @@ def skipping_by_position() -> Iterator[None]:
         yield
     finally:
         transformers.trainer.skip_first_batches = original
+
+
+def rollout_loader(
+    rows: PromptRows | StreamedPrompts,
+    args: OnlineConfig,
+    collator: Collator,
+    collector: RolloutCollector | None,
+    params: SamplingParams | None,
+    is_training: bool,
+    replay: ReplayBuffer | None = None,
+) -> RolloutLoader | EvalRolloutLoader:
+    """`collector` and `params` are None where a run is only explained: what such a loader would yield is counted, not generated."""
+    rules = args.window_rules()
+    if not is_training:
+        size = (args.num_generations_eval or args.num_generations, args.eval_batch_size)
+        params = params and replace(params, seed=params.seed ^ EVALUATION_SEED)
+        return EvalRolloutLoader(rows, *size, params, collector, rules, collator, args.process_index, args.world_size)
+    if isinstance(rows, StreamedPrompts):
+        rows.rewind()
+        order = StreamOrder()
+    else:
+        order = PromptStream(len(rows), args.seed, args.shuffle_dataset)
+    schedule = args.schedule()
+    prompts = Prompts(order, schedule, args.process_index)
+    source = prompts if collector is None else RolloutSource(prompts, rows, params, collector, rules, replay)
+    collator = replace(collator, max_tokens=args.max_tokens_per_pass)
+    return RolloutLoader(source, schedule, collator, args.dataloader_pin_memory and args.device.type == "cuda")
 
 
 @torch.no_grad()

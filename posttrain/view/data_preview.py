@@ -144,7 +144,7 @@ def _sample(sample: Any, tokenizer: TokenText | None) -> Json:
     }
 
 
-def _nothing_here(source: Source, start: int, tokenizer: TokenText | None) -> Json:
+def _missing_source(source: Source, start: int, tokenizer: TokenText | None) -> Json:
     return {"rows": [], "start": 0, "total": 0, "more": False}
 
 
@@ -152,7 +152,7 @@ READERS: dict[str, Callable[[Source, int, TokenText | None], Json]] = {
     "dataset": _dataset_rows,
     "prepared": _prepared_rows,
     "left_out": _left_out_rows,
-    "elsewhere": _nothing_here,
+    "elsewhere": _missing_source,
 }
 
 

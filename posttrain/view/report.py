@@ -13,7 +13,7 @@ from typing import Any
 from posttrain.core import __version__
 from posttrain.view.errors import NoRunError
 from posttrain.view.run_folder import RunFolder
-from posttrain.view.run_numbers import FIRST, RunNumbers, in_words, numbers_of_run
+from posttrain.view.run_numbers import FIRST, RunNumbers, format_number, numbers_of_run
 
 EXTREMES = 5
 REWARDS = "reward of rollouts (mean; 10 % to 90 %)"
@@ -87,7 +87,7 @@ def curves(runs: list[RunNumbers]) -> dict[str, list[Line]]:
 
 def _extremes(run: RunNumbers) -> str:
     def row(kind: str, each: dict[str, Any]) -> str:
-        numbers = (in_words(each["reward"]), each["step"], each["group"], each["tokens"])
+        numbers = (format_number(each["reward"]), each["step"], each["group"], each["tokens"])
         cells = "".join(f'<td class="n">{value}</td>' for value in numbers)
         return f"<tr><td>{kind}</td>{cells}<td>{escape(each['prompt_text'])}</td><td>{escape(each['completion_text'])}</td></tr>"
 
@@ -191,8 +191,8 @@ def svg_chart(title: str, lines: Sequence[Line]) -> str:
         if len(known) == 1:
             parts.append(f'<circle cx="{known[0][0]:.1f}" cy="{known[0][1]:.1f}" r="2.5" fill="{line.colour}"/>')
         parts.append(f'<polyline points="{_points(known)}" fill="none" stroke="{line.colour}" stroke-width="1.4"/>')
-    last = ", ".join(f"{line.name} {in_words(_last(line))}" for line in lines)
-    value = in_words(_last(lines[0])) if len(lines) == 1 else ""
+    last = ", ".join(f"{line.name} {format_number(_last(line))}" for line in lines)
+    value = format_number(_last(lines[0])) if len(lines) == 1 else ""
     caption = f"<figcaption>{escape(title)} <span>{value}</span></figcaption>"
     label = escape(f"{title}: {last}")
     drawn = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'

@@ -152,9 +152,9 @@ class RolloutIndex:
                 if question == self._seen or self._is_closed:
                     self._thread = None
                     return
-            self._look(self._database(), question)
+            self._scan(self._database(), question)
 
-    def _look(self, database: duckdb.DuckDBPyConnection, question: int) -> None:
+    def _scan(self, database: duckdb.DuckDBPyConnection, question: int) -> None:
         present = self._present()
         gone = [path for path, stamp in self._known.items() if present.get(path) != stamp]
         if gone:

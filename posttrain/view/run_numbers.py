@@ -105,7 +105,7 @@ def rewards_by_step(rows: list[dict[str, Any]]) -> StepRewards:
     return found
 
 
-def in_words(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Four significant digits."""
     if value is None:
         return "-"

@@ -27,9 +27,10 @@ from posttrain.rollout.engines.vllm.transport import (
     ServerRefused,
     ServerSlow,
     Transport,
+    in_parallel,
+    parallel_calls,
 )
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
-from posttrain.rollout.engines.vllm.workers import in_parallel, parallel_calls
 from posttrain.serve.weights.staging import Staging
 from posttrain.serve.wire import payload
 from posttrain.serve.wire.host_memory import HostMemory

@@ -18,7 +18,7 @@ import psutil
 
 FORWARDED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 WATCH_SECONDS = 1.0
-SECONDS_TO_DIE = 10.0
+KILL_WAIT_SECONDS = 10.0
 
 
 @dataclass
@@ -143,7 +143,7 @@ class _Child:
         if self.process.poll() is None:
             self.record_descendants()
         self.kill()
-        _wait_until_ended(self.family, SECONDS_TO_DIE)
+        _wait_until_ended(self.family, KILL_WAIT_SECONDS)
 
 
 def _wait_until_ended(processes: Iterable[psutil.Process], seconds: float = math.inf) -> None:

@@ -23,7 +23,7 @@ from posttrain.data.rows.message_checks import read_template_kwargs, read_tools
 from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Completion, Prompt, SamplingParams
 from posttrain.rollout.episodes.call_threads import Pending
 from posttrain.rollout.episodes.environment import Environment, extended_prompt
-from posttrain.rollout.episodes.tools import RunningCall, Toolbox, in_words
+from posttrain.rollout.episodes.tools import RunningCall, Toolbox, describe_error
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout, ToolCall
 
@@ -170,7 +170,7 @@ class ToolEpisode:
             self._resetting = self.environment.start_reset(self.row)
         except Exception as error:  # the factory is the user's
             self._take_environment = None
-            self._fail(f"The environment could not be made: {in_words(error)}")
+            self._fail(f"The environment could not be made: {describe_error(error)}")
 
     def _poll_reset(self) -> None:
         reset = self._resetting
@@ -178,7 +178,7 @@ class ToolEpisode:
             return
         self._resetting, self._seconds["reset"] = None, reset.seconds
         if reset.error is not None:
-            return self._fail(f"reset of {self.environment.kind.cls.__name__} failed: {in_words(reset.error)}")
+            return self._fail(f"reset of {self.environment.kind.cls.__name__} failed: {describe_error(reset.error)}")
         try:
             self._encode_prompt(reset.result)
         except (RenderError, TypeError) as error:

@@ -147,7 +147,7 @@ class RunningCall:
             return self._with_error(self.fault)
         call.seconds = pending.seconds
         if pending.error is not None:
-            return self._with_error(in_words(pending.error))
+            return self._with_error(describe_error(pending.error))
         call.result = pending.result
         return call
 
@@ -182,7 +182,7 @@ def as_json(arguments: Any) -> str:
     return clean(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str))
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     if isinstance(error, CallTimeout):
         return str(error)
     try:

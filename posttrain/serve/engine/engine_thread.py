@@ -103,7 +103,7 @@ class EngineThread:
             self.refuse_without_room(len(jobs))
             self._in_flight += len(jobs)
         counted = [(job, self._counted(done)) for job, done in jobs]
-        self._send(lambda: self._add_all(counted))
+        self._send(lambda: [self._add(job, done) for job, done in counted])
 
     def refuse_without_room(self, count: int) -> None:
         """Whether so many jobs would be taken now; asked before they are made, since making them takes time, too."""
@@ -230,10 +230,6 @@ class EngineThread:
                 command = self._commands.get_nowait()
         except queue.Empty:
             return
-
-    def _add_all(self, jobs: Sequence[tuple[Job, Done]]) -> None:
-        for job, done in jobs:
-            self._add(job, done)
 
     def _add(self, job: Job, done: Done) -> None:
         if self._flip is not None:

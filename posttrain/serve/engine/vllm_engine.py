@@ -27,6 +27,8 @@ ADAPTER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj
 """What adapters may change, unless said otherwise. With `lm_head` among them vLLM cannot score prompts (its layer for
 the logits of adapters expects one row per sequence: an error that ends the engine, seen with 0.32.0 on the CPU)."""
 FINISH = {"stop": STOP, "length": LENGTH}
+SAME_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+"""Fields of `Sampling` that vLLM's SamplingParams has, too."""
 
 
 @dataclass(frozen=True)
@@ -120,19 +122,13 @@ class VLLMEngine:
 
         asked = job.sampling
         return SamplingParams(
-            max_tokens=asked.max_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            min_p=asked.min_p,
-            repetition_penalty=asked.repetition_penalty,
+            **{name: getattr(asked, name) for name in SAME_NAMES},
             stop_token_ids=list(asked.stop_ids),
             ignore_eos=True,  # the request alone decides what ends a completion
             stop=list(asked.stop) or None,
             include_stop_str_in_output=True,
             logit_bias=dict(asked.logit_bias) or None,
             structured_outputs=StructuredOutputsParams(regex=asked.regex) if asked.regex else None,
-            seed=asked.seed,
             logprobs=job.top_logprobs,
             detokenize=bool(asked.stop),
             output_kind=RequestOutputKind.DELTA,

@@ -129,8 +129,9 @@ async def _run(server: RolloutServer, jobs: Sequence[Job], seconds: float) -> li
             waits = futures
             outcomes = []
             for future in waits:
-                outcomes.append(await future)
-                _raise_refusal(outcomes[-1])
+                outcomes.append(outcome := await future)
+                if outcome.finish_reason == ERROR:
+                    raise REFUSALS.get(outcome.stop_reason, EngineFailed)(outcome.error)
             return outcomes
     except TimeoutError as error:
         raise DeadlinePassed(f"The completions were not done within {seconds:g} s, and were ended.") from error
@@ -150,11 +151,6 @@ def _deliver(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Outcome]) -
             loop.call_soon_threadsafe(settle, outcome)
 
     return done
-
-
-def _raise_refusal(outcome: Outcome) -> None:
-    if outcome.finish_reason == ERROR:
-        raise REFUSALS.get(outcome.stop_reason, EngineFailed)(outcome.error)
 
 
 def _completion(outcome: Outcome, request: Generate) -> dict[str, Any]:

@@ -56,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PartHead:
-    """What a part says of itself before its data: read first, where the data comes on another way."""
+    """What a part says of itself before its data: read first, where the data comes by another transport."""
 
     version: int
     part: int

@@ -1,6 +1,6 @@
-"""The ways, besides the body of a request, by which the bytes of a part may come: one table, and what /info says of it.
+"""The transports, besides the body of a request, by which the bytes of a part may arrive: one table, and its description in /info.
 
-Whichever way is taken, names, shapes and checksums come over HTTP, and what came is judged by them.
+Whichever is used, names, shapes and checksums come over HTTP, and the bytes are verified against them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class TransportOptions:
 
 
 class Receiver:
-    """One way, on the server's side, on which `receive` copies bytes to where this process has them for itself.
+    """One transport, on the server's side, whose `receive` copies bytes to where this process has them for itself.
 
     `TransportFailed` where they do not come, `FieldError` for a place that is none."""
 
     def __init__(self, options: TransportOptions) -> None: ...
 
     def describe(self) -> dict[str, Any] | None:
-        """What a trainer has to know to decide whether it can take this way; None: none can."""
+        """What a trainer has to know to decide whether it can use this transport; None: none can."""
 
     def receive(self, place: dict[str, Any], nbytes: int, seconds: float) -> Any: ...
 
@@ -162,7 +162,7 @@ RECEIVERS: dict[str, Callable[[TransportOptions], Receiver]] = {
     CUDA_IPC: CudaIpcReceiver,
     COLLECTIVE: CollectiveReceiver,
 }
-"""Every way there is on this side; HTTP itself needs none."""
+"""All transports on this side; HTTP itself needs none."""
 STREAMED = frozenset({CUDA_IPC, COLLECTIVE})
 MAX_STREAMED_BYTES = 16 << 30
 """Of one part of a stream, which holds whole tensors: the embedding of a large model is one."""

@@ -235,7 +235,7 @@ class Updater:
             self._restore(engine, error, self._versions.serving)
             raise self._refused(manifest.version, error) from error
         self._set_serving(manifest)
-        self._loaded = staging.tensors if self._limits.keep_loaded else _nothing
+        self._loaded = staging.tensors if self._limits.keep_loaded else _no_tensors
 
     def _set_serving(self, manifest: Manifest) -> None:
         self._versions.serve(Serving(manifest.version, fingerprint(manifest.tensors)))
@@ -315,7 +315,7 @@ class Updater:
                 raise
             raise self._refused(stream.version, error) from error
         self._set_serving(manifest)
-        self._loaded = _nothing
+        self._loaded = _no_tensors
 
     def stream_part(self, part: StreamPart, receive: Callable[[int], Tensor]) -> dict[str, Any]:
         """`receive(number of bytes)` gets the data."""
@@ -411,5 +411,5 @@ def _is_float(spec: TensorSpec) -> bool:
     return "float" in spec.dtype
 
 
-def _nothing() -> Iterator[tuple[str, Tensor]] | None:
+def _no_tensors() -> Iterator[tuple[str, Tensor]] | None:
     return None

@@ -205,7 +205,7 @@ def join(backend: str, address: str, port: int, key: str, seconds: float) -> Pai
     def connect() -> Any:
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
 
-    store = within(seconds, "The way to the trainer's store", connect)
+    store = within(seconds, "The connection to the trainer's store", connect)
     device = torch.device("cuda", NCCL_DEVICE) if backend == NCCL else torch.device("cpu")
     return _pair(backend, store, key, RECEIVER, address_towards(address, port), seconds, device)
 

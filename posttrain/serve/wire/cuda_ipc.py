@@ -18,7 +18,7 @@ from ..errors import FieldError, TransportFailed
 _COUNTER = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 """The file in which torch counts who still uses the memory. The receiver writes to it, so no other name is taken."""
 _table = threading.Lock()
-"""Held to open memory and to let go of it: torch's table of what is open takes one that is being closed for a fault of its own."""
+"""Held to open memory and to close it: torch's table of what is open takes one that is being closed for a fault of its own."""
 
 
 def gpu_ids() -> list[str]:
@@ -48,7 +48,7 @@ def _text(data: bytes) -> str:
 
 
 def copied(place: dict[str, Any], nbytes: int) -> Tensor:
-    """So many bytes of what lies there, in memory of this process's own on the same GPU. The shared memory is let go of before
+    """So many bytes of what lies there, in memory of this process's own on the same GPU. The shared memory is closed before
     this returns.
 
     `place`: the fields of `bodies.GpuPlace`."""

@@ -1,7 +1,7 @@
 """Blocks of bytes that two processes of one machine hand over by name: files in one private folder of /dev/shm.
 
 The folder belongs to one user (mode 0700) and so does every block in it (0600), under a name that cannot be guessed. Whoever
-makes a block holds a lock on it, which the kernel lets go of when that process ends, however it ends: a block that nobody
+makes a block holds a lock on it, which the kernel releases when that process ends, however it ends: a block that nobody
 holds is stale and is swept away.
 """
 

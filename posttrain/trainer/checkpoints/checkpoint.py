@@ -38,7 +38,7 @@ PREFIX = "checkpoint-"
 STAGING = ".tmp-"
 DELETED = f"{STAGING}deleted-"
 FORMAT = 2  # 1 had no seal
-ROOM_TO_SPARE = 2**20
+HEADROOM = 2**20
 """Bytes for what is not counted: headers, the manifest, the blocks of a filesystem, the log."""
 LOCK = ".posttrain.lock"
 
@@ -172,7 +172,7 @@ def make_room(output_dir: Path, needed: int, keep: int | None, also: Iterable[st
     Where `save_total_limit` would delete old checkpoints after this save anyway, they are deleted before it, as long as an older
     one that verifies stays.
     """
-    needed += ROOM_TO_SPARE
+    needed += HEADROOM
     if shutil.disk_usage(output_dir).free >= needed:
         return
     if keep:

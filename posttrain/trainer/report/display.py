@@ -255,7 +255,7 @@ def summary(run: ShownRun, steps: int, tokens: float, took: float) -> list[str]:
     ]
     lines += [
         f"  {name:<12}{number(values[0])} -> {number(values[-1])}"
-        for name in _followed(state.log_history)
+        for name in _headline_metric(state.log_history)
         for values in [[entry[name] for entry in state.log_history if name in entry]]
     ]
     if run.checkpoints.run_state.skipped_total:
@@ -267,7 +267,7 @@ def summary(run: ShownRun, steps: int, tokens: float, took: float) -> list[str]:
     return lines
 
 
-def _followed(history: list[dict[str, Any]]) -> list[str]:
+def _headline_metric(history: list[dict[str, Any]]) -> list[str]:
     """What the run is to improve: the reward where there is one (the loss of a policy gradient says nothing), else the loss."""
     names = dict.fromkeys(name for entry in history for name in entry)
     aim = "reward" if "reward" in names else "loss"

@@ -260,12 +260,12 @@ class NativeSession:
         wanted = self.pool.size + max(self.scheduler.wanted_pages(), 0)
         if wanted > self.pool.size and self.pool.size < self.budget:
             self.grow(min(max(wanted, 2 * self.pool.size), self.budget))
-        self.scheduler.has_plenty = wanted <= self.pool.size
+        self.scheduler.has_spare_pages = wanted <= self.pool.size
 
     @property
     def _is_settled(self) -> bool:
         """Everyone who ran in the last steps still runs, on pages that last to its end."""
-        return self.scheduler.has_plenty and self.scheduler.changes == self._laid_out
+        return self.scheduler.has_spare_pages and self.scheduler.changes == self._laid_out
 
     def grow(self, pages: int) -> None:
         self.program.store.grow(pages)

@@ -22,10 +22,10 @@ from posttrain.rollout.engines.vllm.transport import (
     Token,
     Transport,
     checked,
+    parallel_calls,
 )
 from posttrain.rollout.engines.vllm.weight_channel import AUTO, NOT_OFFERED, WeightChannel
 from posttrain.rollout.engines.vllm.weight_senders import PARALLEL_PARTS, Sides, Streamer, Wire
-from posttrain.rollout.engines.vllm.workers import parallel_calls
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire.payload import CUDA_IPC, MAX_REASON, Manifest, encode_manifest
 
@@ -301,29 +301,22 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     return sent | {"stop_ids": list(params.stop_ids), "stop": list(params.stop), "logit_bias": bias}
 
 
+INFO: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("model", "engine", "logprobs_mode", "dtype"), str),
+    **dict.fromkeys(("context_length", "vocabulary", "in_flight", "world_size"), int),
+    **dict.fromkeys(("capabilities", "transports"), dict),
+    **dict.fromkeys(("notes", "checksums"), tuple),
+    **dict.fromkeys(("fingerprint", "not_ready"), lambda value: value),
+    "version": lambda value: None if value is None else int(value),
+}
+"""How the fields of /info are read."""
+
+
 def _info(fields: Any) -> ServerInfo:
     if fields["protocol"] != PROTOCOL:
         raise ValueError(f"it speaks protocol {fields['protocol']}, this client {PROTOCOL}")
-    limits = fields["limits"]
-    return ServerInfo(
-        model=str(fields["model"]),
-        engine=str(fields["engine"]),
-        context_length=int(fields["context_length"]),
-        vocabulary=int(fields["vocabulary"]),
-        logprobs_mode=str(fields["logprobs_mode"]),
-        version=None if fields["version"] is None else int(fields["version"]),
-        fingerprint=fields["fingerprint"],
-        not_ready=fields["not_ready"],
-        capabilities=dict(fields["capabilities"]),
-        notes=tuple(fields["notes"]),
-        checksums=tuple(fields["checksums"]),
-        part_bytes=int(limits["part_bytes"]),
-        most_seconds=float(limits["seconds"]),
-        in_flight=int(fields["in_flight"]),
-        dtype=str(fields["dtype"]),
-        transports=dict(fields["transports"]),
-        world_size=int(fields["world_size"]),
-    )
+    limits, found = fields["limits"], {name: read(fields[name]) for name, read in INFO.items()}
+    return ServerInfo(**found, part_bytes=int(limits["part_bytes"]), most_seconds=float(limits["seconds"]))
 
 
 def _written(fields: Any, request: GenerateRequest) -> ServerCompletion:

@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 ANY_VERSION = Accepted(0, 0)  # versions are kept here, not by vLLM
 CPU_CACHE_BYTES = 1 << 30
+SAME_NAMES = ("context_length", "memory_share", "logprobs_mode", "eager", "seed")
+"""Fields of ColocateOptions that VLLMOptions has, too."""
 
 
 class NoWholeWeights(RuntimeError):
@@ -141,26 +143,19 @@ class ColocatedVLLM:
         return str(folder)
 
     def _vllm_options(self, folder: str) -> VLLMOptions:
-        asked, adapters = self.options, self._adapters
-        more = {
-            "skip_tokenizer_init": not self.has_tokenizer,
-            **distributed_engine_args(asked.tensor_parallel),
-            **asked.more,
-        }
+        given, adapters = self.options, self._adapters
+        ranks = distributed_engine_args(given.tensor_parallel)
+        more = {"skip_tokenizer_init": not self.has_tokenizer, **ranks, **given.more}
         if not torch.cuda.is_available():
             # Otherwise vLLM takes its share of all the host's memory.
             more.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
         options = VLLMOptions(
             model=folder,
             dtype=str(self.dtype).removeprefix("torch."),
-            context_length=asked.context_length,
-            memory_share=asked.memory_share,
-            logprobs_mode=asked.logprobs_mode,
-            sleep=asked.sleep_level > 0,
+            sleep=given.sleep_level > 0,
             random_weights=adapters is None,
-            eager=asked.eager,
-            seed=asked.seed,
             more=more,
+            **{name: getattr(given, name) for name in SAME_NAMES},
         )
         if adapters is None:
             return options
@@ -216,7 +211,7 @@ class ColocatedVLLM:
                 for progress in moved:
                     if progress.job_id in names and progress.finish_reason is not None:
                         found[names[progress.job_id]] = np.asarray(progress.logps, np.float32)
-                stall.refuse_to_wait_longer(bool(moved), len(sequences) - len(found))
+                stall.raise_if_stalled(bool(moved), len(sequences) - len(found))
         except BaseException:
             self.engine.abort([name for name, place in names.items() if place not in found])
             raise
@@ -308,7 +303,7 @@ class Stall:
     def __init__(self, most_seconds: float) -> None:
         self._most_seconds, self._last_token = most_seconds, time.monotonic()
 
-    def refuse_to_wait_longer(self, moved: bool, in_flight: int) -> None:
+    def raise_if_stalled(self, moved: bool, in_flight: int) -> None:
         now = time.monotonic()
         self._last_token = now if moved else self._last_token
         silent_seconds = now - self._last_token
@@ -374,7 +369,7 @@ class ColocatedSession:
                 moved = self._owner.engine.step()
                 for progress in moved:
                     finished += self._take(progress)
-                stall.refuse_to_wait_longer(bool(moved), len(self._running))
+                stall.raise_if_stalled(bool(moved), len(self._running))
         return finished
 
     def _take(self, progress: Progress) -> Finished:

@@ -28,9 +28,9 @@ from posttrain.rollout.engines.vllm.transport import (
     ServerGone,
     ServerRefused,
     ServerSlow,
+    in_parallel,
 )
 from posttrain.rollout.engines.vllm.weight_stream import VersionStream
-from posttrain.rollout.engines.vllm.workers import in_parallel
 
 log = logging.getLogger(__name__)
 

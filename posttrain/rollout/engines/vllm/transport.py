@@ -13,14 +13,20 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpcore
 
+from posttrain.serve.wire.collective import in_background
+
 log = logging.getLogger(__name__)
+
+One, T = TypeVar("One"), TypeVar("T")
 
 MAX_ANSWER_BYTES = 256 << 20
 IDLE_SECONDS = 3.0
@@ -327,3 +333,43 @@ def checked(what: str, read: Callable[[Any], Any], value: Any) -> Any:
         raise ServerAnswer(
             f"{what}: the answer is not what this client understands ({type(error).__name__}: {str(error)[:200]})."
         ) from error
+
+
+# Calls of several servers, each on a daemon thread of its own: one that hangs does not keep the process alive.
+
+
+def in_parallel(function: Callable[[One], T], items: Iterable[One]) -> list[T | BaseException]:
+    """What `function(item)` returns or raises, for all items at the same time; it must have a deadline of its own."""
+    running = [in_background(partial(function, item), "calls") for item in items]
+    return [one.exception() or one.result() for one in running]
+
+
+def parallel_calls(count: int, act: Callable[[int], None], limit: int) -> None:
+    """`act(0)` to `act(count - 1)`, begun in this order, at most `limit` at the same time. Each must have a deadline of its own.
+
+    After the first error nothing more is begun; it is raised when what runs has ended, so that nobody works on behind the
+    caller's back.
+    """
+    numbers, lock = iter(range(count)), threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while True:
+            with lock:
+                number = None if errors else next(numbers, None)
+            if number is None:
+                return
+            try:
+                act(number)
+            except BaseException as error:  # raised by the caller's thread
+                errors.append(error)
+
+    others = [in_background(work, "parts") for _ in range(min(limit, count) - 1)]
+    try:
+        work()
+        wait(others)
+    except BaseException as error:  # an interrupt of the caller itself
+        errors.insert(0, error)
+    wait(others)
+    if errors:
+        raise errors[0]

@@ -219,11 +219,7 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
             NOT_OFFERED,
         )
     fields: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
+        **{name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
         "stop_token_ids": list(params.stop_ids),
         "include_stop_str_in_output": True,
     }

@@ -202,7 +202,7 @@ class SharedMemorySender(Sender):
 
 
 class CudaIpcStreamer(Streamer):
-    """Each part is copied into a buffer on the GPU, which the server opens, copies on the same GPU, and lets go of.
+    """Each part is copied into a buffer on the GPU, which the server opens, copies on the same GPU, and closes.
 
     The buffer stays: torch keeps an account of every one that was shared.
     """

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.kept_weights import dtype_of
-from posttrain.rollout.engines.vllm.transport import ServerError
-from posttrain.rollout.engines.vllm.workers import in_parallel
+from posttrain.rollout.engines.vllm.transport import (
+    ServerError,
+    in_parallel,
+)
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire import block_sums
 from posttrain.serve.wire.payload import STREAM_ALIGNMENT, TensorSpec, combined, fingerprint
@@ -69,7 +71,7 @@ class VersionStream:
         for _, tensor in tensors:
             total = _aligned(total) + tensor.nbytes
         if self._buffer.numel() < total:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of before the next one is taken
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before the next one is taken
             self._buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
         entries, end = [], 0
         for name, tensor in tensors:
