@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import ipaddress
 import json
 import uuid
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from .engine.engine_thread import ABORT, CONTINUE, DRAIN
 from .engine.protocol import Accepted, Sampling
@@ -43,6 +44,11 @@ def _from_base64(value: Any) -> bytes:
     if not isinstance(value, str):
         raise ValueError("it should be base64")
     return base64.b64decode(value, validate=True)
+
+
+def _digits_of_address(value: str) -> str:
+    """The server looks up no names that others give it."""
+    return str(ipaddress.ip_address(value))
 
 
 Bytes = Annotated[bytes, BeforeValidator(_from_base64)]
@@ -234,9 +240,9 @@ class GpuPlace(Body):
 
 class Rendezvous(Body):
     backend: Literal["gloo", "nccl"]
-    address: Annotated[str, Field(min_length=1, max_length=64)]
+    address: Annotated[str, Field(max_length=64), AfterValidator(_digits_of_address)]
     port: Annotated[int, Field(ge=1, le=65535)]
-    key: Annotated[str, Field(min_length=32, max_length=32)]
+    key: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     deadline_s: FetchSeconds = 60.0
 
 

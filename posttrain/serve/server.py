@@ -19,7 +19,7 @@ from .engine.protocol import Engine
 from .engine.versions import Serving, Versions
 from .errors import Conflict, NotReady
 from .weights.adapters import Adapters
-from .weights.transports import TransportOptions, Transports
+from .weights.transports import Transports
 from .weights.update import UpdateLimits, Updater
 from .wire.payload import CHECKSUMS
 
@@ -56,7 +56,7 @@ class RolloutServer:
         self.thread = EngineThread(engine, self.versions, options.most_in_flight)
         self.adapters = Adapters(self.versions, options.adapter_folder, self.thread.adapters_in_use)
         self.updater = Updater(engine, self.versions, self.thread, self.adapters.install, options.update)
-        self.transports = Transports(TransportOptions(options.shared_folder, options.most_part_bytes))
+        self.transports = Transports(options.shared_folder, options.most_part_bytes)
         self.requests = RequestCache()
         self.metrics = Metrics(self)
         self.started = time.monotonic()

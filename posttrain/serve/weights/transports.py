@@ -5,13 +5,11 @@ Whichever is used, names, shapes and checksums come over HTTP, and the bytes are
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,18 +25,12 @@ from ..wire.shared_blocks import SharedFolder, host_id
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TransportOptions:
-    shared_folder: Path | None = None  # None: no shared memory
-    most_bytes: int = 272 << 20  # of one part
-
-
 class Receiver:
     """One transport, on the server's side, whose `receive` copies bytes to where this process has them for itself.
 
     `TransportFailed` where they do not come, `FieldError` for a place that is none."""
 
-    def __init__(self, options: TransportOptions) -> None: ...
+    def __init__(self, shared_folder: Path | None) -> None: ...
 
     def describe(self) -> dict[str, Any] | None:
         """What a trainer has to know to decide whether it can use this transport; None: none can."""
@@ -51,12 +43,12 @@ class Receiver:
 class SharedMemoryReceiver(Receiver):
     """To host memory, where a version is staged."""
 
-    def __init__(self, options: TransportOptions) -> None:
+    def __init__(self, shared_folder: Path | None) -> None:
         self._folder: SharedFolder | None = None
         self._memory = HostMemory()
-        if options.shared_folder is not None:
+        if shared_folder is not None:
             try:
-                self._folder = SharedFolder(options.shared_folder)
+                self._folder = SharedFolder(shared_folder)
             except OSError as error:
                 log.warning("No weights are accepted through shared memory: %s", error)
 
@@ -94,7 +86,7 @@ class CollectiveReceiver(Receiver):
     """By a group with the trainer, to where its backend has memory: a GPU with NCCL. One group at a time: the next one takes the
     place of the last."""
 
-    def __init__(self, options: TransportOptions) -> None:
+    def __init__(self, shared_folder: Path | None) -> None:
         self._pair: collective.Pair | None = None
         self._key = ""
         self._lock = threading.Lock()
@@ -105,16 +97,12 @@ class CollectiveReceiver(Receiver):
 
     def join(self, rendezvous: Rendezvous) -> dict[str, Any]:
         """Come to where a trainer waits; returns when the group is made."""
-        if not collective.KEY.fullmatch(rendezvous.key):
-            raise FieldError("`key` of the body is not made of 32 hexadecimal digits.")
         if rendezvous.backend not in collective.available_backends():
             raise TransportFailed(f"This server has no {rendezvous.backend}.")
         with self._alone():
             self._drop()
-            address = _literal(rendezvous.address)
-            self._pair = collective.join(
-                rendezvous.backend, address, rendezvous.port, rendezvous.key, rendezvous.deadline_s
-            )
+            where = (rendezvous.address, rendezvous.port, rendezvous.key)
+            self._pair = collective.join(rendezvous.backend, *where, rendezvous.deadline_s)
             self._key = rendezvous.key
         return {"group": self._key}
 
@@ -149,15 +137,7 @@ class CollectiveReceiver(Receiver):
         self._drop()
 
 
-def _literal(address: str) -> str:
-    """An address in digits: the server looks up no names that others give it."""
-    try:
-        return str(ipaddress.ip_address(address))
-    except ValueError as error:
-        raise FieldError("`address` of the body is not an IP address.") from error
-
-
-RECEIVERS: dict[str, Callable[[TransportOptions], Receiver]] = {
+RECEIVERS: dict[str, Callable[[Path | None], Receiver]] = {
     SHARED_MEMORY: SharedMemoryReceiver,
     CUDA_IPC: CudaIpcReceiver,
     COLLECTIVE: CollectiveReceiver,
@@ -171,9 +151,10 @@ MAX_STREAMED_BYTES = 16 << 30
 class Transports:
     """The receivers of one server."""
 
-    def __init__(self, options: TransportOptions) -> None:
-        self._options = options
-        self._receivers: dict[str, Any] = {name: make(options) for name, make in RECEIVERS.items()}
+    def __init__(self, shared_folder: Path | None, most_bytes: int) -> None:
+        """`shared_folder` None: no shared memory. `most_bytes`: of one part that is staged."""
+        self._most_bytes = most_bytes
+        self._receivers: dict[str, Any] = {name: make(shared_folder) for name, make in RECEIVERS.items()}
         self._instance = secrets.token_hex(8)
 
     def describe(self) -> dict[str, Any]:
@@ -184,7 +165,7 @@ class Transports:
 
     def receive(self, name: str, place: dict[str, Any], nbytes: int, seconds: float) -> Any:
         """The bytes of a part, in memory of this process's own: a tensor of bytes for a stream, host memory for a part to stage."""
-        most = MAX_STREAMED_BYTES if name in STREAMED else self._options.most_bytes
+        most = MAX_STREAMED_BYTES if name in STREAMED else self._most_bytes
         if nbytes > most:
             raise TooLarge(f"The part has {nbytes} bytes; this server takes at most {most}.")
         if nbytes == 0:

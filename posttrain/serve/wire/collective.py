@@ -10,7 +10,6 @@ Every wait is made in a thread that can be left behind: a peer that is gone cost
 from __future__ import annotations
 
 import os
-import re
 import socket
 import threading
 import time
@@ -34,7 +33,6 @@ POLL_SECONDS = 0.0005
 CLOSE_SECONDS = 0.1
 NCCL_SECONDS = 600.0
 """No broadcast of NCCL takes longer; most are given less."""
-KEY = re.compile("[0-9a-f]{32}")
 NCCL_DEVICE = 0
 """The GPU that the server's engine uses: the first that its process sees."""
 _NCCL_SETTINGS = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
