@@ -286,7 +286,7 @@ def read_json(text: Buffer) -> Any:
         return fields
 
     def refuse(constant: str) -> None:
-        raise PayloadError(f"The JSON has the constant {constant}, which JSON does not know.")
+        raise PayloadError(f"The JSON has the constant {constant}, which is not valid JSON.")
 
     try:
         return json.loads(bytes(text).decode(), object_pairs_hook=once, parse_constant=refuse)

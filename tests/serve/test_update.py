@@ -167,7 +167,7 @@ def test_parts_twice_are_one_and_contradictions_are_refused(rig):
     one.updater.begin(manifest, False, False, None)
     for payload in [payloads[0], *payloads, payloads[-1]]:
         one.updater.part(payload)
-    with pytest.raises(PayloadError, match="came before with other bytes"):
+    with pytest.raises(PayloadError, match="was received before with other bytes"):
         one.updater.part(others[0])
     assert one.updater.commit(1, "drain", 5)["serving_version"] == 1
     assert one.updater.commit(1, "drain", 5)["serving_version"] == 1  # the answer was lost: asked again

@@ -60,7 +60,7 @@ def read_sweep(path: str) -> Sweep:
         raise UsageError(str(error)) from error
     for key in given:
         if key not in KEYS:
-            raise UsageError(f"{path} has the key `{key}`, which a sweep does not know.{nearest(key, KEYS)}")
+            raise UsageError(f"{path} has the key `{key}`, which is unknown to a sweep.{nearest(key, KEYS)}")
     method = given.get("method")
     if method not in method_names():
         raise UsageError(f"{path}: `method` is {method!r}; it takes one of {', '.join(method_names())}.")
@@ -112,7 +112,7 @@ def checked(method: str, options: dict[str, Any], where: str) -> dict[str, Any]:
         name = known_name(key)
         if name not in table.options:
             raise UsageError(
-                f"{where} sets `{key}`, which posttrain {method} does not know.{nearest(name, table.options)}"
+                f"{where} sets `{key}`, an unknown option of posttrain {method}.{nearest(name, table.options)}"
             )
         if name == "output_dir":
             raise UsageError(

@@ -42,7 +42,7 @@ class Tool:
         """Reads docstring and type hints; a sentence where something is missing. `owner`: the class of a method."""
         name = getattr(function, "__name__", None)
         if not callable(function) or name is None or name == "<lambda>":
-            raise TypeError(f"A tool is a function with a name, a docstring and type hints; {function!r} is none.")
+            raise TypeError(f"A tool is a function with a name, a docstring and type hints; {function!r} is not one.")
         full_name = f"{owner}.{name}" if owner else name
         try:
             schema = get_json_schema(function)

@@ -156,7 +156,7 @@ class Staging:
                 f"{self.manifest.version} in {self.manifest.parts}."
             )
         if self._places.get(part.part, digest) != digest:
-            raise PayloadError(f"Part {part.part} came before with other bytes.")
+            raise PayloadError(f"Part {part.part} was received before with other bytes.")
         if part.part in self._places:
             return
         for piece in part.pieces:
@@ -180,9 +180,9 @@ class Staging:
             raise PayloadError(f"{piece.name} does not have the checksum of the manifest.")
         begin, end = piece.offset, piece.offset + len(piece.data)
         if any(begin < other_end and other_begin < end for other_begin, other_end in self._filled[piece.name]):
-            raise PayloadError(f"{piece.name}: bytes {begin} to {end} came before in another part.")
+            raise PayloadError(f"{piece.name}: bytes {begin} to {end} were received before in another part.")
         if spec.nbytes == 0 and self._filled[piece.name]:
-            raise PayloadError(f"{piece.name} came before in another part.")
+            raise PayloadError(f"{piece.name} was received before in another part.")
 
     def _note(self, piece: Piece) -> None:
         begin, end = piece.offset, piece.offset + len(piece.data)
@@ -203,7 +203,7 @@ class Staging:
         for spec in self.manifest.tensors:
             filled = sum(end - begin for begin, end in self._filled[spec.name])  # no two overlap
             if filled != spec.nbytes or not self._filled[spec.name]:
-                raise PayloadError(f"{spec.name}: {filled} of its {spec.nbytes} bytes came.")
+                raise PayloadError(f"{spec.name}: {filled} of its {spec.nbytes} bytes were received.")
             if not self._has_checksum(spec):
                 raise PayloadError(f"{spec.name} does not have its checksum once its pieces are put together.")
 

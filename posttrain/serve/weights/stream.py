@@ -54,7 +54,7 @@ class WeightStream:
         with self._lock:
             try:
                 if number != self._next:
-                    raise Conflict(f"Part {number} of version {self.version} came, and part {self._next} is next.")
+                    raise Conflict(f"Part {number} of version {self.version} was sent, but part {self._next} is next.")
                 refuse_duplicates([*self.specs, *(entry.name for entry in entries)])
                 part = _Part(_verified(entries, receive(entries[-1].end)), is_last)
                 self.specs |= {entry.name: entry.spec() for entry in entries}  # first: with the last part the load ends

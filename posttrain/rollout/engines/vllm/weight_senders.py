@@ -274,7 +274,7 @@ class CollectiveStreamer(Streamer):
             lambda: wire.join(where, seconds), lambda: rendezvous.pair(backend, seconds, device), seconds
         )
         if self._pair is None:
-            raise TransportFailed("The server says that it is in the group, and is not.")
+            raise TransportFailed("The server reports that it has joined the group, but it has not.")
 
     def send(self, part: dict[str, Any], data: Tensor) -> Any:
         pair: Pair = self._pair
