@@ -32,7 +32,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" Did you mean {near[0]!r}?" if near else ""
 
 
-def or_usage_error(step: Callable[[], T]) -> T:
+def as_usage_error(step: Callable[[], T]) -> T:
     """`step()`, where a ValueError (or alike) of our own is a sentence for the user; anybody else's keeps its traceback."""
     try:
         return step()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED, Passes, SharedPrefixes, TokenBatch
 from posttrain.core.sample import Sample, Unit
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -39,18 +41,24 @@ class Collator:
         return collate(units, self.roles, self.layout, self.pad_token_id, self.pad_to_multiple_of)
 
 
-def split_by_tokens(units: Sequence[Unit], layout: str, max_tokens: int | None) -> list[Sequence[Unit]]:
-    """Runs of units, in order, that lie on at most `max_tokens` tokens each; a unit is never split."""
+def split_by_tokens(
+    units: Sequence[T], layout: str, max_tokens: int | None, size: Callable[[T], tuple[int, int, int]] | None = None
+) -> list[Sequence[T]]:
+    """Runs of units, in order, that lie on at most `max_tokens` tokens each; a unit is never split.
+
+    `size` gives (laid-out tokens, tokens of the longest sample, samples) of a unit that is not a tuple of Samples.
+    """
     if max_tokens is None or not units:
         return [units]
-    parts: list[list[Unit]] = []
+    size = size or (lambda unit: (laid_out_tokens([unit], layout), max(map(len, unit)), len(unit)))
+    parts: list[list[T]] = []
     tokens = longest = rows = 0
     for unit in units:
-        mine = laid_out_tokens([unit], layout)
-        tokens, longest, rows = tokens + mine, max(longest, *map(len, unit)), rows + len(unit)
+        of_unit = size(unit)
+        tokens, longest, rows = tokens + of_unit[0], max(longest, of_unit[1]), rows + of_unit[2]
         if not parts or (rows * longest if layout == PADDED else tokens) > max_tokens:
             parts.append([])
-            tokens, longest, rows = mine, max(map(len, unit)), len(unit)
+            tokens, longest, rows = of_unit
         parts[-1].append(unit)
     return parts
 

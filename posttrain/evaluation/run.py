@@ -17,7 +17,7 @@ from posttrain.evaluation.result import Answers, EvalResult
 from posttrain.evaluation.spec import EvalSpec
 from posttrain.losses.advantages import weighted_rewards
 from posttrain.rewards.reward_set import RewardSet
-from posttrain.rollout.collector import Judging
+from posttrain.rollout.collector import PendingRewards
 from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.episodes.episode import SingleTurn, run_episodes
@@ -75,16 +75,16 @@ class TaskEvaluation:
     ) -> tuple[list[Rollout], np.ndarray, dict[str, float]]:
         rows = self.rows.take(request.row for request in requests)
         episodes = [SingleTurn(rows[request.row], request, self.decode) for request in requests]
-        judging = Judging(requests)
+        pending = PendingRewards(requests)
         began = time.perf_counter()
         with self.rewards.open(state) as judged:
-            judging.reward_round = judged
+            pending.reward_round = judged
             if episodes:
-                run_episodes(engine, episodes, self.spec.sampling(stop_ids), judging.on_finished)
+                run_episodes(engine, episodes, self.spec.sampling(stop_ids), pending.on_finished)
             written = time.perf_counter()
             results = judged.finish()
         seconds = {"generate": written - began, "reward": time.perf_counter() - written}
-        return judging.with_rewards(results, self.rewards.names), judging.values(results), seconds
+        return pending.with_rewards(results, self.rewards.names), pending.values(results), seconds
 
     def _answers(self, rollouts: list[Rollout], values: np.ndarray) -> Answers:
         failed = np.array([rollout.masked for rollout in rollouts], dtype=bool)

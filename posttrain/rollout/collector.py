@@ -101,17 +101,17 @@ class RolloutCollector:
 
     def collect(self, requests: Sequence[Request], rows: AnyRows, params: SamplingParams) -> Collected:
         began, state = time.perf_counter(), self.method.state
-        judging = Judging(requests)
+        pending = PendingRewards(requests)
         with self.rewards.open(state) as judged:
-            judging.reward_round = judged
-            took = self.writer.write(rows, requests, params, state.global_step, judging.on_finished)
+            pending.reward_round = judged
+            took = self.writer.write(rows, requests, params, state.global_step, pending.on_finished)
             written = time.perf_counter()
             results = judged.finish()
         scored = time.perf_counter()
-        rollouts = judging.with_rewards(results, self.rewards.names)
+        rollouts = pending.with_rewards(results, self.rewards.names)
         self.method.annotate([rollout.sample for rollout in rollouts if not rollout.masked])
         annotated = time.perf_counter()
-        table = gathered(rollouts, judging.values(results), results.failure_counts(), self.world_size)
+        table = gathered(rollouts, pending.values(results), results.failure_counts(), self.world_size)
         totals, advantages = self.credited(rollouts, table)
         self.release()
         refuse_if_all_failed(rollouts, table)
@@ -137,7 +137,7 @@ class RolloutCollector:
         collected.advantages = collected.advantages.masked_scatter(kept, advantages)
 
 
-class Judging:
+class PendingRewards:
     """Puts rollouts back into the order of their requests, and hands whole groups to the rewards."""
 
     def __init__(self, requests: Sequence[Request]) -> None:

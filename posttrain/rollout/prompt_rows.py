@@ -122,7 +122,7 @@ class StreamedPrompts:
 
 
 class StreamOrder:
-    """The order of a stream's prompts: as they come. In the place of PromptStream."""
+    """The order of a stream's prompts: that of the stream. Replaces PromptStream."""
 
     num_rows = None  # not known
 

@@ -45,7 +45,7 @@ class Rollout:
     request: Request
     prompt: str | list[dict[str, Any]]
     completion: str | list[dict[str, Any]]
-    sample: Sample  # prompt and completion; `trained` marks what the model said
+    sample: Sample  # prompt and completion; `trained` marks what the model wrote
     prompt_length: int  # tokens
     finish_reason: str = "stop"  # "stop", "length" or "error"
     error: str | None = None
@@ -61,7 +61,7 @@ class Rollout:
     advantage: float = 0.0
     masked: bool = False  # takes part in nothing: a reward failed for it, or it could not be generated
     failures: list[Any] = field(default_factory=list)
-    extras: dict[str, Any] = field(default_factory=dict)  # what rewards said of it with `log_extra`
+    extras: dict[str, Any] = field(default_factory=dict)  # what rewards logged with `log_extra`
 
     @property
     def group(self) -> int:

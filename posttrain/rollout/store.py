@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 FOLDER = "rollouts"
 REFERENCE_LOGPS = "reference_logps"
 STEP_FOLDER = re.compile(r"step=(\d+)")
-MOST_WAITING = 4
+MAX_WAITING = 4
 """Writes that may wait for the disk; a further one waits with them, or a slow disk would fill the memory."""
-MOST_KEPT = 64
+MAX_KEPT = 64
 """Collections that are kept in memory while the disk takes none, as when it is full; after that it is an error."""
 
 
@@ -124,8 +124,8 @@ class RolloutStore:
         They must not be changed afterwards. A column that is missing is null. What a full disk does not take is written with the
         next ones. Raises what went wrong in an earlier write.
         """
-        self._raise_what_failed(wait_for=max(len(self._waiting) - MOST_WAITING + 1, 0))
-        self._waiting.append(self._thread.submit(self._write_all, [(step, list(records))], MOST_KEPT))
+        self._raise_failure(wait_for=max(len(self._waiting) - MAX_WAITING + 1, 0))
+        self._waiting.append(self._thread.submit(self._write_all, [(step, list(records))], MAX_KEPT))
 
     def _write_all(self, further: list[tuple[int, list[dict[str, Any]]]], most_kept: int) -> None:
         """On the thread. An error of the disk leaves up to `most_kept` collections for later."""
@@ -145,7 +145,7 @@ class RolloutStore:
 
     def flush(self) -> None:
         """Wait until everything is on disk, but for what the disk does not take now. Raises what went wrong."""
-        self._raise_what_failed(wait_for=len(self._waiting))
+        self._raise_failure(wait_for=len(self._waiting))
 
     def close(self) -> None:
         """Flush, and end the thread. Raises an OSError where something could not be written."""
@@ -174,7 +174,7 @@ class RolloutStore:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _raise_what_failed(self, wait_for: int) -> None:
+    def _raise_failure(self, wait_for: int) -> None:
         for index, write in enumerate(list(self._waiting)):
             if index < wait_for or write.done():
                 self._waiting.remove(write)
@@ -279,11 +279,11 @@ def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
     }
 
 
-def _text(said: Any) -> str:
+def _text(value: Any) -> str:
     """Content that JSON has no word for (an image) is named, not kept."""
-    if isinstance(said, str):
-        return said
-    return json.dumps(said, ensure_ascii=False, default=lambda thing: repr(type(thing)))
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=lambda thing: repr(type(thing)))
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:

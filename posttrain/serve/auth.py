@@ -27,7 +27,7 @@ def token_file_of(port: int) -> Path:
     return Path.home() / ".cache" / "posttrain" / "serve" / f"{socket.gethostname()}-{port}.token"
 
 
-def leave_token(port: int) -> str:
+def write_token(port: int) -> str:
     """Draw a token and write it where trainers of this user look for it. Every start has a new one."""
     path, token = token_file_of(port), secrets.token_urlsafe(24)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def read_token_file(path: Path) -> str:
     return token
 
 
-def token_left_at(port: int) -> str | None:
+def read_local_token(port: int) -> str | None:
     """The token of a server of this user's on this machine, if it drew one."""
     path = token_file_of(port)
     return read_token_file(path) if path.exists() else None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import base64
+import ipaddress
 import json
 import uuid
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from .engine.engine_thread import ABORT, CONTINUE, DRAIN
 from .engine.protocol import Accepted, Sampling
@@ -18,13 +19,14 @@ from .wire.payload import (
     CUDA_IPC,
     ITEM_BYTES,
     MAX_DIMENSIONS,
+    MAX_FETCH_SECONDS,
     MAX_HEADER_BYTES,
     MAX_NAME,
     MAX_PARTS,
+    MAX_REASON,
     MAX_TENSOR_BYTES,
     MAX_TENSORS,
     MAX_VERSION,
-    MOST_FETCH_SECONDS,
     PREFIX_BYTES,
     SHARED_MEMORY,
     Buffer,
@@ -32,9 +34,9 @@ from .wire.payload import (
     TensorSpec,
 )
 
-MOST_PROMPTS, MOST_SAMPLES, MOST_TOP, MOST_TOKENS = 4096, 1024, 1024, 1 << 24
-MOST_SHARED_BYTES = 1 << 40
-MOST_COUNTERS = 10_000
+MAX_PROMPTS, MAX_SAMPLES, MAX_TOP, MAX_TOKENS = 4096, 1024, 1024, 1 << 24
+MAX_SHARED_BYTES = 1 << 40
+MAX_COUNTERS = 10_000
 """In one file of counters of shared GPU memory (CUDA_IPC_REF_COUNTER_FILE_SIZE of torch)."""
 
 
@@ -44,15 +46,20 @@ def _from_base64(value: Any) -> bytes:
     return base64.b64decode(value, validate=True)
 
 
+def _digits_of_address(value: str) -> str:
+    """The server looks up no names that others give it."""
+    return str(ipaddress.ip_address(value))
+
+
 Bytes = Annotated[bytes, BeforeValidator(_from_base64)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:\-]{1,200}$")]
 Checksum = Annotated[str, Field(pattern=f"^({'|'.join(CHECKSUMS)}):[0-9a-f]{{32}}$")]
 Version = Annotated[int, Field(ge=0, le=MAX_VERSION)]
 Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
-MaxTokens = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 """At most as many, and as large, as the model takes: see `generation.check_ids`."""
-FetchSeconds = Annotated[float, Field(gt=0.0, le=MOST_FETCH_SECONDS)]
+FetchSeconds = Annotated[float, Field(gt=0.0, le=MAX_FETCH_SECONDS)]
 WaitSeconds = Annotated[float, Field(ge=0.0, le=3600.0)]
 
 
@@ -70,7 +77,7 @@ class Accept(Body):
     max: Version = MAX_VERSION
 
 
-class Asked(Body):
+class TokenRequest(Body):
     """What all bodies that ask for tokens have in common."""
 
     request_id: Name = Field(default_factory=lambda: uuid.uuid4().hex)
@@ -87,7 +94,7 @@ class SamplingBody(Body):
     max_tokens: MaxTokens
     temperature: Annotated[float, Field(ge=0.0, le=1e6)] = 1.0
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    top_k: Annotated[int, Field(ge=0, le=MOST_TOKENS)] = 0
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0.0, le=1e6)] = 1.0
     stop_ids: Annotated[list[Annotated[int, Field(ge=0, le=1 << 31)]], Field(max_length=1024)] = []
@@ -109,25 +116,25 @@ class SamplingBody(Body):
 
 class Prompt(Body):
     ids: TokenIds
-    n: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
-    seeds: Annotated[list[Seed], Field(max_length=MOST_SAMPLES)] | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    seeds: Annotated[list[Seed], Field(max_length=MAX_SAMPLES)] | None = None
     max_tokens: MaxTokens | None = None
 
 
-class Generate(Asked):
-    prompts: Annotated[list[Prompt], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+class Generate(TokenRequest):
+    prompts: Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     sampling: SamplingBody
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
 
 
 class Sequence(Body):
     ids: TokenIds
-    start: Annotated[int, Field(ge=1, le=MOST_TOKENS)] = 1
+    start: Annotated[int, Field(ge=1, le=MAX_TOKENS)] = 1
 
 
-class Score(Asked):
-    sequences: Annotated[list[Sequence], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
-    top_k: Annotated[int, Field(ge=0, le=MOST_TOP)] = 0
+class Score(TokenRequest):
+    sequences: Annotated[list[Sequence], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+    top_k: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
 
 
 # weights ----------------------------------------------------------------------------------------------------------------
@@ -139,7 +146,7 @@ class TensorEntry(Body):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]+$", max_length=MAX_NAME)]
     dtype: Literal[tuple(ITEM_BYTES)]
     shape: Annotated[list[Annotated[int, Field(ge=0, le=MAX_TENSOR_BYTES)]], Field(max_length=MAX_DIMENSIONS)]
-    checksum: Checksum | None
+    checksum: Checksum
 
     def spec(self) -> TensorSpec:
         spec = TensorSpec(self.name, self.dtype, tuple(self.shape), self.checksum)
@@ -169,11 +176,11 @@ class ManifestBody(Body):
     tensors: Annotated[list[TensorEntry], Field(min_length=1, max_length=MAX_TENSORS, fail_fast=True)]
 
     def manifest(self) -> Manifest:
-        refuse_twice([entry.name for entry in self.tensors])
+        refuse_duplicates([entry.name for entry in self.tensors])
         return Manifest(self.version, self.parts, tuple(entry.spec() for entry in self.tensors))
 
 
-def refuse_twice(names: list[str]) -> None:
+def refuse_duplicates(names: list[str]) -> None:
     seen: set[str] = set()
     for name in names:
         if name in seen:
@@ -223,31 +230,31 @@ class GroupPlace(Body):
 class GpuPlace(Body):
     gpu: Annotated[str, Field(min_length=1, max_length=100)]
     handle: Annotated[Bytes, Field(max_length=1 << 16)]
-    size: Annotated[int, Field(ge=1, le=MOST_SHARED_BYTES)]
-    offset: Annotated[int, Field(ge=0, le=MOST_SHARED_BYTES)]
+    size: Annotated[int, Field(ge=1, le=MAX_SHARED_BYTES)]
+    offset: Annotated[int, Field(ge=0, le=MAX_SHARED_BYTES)]
     counter: Annotated[Bytes, Field(max_length=200)]
-    counter_offset: Annotated[int, Field(ge=0, le=MOST_COUNTERS - 1)]
+    counter_offset: Annotated[int, Field(ge=0, le=MAX_COUNTERS - 1)]
     event: Annotated[Bytes, Field(max_length=200)]
     event_sync: bool
 
 
-class Meeting(Body):
+class Rendezvous(Body):
     backend: Literal["gloo", "nccl"]
-    address: Annotated[str, Field(min_length=1, max_length=64)]
+    address: Annotated[str, Field(max_length=64), AfterValidator(_digits_of_address)]
     port: Annotated[int, Field(ge=1, le=65535)]
-    key: Annotated[str, Field(min_length=32, max_length=32)]
+    key: Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
     deadline_s: FetchSeconds = 60.0
 
 
 class Commit(Body):
     version: Version
-    checksums: dict[str, Checksum] = {}  # by tensor; those that the manifest left out
     in_flight: Literal[DRAIN, CONTINUE, ABORT] = DRAIN
     deadline_s: WaitSeconds = 60.0
 
 
 class Abort(Body):
     version: Version
+    reason: Annotated[str, Field(max_length=MAX_REASON)] = ""
 
 
 # the rest ---------------------------------------------------------------------------------------------------------------
@@ -279,7 +286,7 @@ def read_json(text: Buffer) -> Any:
         return fields
 
     def refuse(constant: str) -> None:
-        raise PayloadError(f"The JSON has the constant {constant}, which JSON does not know.")
+        raise PayloadError(f"The JSON has the constant {constant}, which is not valid JSON.")
 
     try:
         return json.loads(bytes(text).decode(), object_pairs_hook=once, parse_constant=refuse)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .auth import SHORTEST_TOKEN, TOKEN_VARIABLE, TokenFileError, leave_token, read_token_file, token_file_of
+from .auth import SHORTEST_TOKEN, TOKEN_VARIABLE, TokenFileError, read_token_file, token_file_of, write_token
 from .engine.protocol import Engine
 from .http.connections import KERNEL_QUEUE, TAKEN_AT_ONCE, bounded_protocol, most_connections
 from .wire.shared_blocks import default_folder
@@ -90,7 +90,7 @@ def read_token(token_file: Path | None, port: int) -> tuple[str, str]:
         if token_file is not None:
             return read_token_file(token_file), f"the token of {token_file}"
         if not given:
-            return leave_token(port), f"a token, which is in {token_file_of(port)}"
+            return write_token(port), f"a token, which is in {token_file_of(port)}"
     except (TokenFileError, OSError) as error:
         raise StartError(str(error)) from error
     if len(given) < SHORTEST_TOKEN or not given.isascii() or not given.isprintable() or " " in given:

@@ -19,11 +19,13 @@ from .engine.protocol import Engine
 from .engine.versions import Serving, Versions
 from .errors import Conflict, NotReady
 from .weights.adapters import Adapters
-from .weights.transports import TransportOptions, Transports
+from .weights.transports import Transports
 from .weights.update import UpdateLimits, Updater
 from .wire.payload import CHECKSUMS
 
 PROTOCOL = 3
+ENGINE_FACTS = ("model", "engine", "device", "dtype", "context_length", "vocabulary", "logprobs_mode", "world_size")
+"""Fields of EngineInfo that /info has as they are."""
 PARTS_AT_ONCE = 8
 """Parts of weights whose bodies are held side by side."""
 
@@ -44,7 +46,7 @@ class ServerOptions:
 
 
 class RolloutServer:
-    """Engine, versions, updates, adapters and the book of requests, put together."""
+    """Engine, versions, updates, adapters and the cache of answers, put together."""
 
     def __init__(self, engine: Engine, options: ServerOptions) -> None:
         self.options = options
@@ -54,8 +56,8 @@ class RolloutServer:
         self.thread = EngineThread(engine, self.versions, options.most_in_flight)
         self.adapters = Adapters(self.versions, options.adapter_folder, self.thread.adapters_in_use)
         self.updater = Updater(engine, self.versions, self.thread, self.adapters.install, options.update)
-        self.transports = Transports(TransportOptions(options.shared_folder, options.most_part_bytes))
-        self.book = RequestBook()
+        self.transports = Transports(options.shared_folder, options.most_part_bytes)
+        self.requests = RequestCache()
         self.metrics = Metrics(self)
         self.started = time.monotonic()
         self.stopping = False
@@ -71,7 +73,7 @@ class RolloutServer:
         self.transports.close()
         self.adapters.close()
 
-    def trouble(self) -> str | None:
+    def unhealthy_reason(self) -> str | None:
         """Why the process is not healthy."""
         if self.thread.failure:
             return f"The engine is down: {self.thread.failure}"
@@ -82,8 +84,8 @@ class RolloutServer:
 
     def why_not_ready(self) -> str | None:
         """Why requests would be refused now."""
-        if trouble := self.trouble():
-            return trouble
+        if reason := self.unhealthy_reason():
+            return reason
         if self.stopping:
             return "The server is stopping."
         if self.thread.sleeping:
@@ -96,27 +98,20 @@ class RolloutServer:
             raise NotReady("The server is stopping.")
 
     def info(self) -> dict[str, Any]:
-        about, serving, options = self.engine.info, self.versions.serving, self.options
+        info, serving, options = self.engine.info, self.versions.serving, self.options
         return {
             "protocol": PROTOCOL,
-            "model": about.model,
-            "engine": about.engine,
-            "device": about.device,
-            "dtype": about.dtype,
-            "context_length": about.context_length,
-            "vocabulary": about.vocabulary,
-            "logprobs_mode": about.logprobs_mode,
-            "world_size": about.world_size,
-            "capabilities": about.capabilities
-            | {"adapters": bool(about.capabilities.get("adapters") and options.adapter_folder)},
-            "notes": [*about.notes, *self.adapters.notes],
+            **{name: getattr(info, name) for name in ENGINE_FACTS},
+            "capabilities": info.capabilities
+            | {"adapters": bool(info.capabilities.get("adapters") and options.adapter_folder)},
+            "notes": [*info.notes, *self.adapters.notes],
             "version": serving.version,
             "fingerprint": serving.fingerprint,
             "adapter": serving.adapter.name if serving.adapter else None,
             "not_ready": self.why_not_ready(),
             "update": self.updater.state(),
             "checksums": sorted(CHECKSUMS),
-            "transports": self.transports.about(),
+            "transports": self.transports.describe(),
             "limits": {
                 "json_bytes": options.most_json_bytes,
                 "part_bytes": options.most_part_bytes,
@@ -174,7 +169,7 @@ class Metrics(Collector):
         version, thread, updater = server.versions.serving.version, server.thread, server.updater
         for name, value, help_text in (
             ("generated_tokens", thread.tokens, "Tokens that were sampled."),
-            ("joined_requests", server.book.joined, "Requests sent again whose work was not done twice."),
+            ("joined_requests", server.requests.joined, "Requests sent again whose work was not done twice."),
             ("updates_committed", updater.committed, "Weight updates that were flipped to."),
             ("updates_failed", updater.failed, "Weight updates that were refused at the commit."),
         ):
@@ -195,7 +190,7 @@ class _Entry:
     task: asyncio.Task[bytes]
 
 
-class RequestBook:
+class RequestCache:
     """Answers of the latest requests. Used in the event loop only.
 
     Only successes are kept: where a request failed all of its work was ended, and sending it again is a new try.

@@ -37,7 +37,7 @@ from posttrain.rewards.reward_set import RewardSet
 from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector, joined
 from posttrain.rollout.engines.gathered_engine import GatheredEngine
 from posttrain.rollout.engines.joint_export import JointExport
-from posttrain.rollout.engines.protocol import RolloutEngine
+from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
 from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.rollout.episodes.writing import Writer
@@ -62,8 +62,8 @@ from posttrain.trainer.step.memory_fit import fit_memory
 logger = logging.getLogger(__name__)
 
 ROLLOUTS_FILE = "rollouts_{rank}"
-FAILURES = "reward_failures/"  # and the kind: how many calls of rewards have failed since the beginning of the run
 EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time
+FAILURES = "reward_failures/"  # and the kind: how many calls of rewards have failed since the beginning of the run
 
 
 class OnlineTrainer(BaseTrainer):
@@ -74,12 +74,12 @@ class OnlineTrainer(BaseTrainer):
     roles = ("completion",)
     token_stats: ClassVar[tuple[str, ...]] = ("entropy",)
     loads_more: ClassVar[bool] = True  # reward models
+    corrects_sampler: bool = False  # whether tokens are weighed by the log-probs that they were drawn with
 
     agents: Agents | None = None  # methods with tools set it before they call this class's __init__
     replay: ReplayBuffer | None = None
     live: ModelReference | None = None
     collector: RolloutCollector | None = None  # there is none where a run is only explained
-    source: RolloutSource | None = None
     loader: RolloutLoader | None = None
     eval_loader: EvalRolloutLoader | None = None
     joint_export: JointExport | None = None  # where FSDP holds weights that an engine is sent
@@ -120,7 +120,8 @@ class OnlineTrainer(BaseTrainer):
         )
         fit_memory(self)
         self.engine = engine if engine is not None else self._make_engine()
-        refuse_correction_without_logps(self)
+        if self.corrects_sampler:
+            refuse_correction_without_logps(self.engine, self.args.sampling(self.stop_ids))
         self.weight_sync = WeightSync(
             self.engine,
             self.model,
@@ -214,7 +215,9 @@ class OnlineTrainer(BaseTrainer):
 
     def _make_engine(self) -> RolloutEngine:
         if self.args.use_vllm:
-            return vllm_engine(self)
+            given = (self.args, self.model, self.processing_class, self.decode_exactly, self.is_fully_sharded)
+            engine, self.joint_export = vllm_engine(*given, self.loaded.notes)
+            return engine
         if self.args.sharding == DEEPSPEED:
             raise ValueError(
                 f"The {self.args.rollout_engine!r} engine reads whole weights; under DeepSpeed they are in pieces. Use FSDP "
@@ -299,7 +302,8 @@ class OnlineTrainer(BaseTrainer):
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> StepTotals | None:
         """The micro-batches of a step are here: what was collected for them is counted, shown and kept."""
-        for collected in [] if self.source is None else self.source.take_finished():
+        generates = self.loader is not None and self.collector is not None
+        for collected in self.loader.source.take_finished() if generates else []:
             self._measure(collected, "train")
             self.metrics.count("num_tokens", sum(len(rollout.sample) for rollout in collected.rollouts))
             for kind, number in collected.table.failures.items():
@@ -324,37 +328,17 @@ class OnlineTrainer(BaseTrainer):
     def get_train_dataloader(self) -> RolloutLoader:
         if self.train_dataset is None:
             raise ValueError(f"{type(self).__name__}.train() needs a `train_dataset`.")
-        args = self.args
-        if isinstance(self.train_dataset, StreamedPrompts):
-            self.train_dataset.rewind()
-            order = StreamOrder()
-        else:
-            order = PromptStream(len(self.train_dataset), args.seed, args.shuffle_dataset)
-        schedule = args.schedule()
-        prompts = Prompts(order, schedule, args.process_index)
-        if self.collector is not None:
-            params, rules = args.sampling(self.stop_ids), args.window_rules()
-            self.source = RolloutSource(prompts, self.train_dataset, params, self.collector, rules, self.replay)
-        collator = replace(self.data_collator, max_tokens=args.max_tokens_per_pass)
-        pins = args.dataloader_pin_memory and args.device.type == "cuda"
-        self.loader = RolloutLoader(self.source or prompts, schedule, collator, pins)
+        self.loader = self._rollout_loader(self.train_dataset, is_training=True)
         return self.loader
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> EvalRolloutLoader:
-        args, rows = self.args, self.evaluation_rows(eval_dataset)
-        params = None if self.collector is None else args.sampling(self.stop_ids)
-        self.eval_loader = EvalRolloutLoader(
-            rows,
-            args.num_generations_eval or args.num_generations,
-            args.eval_batch_size,
-            None if params is None else replace(params, seed=params.seed ^ EVALUATION_SEED),
-            self.collector,
-            args.window_rules(),
-            self.data_collator,
-            args.process_index,
-            args.world_size,
-        )
+        self.eval_loader = self._rollout_loader(self.evaluation_rows(eval_dataset), is_training=False)
         return self.eval_loader
+
+    def _rollout_loader(self, rows: Any, is_training: bool) -> Any:
+        params = None if self.collector is None else self.args.sampling(self.stop_ids)
+        how = (self.args, self.data_collator, self.collector, params)
+        return rollout_loader(rows, *how, is_training, self.replay)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -434,6 +418,33 @@ def skipping_by_position() -> Iterator[None]:
         yield
     finally:
         transformers.trainer.skip_first_batches = original
+
+
+def rollout_loader(
+    rows: PromptRows | StreamedPrompts,
+    args: OnlineConfig,
+    collator: Collator,
+    collector: RolloutCollector | None,
+    params: SamplingParams | None,
+    is_training: bool,
+    replay: ReplayBuffer | None = None,
+) -> RolloutLoader | EvalRolloutLoader:
+    """`collector` and `params` are None where a run is only explained: what such a loader would yield is counted, not generated."""
+    rules = args.window_rules()
+    if not is_training:
+        size = (args.num_generations_eval or args.num_generations, args.eval_batch_size)
+        params = params and replace(params, seed=params.seed ^ EVALUATION_SEED)
+        return EvalRolloutLoader(rows, *size, params, collector, rules, collator, args.process_index, args.world_size)
+    if isinstance(rows, StreamedPrompts):
+        rows.rewind()
+        order = StreamOrder()
+    else:
+        order = PromptStream(len(rows), args.seed, args.shuffle_dataset)
+    schedule = args.schedule()
+    prompts = Prompts(order, schedule, args.process_index)
+    source = prompts if collector is None else RolloutSource(prompts, rows, params, collector, rules, replay)
+    collator = replace(collator, max_tokens=args.max_tokens_per_pass)
+    return RolloutLoader(source, schedule, collator, args.dataloader_pin_memory and args.device.type == "cuda")
 
 
 @torch.no_grad()

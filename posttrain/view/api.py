@@ -16,15 +16,15 @@ from posttrain.view.errors import NotFound, ViewError
 from posttrain.view.export import FORMATS, export, found_by
 from posttrain.view.json_lines import series_of
 from posttrain.view.questions import Question
-from posttrain.view.rollout_detail import details, known, rows_with_text, said
+from posttrain.view.rollout_detail import details, known, parsed_text, rows_with_text
 from posttrain.view.rollout_index import Record, RolloutIndex
 from posttrain.view.rollout_query import FLAGS, SORTS, RolloutQuery, prompt_key, reward_names, with_ids
 from posttrain.view.run_folder import RunFolder
 
 Json = dict[str, Any]
-MOST_ROWS = 500
+MAX_ROWS = 500
 BINS = 24
-MOST_STEPS = 400
+MAX_STEPS = 400
 """Of one prompt, in one answer."""
 
 
@@ -109,7 +109,7 @@ def rollouts(viewed: Viewed, question: Question) -> Json:
     version, query, names = index.version, RolloutQuery.of(question, index), reward_names(index)
     rewards = [row["reward"] for row in query.rows(index, "reward")]
     start = question.whole("start", 0) or 0
-    page = query.rows(index, start=start, count=question.whole("count", 100, MOST_ROWS) or 0)
+    page = query.rows(index, start=start, count=question.whole("count", 100, MAX_ROWS) or 0)
     return {
         "version": version,
         "all": len(index),
@@ -160,7 +160,7 @@ def _neighbour(index: RolloutIndex, at: Json, sign: str, direction: str) -> Json
 
 
 def prompt(viewed: Viewed, question: Question) -> Json:
-    """One prompt at every step that it was asked in: how its completions did, and what the best of them said."""
+    """One prompt at every step that it was asked in: how its completions did, and the text of the best of them."""
     index = viewed.run(question).rollouts
     index.refresh()
     key = prompt_key(question.text("prompt") or "")
@@ -169,8 +169,8 @@ def prompt(viewed: Viewed, question: Question) -> Json:
         raise NotFound("This prompt is not in the run, or no longer.")
     names = reward_names(index)
     groups = [list(each) for _, each in itertools.groupby(members, lambda row: (row["step"], row["group"]))]
-    times = [_time(each, names) for each in groups[-MOST_STEPS:]]
-    return {"prompt": key, "prompt_said": said(members[0]["prompt"]), "times": times}
+    times = [_time(each, names) for each in groups[-MAX_STEPS:]]
+    return {"prompt": key, "prompt_said": parsed_text(members[0]["prompt"]), "times": times}
 
 
 def _time(members: list[Record], names: list[str]) -> Json:
@@ -185,7 +185,7 @@ def _time(members: list[Record], names: list[str]) -> Json:
         "rewards": [known(row["reward"]) for row in members],
         "tokens": known(fmean(row["tokens"] for row in members)),
         **{
-            name: rows_with_text([row], names)[0] | {"completion_said": said(row["completion"])}
+            name: rows_with_text([row], names)[0] | {"completion_said": parsed_text(row["completion"])}
             for name, row in (("best", best), ("worst", worst))
         },
     }
@@ -209,8 +209,8 @@ def exported(viewed: Viewed, body: Json) -> Json:
     }
 
 
-Asked = Callable[[Viewed, Question], Json]
-GET: dict[str, Asked] = {
+Endpoint = Callable[[Viewed, Question], Json]
+GET: dict[str, Endpoint] = {
     "/api/runs": runs,
     "/api/metrics": metrics,
     "/api/info": info,

@@ -25,7 +25,7 @@ PREPARED_FILE = "prepared_data.json"
 RECORD_FILE = "run.json"
 """How the run was started and with which versions, that of the package `datasets` among them; it names no data."""
 PATH_NAMES = ("path", "dataset", "dataset_name", "train_dataset", "eval_dataset", "data", "train_file", "datasets")
-MOST_ROWS, PAGE_ROWS, MOST_TOKENS, MOST_CHARACTERS = 1000, 20, 4096, 20_000
+MAX_ROWS, PAGE_ROWS, MAX_TOKENS, MAX_CHARACTERS = 1000, 20, 4096, 20_000
 Json = dict[str, Any]
 
 
@@ -93,14 +93,14 @@ def preview(run: RunFolder, given: list[str], number: int, start: int) -> Json:
 def _dataset_rows(source: Source, start: int, tokenizer: TokenText | None) -> Json:
     from posttrain.data.sources.named import SourceError, load_source  # takes a second, and only this needs it
 
-    start = min(start, MOST_ROWS)
+    start = min(start, MAX_ROWS)
     try:
         rows = load_source(str(source.path), streaming=True)
         page = list(itertools.islice(iter(rows), start, start + PAGE_ROWS + 1))
     except (SourceError, ValueError, OSError) as error:
         raise ViewError(f"{source.path} cannot be shown: {error}") from error
     shown = [{"row": start + place, "fields": _fields(row)} for place, row in enumerate(page[:PAGE_ROWS])]
-    return {"rows": shown, "start": start, "total": None, "more": len(page) > PAGE_ROWS and start < MOST_ROWS}
+    return {"rows": shown, "start": start, "total": None, "more": len(page) > PAGE_ROWS and start < MAX_ROWS}
 
 
 def _left_out_rows(source: Source, start: int, tokenizer: TokenText | None) -> Json:
@@ -133,18 +133,18 @@ def _prepared_rows(source: Source, start: int, tokenizer: TokenText | None) -> J
 
 
 def _sample(sample: Any, tokenizer: TokenText | None) -> Json:
-    ids = sample.input_ids[:MOST_TOKENS].tolist()
+    ids = sample.input_ids[:MAX_TOKENS].tolist()
     is_trained = sample.trained & (np.arange(len(sample)) > 0)  # nothing predicts the first token
     return {
         "pieces": tokenizer.pieces(ids) if tokenizer else numbered(ids),
         "ids": ids,
-        "trained": [int(flag) for flag in is_trained[:MOST_TOKENS]],
+        "trained": [int(flag) for flag in is_trained[:MAX_TOKENS]],
         "tokens": len(sample),
         "trained_tokens": sample.num_trained,
     }
 
 
-def _nothing_here(source: Source, start: int, tokenizer: TokenText | None) -> Json:
+def _missing_source(source: Source, start: int, tokenizer: TokenText | None) -> Json:
     return {"rows": [], "start": 0, "total": 0, "more": False}
 
 
@@ -152,7 +152,7 @@ READERS: dict[str, Callable[[Source, int, TokenText | None], Json]] = {
     "dataset": _dataset_rows,
     "prepared": _prepared_rows,
     "left_out": _left_out_rows,
-    "elsewhere": _nothing_here,
+    "elsewhere": _missing_source,
 }
 
 
@@ -163,8 +163,8 @@ def _fields(row: Json) -> Json:
 
 def _field(value: Any) -> Any:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=lambda v: repr(type(v)))
-    if len(text) > MOST_CHARACTERS:
-        return text[:MOST_CHARACTERS] + f"… ({len(text):,} characters)"
+    if len(text) > MAX_CHARACTERS:
+        return text[:MAX_CHARACTERS] + f"… ({len(text):,} characters)"
     return value if isinstance(value, str) else json.loads(text, parse_constant=lambda word: None)
 
 

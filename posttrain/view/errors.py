@@ -30,4 +30,4 @@ class TooLarge(ViewError):
 
 
 class NoRunError(ViewError):
-    """There is no run where one was said to be."""
+    """The given path holds no run."""

@@ -1,6 +1,6 @@
 """Rollouts as training data: JSON lines that SFTTrainer and DPOTrainer read.
 
-`sft` keeps what was said, as `messages` or as `prompt` and `completion`; `dpo` sets the best completion of a prompt against the
+`sft` keeps the texts, as `messages` or as `prompt` and `completion`; `dpo` sets the best completion of a prompt against the
 worst. Of a group with two or more chosen rollouts these are compared; of one with a single chosen rollout the whole group is.
 """
 
@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.view.errors import ViewError
-from posttrain.view.rollout_detail import known, said, tools_of
+from posttrain.view.rollout_detail import known, parsed_text, tools_of
 from posttrain.view.rollout_index import Record, RolloutIndex
 from posttrain.view.rollout_query import RolloutQuery
 
 Json = dict[str, Any]
-MOST_ROLLOUTS = 200_000
+MAX_ROLLOUTS = 200_000
 
 
 @dataclass
@@ -38,10 +38,8 @@ def export(kind: str, index: RolloutIndex, records: list[Record]) -> Exported:
 
 def found_by(index: RolloutIndex, query: RolloutQuery) -> list[Record]:
     (found,) = index.rows(f"SELECT count(*) AS count FROM rollouts WHERE {query.where}", **query.limits)
-    if found["count"] > MOST_ROLLOUTS:
-        raise ViewError(
-            f"{found['count']:,} rollouts are more than one export takes ({MOST_ROLLOUTS:,}): filter first."
-        )
+    if found["count"] > MAX_ROLLOUTS:
+        raise ViewError(f"{found['count']:,} rollouts are more than one export takes ({MAX_ROLLOUTS:,}): filter first.")
     return query.rows(index)
 
 
@@ -60,12 +58,12 @@ def _as_completions(index: RolloutIndex, records: list[Record]) -> Exported:
         if record["error"]:
             made.skipped["could not be written"] += 1
             continue
-        row = {"prompt": said(record["prompt"]), "completion": said(record["completion"])}
-        made.rows.append(row | _as_it_was_trained(record, row["completion"]))
+        row = {"prompt": parsed_text(record["prompt"]), "completion": parsed_text(record["completion"])}
+        made.rows.append(row | _training_columns(record, row["completion"]))
     return made
 
 
-def _as_it_was_trained(record: Record, *answers: str | list[Json]) -> Json:
+def _training_columns(record: Record, *answers: str | list[Json]) -> Json:
     """Columns without which a row would be rendered or trained differently: tools, and whose turns were trained.
 
     The model's turns were, and results of tools between them were not; SFT and DPO would train all that follows the prompt.
@@ -84,14 +82,14 @@ def _as_pairs(index: RolloutIndex, records: list[Record]) -> Exported:
             made.skipped["fewer than two completions with a reward"] += 1
             continue
         best, worst = (pick(usable, key=lambda record: record["reward"]) for pick in (max, min))
-        chosen, rejected = said(best["completion"]), said(worst["completion"])
+        chosen, rejected = parsed_text(best["completion"]), parsed_text(worst["completion"])
         if best["reward"] == worst["reward"]:
             made.skipped["all rewards of the group are equal"] += 1
         elif chosen == rejected:
             made.skipped["the best and the worst say the same"] += 1
         else:
-            row = {"prompt": said(best["prompt"]), "chosen": chosen, "rejected": rejected}
-            made.rows.append(row | _as_it_was_trained(best, chosen, rejected))
+            row = {"prompt": parsed_text(best["prompt"]), "chosen": chosen, "rejected": rejected}
+            made.rows.append(row | _training_columns(best, chosen, rejected))
     return made
 
 

@@ -28,15 +28,15 @@ class GrowingLines:
         with self._lock:
             try:
                 with open(self.path, "rb") as file:
-                    self._read_on(file)
+                    self._read_new(file)
             except FileNotFoundError:
                 if self._inode != -1:
-                    self._begin_anew(-1)
+                    self._restart(-1)
 
-    def _read_on(self, file: Any) -> None:
+    def _read_new(self, file: Any) -> None:
         facts = os.fstat(file.fileno())
         if facts.st_ino != self._inode or facts.st_size < self._offset:
-            self._begin_anew(facts.st_ino)
+            self._restart(facts.st_ino)
         file.seek(self._offset)
         content = file.read()
         whole = content[: content.rfind(b"\n") + 1]  # what comes after the last line end is still being written
@@ -46,7 +46,7 @@ class GrowingLines:
             if entry is not None:
                 self.entries.append(entry)
 
-    def _begin_anew(self, inode: int) -> None:
+    def _restart(self, inode: int) -> None:
         self.entries, self._offset, self._inode = [], 0, inode
         self.generation += 1
 

@@ -44,6 +44,6 @@ class Question:
             raise ViewError(f"{name} is missing: a whole number.")
         return value
 
-    def words_of(self, name: str) -> list[str]:
+    def comma_separated(self, name: str) -> list[str]:
         """Words with commas between them."""
         return [word for word in (self.words.get(name) or "").split(",") if word]

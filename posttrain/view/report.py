@@ -13,7 +13,7 @@ from typing import Any
 from posttrain.core import __version__
 from posttrain.view.errors import NoRunError
 from posttrain.view.run_folder import RunFolder
-from posttrain.view.run_numbers import FIRST, RunNumbers, in_words, numbers_of_run
+from posttrain.view.run_numbers import FIRST, RunNumbers, format_number, numbers_of_run
 
 EXTREMES = 5
 REWARDS = "reward of rollouts (mean; 10 % to 90 %)"
@@ -87,7 +87,7 @@ def curves(runs: list[RunNumbers]) -> dict[str, list[Line]]:
 
 def _extremes(run: RunNumbers) -> str:
     def row(kind: str, each: dict[str, Any]) -> str:
-        numbers = (in_words(each["reward"]), each["step"], each["group"], each["tokens"])
+        numbers = (format_number(each["reward"]), each["step"], each["group"], each["tokens"])
         cells = "".join(f'<td class="n">{value}</td>' for value in numbers)
         return f"<tr><td>{kind}</td>{cells}<td>{escape(each['prompt_text'])}</td><td>{escape(each['completion_text'])}</td></tr>"
 
@@ -149,7 +149,7 @@ WRITERS: dict[str, Callable[[list[RunNumbers], Path], None]] = {".html": _write_
 
 COLOURS = ("#2b62b5", "#c2571a", "#1f8a70", "#9a3f97", "#7a6a00", "#c0392f", "#5b5fc7", "#4f6b3a")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 420, 170, 52, 10, 10, 22
-MOST_POINTS, MOST_DIGITS = 600, 13
+MAX_POINTS, MAX_DIGITS = 600, 13
 
 
 @dataclass
@@ -191,8 +191,8 @@ def svg_chart(title: str, lines: Sequence[Line]) -> str:
         if len(known) == 1:
             parts.append(f'<circle cx="{known[0][0]:.1f}" cy="{known[0][1]:.1f}" r="2.5" fill="{line.colour}"/>')
         parts.append(f'<polyline points="{_points(known)}" fill="none" stroke="{line.colour}" stroke-width="1.4"/>')
-    last = ", ".join(f"{line.name} {in_words(_last(line))}" for line in lines)
-    value = in_words(_last(lines[0])) if len(lines) == 1 else ""
+    last = ", ".join(f"{line.name} {format_number(_last(line))}" for line in lines)
+    value = format_number(_last(lines[0])) if len(lines) == 1 else ""
     caption = f"<figcaption>{escape(title)} <span>{value}</span></figcaption>"
     label = escape(f"{title}: {last}")
     drawn = f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
@@ -200,10 +200,10 @@ def svg_chart(title: str, lines: Sequence[Line]) -> str:
 
 
 def thinned(line: Line) -> Line:
-    """At most MOST_POINTS values: of each stretch its mean, which keeps a file small."""
-    if len(line.values) <= MOST_POINTS or len(line.low):
+    """At most MAX_POINTS values: of each stretch its mean, which keeps a file small."""
+    if len(line.values) <= MAX_POINTS or len(line.low):
         return line
-    edges = [round(i * len(line.values) / MOST_POINTS) for i in range(MOST_POINTS + 1)]
+    edges = [round(i * len(line.values) / MAX_POINTS) for i in range(MAX_POINTS + 1)]
     steps, values = [], []
     for first, last in pairwise(edges):
         known = [value for value in line.values[first:last] if value is not None]
@@ -223,7 +223,7 @@ def _axes(lines: Sequence[Line]) -> Axes:
 def _grid(axes: Axes) -> str:
     parts = []
     marks = [axes.y[0] + (axes.y[1] - axes.y[0]) * (i + 0.5) / 4 for i in range(4)]
-    for value, label in zip(marks, told_apart(marks)):
+    for value, label in zip(marks, distinct_labels(marks)):
         _, y = axes.place(axes.x[0], value)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" class="rule"/>')
         parts.append(f'<text x="{LEFT - 5}" y="{y + 3.5:.1f}" text-anchor="end">{label}</text>')
@@ -233,9 +233,9 @@ def _grid(axes: Axes) -> str:
     return "".join(parts)
 
 
-def told_apart(marks: Sequence[float]) -> list[str]:
+def distinct_labels(marks: Sequence[float]) -> list[str]:
     """The marks of an axis, with as few digits as tell them apart."""
-    for digits in range(3, MOST_DIGITS):
+    for digits in range(3, MAX_DIGITS):
         words = [f"{mark:.{digits}g}".replace("e-0", "e-").replace("e+0", "e+") for mark in marks]
         if len(set(words)) == len(words):
             break

@@ -12,7 +12,7 @@ from posttrain.view.rollout_index import Record, read_columns
 from posttrain.view.token_text import TokenText, numbered
 
 SNIPPET = 240
-MOST_TOKENS, FEWEST_TOKENS = 60_000, 512
+MAX_TOKENS, MIN_TOKENS = 60_000, 512
 """Tokens in one answer, shared by its rollouts, and what each of them has in any case."""
 DETAIL_COLUMNS = [
     "prompt", "completion", "prompt_ids", "completion_ids", "trained", "sampling_logps", "old_logps", "reference_logps",
@@ -55,14 +55,14 @@ def rows_with_text(records: list[Record], rewards: list[str]) -> list[Json]:
     return [
         row_of(record, rewards)
         | {
-            "prompt_text": snippet(said(record["prompt"]), of_the_end=True),
-            "completion_text": snippet(said(record["completion"]), of_the_end=False),
+            "prompt_text": snippet(parsed_text(record["prompt"]), of_the_end=True),
+            "completion_text": snippet(parsed_text(record["completion"]), of_the_end=False),
         }
         for record in records
     ]
 
 
-def said(text: str | None) -> str | list[Json]:
+def parsed_text(text: str | None) -> str | list[Json]:
     """What the store has as a text: a text, or messages as JSON."""
     if text is None:
         return ""
@@ -93,7 +93,7 @@ def _content(message: Json) -> str:
 
 
 def details(records: list[Record], rewards: list[str], tokenizer: TokenText | None) -> list[Json]:
-    allowance = max(MOST_TOKENS // max(len(records), 1), FEWEST_TOKENS)
+    allowance = max(MAX_TOKENS // max(len(records), 1), MIN_TOKENS)
     tables: dict[str, Any] = {}
     found = []
     for record in records:
@@ -112,8 +112,8 @@ def _detail(record: Json, tokenizer: TokenText | None, allowance: int) -> Json:
     ids = (record["completion_ids"] or [])[:allowance]
     pieces = tokenizer.pieces(ids) if tokenizer else numbered(ids)
     return {
-        "prompt_said": said(record["prompt"]),
-        "completion_said": said(record["completion"]),
+        "prompt_said": parsed_text(record["prompt"]),
+        "completion_said": parsed_text(record["completion"]),
         "prompt_seen": tokenizer.text(record["prompt_ids"] or []) if tokenizer else None,
         "prompt_tokens": len(record["prompt_ids"] or []),
         "pieces": pieces,

@@ -152,9 +152,9 @@ class RolloutIndex:
                 if question == self._seen or self._is_closed:
                     self._thread = None
                     return
-            self._look(self._database(), question)
+            self._scan(self._database(), question)
 
-    def _look(self, database: duckdb.DuckDBPyConnection, question: int) -> None:
+    def _scan(self, database: duckdb.DuckDBPyConnection, question: int) -> None:
         present = self._present()
         gone = [path for path, stamp in self._known.items() if present.get(path) != stamp]
         if gone:
@@ -165,7 +165,7 @@ class RolloutIndex:
                 self._compared.discard(path)
             self._failed = {path: found for path, found in self._failed.items() if present.get(path) == found[0]}
             new = [p for p in sorted(present, reverse=True) if p not in self._known and p not in self._failed]
-            self._tell(present, bool(gone), question)
+            self._publish(present, bool(gone), question)
         for batch in _batches(new, BATCH_FILES):
             self._index(database, batch, present)
         compared = sorted((p for p in present if p in self._known and p not in self._compared), reverse=True)
@@ -203,7 +203,7 @@ class RolloutIndex:
         with self._changed:
             self._failed |= failed
             self._known |= {path: present[path] for path in tables}
-            self._tell(present, True)
+            self._publish(present, True)
 
     def _compare(self, database: duckdb.DuckDBPyConnection, paths: list[Path], present: dict[Path, Stamp]) -> None:
         tables = {}
@@ -214,9 +214,9 @@ class RolloutIndex:
             _execute(database, COMPARE, tables)
         with self._changed:
             self._compared |= {*paths}
-            self._tell(present, True)
+            self._publish(present, True)
 
-    def _tell(self, present: dict[Path, Stamp], is_changed: bool, question: int | None = None) -> None:
+    def _publish(self, present: dict[Path, Stamp], is_changed: bool, question: int | None = None) -> None:
         """With the lock held."""
         failed = {str(p.relative_to(self.folder)): reason for p, (_, reason) in self._failed.items()}
         done = len(self._failed)

@@ -41,7 +41,7 @@ class RolloutQuery:
     @classmethod
     def of(cls, question: Question, index: RolloutIndex) -> RolloutQuery:
         """Limits are inclusive; an empty one limits nothing."""
-        flags = question.words_of("flags")
+        flags = question.comma_separated("flags")
         unknown = [flag for flag in flags if flag not in FLAGS]
         if unknown:
             raise ViewError(f"There is no flag {unknown[0]!r}; there are {', '.join(FLAGS)}.")

@@ -26,7 +26,7 @@ OF_MODELS = re.compile(
     r"(.*config|tokenizer.*|vocab|special_tokens_map|.*\.index|trainer_state|all_results|train_results)\.json"
 )
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-MOST_BYTES = 1 << 20
+MAX_BYTES = 1 << 20
 
 
 class RunFolder:
@@ -68,7 +68,7 @@ class RunFolder:
 
     def card(self) -> str | None:
         path = self.path / CARD_FILE
-        return path.read_text(encoding="utf-8", errors="replace")[:MOST_BYTES] if path.is_file() else None
+        return path.read_text(encoding="utf-8", errors="replace")[:MAX_BYTES] if path.is_file() else None
 
     def tokenizer(self) -> TokenText | None:
         """That of the run: beside the final weights, in the latest checkpoint, or in the model's own folder."""
@@ -150,7 +150,7 @@ def _names_of(folders: list[Path]) -> list[str]:
 def _read_mapping(path: Path) -> dict[str, Any] | None:
     """A small JSON or YAML file, if there is one and it holds names with values. YAML is read without its tags for objects."""
     try:
-        if path.stat().st_size > MOST_BYTES:
+        if path.stat().st_size > MAX_BYTES:
             return None
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix == ".json" else parsed(text, str(path))

@@ -19,7 +19,7 @@ FIRST = (
     "sampling/sampling_logp_difference/mean", "grad_norm", "learning_rate",
 )  # fmt: skip
 """Metrics that are shown first, and in a summary alone."""
-MOST_BINS = 60
+MAX_BINS = 60
 
 
 @dataclass
@@ -95,7 +95,7 @@ def rewards_by_step(rows: list[dict[str, Any]]) -> StepRewards:
     found = StepRewards()
     steps, rewards = (np.array([row[name] for row in rows]) for name in ("step", "reward"))
     different = np.unique(steps)
-    for part in np.array_split(different, min(MOST_BINS, len(different))) if rows else ():
+    for part in np.array_split(different, min(MAX_BINS, len(different))) if rows else ():
         mine = rewards[(steps >= part[0]) & (steps <= part[-1]) & np.isfinite(rewards)]
         if len(mine):
             found.steps.append(int(part[0]))
@@ -105,7 +105,7 @@ def rewards_by_step(rows: list[dict[str, Any]]) -> StepRewards:
     return found
 
 
-def in_words(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """Four significant digits."""
     if value is None:
         return "-"

@@ -43,7 +43,7 @@ HEADERS = {
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-MOST_BODY, MOST_WORDS = 16 << 20, 64
+MAX_BODY, MAX_WORDS = 16 << 20, 64
 SECONDS = 30.0
 """For a caller to send what it wants to send."""
 
@@ -103,9 +103,9 @@ class Handler(BaseHTTPRequestHandler):
             raise WrongMethod("Use POST for this path.") if path in api.POST else NotFound("There is no such page.")
         self._check_token()
         try:
-            words = dict(parse_qsl(query, max_num_fields=MOST_WORDS))
+            words = dict(parse_qsl(query, max_num_fields=MAX_WORDS))
         except ValueError as error:
-            raise ViewError(f"A question has at most {MOST_WORDS} parameters.") from error
+            raise ViewError(f"A question has at most {MAX_WORDS} parameters.") from error
         return _as_json(api.GET[path](self.server.viewed, Question(words)))
 
     def _post(self) -> tuple[bytes, str]:
@@ -132,8 +132,8 @@ class Handler(BaseHTTPRequestHandler):
         length = self.headers.get("Content-Length", "")
         if not (length.isascii() and length.isdecimal()):
             raise ViewError("The body has no Content-Length.")
-        if int(length) > MOST_BODY:
-            raise TooLarge(f"The body has {int(length):,} bytes; {MOST_BODY:,} are the most.")
+        if int(length) > MAX_BODY:
+            raise TooLarge(f"The body has {int(length):,} bytes; {MAX_BODY:,} are the most.")
         try:
             content = json.loads(self.rfile.read(int(length)))
         except (ValueError, RecursionError) as error:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from posttrain.view.run_folder import RunFolder
-from posttrain.view.run_numbers import FIRST, RunNumbers, in_words, numbers_of_run
+from posttrain.view.run_numbers import FIRST, RunNumbers, format_number, numbers_of_run
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 40
@@ -58,7 +58,7 @@ def _metrics(numbers: RunNumbers, width: int) -> Table:
     for name in shown:
         values = [value for value in numbers.series[name][1] if value is not None]
         if values:
-            table.add_row(name, in_words(values[0]), in_words(values[-1]), sparkline(values, room))
+            table.add_row(name, format_number(values[0]), format_number(values[-1]), sparkline(values, room))
     return table
 
 
@@ -68,10 +68,11 @@ def _rollouts(numbers: RunNumbers, width: int) -> list:
     means = numbers.rewards.means
     if means:
         shape = sparkline(means, max(0, min(60, width - 34))) or "to"
-        parts.append(Text(f"reward by step  {in_words(means[0])} {shape} {in_words(means[-1])}"))
+        parts.append(Text(f"reward by step  {format_number(means[0])} {shape} {format_number(means[-1])}"))
     for title, rows, style in (("best", numbers.best, "green"), ("worst", numbers.worst, "red")):
         for row in rows:
-            head = f"{title}  reward {in_words(row['reward'])}  step {row['step']}  group {row['group']}  {row['tokens']} tokens"
+            reward = format_number(row["reward"])
+            head = f"{title}  reward {reward}  step {row['step']}  group {row['group']}  {row['tokens']} tokens"
             body = Text.assemble((f"> {printable(row['prompt_text'])}\n", "dim"), printable(row["completion_text"]))
             parts.append(Panel(body, title=head, title_align="left", border_style=style, padding=(0, 1)))
     return parts

@@ -27,22 +27,22 @@ def test_history_and_commands():
         return f"answer {len(seen)}"
 
     chat = Chat(say, "Be brief.", out)
-    assert chat.hear("one")
-    assert chat.hear("two")
+    assert chat.handle("one")
+    assert chat.handle("two")
     assert seen[1] == [("system", "Be brief."), ("user", "one"), ("assistant", "answer 1"), ("user", "two")]
-    assert chat.hear("/reset")
-    chat.hear("three")
+    assert chat.handle("/reset")
+    chat.handle("three")
     assert seen[2] == [("system", "Be brief."), ("user", "three")]
-    chat.hear("/system Be long.")
-    chat.hear("four")
+    chat.handle("/system Be long.")
+    chat.handle("four")
     assert seen[3] == [("system", "Be long."), ("user", "four")]
-    chat.hear("/system")
-    chat.hear("/etc/passwd is a file")
+    chat.handle("/system")
+    chat.handle("/etc/passwd is a file")
     assert seen[4] == [("user", "/etc/passwd is a file")]
-    assert chat.hear("/rest")
+    assert chat.handle("/rest")
     assert "There is no command /rest" in out.getvalue()
     assert len(seen) == 5
-    assert not chat.hear("/quit")
+    assert not chat.handle("/quit")
 
 
 def test_what_cannot_be_answered_is_not_remembered():
@@ -50,7 +50,7 @@ def test_what_cannot_be_answered_is_not_remembered():
         raise ValueError("too long")
 
     chat = Chat(say, None, io.StringIO())
-    assert chat.hear("hello")
+    assert chat.handle("hello")
     assert chat.messages == []
     assert "too long" in chat.out.getvalue()
 
@@ -105,7 +105,7 @@ def test_a_template_that_refuses_is_heard_and_a_piped_command_is_a_prompt(folder
     def refuse(self, messages):
         raise TemplateError(f"no {messages[-1]['content']}")
 
-    monkeypatch.setattr(chatting.Speaker, "say", refuse)
+    monkeypatch.setattr(chatting.Responder, "respond", refuse)
     code, told = piped(monkeypatch, capsys, folder, "/reset")
     assert (code, told.out) == (1, "")
     assert "no /reset" in told.err
@@ -115,7 +115,7 @@ def test_in_a_terminal_it_goes_on_until_quit(monkeypatch, capsys):
     lines = iter(["hello", "", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     heard = []
-    assert chatting.talk(Chat(lambda messages: heard.append(len(messages)) or "x"), "model") == 0
+    assert chatting.converse(Chat(lambda messages: heard.append(len(messages)) or "x"), "model") == 0
     assert heard == [1]
 
 

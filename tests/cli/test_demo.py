@@ -20,7 +20,7 @@ def tiny_model(tmp_path):
     return folder
 
 
-@pytest.mark.parametrize(("seconds", "steps"), [(1000.0, demo.STEPS), (0.0, demo.FEWEST_STEPS)])
+@pytest.mark.parametrize(("seconds", "steps"), [(1000.0, demo.STEPS), (0.0, demo.MIN_STEPS)])
 def test_a_slow_machine_takes_the_fewest_steps_and_shows_the_same(tiny_model, tmp_path, seconds, steps):
     run = tmp_path / "run"
     words = ["--model", str(tiny_model), "--output", str(run), "--seconds", str(seconds)]

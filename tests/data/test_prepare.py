@@ -517,11 +517,11 @@ def test_shares_hold_every_row_once_and_grow_smaller(rows, workers):
     assert [start for start, _ in shares] == [0, *(stop for _, stop in shares[:-1])]
     assert shares[-1][1] == rows
     assert sizes == sorted(sizes, reverse=True)
-    assert sizes[0] <= max(store_building.MOST_ROWS, rows / 256)
+    assert sizes[0] <= max(store_building.MAX_ROWS, rows / 256)
     assert len(shares) < 1024  # a page of numbers: the least that a pipe holds
     if workers > 1:  # nobody waits for long at the end, and nobody has nothing to do
-        assert sizes[-1] <= max(store_building.FEWEST_ROWS, rows / 20_000)
-        assert len(shares) >= min(workers, rows // store_building.FEWEST_ROWS)
+        assert sizes[-1] <= max(store_building.MIN_ROWS, rows / 20_000)
+        assert len(shares) >= min(workers, rows // store_building.MIN_ROWS)
 
 
 def test_a_repeated_id_names_the_first_row_that_has_it_whoever_read_it(renderer, tmp_path, helped):

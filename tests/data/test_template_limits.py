@@ -54,7 +54,7 @@ def test_what_templates_write_is_what_transformers_writes(name):
 
 
 def test_loops_keep_their_variables_and_each_render_has_its_own_count(monkeypatch):
-    monkeypatch.setattr(template_limits, "MOST_ITERATIONS", 5)
+    monkeypatch.setattr(template_limits, "MAX_ITERATIONS", 5)
     template = template_limits.BoundedTemplate(
         "{% for m in messages | selectattr('n') %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}{% endfor %}"
         "{% for x in nothing %}{% endfor %}{% for k, v in pairs.items() %} {{ k }}={{ v }}{% endfor %}"

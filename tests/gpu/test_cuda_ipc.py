@@ -30,7 +30,7 @@ from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, Ser
 from posttrain.rollout.engines.vllm.weight_senders import _both
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire import block_sums
-from posttrain.serve.wire.collective import NCCL, Meeting, available_backends
+from posttrain.serve.wire.collective import NCCL, Rendezvous, available_backends
 from posttrain.serve.wire.cuda_ipc import share
 from posttrain.serve.wire.payload import HASH_BLOCK
 from tests.rollout.served import streamed
@@ -266,11 +266,13 @@ def test_nccl_that_cannot_form_a_group_is_an_error_and_both_processes_live(serve
     client = served.client("http")
     wire = client.channel._wire
     key = secrets.token_hex(16)
-    meeting = Meeting("127.0.0.1", 9, key, 30)
-    where = {"backend": NCCL, "address": meeting.address, "port": meeting.port, "key": key}
+    rendezvous = Rendezvous("127.0.0.1", 9, key, 30)
+    where = {"backend": NCCL, "address": rendezvous.address, "port": rendezvous.port, "key": key}
     began = time.monotonic()
     try:
-        _, pair = _both(lambda: wire.join(where, 30.0), lambda: meeting.pair(NCCL, 30.0, torch.device("cuda", 0)), 30.0)
+        _, pair = _both(
+            lambda: wire.join(where, 30.0), lambda: rendezvous.pair(NCCL, 30.0, torch.device("cuda", 0)), 30.0
+        )
         print("NCCL formed a group of two processes on one GPU", pair)
     except (TransportFailed, ServerRefused) as error:
         print(f"after {time.monotonic() - began:.1f} s: {error}")

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from posttrain.rollout.engines.protocol import Prompt
-from posttrain.rollout.engines.vllm.client import ServerInfo, Written
+from posttrain.rollout.engines.vllm.client import ServerCompletion, ServerInfo
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.transport import Deadlines, ServerRefused
 from posttrain.rollout.engines.vllm.weight_stream import VersionStream
@@ -197,12 +197,12 @@ class FakeClient:
         info = ServerInfo(self.name, "fake", 100, 1000, "processed_logprobs", *self.served, capabilities=can)
         return dataclasses.replace(info, **self.about)
 
-    def generate(self, request) -> Written:
+    def generate(self, request) -> ServerCompletion:
         self._maybe_fail("generate")
         if request.version != self.served[0]:
             raise ServerRefused(f"Version {self.served[0]} serves.", 409)
         self.written += 1
-        return Written([self.number] * 2, [-1.0] * 2, "length", self.served[0], "processed_logprobs")
+        return ServerCompletion([self.number] * 2, [-1.0] * 2, "length", self.served[0], "processed_logprobs")
 
     def score(self, sequences, version) -> list[list[float]]:
         self._maybe_fail("score")
@@ -223,7 +223,7 @@ class FakeClient:
 
     def refuse_if_not_offered(self, kept, info) -> None: ...
 
-    def break_off(self, why) -> None: ...
+    def cancel_calls(self, why) -> None: ...
 
     def close(self) -> None:
         self.closed += 1

@@ -106,8 +106,8 @@ def test_gemma2_under_sdpa_is_run_without_its_soft_cap_as_it_is_trained():
 class FakeGraph:
     """What a CUDA graph does, without CUDA: the captured step again, on the tensors that it was captured with."""
 
-    def __init__(self, program, rows, drawing):
-        self.step = (rows, program.rows.table.shape[1], drawing)
+    def __init__(self, program, rows, sampler):
+        self.step = (rows, program.rows.table.shape[1], sampler)
         self.program, self.replays = program, 0
 
     def replay(self):
@@ -122,8 +122,8 @@ def captured(monkeypatch):
 
     found = []
 
-    def capture(self, rows, drawing):
-        graph = FakeGraph(self._program, rows, drawing)
+    def capture(self, rows, sampler):
+        graph = FakeGraph(self._program, rows, sampler)
         graph.replay()  # changes the rows, as the steps that warm up do
         found.append(graph)
         return graph
@@ -192,8 +192,8 @@ def test_compiled_layers_are_compiled_once_for_all_that_the_engine_does():
 def test_a_step_that_cannot_be_captured_runs_without_graphs(qwen, expected, captured, monkeypatch, caplog):
     from posttrain.rollout.engines.native.graphs import StepGraphs
 
-    def fails(self, rows, drawing):
-        self._program.run(rows, 1, drawing)
+    def fails(self, rows, sampler):
+        self._program.run(rows, 1, sampler)
         raise RuntimeError("this model waits for the device")
 
     monkeypatch.setattr(StepGraphs, "_captured_from_nothing", fails)

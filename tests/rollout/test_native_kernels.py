@@ -17,7 +17,7 @@ from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, LayerSha
 from posttrain.rollout.engines.native.dense_rows import DenseRows
 from posttrain.rollout.engines.native.graphs import rows_of_graph
 from posttrain.rollout.engines.native.rows import Rows
-from posttrain.rollout.engines.native.step import move_on
+from posttrain.rollout.engines.native.step import advance_rows
 from posttrain.rollout.engines.noise import noise_base, words
 from posttrain.rollout.engines.sampling import DrawRule, draw
 
@@ -91,7 +91,7 @@ def test_decode_attention_is_the_explicit_sum(way, prefixes, positions, window, 
     elif way == "side by side":
         dense = DenseRows(store, *where, 1)
         found = dense.attend(0, query, key, value, scale, window, softcap)
-        dense.move_on()
+        dense.advance()
         dense.keep()
     else:
         from posttrain.rollout.engines.native.decode_triton import decode_attention_triton
@@ -142,7 +142,7 @@ def test_steps_side_by_side_are_those_on_pages():
         plain.write_token(store.keys[0], store.values[0], key, value, *where, in_use)
         wanted = plain.decode_attention(query, store.keys[0], store.values[0], *where, 0.3, 9, None)
         assert torch.allclose(dense.attend(0, query, key, value, 0.3, 9, None), wanted, atol=1e-6)
-        dense.move_on()
+        dense.advance()
         where[1] = where[1] + 1
         if step in (2, 6):
             dense.keep()
@@ -162,7 +162,7 @@ def test_rows_side_by_side_that_run_on_after_their_end_disturb_nobody():
     for _ in range(3):
         found = dense.attend(0, *(torch.randn(3, heads, 16) for heads in (4, 2, 2)), 0.3, None, None)
         assert found.isfinite().all()
-        dense.move_on()
+        dense.advance()
     dense.keep()
     changed = (store.keys[0] != before).flatten(1).any(1).nonzero().flatten().tolist()
     assert set(changed) <= {0, *table[:, :2].flatten().tolist()}
@@ -197,8 +197,8 @@ def test_triton_draws_and_moves_on_as_torch_does(temperature, monkeypatch):
     noise = words(ours.field("bases", count), ours.field("numbers", count))
     drawn = draw(logits, noise, DrawRule(temperature=temperature))
     stop_ids = drawn.ids[[8, 11, 20]].clone()
-    move_on(ours, count, drawn, stop_ids)
-    sampling_triton.draw_and_move_on_triton(logits, theirs, count, temperature, stop_ids)
+    advance_rows(ours, count, drawn, stop_ids)
+    sampling_triton.draw_and_advance_triton(logits, theirs, count, temperature, stop_ids)
     assert torch.equal(ours.ids, theirs.ids)
     assert torch.equal(ours.device, theirs.device)
     assert torch.allclose(ours.logps, theirs.logps, atol=1e-5)

@@ -200,7 +200,7 @@ def test_a_disk_that_is_too_slow_holds_training_back_before_memory_is_full(tmp_p
     with RolloutStore(tmp_path) as store:
         for step in range(12):
             store.write(step, [])
-            assert step + 1 - len(begun) <= rollout_store.MOST_WAITING
+            assert step + 1 - len(begun) <= rollout_store.MAX_WAITING
 
 
 def test_what_a_full_disk_does_not_take_is_written_later_or_is_an_error_at_the_end(tmp_path, monkeypatch, caplog):

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
-from posttrain.rollout.engines.vllm.client import GenerateRequest, ServerClient, ServerInfo, Written
+from posttrain.rollout.engines.vllm.client import GenerateRequest, ServerClient, ServerCompletion, ServerInfo
 from posttrain.rollout.engines.vllm.fleet import Target
 from posttrain.rollout.engines.vllm.kept_weights import KeptWeights, common_checksum
 from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
@@ -27,9 +27,10 @@ from posttrain.rollout.engines.vllm.transport import (
     ServerRefused,
     ServerSlow,
     Transport,
+    in_parallel,
+    parallel_calls,
 )
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
-from posttrain.rollout.engines.vllm.workers import at_once, side_by_side
 from posttrain.serve.weights.staging import Staging
 from posttrain.serve.wire import payload
 from posttrain.serve.wire.host_memory import HostMemory
@@ -97,7 +98,7 @@ def changed(**fields):
 
 def test_a_right_answer_is_taken_as_it_is(serve):
     client = ServerClient(serve(answers(http(json.dumps(RIGHT).encode()))).url, TOKEN, SOON)
-    assert client.generate(REQUEST) == Written([3, 4], [-1.0, -2.0], "stop", 5, "processed_logprobs")
+    assert client.generate(REQUEST) == ServerCompletion([3, 4], [-1.0, -2.0], "stop", 5, "processed_logprobs")
 
 
 @pytest.mark.parametrize(
@@ -215,11 +216,11 @@ def test_a_server_that_reads_nothing_does_not_block_a_large_body(serve):
 
 def test_breaking_off_ends_every_call_at_once(serve):
     transport = Transport(serve(lambda connection, number: time.sleep(30)).url, None)
-    threading.Timer(0.4, lambda: transport.break_off("it was stopped.")).start()
+    threading.Timer(0.4, lambda: transport.cancel_calls("it was stopped.")).start()
     began = time.monotonic()
-    found = at_once(lambda _: transport.ask("POST", "/generate", {}, 30), range(8))
+    found = in_parallel(lambda _: transport.ask("POST", "/generate", {}, 30), range(8))
     assert time.monotonic() - began < 20
-    assert all(isinstance(error, ServerGone) and "broken off: it was stopped." in str(error) for error in found)
+    assert all(isinstance(error, ServerGone) and "cancelled: it was stopped." in str(error) for error in found)
 
 
 def test_breaking_off_ends_a_call_that_is_still_connecting(serve, monkeypatch):
@@ -228,11 +229,11 @@ def test_breaking_off_ends_a_call_that_is_still_connecting(serve, monkeypatch):
     connect = httpcore.SyncBackend.connect_tcp
 
     def broken_off_meanwhile(*words, **more):
-        transport.break_off("it was stopped.")
+        transport.cancel_calls("it was stopped.")
         return connect(*words, **more)
 
     monkeypatch.setattr(httpcore.SyncBackend, "connect_tcp", broken_off_meanwhile)
-    with pytest.raises(ServerGone, match=r"broken off: it was stopped\."):
+    with pytest.raises(ServerGone, match=r"cancelled: it was stopped\."):
         transport.ask("POST", "/generate", {}, 600)
 
 
@@ -319,7 +320,7 @@ def test_kept_weights_arrive_bit_for_bit_in_any_buckets(bucket):
     staging = Staging(Manifest(3, len(plan), kept.specs), HostMemory())
     for number in range(len(plan)):
         staging.add(parsed(joined(kept.split_payload(3, plan, number))), str(number))
-    staging.verify({})
+    staging.verify()
     for name, tensor in staging.tensors():
         assert tensor.dtype == wanted[name].dtype
         assert torch.equal(tensor, wanted[name]), name
@@ -343,7 +344,7 @@ def test_heads_are_made_without_hashing_again_where_tensors_are_cut_between_bloc
     staging = Staging(Manifest(3, len(plan), kept.specs), HostMemory())
     for number, body in enumerate(bodies):
         staging.add(parsed(body), str(number))
-    staging.verify({})
+    staging.verify()
     assert {name: tensor.numpy().tobytes() for name, tensor in staging.tensors()} == raw
 
 
@@ -401,7 +402,7 @@ def test_upstream_requests_name_the_adapter_of_their_version(serve):
     client = upstream(serve, models(f"posttrain-3-{MARK}", f"posttrain-5-{MARK}", "mine"), completion_of([3, 4]), asked)
     info = client.info()
     assert (info.model, info.context_length, info.version, info.fingerprint) == ("base", 128, 5, MARK)
-    assert client.generate(REQUEST) == Written([3, 4], [-1.0, -1.0], "length", 5, "raw_logprobs")
+    assert client.generate(REQUEST) == ServerCompletion([3, 4], [-1.0, -1.0], "length", 5, "raw_logprobs")
     body = asked[-1][1]
     assert (body["model"], body["prompt"], body["seed"]) == (f"posttrain-5-{MARK}", [1, 2], 7)
     assert (body["ignore_eos"], body["max_tokens"], body["temperature"]) == (True, 4, 1.0)
@@ -547,7 +548,9 @@ def test_weights_of_somebody_else_are_noticed_and_replaced(fakes):
 def test_prompts_left_behind_are_ended_by_the_next_update(fakes):
     engine, clients = fakes(count=1)
     release = threading.Event()
-    clients[0].generate = lambda request: (release.wait(5), Written([0], [0.0], "length", 0, "raw_logprobs"))[1]
+    clients[0].generate = lambda request: (release.wait(5), ServerCompletion([0], [0.0], "length", 0, "raw_logprobs"))[
+        1
+    ]
     with engine.session(SamplingParams(8)) as session:
         session.add(Prompt([1]))
     engine.load_weights(numbered(1), 1)
@@ -558,7 +561,7 @@ def test_prompts_left_behind_are_ended_by_the_next_update(fakes):
 
 def test_logits_that_are_no_numbers_fail_their_prompt(fakes):
     engine, clients = fakes(count=1)
-    clients[0].generate = lambda request: Written([1], [float("nan")], "length", 0, "processed_logprobs")
+    clients[0].generate = lambda request: ServerCompletion([1], [float("nan")], "length", 0, "processed_logprobs")
     (completion,) = generate(engine, [Prompt([1], key=9)], SamplingParams(8))
     assert "after prompt 9 are not numbers" in completion.error
 
@@ -588,12 +591,12 @@ def test_all_numbers_are_done_once_and_no_more_than_allowed_at_once():
             under_way[0] -= 1
             done.append(number)
 
-    side_by_side(40, act, 4)
+    parallel_calls(40, act, 4)
     assert sorted(done) == list(range(40))
     assert max(most) == 4
-    side_by_side(3, lambda number: done.append(threading.current_thread()), 1)
+    parallel_calls(3, lambda number: done.append(threading.current_thread()), 1)
     assert done[-3:] == [threading.current_thread()] * 3
-    side_by_side(0, act, 4)
+    parallel_calls(0, act, 4)
 
 
 @pytest.mark.parametrize("error", [ServerGone("gone"), KeyboardInterrupt()])
@@ -608,7 +611,7 @@ def test_after_an_error_nothing_is_begun_and_nothing_runs_on(error):
         ended.append(number)
 
     with pytest.raises(type(error)):
-        side_by_side(100, act, 3)
+        parallel_calls(100, act, 3)
     assert sorted(ended) == sorted(set(begun) - {5})
     assert len(begun) < 12
     time.sleep(0.05)

@@ -172,7 +172,7 @@ WRITING = "posttrain.rollout.episodes.writing"
                 ("posttrain.rollout.collector", "posttrain.rollout.episodes.environment", "give_back"),
             },
         ),
-        (with_function, {(WRITING, WRITING, "written_by_function")}),
+        (with_function, {(WRITING, WRITING, "rollouts_from_function")}),
     ],
 )
 def test_tools_environments_and_rollout_functions_do_not_climb_either(tmp_path, run, asked):

@@ -23,7 +23,7 @@ from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVL
 from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 from posttrain.rollout.engines.vllm.weight_channel import TRANSPORTS, WeightChannel
-from posttrain.rollout.engines.vllm.weight_senders import AT_ONCE, SENDERS, STREAMERS, Sides, Wire
+from posttrain.rollout.engines.vllm.weight_senders import PARALLEL_PARTS, SENDERS, STREAMERS, Sides, Wire
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.http.app import ENDPOINTS
 from posttrain.serve.weights.transports import RECEIVERS, STREAMED
@@ -74,8 +74,8 @@ def test_the_two_tables_and_the_option_name_the_same_ways():
     assert {*STREAMERS, *SENDERS} == {"http", *RECEIVERS}
     assert set(STREAMERS) == STREAMED
     assert ("auto", *STREAMERS, *SENDERS) == TRANSPORTS
-    allowed = {route.path: route.at_once for route in ENDPOINTS}
-    assert min(allowed["/weights/fetch"], allowed["/weights/part"]) >= AT_ONCE
+    allowed = {route.path: route.concurrency for route in ENDPOINTS}
+    assert min(allowed["/weights/fetch"], allowed["/weights/part"]) >= PARALLEL_PARTS
     with pytest.raises(ValueError, match="`pigeon` is not a transport for weights"):
         ServerClient("http://127.0.0.1:1", None, QUICK, "pigeon")
 
@@ -210,7 +210,7 @@ def test_parts_that_fail_side_by_side_are_one_warning_and_all_go_over_http(proce
     client = client_of(process, "auto")
     version = client.info().version + 1
     client.push(KeptWeights.of(numbered(5), "blake2b"), version, 8)
-    together = threading.Barrier(AT_ONCE)
+    together = threading.Barrier(PARALLEL_PARTS)
 
     def fetch(wire, transport, head, place, real=Wire.fetch):
         together.wait(10)  # none of them has found out before the others are on their way
@@ -335,7 +335,7 @@ def test_a_trainer_killed_in_an_update_leaves_the_old_version_and_no_blocks(proc
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120)
     assert done.returncode == -signal.SIGKILL
     assert says(process)["ids"] == [8] * 12
-    assert 0 < len(list(process.blocks.iterdir())) <= AT_ONCE
+    assert 0 < len(list(process.blocks.iterdir())) <= PARALLEL_PARTS
     monkeypatch.setattr("posttrain.serve.wire.shared_blocks.STALE_SECONDS", -1.0)
     client = client_of(process, "shared_memory")  # the next trainer finds it when it begins
     client.push(KeptWeights.of(numbered(10), "blake2b"), serving + 2, 8)
@@ -376,7 +376,7 @@ def offers(tmp_path, host="here", gpus=None, backends=("gloo",), shared=True):
     if gpus:
         ways["cuda_ipc"] = {"gpus": gpus}
     if shared:
-        ways["shared_memory"] = SharedFolder(tmp_path / "blocks").about()
+        ways["shared_memory"] = SharedFolder(tmp_path / "blocks").describe()
     return {"host": host_id() if host == "here" else host, "instance": "x", "ways": ways}
 
 
@@ -400,7 +400,7 @@ def test_auto_chooses_by_what_both_sides_have(tmp_path, monkeypatch, server, dev
     monkeypatch.setattr(weight_senders, "available_backends", lambda: ["nccl", "gloo"])
     channel = WeightChannel("server", Wire(None, "127.0.0.1", 1, 1.0))
     sides = Sides(offers(tmp_path, **server), device)
-    assert (channel.stream_way(sides) or channel._chosen(sides)) == way
+    assert (channel.stream_transport(sides) or channel._chosen(sides)) == way
 
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):

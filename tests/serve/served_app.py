@@ -26,7 +26,7 @@ class Served:
         return await call(self.app, method, path, body, **({"token": self.token} | more))
 
     async def push(self, version, **commit):
-        manifest, payloads, _ = update_of(version, numbered_weights(version))
+        manifest, payloads = update_of(version, numbered_weights(version))
         replies = [await self("POST", "/weights/begin", {"manifest": encode_manifest(manifest)})]
         for payload in payloads:
             replies.append(await self("POST", "/weights/part", payload))

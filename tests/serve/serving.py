@@ -38,12 +38,11 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
-def update_of(version: int, weights: dict[str, torch.Tensor], bucket: int = 24, late_checksums: bool = False):
-    """(manifest, payloads of the parts, checksums of the commit)."""
+def update_of(version: int, weights: dict[str, torch.Tensor], bucket: int = 24):
+    """(manifest, payloads of the parts)."""
     data = {name: raw(tensor) for name, tensor in weights.items()}
-    sums = {name: checksum(value) for name, value in data.items()}
     specs = [
-        TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), None if late_checksums else sums[name])
+        TensorSpec(name, str(t.dtype).removeprefix("torch."), tuple(t.shape), checksum(data[name]))
         for name, t in weights.items()
     ]
     plan = plan_parts(specs, bucket)
@@ -53,7 +52,7 @@ def update_of(version: int, weights: dict[str, torch.Tensor], bucket: int = 24, 
         )
         for i, part in enumerate(plan)
     ]
-    return Manifest(version, len(plan), tuple(specs)), payloads, sums if late_checksums else {}
+    return Manifest(version, len(plan), tuple(specs)), payloads
 
 
 class Rig:
@@ -87,11 +86,11 @@ class Rig:
         return self.submit(job_id, tokens)()
 
     def push(self, version: int, in_flight: str = "drain", seconds: float = 5.0, **options):
-        manifest, payloads, sums = update_of(version, numbered_weights(version), **options)
+        manifest, payloads = update_of(version, numbered_weights(version), **options)
         self.updater.begin(manifest, replace=False, rollback=False, adapter=None)
         for payload in payloads:
             self.updater.part(payload)
-        return self.updater.commit(version, sums, in_flight, seconds)
+        return self.updater.commit(version, in_flight, seconds)
 
     def close(self) -> None:
         self.thread.stop()

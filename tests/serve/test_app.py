@@ -9,7 +9,7 @@ import sys
 import pytest
 from starlette.requests import Request
 
-from posttrain.serve.auth import TokenFileError, token_file_of, token_left_at
+from posttrain.serve.auth import TokenFileError, read_local_token, token_file_of
 from posttrain.serve.errors import TooSlow
 from posttrain.serve.http.app import ENDPOINTS, read_body
 from posttrain.serve.launch import StartError, main, read_token
@@ -89,12 +89,12 @@ def test_a_server_without_a_token_draws_one_that_only_its_user_can_read(monkeypa
     assert path.is_relative_to(tmp_path)
     assert str(path) in origin
     assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
-    assert token_left_at(8123) == token
-    assert token_left_at(8124) is None
+    assert read_local_token(8123) == token
+    assert read_local_token(8124) is None
     assert len({token, read_token(None, 8123)[0], read_token(None, 8123)[0]}) == 3  # each start has another
     path.chmod(0o640)
     with pytest.raises(TokenFileError, match="can be read by other users \\(mode 0640\\)"):
-        token_left_at(8123)
+        read_local_token(8123)
 
 
 def test_a_token_file_is_private_and_long_enough(monkeypatch, tmp_path, capsys):
@@ -243,7 +243,7 @@ def test_metrics_have_their_names(served):
 
 def test_an_update_can_be_aborted_and_one_that_was_not_begun_is_404(served):
     one = served()
-    manifest, payloads, _ = update_of(1, numbered_weights(1))
+    manifest, payloads = update_of(1, numbered_weights(1))
 
     async def go():
         assert (await one("POST", "/weights/part", payloads[0])).status == 404
@@ -254,6 +254,15 @@ def test_an_update_can_be_aborted_and_one_that_was_not_begun_is_404(served):
 
     asyncio.run(go())
     assert one.server.versions.serving.version == 0
+
+
+def test_a_manifest_without_a_checksum_is_refused(served):
+    one = served()
+    manifest = encode_manifest(update_of(1, numbered_weights(1))[0])
+    manifest["tensors"][1]["checksum"] = None
+    reply = asyncio.run(one("POST", "/weights/begin", {"manifest": manifest}))
+    assert reply.status == 400
+    assert "`checksum` of entry 1 of `tensors` of `manifest` of the body is wrong" in reply.json()["error"]
 
 
 def test_sleeping_refuses_and_level_2_needs_new_weights(served):
@@ -281,7 +290,7 @@ def test_pushed_adapters_serve_by_version_and_old_ones_are_removed(served, tmp_p
 
     async def go():
         for version in (1, 2, 3):
-            manifest, payloads, _ = update_of(version, {"q.lora_A.weight": numbered_weights(version)["a"]})
+            manifest, payloads = update_of(version, {"q.lora_A.weight": numbered_weights(version)["a"]})
             body = {"manifest": encode_manifest(manifest), "adapter_config": {"r": 1}}
             assert (await one("POST", "/weights/begin", body)).status == 200
             for payload in payloads:
@@ -316,7 +325,7 @@ def test_shutdown_answers_then_lets_running_requests_end(served):
 
 def test_50_damaged_payloads_against_the_application_never_mix_weights(served):
     one, rng = served(options=ServerOptions(update=UpdateLimits(idle_seconds=60))), random.Random(3)
-    manifest, payloads, _ = update_of(1, numbered_weights(1), bucket=8)
+    manifest, payloads = update_of(1, numbered_weights(1), bucket=8)
 
     async def go():
         assert (await one("POST", "/weights/begin", {"manifest": encode_manifest(manifest)})).status == 200
@@ -347,7 +356,7 @@ def test_errors_of_ours_are_answered_without_their_text(served, monkeypatch, cap
 
 def test_only_so_many_parts_at_once_are_taken(served):
     one = served()
-    most = next(one.at_once for one in ENDPOINTS if one.path == "/weights/part")
+    most = next(one.concurrency for one in ENDPOINTS if one.path == "/weights/part")
 
     async def go():
         held = asyncio.Event()
@@ -383,4 +392,4 @@ def test_a_body_that_never_arrives_is_given_up(served, monkeypatch):
             await read_body(Request({"type": "http", "headers": []}, never), 100, lambda nbytes: None, seconds=0.05)
 
     asyncio.run(go())
-    assert one.server.trouble() is None
+    assert one.server.unhealthy_reason() is None

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from posttrain.serve.http.app import build_app
-from posttrain.serve.http.connections import HEAD_SECONDS, MOST_CONNECTIONS, bounded_protocol, connections_for
+from posttrain.serve.http.connections import HEAD_SECONDS, MAX_CONNECTIONS, bounded_protocol, connections_for
 from posttrain.serve.server import RolloutServer, ServerOptions
 from tests.serve.echo_engine import EchoEngine, numbered_weights
 
@@ -137,4 +137,4 @@ def test_when_all_connections_are_taken_the_oldest_that_waits_makes_room(serve):
 
 def test_the_bounds_of_the_server():
     assert HEAD_SECONDS == 10.0
-    assert [connections_for(count) for count in (64, 256, 1024, 1 << 20)] == [32, 128, 768, MOST_CONNECTIONS]
+    assert [connections_for(count) for count in (64, 256, 1024, 1 << 20)] == [32, 128, 768, MAX_CONNECTIONS]

@@ -28,7 +28,7 @@ from posttrain.serve.server import RolloutServer, ServerOptions
 from posttrain.serve.weights.staging import parse_head
 from posttrain.serve.weights.transports import RECEIVERS
 from posttrain.serve.wire import shared_blocks
-from posttrain.serve.wire.collective import GLOO, Meeting, join
+from posttrain.serve.wire.collective import GLOO, Rendezvous, join
 from posttrain.serve.wire.payload import encode_manifest
 from posttrain.serve.wire.shared_blocks import SharedFolder
 from tests.serve.asgi_client import call
@@ -183,7 +183,7 @@ class Served:
 
     async def begin(self, version, bucket=24):
         """(head, data) of every part of a version that was announced."""
-        manifest, payloads, _ = update_of(version, numbered_weights(version), bucket)
+        manifest, payloads = update_of(version, numbered_weights(version), bucket)
         reply = await self("/weights/begin", {"manifest": encode_manifest(manifest), "replace": True})
         assert reply.status == 200, reply
         return [split(payload) for payload in payloads]
@@ -212,7 +212,7 @@ def served(tmp_path):
 def test_parts_come_from_shared_blocks_and_the_version_flips(served, folder):
     async def go():
         about = (await served("/info", b"", "GET")).json()["transports"]
-        assert about["ways"]["shared_memory"] == folder.about()
+        assert about["ways"]["shared_memory"] == folder.describe()
         assert set(about["ways"]) <= set(RECEIVERS)
         assert len(about["instance"]) == 16
         parts = await served.begin(1)
@@ -362,13 +362,13 @@ def test_answers_are_not_held_back():
 
 def pair_up(seconds=10.0):
     """Both ends, in this process."""
-    meeting = Meeting("127.0.0.1", 9, secrets.token_hex(16), seconds)
+    rendezvous = Rendezvous("127.0.0.1", 9, secrets.token_hex(16), seconds)
     ends = []
     other = threading.Thread(
-        target=lambda: ends.append(join(GLOO, meeting.address, meeting.port, meeting.key, seconds))
+        target=lambda: ends.append(join(GLOO, rendezvous.address, rendezvous.port, rendezvous.key, seconds))
     )
     other.start()
-    mine = meeting.pair(GLOO, seconds, torch.device("cpu"))
+    mine = rendezvous.pair(GLOO, seconds, torch.device("cpu"))
     other.join(seconds)
     return mine, ends[0]
 
@@ -401,12 +401,12 @@ def test_a_silent_end_costs_the_deadline_and_not_more():
 
 
 def test_a_meeting_without_the_other_is_over_at_its_deadline():
-    meeting = Meeting("127.0.0.1", 9, secrets.token_hex(16), 0.5)
+    rendezvous = Rendezvous("127.0.0.1", 9, secrets.token_hex(16), 0.5)
     began = time.monotonic()
     with pytest.raises(TransportFailed):
-        meeting.pair(GLOO, 0.5, torch.device("cpu"))
+        rendezvous.pair(GLOO, 0.5, torch.device("cpu"))
     with pytest.raises(TransportFailed):  # somebody who does not know the key meets nobody
-        join(GLOO, meeting.address, meeting.port, secrets.token_hex(16), 0.5)
+        join(GLOO, rendezvous.address, rendezvous.port, secrets.token_hex(16), 0.5)
     assert time.monotonic() - began < 60
     waiting = lambda: [one for one in threading.enumerate() if one.name == "collective: Making the group"]  # noqa: E731
     eventually(lambda: not waiting(), 60)  # the threads in which the two waited are gone: torch has the deadline, too

@@ -216,7 +216,7 @@ def test_running_requests_go_on_with_new_weights_and_every_token_has_its_version
     """The tokens of each span are the greedy ones of that version, keys and values of the others computed again."""
     serving = server.get("/info")[1]["version"]
     old, new = tiny_model(serving), tiny_model(serving + 1)
-    manifest, payloads, sums = update_of(serving + 1, dict(new.state_dict()), 1 << 20)
+    manifest, payloads = update_of(serving + 1, dict(new.state_dict()), 1 << 20)
     server.post("/weights/begin", {"manifest": encode_manifest(manifest)})
     for payload in payloads:
         server.post("/weights/part", payload)
@@ -224,7 +224,7 @@ def test_running_requests_go_on_with_new_weights_and_every_token_has_its_version
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(server.post, "/generate", body)
         time.sleep(0.4)
-        server.post("/weights/commit", {"version": serving + 1, "checksums": sums, "in_flight": "continue"})
+        server.post("/weights/commit", {"version": serving + 1, "in_flight": "continue"})
         groups = running.result(120)["completions"]
     for prompt, (mine,) in zip(body["prompts"], groups):
         assert [version for _, _, version in mine["spans"]] == [serving, serving + 1]
@@ -242,7 +242,7 @@ def test_running_requests_go_on_with_new_weights_and_every_token_has_its_version
 def test_50_damaged_payloads_against_the_live_server(server):
     serving = server.get("/info")[1]["version"]
     rng = random.Random(2)
-    manifest, payloads, _ = update_of(serving + 1, dict(tiny_model(99).state_dict()), 20_000)
+    manifest, payloads = update_of(serving + 1, dict(tiny_model(99).state_dict()), 20_000)
     server.post("/weights/begin", {"manifest": encode_manifest(manifest)})
     for i in range(50):
         damaged = bytearray(payloads[i % len(payloads)])
@@ -261,7 +261,7 @@ def test_a_model_without_weights_serves_nothing_until_a_version_is_whole(start):
     assert server.ask("POST", "/generate", body)[0] == 503
     good = dict(tiny_model(1).state_dict())
     wrong = good | {"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 3)}
-    manifest, payloads, _ = update_of(2, wrong, 1 << 20)
+    manifest, payloads = update_of(2, wrong, 1 << 20)
     server.post("/weights/begin", {"manifest": encode_manifest(manifest)})
     for payload in payloads:
         server.post("/weights/part", payload)

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 import posttrain as callbacks
 from posttrain import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from posttrain.models.load.reference import frozen_copy
-from posttrain.trainer.online.log_completions import MOST_PROMPTS, Answers, answer_marker, prompt_of, show
+from posttrain.trainer.online.log_completions import MAX_PROMPTS, Answers, answer_marker, prompt_of, show
 from posttrain.trainer.report.progress import Pace, RichProgressCallback, RichView
 from tests import tiny
 
@@ -281,7 +281,7 @@ def test_completions_need_a_frequency(tmp_path):
     with pytest.raises(ValueError, match="`freq` is 0"):
         callbacks.LogCompletionsCallback(trainer, freq=0)
     with pytest.raises(ValueError, match="`num_prompts` is 129"):
-        callbacks.LogCompletionsCallback(trainer, num_prompts=MOST_PROMPTS + 1, freq=1)
+        callbacks.LogCompletionsCallback(trainer, num_prompts=MAX_PROMPTS + 1, freq=1)
     with pytest.raises(ValueError, match="`prompts` holds 0 prompts"):
         callbacks.LogCompletionsCallback(trainer, freq=1, prompts=[])
 

@@ -15,7 +15,7 @@ from posttrain.models.load.adapters import adapter_in_use, freeze_copy_of_adapte
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference
 from posttrain.models.load.weights import weights_fingerprint
 from posttrain.trainer.references import cache as reference_cache
-from posttrain.trainer.references.cache import Work, batches_by_tokens
+from posttrain.trainer.references.cache import Work, batches_of
 from tests import tiny
 from tests.forked import Child, start_group, wait_for_group
 
@@ -233,10 +233,10 @@ def test_a_kill_in_the_middle_costs_what_was_not_saved(tmp_path, counted, monkey
 
 def test_batches_are_made_by_tokens_longest_first():
     work = [Work(i, (0, 1), longest, 2 * longest) for i, longest in enumerate((50, 40, 40, 10, 5, 5))]
-    assert [[w.unit for w in b] for b in batches_by_tokens(work, RAGGED, 120, None)] == [[0], [1], [2, 3, 4, 5]]
-    assert [[w.unit for w in b] for b in batches_by_tokens(work, PADDED, 200, None)] == [[0, 1], [2, 3], [4, 5]]
-    assert [[w.unit for w in b] for b in batches_by_tokens(work, RAGGED, 1, 4)] == [[0, 1, 2, 3], [4, 5]]
-    assert [len(b) for b in batches_by_tokens(work, RAGGED, 1, None)] == [1] * 6
+    assert [[w.unit for w in b] for b in batches_of(work, RAGGED, 120, None)] == [[0], [1], [2, 3, 4, 5]]
+    assert [[w.unit for w in b] for b in batches_of(work, PADDED, 200, None)] == [[0, 1], [2, 3], [4, 5]]
+    assert [[w.unit for w in b] for b in batches_of(work, RAGGED, 1, 4)] == [[0, 1, 2, 3], [4, 5]]
+    assert [len(b) for b in batches_of(work, RAGGED, 1, None)] == [1] * 6
 
 
 def test_a_log_prob_that_is_not_finite_is_not_kept(tmp_path):

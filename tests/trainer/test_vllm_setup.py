@@ -97,6 +97,12 @@ def with_engine(engine, cls=GRPOTrainer, **options):
     return made
 
 
+def refuse_correction(made):
+    """As a trainer's construction does."""
+    if made.corrects_sampler:
+        refuse_correction_without_logps(made.engine, made.args.sampling(made.stop_ids))
+
+
 @pytest.mark.parametrize(
     ("mode", "options", "refused"),
     [
@@ -111,23 +117,23 @@ def with_engine(engine, cls=GRPOTrainer, **options):
 def test_a_correction_by_other_log_probs_than_those_that_were_drawn_with_is_refused(mode, options, refused):
     made = with_engine(SimpleNamespace(is_foreign=True, logprobs_mode=mode), **options)
     if not refused:
-        refuse_correction_without_logps(made)
+        refuse_correction(made)
         return
     with pytest.raises(ValueError, match="--logprobs-mode processed_logprobs"):
-        refuse_correction_without_logps(made)
+        refuse_correction(made)
 
 
 def test_engines_that_know_their_log_probs_and_methods_without_a_correction_are_not_refused():
-    refuse_correction_without_logps(with_engine(SimpleNamespace(), temperature=0.7))
+    refuse_correction(with_engine(SimpleNamespace(), temperature=0.7))
     raw = SimpleNamespace(is_foreign=True, logprobs_mode=RAW)
-    refuse_correction_without_logps(with_engine(raw, RLOOTrainer, temperature=0.7))
+    refuse_correction(with_engine(raw, RLOOTrainer, temperature=0.7))
 
 
 def test_a_correction_that_cannot_be_asked_for_is_an_error_and_not_a_no():
     made = with_engine(SimpleNamespace(logprobs_mode=RAW), temperature=0.7)
     del made.args  # `corrects_sampler` cannot say anything
     with pytest.raises(AttributeError, match="args"):
-        refuse_correction_without_logps(made)
+        refuse_correction(made)
 
 
 @pytest.mark.parametrize(
@@ -152,22 +158,17 @@ def test_a_server_on_the_trainers_gpu_is_noticed(gpus, world_size, shared):
 # ---- what is sent ----------------------------------------------------------------------------------------------------------
 
 
-def peft_trainer(model, notes, **options):
-    args = trainer(vllm_mode="server", **options).args
-    return SimpleNamespace(args=args, model=model, is_fully_sharded=False, loaded=SimpleNamespace(notes=notes))
-
-
 @pytest.mark.parametrize(("init", "said"), [(True, None), ("pissa", "has changed the base weights")])
 def test_a_server_is_sent_merged_weights_where_the_adapter_needs_another_base(init, said):
     config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=init)
     model, notes = get_peft_model(tiny.causal_lm(), config), []
-    assert _sends_adapter(peft_trainer(model, notes), can=True, base_from_memory=False) == (said is None)
+    assert _sends_adapter("auto", model, notes, can=True, base_from_memory=False) == (said is None)
     assert len(notes) == bool(said)
     assert said is None or said in notes[0]
-    assert _sends_adapter(peft_trainer(model, notes), can=True, base_from_memory=True)
+    assert _sends_adapter("auto", model, notes, can=True, base_from_memory=True)
     if said is not None:
         with pytest.raises(ValueError, match="`vllm_sync='adapter'` cannot be done"):
-            _sends_adapter(peft_trainer(model, [], vllm_sync="adapter"), can=True, base_from_memory=False)
+            _sends_adapter("adapter", model, [], can=True, base_from_memory=False)
 
 
 @needs_uvicorn
@@ -177,15 +178,14 @@ def test_servers_that_were_found_in_vain_are_not_watched_any_more(tmp_path):
         server.restart()
         (tmp_path / "token").write_text(server._token)
         (tmp_path / "token").chmod(0o600)
-        made = peft_trainer(
-            tiny.causal_lm(),
-            [],
+        args = trainer(
+            vllm_mode="server",
             vllm_sync="adapter",
             vllm_server_base_url=server.client.name,
             vllm_server_token_file=str(tmp_path / "token"),
-        )
+        ).args
         with pytest.raises(ValueError, match="the model has no adapter"):
-            vllm_engine(made)
+            vllm_engine(args, tiny.causal_lm(), None, str, is_fully_sharded=False, notes=[])
         assert not [thread for thread in threading.enumerate() if thread.name == f"watch {server.client.name}"]
     finally:
         server.close()
@@ -206,4 +206,4 @@ def test_a_tolerance_belongs_to_every_engine_with_weights_of_its_own():
 def test_without_vllm_a_colocated_run_says_what_else_there_is(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"the native engine.*vllm_mode='server'"):
-        vllm_engine(trainer())
+        vllm_engine(trainer().args, None, None, str, is_fully_sharded=False, notes=[])

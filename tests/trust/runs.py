@@ -36,14 +36,14 @@ def start(
     fault: str = "",
     resume: bool = True,
     log: Path | None = None,
-    room_to_spare: int = files.ROOM_TO_SPARE,
+    room_to_spare: int = files.HEADROOM,
     **options: Any,
 ) -> Child:
     """A child that trains in `folder`, from the newest good checkpoint if there is one, with the faults asked for."""
 
     def train() -> None:
         logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-        files.ROOM_TO_SPARE = room_to_spare
+        files.HEADROOM = room_to_spare
         faults.SLOW_SECONDS = SLOW_FILE_SECONDS
         faults.arm(fault)
         resumable_run.main(method, folder, resume=resume, **(OPTIONS | options))

@@ -101,7 +101,7 @@ def test_a_disk_that_is_full_from_the_start(tmp_path, method):
 
 
 def test_rollouts_are_kept_in_memory_to_a_bound(tmp_path, monkeypatch):
-    monkeypatch.setattr("posttrain.rollout.store.MOST_KEPT", 3)
+    monkeypatch.setattr("posttrain.rollout.store.MAX_KEPT", 3)
     with small_disk(tmp_path / "small", 2**20) as disk:
         fill(disk)
         store = RolloutStore(disk)

@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.view.api import Viewed
 from posttrain.view.run_folder import open_runs
-from posttrain.view.server import MOST_BODY, TOKEN_HEADER, ViewServer
+from posttrain.view.server import MAX_BODY, TOKEN_HEADER, ViewServer
 
 
 @pytest.fixture(scope="module")
@@ -172,7 +172,7 @@ def test_bodies_have_bounds(server):
     assert ask(server, "/api/export", "POST", body="[]")[0].status == 400
     assert ask(server, "/api/export", "POST", body="[" * 100_000)[0].status == 400
     with socket.create_connection(("127.0.0.1", server.port), timeout=10) as line:
-        named = {"Host": f"127.0.0.1:{server.port}", TOKEN_HEADER: server.token, "Content-Length": MOST_BODY + 1}
+        named = {"Host": f"127.0.0.1:{server.port}", TOKEN_HEADER: server.token, "Content-Length": MAX_BODY + 1}
         head = (
             "POST /api/export HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in named.items()) + "\r\n"
         )

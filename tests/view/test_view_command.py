@@ -17,7 +17,7 @@ from rich.console import Console
 
 from posttrain.cli.main import main
 from posttrain.trainer.checkpoints.step_file import StepFile
-from posttrain.view.report import told_apart
+from posttrain.view.report import distinct_labels
 from posttrain.view.run_folder import open_runs
 from posttrain.view.summary import print_summary, sparkline
 
@@ -25,9 +25,9 @@ PYTHON = [sys.executable, "-m", "posttrain.cli.main", "view"]
 
 
 def test_marks_of_an_axis_are_told_apart():
-    assert told_apart([1.0, 2.0, 3.0]) == ["1", "2", "3"]
-    assert told_apart([1.00001, 1.00002, 1.00003]) == ["1.00001", "1.00002", "1.00003"]
-    assert told_apart([1.001e-5, 1.002e-5]) == ["1.001e-5", "1.002e-5"]
+    assert distinct_labels([1.0, 2.0, 3.0]) == ["1", "2", "3"]
+    assert distinct_labels([1.00001, 1.00002, 1.00003]) == ["1.00001", "1.00002", "1.00003"]
+    assert distinct_labels([1.001e-5, 1.002e-5]) == ["1.001e-5", "1.002e-5"]
 
 
 def test_it_starts_without_torch_pandas_or_transformers(run_folder):

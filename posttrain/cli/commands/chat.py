@@ -9,7 +9,7 @@ from typing import Any, TextIO
 
 from jinja2 import TemplateError
 
-from posttrain.cli.errors import UsageError, or_usage_error
+from posttrain.cli.errors import UsageError, as_usage_error
 from posttrain.cli.options.words import Parser
 
 UNANSWERABLE = (ValueError, TemplateError)
@@ -55,20 +55,20 @@ def main(words: list[str]) -> int:
     prompt = sys.stdin.read().strip() if is_piped else ""
     if is_piped and not prompt:
         raise UsageError("The standard input is empty; pipe a prompt into `posttrain chat`, or start it in a terminal.")
-    opened = or_usage_error(lambda: open_model(options))
-    speaker = Speaker(opened.load(), opened.tokenizer, options)
-    chat = Chat(speaker.say, options.system)
-    if is_piped:  # all of it is the prompt: /reset is no command here
+    opened = as_usage_error(lambda: open_model(options))
+    responder = Responder(opened.load(), opened.tokenizer, options)
+    chat = Chat(responder.respond, options.system)
+    if is_piped:  # all of it is the prompt: /reset is not a command here
         try:
             chat.answer(prompt)
         except UNANSWERABLE as error:
             print(f"posttrain chat: {error}", file=sys.stderr)
             return 1
         return 0
-    return talk(chat, options.model)
+    return converse(chat, options.model)
 
 
-def talk(chat: Chat, name: str) -> int:
+def converse(chat: Chat, name: str) -> int:
     """Until /quit, or the end of the input."""
     print(f"{name}. {HELP}")
     while True:
@@ -77,15 +77,15 @@ def talk(chat: Chat, name: str) -> int:
         except (EOFError, KeyboardInterrupt):
             print()
             return 0
-        if text and not chat.hear(text):
+        if text and not chat.handle(text):
             return 0
 
 
 @dataclass
 class Chat:
-    """A conversation: what was said, and the commands that change it."""
+    """A conversation: its messages, and the commands that change it."""
 
-    say: Callable[[list[dict[str, str]]], str]
+    respond: Callable[[list[dict[str, str]]], str]
     system: str | None = None
     out: TextIO = field(default_factory=lambda: sys.stdout)
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Chat:
     def reset(self) -> None:
         self.messages = [] if not self.system else [{"role": "system", "content": self.system}]
 
-    def hear(self, text: str) -> bool:
+    def handle(self, text: str) -> bool:
         """Answer, or do what a command says; False: it is over."""
         word, _, rest = text.partition(" ")
         if word in COMMANDS:
@@ -113,7 +113,7 @@ class Chat:
     def answer(self, text: str) -> None:
         """What cannot be answered is not remembered."""
         asked = [*self.messages, {"role": "user", "content": text}]
-        self.messages = [*asked, {"role": "assistant", "content": self.say(asked)}]
+        self.messages = [*asked, {"role": "assistant", "content": self.respond(asked)}]
 
     def _reset(self, rest: str) -> bool:
         self.reset()
@@ -139,7 +139,7 @@ COMMANDS: dict[str, Callable[[Chat, str], bool]] = {
 }  # fmt: skip
 
 
-class Speaker:
+class Responder:
     """Writes answers word by word as they are drawn. Control-C ends an answer, not the conversation."""
 
     def __init__(self, model: Any, tokenizer: Any, options: Any) -> None:
@@ -152,11 +152,11 @@ class Speaker:
         if options.seed is not None:
             torch.manual_seed(options.seed)
 
-    def say(self, messages: list[dict[str, str]]) -> str:
+    def respond(self, messages: list[dict[str, str]]) -> str:
         from transformers import TextStreamer
 
         prompt = self._prompt(messages)
-        streamer = Spoken(TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True))
+        streamer = RecordingStreamer(TextStreamer(self.tokenizer, skip_prompt=True, skip_special_tokens=True))
         try:
             self.model.generate(**prompt, streamer=streamer, **self._sampling())
         except KeyboardInterrupt:
@@ -190,7 +190,7 @@ class Speaker:
         }
 
 
-class Spoken:
+class RecordingStreamer:
     """A streamer that also remembers what it was given; the first it is given is the prompt."""
 
     def __init__(self, streamer: Any) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.errors import UsageError, or_usage_error
+from posttrain.cli.errors import UsageError, as_usage_error
 from posttrain.cli.options.arguments import RunConfig, config_named
 from posttrain.cli.options.words import own_options
 from posttrain.cli.running.output import no_bars, write_json
@@ -59,8 +59,8 @@ class Checked:
         config.values["dataset_streaming"] = config.values["streaming"] = False
         no_bars()
         self.config = config
-        self.args = or_usage_error(lambda: config_of(config))
-        self.side = or_usage_error(lambda: side_of(config, self.args))
+        self.args = as_usage_error(lambda: config_of(config))
+        self.side = as_usage_error(lambda: side_of(config, self.args))
         packages = missing_packages(config, self.args)
         self.findings = [AuditFinding(WARNING, "package", "run", missing) for missing in packages]
         self.rewards = self._rewards()
@@ -89,7 +89,7 @@ class Checked:
 
         try:
             given = rewards_of(self.config)
-            or_usage_error(lambda: give_agents(self.side, given, self.args))
+            as_usage_error(lambda: give_agents(self.side, given, self.args))
         except UsageError as error:
             self.findings.append(AuditFinding(ERROR, "rewards", "run", str(error).rstrip(".")))
             return None

@@ -27,7 +27,7 @@ CACHE = Path.home() / ".cache" / "posttrain" / "smollm2-135m-instruct"
 SYSTEM = {"role": "system", "content": "Write a card."}
 ROWS_PER_STEP = 4
 STEPS = 12
-FEWEST_STEPS = 8  # after which the form is learned, however long they take
+MIN_STEPS = 8  # after which the form is learned, however long they take
 ANSWER_TOKENS = 32  # a card has about 20
 SHOWN = 4
 
@@ -39,7 +39,7 @@ def main(words: list[str]) -> int:
     )
     parser.add_argument(
         "--seconds", type=float, default=75,
-        help=f"time for training, which takes {STEPS} steps, and at least {FEWEST_STEPS} whatever the time (default: %(default)s)",
+        help=f"time for training, which takes {STEPS} steps, and at least {MIN_STEPS} whatever the time (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--model", help="another model, by path or Hub id")
     options = parser.parse_args(words)
@@ -181,7 +181,7 @@ def time_limit(seconds: float) -> Any:
             self.end = time.monotonic() + seconds
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step >= FEWEST_STEPS and time.monotonic() > self.end:
+            if state.global_step >= MIN_STEPS and time.monotonic() > self.end:
                 control.should_training_stop = True
 
     return TimeLimit()

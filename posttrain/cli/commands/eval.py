@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.errors import UsageError, or_usage_error
+from posttrain.cli.errors import UsageError, as_usage_error
 from posttrain.cli.options.words import Parser, pairs
 from posttrain.cli.running.output import ready_to_write
 
@@ -76,7 +76,7 @@ def main(words: list[str]) -> int:
             ready_to_write(path, option)
     specs = specs_of(options)
 
-    results = or_usage_error(lambda: run(options, specs))
+    results = as_usage_error(lambda: run(options, specs))
     report(options, results)
     unjudged = [result for result in results if bool((result.answers.totals != result.answers.totals).all())]
     for result in unjudged:

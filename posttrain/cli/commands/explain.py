@@ -7,7 +7,7 @@ import io
 import re
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.errors import UsageError, or_usage_error
+from posttrain.cli.errors import UsageError, as_usage_error
 from posttrain.cli.options.arguments import RunConfig, config_named
 from posttrain.cli.options.words import own_options
 from posttrain.cli.running.output import no_bars, write_json
@@ -58,7 +58,7 @@ class Explained:
         self.config, self.gpu = config, gpu
         no_bars()
         with contextlib.redirect_stdout(io.StringIO()):  # what is said about the data is `posttrain check`'s business
-            or_usage_error(self._explain)
+            as_usage_error(self._explain)
 
     def _explain(self) -> None:
         from posttrain.cli.options.needs import give_agents
@@ -80,7 +80,7 @@ class Explained:
         with as_planned(config):
             complete(side, train, evaluation)
             self.counts = RunCounts(side, evals)
-            self.formula = side.formula(self.args, totals_in_words(self.counts))
+            self.formula = side.formula(self.args, totals_text(self.counts))
             self._explain_model()
         self._note_what_is_missing()
         self._note_needs()
@@ -150,7 +150,7 @@ class Explained:
         }
 
 
-def totals_in_words(counts: RunCounts) -> dict[str, str]:
+def totals_text(counts: RunCounts) -> dict[str, str]:
     """What the loss is divided by, as the run will count it: one number, or from which to which."""
 
     def words(name: str) -> str:

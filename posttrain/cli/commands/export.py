@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from posttrain.cli.errors import UsageError, or_usage_error
+from posttrain.cli.errors import UsageError, as_usage_error
 from posttrain.cli.options.words import Parser
 from posttrain.cli.running.output import no_bars
 
@@ -68,7 +68,7 @@ def main(words: list[str]) -> int:
     no_bars()
     wanted = Export(saved, options.to, output, options.dtype, options.bound, options.trust_remote_code)
     try:
-        made = or_usage_error(lambda: export(wanted))
+        made = as_usage_error(lambda: export(wanted))
     except ExportRefused as refusal:
         print(f"posttrain export: {refusal} Nothing was written.", file=sys.stderr)
         return 1

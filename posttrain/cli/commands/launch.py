@@ -69,7 +69,7 @@ def main(words: list[str]) -> int:
     check(job, config)
     check_restart(config)
     path = Path(job.write or f"{job.name}.{SUFFIX[job.to]}").expanduser()
-    refuse_to_lose(path, config)
+    refuse_to_overwrite(path, config)
     ship_package(job)
     rest = without_token(rest, job, config)
     text = WRITERS[job.to](job, rest, config)
@@ -228,7 +228,7 @@ def without_token(words: list[str], job: argparse.Namespace, config: RunConfig) 
     return kept
 
 
-def refuse_to_lose(path: Path, config: RunConfig) -> None:
+def refuse_to_overwrite(path: Path, config: RunConfig) -> None:
     """Only what this command has written is written over."""
     if config.file and path.exists() and path.samefile(Path(config.file).expanduser()):
         raise UsageError(f"The job would be written over {config.file}, the options of the run; name another --write.")

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.errors import UsageError, nearest, or_usage_error
+from posttrain.cli.errors import UsageError, as_usage_error, nearest
 from posttrain.cli.options.arguments import known_name
 from posttrain.cli.options.table import method_names, table_of
 from posttrain.cli.options.values import value_of
@@ -60,7 +60,7 @@ def read_sweep(path: str) -> Sweep:
         raise UsageError(str(error)) from error
     for key in given:
         if key not in KEYS:
-            raise UsageError(f"{path} has the key `{key}`, which a sweep does not know.{nearest(key, KEYS)}")
+            raise UsageError(f"{path} has the key `{key}`, which is unknown to a sweep.{nearest(key, KEYS)}")
     method = given.get("method")
     if method not in method_names():
         raise UsageError(f"{path}: `method` is {method!r}; it takes one of {', '.join(method_names())}.")
@@ -112,7 +112,7 @@ def checked(method: str, options: dict[str, Any], where: str) -> dict[str, Any]:
         name = known_name(key)
         if name not in table.options:
             raise UsageError(
-                f"{where} sets `{key}`, which posttrain {method} does not know.{nearest(name, table.options)}"
+                f"{where} sets `{key}`, an unknown option of posttrain {method}.{nearest(name, table.options)}"
             )
         if name == "output_dir":
             raise UsageError(
@@ -241,7 +241,7 @@ def _check(method: str, metric: str, options: dict[str, Any], where: str) -> Non
     config = RunConfig(method, dict(options), dict.fromkeys(options, where))
     command_of(config, [])
     with as_planned(config):
-        args, *_ = or_usage_error(lambda: described(config))
+        args, *_ = as_usage_error(lambda: described(config))
     if not (config.get("dataset_name") or config.get("datasets")):
         raise UsageError(f"posttrain {method} needs rows: `dataset_name` or `datasets` in `options`.")
     _check_metric(metric, args)

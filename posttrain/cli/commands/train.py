@@ -9,7 +9,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from posttrain.cli.errors import UsageError, or_usage_error
+from posttrain.cli.errors import UsageError, as_usage_error
 from posttrain.cli.options.arguments import RunConfig, parse
 from posttrain.cli.options.table import OptionSpec, table_of
 from posttrain.cli.running import processes
@@ -50,7 +50,7 @@ def train(config: RunConfig, words: list[str]) -> int:
     from posttrain.cli.running.run_record import write_record
     from posttrain.rewards.runtime.results import RewardError
     from posttrain.trainer.checkpoints.background_save import EXIT_CODE
-    from posttrain.trainer.checkpoints.checkpoint import spared
+    from posttrain.trainer.checkpoints.checkpoint import best_effort
 
     no_bars()
     trainer = trainer_of(config)
@@ -61,12 +61,12 @@ def train(config: RunConfig, words: list[str]) -> int:
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if args.should_save:
-                with spared(f"The record of the run in {folder}"):
+                with best_effort(f"The record of the run in {folder}"):
                     write_record(folder, config, ["posttrain", config.method, *words])
 
     trainer.add_callback(Record())
     try:
-        or_usage_error(lambda: trainer.train(resume_from_checkpoint=_resume(config, folder)))
+        as_usage_error(lambda: trainer.train(resume_from_checkpoint=_resume(config, folder)))
     except RewardError as error:
         return _ended(config.method, str(error))
     if bad := trainer.nonfinite_weights():

@@ -11,14 +11,14 @@ from posttrain.cli.errors import UsageError
 from posttrain.cli.options.words import Parser
 from posttrain.cli.running.output import ready_to_write
 
-MOST_PORT = 65535
+MAX_PORT = 65535
 WINDOWS = ("DISPLAY", "WAYLAND_DISPLAY")
 
 
 def parser() -> Parser:
     made = Parser(
         prog="posttrain view",
-        description="Look at runs while they go on and afterwards: curves, rollouts token by token, data. The page is for this "
+        description="Look at runs, live or finished: curves, rollouts token by token, data. The page is for this "
         "machine only, and loads nothing from elsewhere.",
     )
     made.add_argument("runs", nargs="+", metavar="RUN", help="output folder of a run, or a folder of such folders")
@@ -35,8 +35,8 @@ def parser() -> Parser:
 
 def main(words: list[str]) -> int:
     options = parser().parse_args(words)
-    if not 0 <= options.port <= MOST_PORT:
-        raise UsageError(f"--port is {options.port}; ports go from 1 to {MOST_PORT}, and 0 takes one that is free.")
+    if not 0 <= options.port <= MAX_PORT:
+        raise UsageError(f"--port is {options.port}; ports go from 1 to {MAX_PORT}, and 0 takes one that is free.")
     if options.report:
         ready_to_write(options.report, "--report")
     from posttrain.view.errors import NoRunError

@@ -92,7 +92,7 @@ def known_name(name: str) -> str:
 
 
 def _flag(table: MethodTable, name: str) -> tuple[OptionSpec, bool]:
-    """(option, whether the flag says no)."""
+    """(option, whether the flag negates it)."""
     plain = known_name(name)
     if plain in table.options:
         return table.options[plain], False
@@ -119,7 +119,9 @@ def _take_file(config: RunConfig, table: MethodTable, path: str) -> None:
     for key, given in values.items():
         name = known_name(key)
         if name not in table.options:
-            raise UsageError(f"{path} sets `{key}`, which posttrain {config.method} does not know.{_hint(table, name)}")
+            raise UsageError(
+                f"{path} sets `{key}`, an unknown option of posttrain {config.method}.{_hint(table, name)}"
+            )
         spec = table.options[name]
         if name in config.origin:
             raise UsageError(f"{path} sets `{name}` under two names; leave one of them out.")

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from posttrain.cli.errors import UsageError, or_usage_error
+from posttrain.cli.errors import UsageError, as_usage_error
 from posttrain.cli.running.loaded_model import model_name
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ TASKS = {"sequence_reward": "SEQ_CLS"}
 
 def trainer_of(config: RunConfig, **more: Any) -> Any:
     """The trainer that the options describe. `more`: further arguments of it, such as callbacks."""
-    return or_usage_error(lambda: _trainer_of(config, more))
+    return as_usage_error(lambda: _trainer_of(config, more))
 
 
 def _trainer_of(config: RunConfig, more: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""A command that is run to its end: signals are handed on once, a second one kills the whole tree, and nobody stays behind."""
+"""A command that is run to its end: signals are forwarded once, a second one kills the whole tree, and no process outlives it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any
 
 import psutil
 
-HANDED_ON = ("SIGINT", "SIGTERM", "SIGHUP")
+FORWARDED_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 WATCH_SECONDS = 1.0
-SECONDS_TO_DIE = 10.0
+KILL_WAIT_SECONDS = 10.0
 
 
 @dataclass
@@ -47,13 +47,13 @@ def run_child(command: list[str], watch: Callable[[], bool] | None = None, **pop
     terminal reaches this process alone, so that it arrives below exactly once (a second signal makes a run leave unsaved).
     """
     child = _Child()
-    with child.hearing_signals():
+    with child.forwarding_signals():
         child.start(command, popen)
         try:
             code = child.wait(watch)
             child.wait_for_orphans(code)
         finally:
-            child.end_those_left()
+            child.terminate_remaining()
     return Ended(code, child.signal, child.stopped)
 
 
@@ -68,16 +68,16 @@ class _Child:
     """Those that the child itself had started when a signal arrived."""
 
     @contextlib.contextmanager
-    def hearing_signals(self) -> Iterator[None]:
+    def forwarding_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield  # signals are delivered to the main thread only
             return
-        numbers = [getattr(signal, name) for name in HANDED_ON if hasattr(signal, name)]
+        numbers = [getattr(signal, name) for name in FORWARDED_SIGNALS if hasattr(signal, name)]
         # what is ignored stays ignored: nohup, and a shell's background job
         before = {number: signal.getsignal(number) for number in numbers}
         handled = [number for number in numbers if before[number] is not signal.SIG_IGN]
         for number in handled:
-            signal.signal(number, self.hear)
+            signal.signal(number, self.on_signal)
         try:
             yield
         finally:
@@ -87,7 +87,7 @@ class _Child:
     def start(self, command: list[str], popen: dict[str, Any]) -> None:
         self.process = subprocess.Popen(command, start_new_session=True, **popen)
         if self.signal is not None:  # received while it was being started
-            self.hand_on()
+            self.forward_signal()
 
     def wait(self, watch: Callable[[], bool] | None) -> int:
         while True:
@@ -95,26 +95,26 @@ class _Child:
                 return self.process.wait(None if watch is None or self.stopped else WATCH_SECONDS)
             except subprocess.TimeoutExpired:
                 if self.signal is None and watch():
-                    self.remember()
+                    self.record_descendants()
                     self.stopped = True
                     self.process.terminate()
 
-    def hear(self, number: int, frame: FrameType | None) -> None:
-        self.remember()
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.record_descendants()
         if self.signal is not None:
             self.kill()
             return
         self.signal = number
         name = signal.Signals(number).name
         print(f"{name}: waiting for the run to save and to end; once more kills it.", file=sys.stderr, flush=True)
-        self.hand_on()
+        self.forward_signal()
 
-    def hand_on(self) -> None:
+    def forward_signal(self) -> None:
         if self.process is not None and not self.stopped:  # a second signal would make it leave unsaved
             with contextlib.suppress(ProcessLookupError):  # it has ended in this moment
                 self.process.send_signal(self.signal)
 
-    def remember(self) -> None:
+    def record_descendants(self) -> None:
         if self.process is None:
             return
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -123,7 +123,7 @@ class _Child:
             self.family |= {own, *own.children(recursive=True)}
 
     def wait_for_orphans(self, code: int) -> None:
-        """A child that died of the signal has not handed it on (accelerate's launcher of one process): those below get it here."""
+        """A child that died of the signal has not forwarded it (accelerate's launcher of one process): those below get it here."""
         sent = signal.SIGTERM if self.stopped else self.signal
         if sent is None or code != -sent:
             return
@@ -138,12 +138,12 @@ class _Child:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 
-    def end_those_left(self) -> None:
-        """After the child: workers that outlived it. Before it, where waiting was broken off by an error: all."""
+    def terminate_remaining(self) -> None:
+        """After the child: workers that outlived it. Before it, where an error ended the wait: all."""
         if self.process.poll() is None:
-            self.remember()
+            self.record_descendants()
         self.kill()
-        _wait_until_ended(self.family, SECONDS_TO_DIE)
+        _wait_until_ended(self.family, KILL_WAIT_SECONDS)
 
 
 def _wait_until_ended(processes: Iterable[psutil.Process], seconds: float = math.inf) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 PROFILES = ("single_gpu", "ddp", "fsdp2", "hsdp", "zero2", "zero3")
 PROFILE_ALIASES = {"multi_gpu": "ddp", "fsdp1": "fsdp2", "zero1": "zero2"}
 """TRL's names of what we have under another name, or of an older form of it."""
-PASSED_ON = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids")
+FORWARDED_OPTIONS = ("num_processes", "num_machines", "machine_rank", "main_process_ip", "main_process_port", "gpu_ids")
 STARTED = ("RANK", "LOCAL_RANK", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "POSTTRAIN_LAUNCHED")
 """Variables that a launcher sets for the processes that it starts."""
 TORCHRUN = "torch.distributed.run"
@@ -45,7 +45,7 @@ def command_of(config: RunConfig, words: list[str]) -> list[str] | None:
         return [*_processes_on_a_cpu(config, count), *run_again]
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
     command += ["--config_file", str(profile or _profile_file("ddp" if several else "single_gpu"))]
-    given = {name: config.get(name) for name in PASSED_ON} | {"num_processes": count}
+    given = {name: config.get(name) for name in FORWARDED_OPTIONS} | {"num_processes": count}
     for name, value in given.items():
         if value is not None:
             command += [f"--{name}", str(value)]

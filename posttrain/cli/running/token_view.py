@@ -15,7 +15,7 @@ STYLES = {
     CUT: ("strike red", "strike dark_red"),
 }
 """Two shades each, in turn from token to token, so that one sees where they part."""
-MOST_TOKENS = 400
+MAX_TOKENS = 400
 
 
 def kinds_of(trained: np.ndarray, start: int, stop: int) -> list[str]:
@@ -33,8 +33,8 @@ def coloured(tokenizer: Any, ids: np.ndarray, kinds: list[str]) -> Any:
 
     text = Text()
     for place, (piece, kind) in enumerate(zip(pieces_of(tokenizer, ids), kinds)):
-        if place == MOST_TOKENS:
-            text.append(f" ... {len(ids) - MOST_TOKENS} more tokens", style="italic")
+        if place == MAX_TOKENS:
+            text.append(f" ... {len(ids) - MAX_TOKENS} more tokens", style="italic")
             break
         text.append(piece, style=STYLES[kind][place % 2])
     return text
@@ -43,13 +43,13 @@ def coloured(tokenizer: Any, ids: np.ndarray, kinds: list[str]) -> Any:
 def marked(tokenizer: Any, ids: np.ndarray, kinds: list[str]) -> str:
     """Without colours: runs of one kind, each with its name and its number of tokens."""
     lines, start = [], 0
-    pieces = pieces_of(tokenizer, ids[:MOST_TOKENS])
+    pieces = pieces_of(tokenizer, ids[:MAX_TOKENS])
     for place in range(1, len(pieces) + 1):
         if place == len(pieces) or kinds[place] != kinds[start]:
             lines.append(f"{kinds[start]:>8} {place - start:>4} | {''.join(pieces[start:place])!r}")
             start = place
-    if len(ids) > MOST_TOKENS:
-        lines.append(f"... {len(ids) - MOST_TOKENS} more tokens")
+    if len(ids) > MAX_TOKENS:
+        lines.append(f"... {len(ids) - MAX_TOKENS} more tokens")
     return "\n".join(lines)
 
 

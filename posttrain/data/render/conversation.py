@@ -43,7 +43,7 @@ def assistant_turns(chat: Conversation, first: int = 0) -> list[int]:
 
 
 def join_completion(chat: Conversation) -> tuple[Conversation, int, str]:
-    """The chat, the number of the message the completion begins in, and what the prompt has said of that message.
+    """The chat, the number of the message the completion begins in, and what the prompt has of that message.
 
     An assistant message at the end of the prompt and one at the start of the completion become one message.
     """
@@ -57,15 +57,15 @@ def join_completion(chat: Conversation) -> tuple[Conversation, int, str]:
     if count == 0 or not is_assistant(messages[count - 1]):
         return chat, count, ""
     opening, continuation = messages[count - 1], messages[count]
-    said, more = opening.get("content"), continuation.get("content")
-    if not (isinstance(said, str) and isinstance(more, str) and said and more) or opening.get("tool_calls"):
+    begun, more = opening.get("content"), continuation.get("content")
+    if not (isinstance(begun, str) and isinstance(more, str) and begun and more) or opening.get("tool_calls"):
         raise RenderError(
             "The prompt ends with an assistant message that the completion continues; both must have a text as content "
             "(and the first no tool calls)."
         )
-    whole = opening | continuation | {"content": said + more}
+    whole = opening | continuation | {"content": begun + more}
     joined = [*messages[: count - 1], whole, *messages[count + 1 :]]
-    return replace(chat, messages=joined, num_prompt_messages=count - 1), count - 1, said
+    return replace(chat, messages=joined, num_prompt_messages=count - 1), count - 1, begun
 
 
 def with_renamed_calls(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[tuple[int, str, str]]]:

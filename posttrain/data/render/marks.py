@@ -1,6 +1,6 @@
 """Marks: a conversation whose pieces can be identified after a chat template has rendered it.
 
-Each piece of text that somebody said is wrapped in two characters of Unicode's private plane 16, a pair of its own. Taking
+Each piece of a message's text is wrapped in two characters of Unicode's private plane 16, a pair of its own. Taking
 the marks out of the marked render must give the plain render to the byte; then the place of every piece in the plain render
 is known, without knowing anything about the template.
 """
@@ -24,14 +24,14 @@ _MARKS = re.compile("([\U00100000-\U0010fffd])")
 _ESCAPED_MARKS = re.compile(
     "([\U00100000-\U0010fffd]|\\\\u[dD][bB][c-fC-F][0-9a-fA-F]\\\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\\\U0010[0-9a-fA-F]{4})"
 )
-MOST_PIECES = (DATA_MARK - MARK_BASE) // 2
+MAX_PIECES = (DATA_MARK - MARK_BASE) // 2
 
 STRUCTURE_FIELDS = ("role", "type")  # templates compare these with words of their own, so they are never marked
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A text that somebody said: which message it belongs to and which part of it."""
+    """A piece of text in a chat: which message it belongs to and which part of it."""
 
     message: int
     kind: str  # "content", "reasoning", "tool call name", "tool call argument", "tool call arguments"
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a piece stands in the rendered text, and whether it stands there as it was said."""
+    """Where a piece stands in the rendered text, and whether it stands there unchanged."""
 
     piece: Piece
     start: int
@@ -62,8 +62,8 @@ PLACEMENTS: dict[str, Callable[[str], tuple[int, int]]] = {
 class Marker:
     """Builds the marked copy of one conversation and remembers its pieces."""
 
-    said_by: frozenset[int]  # messages whose text is trained, and so must survive unchanged
-    said_placement: str
+    trained_messages: frozenset[int]  # messages whose text is trained, and so must survive unchanged
+    trained_placement: str
     context_placement: str
     mark_names: bool
     control: ControlTokens  # their texts in the data are marked as well
@@ -99,7 +99,7 @@ class Marker:
             return self._piece(number, "content", content)
         if isinstance(content, list):
             return [self._content(number, block) for block in content]
-        if isinstance(content, dict) and "type" in content:  # a block: only its text is said
+        if isinstance(content, dict) and "type" in content:  # a block: only its text is content
             return {key: self._block_field(number, key, value) for key, value in content.items()}
         if isinstance(content, dict):  # the result of a tool as it is
             return {self.data(key): self._content(number, value) for key, value in content.items()}
@@ -148,7 +148,7 @@ class Marker:
         return value
 
     def _piece(self, number: int, kind: str, text: str) -> str:
-        placement = self.said_placement if number in self.said_by else self.context_placement
+        placement = self.trained_placement if number in self.trained_messages else self.context_placement
         if placement == UNMARKED:
             return self.data(text)
         start, end = PLACEMENTS[placement](text)
@@ -157,8 +157,8 @@ class Marker:
             if text:
                 self.unmarked.append(Piece(number, kind, text))
             return self.data(text)
-        if len(self.pieces) == MOST_PIECES:
-            raise RenderError(f"The conversation has more than {MOST_PIECES:,} pieces of text; split it.")
+        if len(self.pieces) == MAX_PIECES:
+            raise RenderError(f"The conversation has more than {MAX_PIECES:,} pieces of text; split it.")
         opening = chr(MARK_BASE + 2 * len(self.pieces))
         closing = chr(MARK_BASE + 2 * len(self.pieces) + 1)
         self.pieces.append(Piece(number, kind, text))
@@ -184,7 +184,7 @@ class MarkedRender:
     places: list[Place]
     lost: list[Piece]
     kinds: dict[int, tuple[str, ...]]  # message -> kinds of its pieces, in the order of the message
-    said_by: frozenset[int]  # messages that are trained
+    trained_messages: frozenset[int]  # messages that are trained
     owned_control_tokens: list[tuple[int, int]]  # control tokens that the template wrote, not the data
     cuts_prompts: bool = False  # a turn was found to begin before the end of what the generation prompt would be
 
@@ -216,14 +216,14 @@ def read_marks(plain: str, marked: str, marker: Marker) -> MarkedRender | None:
         if not openings and not closings:
             lost.append(piece)
         standing = _places(plain, piece, span, openings, closings)
-        # A template may name the tool again beside its result; only the call itself is what the assistant said.
+        # A template may name the tool again beside its result; only the call itself is the assistant's.
         places += standing[:1] if piece.kind == "tool call name" else standing
     kinds: dict[int, tuple[str, ...]] = {}
     for piece in marker.pieces:
         kinds[piece.message] = (*kinds.get(piece.message, ()), piece.kind)
     places.sort(key=lambda place: (place.start, place.end))
     owned = [(a, b) for a, b in owned if not any(place.start < b and a < place.end for place in places)]
-    return MarkedRender(plain, places, lost, kinds, marker.said_by, owned)
+    return MarkedRender(plain, places, lost, kinds, marker.trained_messages, owned)
 
 
 def common_prefix(*texts: str) -> str:
@@ -252,7 +252,7 @@ def _places(plain: str, piece: Piece, span: tuple[int, int], openings: list[int]
     if len(openings) == len(closings):
         trail = piece.text[end:]
         return [
-            Place(piece, a, b + len(trail) * plain.startswith(trail, b), a <= b and _says(plain[a:b], piece, core))
+            Place(piece, a, b + len(trail) * plain.startswith(trail, b), a <= b and _matches(plain[a:b], piece, core))
             for a, b in zip(openings, closings)
         ]
     if not openings:
@@ -268,7 +268,7 @@ def _places(plain: str, piece: Piece, span: tuple[int, int], openings: list[int]
     return [Place(piece, at, at, False) for at in sorted(openings + closings)]
 
 
-def _says(rendered: str, piece: Piece, core: str) -> bool:
+def _matches(rendered: str, piece: Piece, core: str) -> bool:
     """Whether `rendered` is `core`, or, for an argument of a tool call, a quoted form of it (JSON, Python, ...)."""
     if rendered == core:
         return True

@@ -1,4 +1,4 @@
-"""Provenance: which characters of a rendered chat the assistant said, for any template and without editing it.
+"""Provenance: which characters of a rendered chat the assistant wrote, for any template and without editing it.
 
 A trained turn runs from the end of its generation prompt (what the template itself writes with `add_generation_prompt`) to
 the end-of-turn token after its last piece, that token included. Both edges are read off renders of the same template: the
@@ -27,7 +27,7 @@ class Placement(NamedTuple):
     """How one attempt places the marks; `strict` attempts notice when a template trims what is trained."""
 
     context: str
-    said: str
+    trained: str
     names: bool
     strict: bool
 
@@ -61,11 +61,15 @@ class Provenance:
         self._headers: dict[Any, str] = {}
 
     def mark(
-        self, chat: Conversation, plain: str, said_by: frozenset[int] = frozenset(), add_generation_prompt: bool = False
+        self,
+        chat: Conversation,
+        plain: str,
+        trained_messages: frozenset[int] = frozenset(),
+        add_generation_prompt: bool = False,
     ) -> MarkedRender:
         """The places of all pieces of `chat` in `plain`. Raises if no marked render agrees with the plain one."""
         for attempt in ATTEMPTS:
-            marker = Marker(said_by, attempt.said, attempt.context, attempt.names, self._control)
+            marker = Marker(trained_messages, attempt.trained, attempt.context, attempt.names, self._control)
             messages = marker.messages(chat.messages)
             tools, kwargs = marker.data(chat.tools), marker.data(chat.template_kwargs)
             try:
@@ -76,7 +80,7 @@ class Provenance:
             if found is None:
                 continue
             for piece in () if attempt.strict else [*(place.piece for place in found.places), *found.lost]:
-                if piece.message in said_by and piece.text != piece.text.strip():
+                if piece.message in trained_messages and piece.text != piece.text.strip():
                     does = f"trims the white space around the {piece.kind} {_excerpt(piece.text)}"
                     raise _refusal(found, piece.message, does)
             return found
@@ -91,7 +95,7 @@ class Provenance:
         """The characters of each assistant turn, from the end of its generation prompt to its end-of-turn token."""
         spans: list[Span] = []
         for turn in turns:
-            self.check_said(marked, turn)
+            self.check_unchanged(marked, turn)
             start = self.turn_start(chat, marked, turn)
             end = self._turn_end(chat, marked, turn, start)
             inside = [p for p in marked.places if p.piece.message != turn and p.end > start and p.start < end]
@@ -100,8 +104,8 @@ class Provenance:
             spans.append((start, end))
         return spans
 
-    def check_said(self, marked: MarkedRender, turn: int) -> None:
-        """Raises if the template dropped, rewrote or repeated something the assistant said in this turn."""
+    def check_unchanged(self, marked: MarkedRender, turn: int) -> None:
+        """Raises if the template dropped, rewrote or repeated something the assistant wrote in this turn."""
         places = marked.places_of(turn)
         kept = [(place.piece.kind, place.piece.text) for place in places if place.verbatim]
         for place in places:
@@ -157,7 +161,7 @@ class Provenance:
         """Where an assistant message begins that no message precedes: where it would begin after a user's message."""
         asked = _part(chat, [PROBE_USER, *chat.messages])
         question = self._try_render([PROBE_USER], asked, False)
-        places = self._try_mark(asked, frozenset(number + 1 for number in marked.said_by))
+        places = self._try_mark(asked, frozenset(number + 1 for number in marked.trained_messages))
         if question is None or places is None or not places.places_of(0) or not places.places_of(1):
             return None
         plain = places.text
@@ -179,8 +183,8 @@ class Provenance:
         key = (tuple(shape[last.piece.message :]), *_template_state(chat))
         if key in self._prompt_tails:
             yield self._prompt_tails[key]
-        said_by = frozenset(number for number in marked.said_by if number < turn)
-        prompt = self._try_mark(_part(chat, chat.messages[:turn]), said_by, add_generation_prompt=True)
+        trained_messages = frozenset(number for number in marked.trained_messages if number < turn)
+        prompt = self._try_mark(_part(chat, chat.messages[:turn]), trained_messages, add_generation_prompt=True)
         if prompt is not None and prompt.places:
             self._prompt_tails[key] = tail = prompt.text[max(place.end for place in prompt.places) :]
             yield tail
@@ -222,7 +226,7 @@ class Provenance:
         messages = [*chat.messages]
         messages[turn] = messages[turn] | {"content": PROBE_USER["content"]}
         filled = _part(chat, messages)
-        places = self._try_mark(filled, marked.said_by)
+        places = self._try_mark(filled, marked.trained_messages)
         if places is None or not places.places_of(turn):
             return chat, start
         before = places.text[self.turn_start(filled, places, turn) : places.places_of(turn)[0].start]
@@ -251,7 +255,7 @@ class Provenance:
         ends = [place.end for place in marked.places_of(turn)]
         try:
             last = max(ends) if ends else self.turn_start(part, marked, turn)
-        except RenderError:  # the probe says nothing; the caller goes by the other one
+        except RenderError:  # the probe gives no answer; the caller uses the other one
             return None
         others = [place.start for place in marked.places if place.start >= last and place.piece.message != turn]
         return marked.text[last : min(others, default=None)]
@@ -277,12 +281,12 @@ class Provenance:
             return None
 
     def _try_mark(
-        self, chat: Conversation, said_by: frozenset[int], add_generation_prompt: bool = False
+        self, chat: Conversation, trained_messages: frozenset[int], add_generation_prompt: bool = False
     ) -> MarkedRender | None:
         """The places of all pieces in a render that only informs: None where there is none."""
         plain = self._try_render(chat.messages, chat, add_generation_prompt)
         try:
-            return None if plain is None else self.mark(chat, plain, said_by, add_generation_prompt)
+            return None if plain is None else self.mark(chat, plain, trained_messages, add_generation_prompt)
         except RenderError:
             return None
 

@@ -193,26 +193,28 @@ class Renderer:
     def _rendered(
         self,
         chat: Conversation,
-        said_by: frozenset[int] = frozenset(),
+        trained_messages: frozenset[int] = frozenset(),
         mode: str = "everything",
         find_spans: FindSpans | None = None,
         add_generation_prompt: bool = False,
     ) -> Rendered:
         """A chat, the spans that `find_spans` reads off its marked render, and the control tokens that are the template's.
 
-        The marked render is spared where a chat is the like of an earlier one (see skeletons).
+        The marked render is skipped where a chat has the shape of an earlier one (see skeletons).
         """
         text = self._checked_render(chat, add_generation_prompt)
         self._check_calls_are_written(chat, text, add_generation_prompt)
         if find_spans is None and self.allow_control_tokens_in_content:
             return Rendered(text, None)
         shape = shape_of(chat)
-        key = None if shape is None else (shape[0], mode, said_by, add_generation_prompt)
+        key = None if shape is None else (shape[0], mode, trained_messages, add_generation_prompt)
         known = None if shape is None else self._skeletons.read(key, shape[1], text)
         if known is not None:
             spans, owned = known
         else:
-            marked = self._marked(chat, text, said_by, add_generation_prompt, must_succeed=find_spans is not None)
+            marked = self._marked(
+                chat, text, trained_messages, add_generation_prompt, must_succeed=find_spans is not None
+            )
             if marked is None:
                 return Rendered(text, None)
             spans, owned = find_spans(marked) if find_spans else [], marked.owned_control_tokens
@@ -221,10 +223,15 @@ class Renderer:
         return Rendered(text, spans if find_spans else None, None if self.allow_control_tokens_in_content else owned)
 
     def _marked(
-        self, chat: Conversation, text: str, said_by: frozenset[int], add_generation_prompt: bool, must_succeed: bool
+        self,
+        chat: Conversation,
+        text: str,
+        trained_messages: frozenset[int],
+        add_generation_prompt: bool,
+        must_succeed: bool,
     ) -> MarkedRender | None:
         try:
-            return self._provenance.mark(chat, text, said_by, add_generation_prompt)
+            return self._provenance.mark(chat, text, trained_messages, add_generation_prompt)
         except RenderError:
             # Without a mask to find, marks only tell whose the control tokens are: no matter where nobody could have one.
             data = (chat.messages, chat.tools, chat.template_kwargs)
@@ -289,7 +296,7 @@ class Renderer:
 
         def find_spans(marked: MarkedRender) -> list[Span]:
             for number in turns:
-                self._provenance.check_said(marked, number)
+                self._provenance.check_unchanged(marked, number)
             start = _continuation(marked, turn, continued) or self._provenance.turn_start(chat, marked, turn)
             return [(start, len(marked.text))]
 

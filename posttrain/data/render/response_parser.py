@@ -206,16 +206,16 @@ class ResponseParser:
 
     # ---------------------------------------------------------------------------------------------------- learning
 
-    def _turn(self, said: dict[str, Any]) -> Turn | None:
-        """The template's render of one assistant turn; None if it cannot say such a thing."""
-        chat = Conversation([USER, {"role": "assistant", **said}])
+    def _turn(self, fields: dict[str, Any]) -> Turn | None:
+        """The template's render of one assistant turn; None if it cannot render one."""
+        chat = Conversation([USER, {"role": "assistant", **fields}])
         try:
             plain = self._render(chat.messages, None, None, False)
             marked = self._provenance.mark(chat, plain, frozenset([1]))
             ((start, end),) = self._provenance.turn_spans(chat, marked, [1])
         except RenderError:
             return None
-        if "tool_calls" in said and "reasoning_content" not in said:
+        if "tool_calls" in fields and "reasoning_content" not in fields:
             # What the template writes before any content (such as an empty thought) is no part of the calls.
             lead = self._content_lead.match(plain, start)
             start = start if lead is None else lead.end()

@@ -15,7 +15,7 @@ from posttrain.data.render.marks import MarkedRender
 
 Span = tuple[int, int]
 SIMPLE_FIELDS = frozenset(["role", "content", *REASONING_FIELDS])
-MOST_SHAPES = 10_000
+MAX_SHAPES = 10_000
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Skeletons:
         places = marked.places
         if (
             marked.cuts_prompts
-            or len(self._kept) >= MOST_SHAPES
+            or len(self._kept) >= MAX_SHAPES
             or [marked.text[place.start : place.end] for place in places] != pieces
         ):
             return

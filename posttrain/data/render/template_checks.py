@@ -97,9 +97,9 @@ def _grows(renderer: Renderer, dialogue: list[dict[str, Any]], size: int, tools:
     longer = rendered(renderer, dialogue[: size + 1], False, tools)
     if shorter is None or longer is None:
         return True
-    said = dialogue[size - 1]["content"]
-    if not whole_text and not prompt_follows and said in shorter:
-        shorter = shorter[: shorter.rindex(said) + len(said)]
+    content = dialogue[size - 1]["content"]
+    if not whole_text and not prompt_follows and content in shorter:
+        shorter = shorter[: shorter.rindex(content) + len(content)]
     return longer.startswith(shorter)
 
 

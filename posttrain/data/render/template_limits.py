@@ -15,8 +15,8 @@ import jinja2
 from jinja2 import nodes
 from transformers.utils import chat_template_utils
 
-MOST_ITERATIONS = 10_000_000
-MOST_CHARACTERS = 10_000_000
+MAX_ITERATIONS = 10_000_000
+MAX_CHARACTERS = 10_000_000
 COUNTED = "posttrain_counted"
 
 
@@ -50,21 +50,21 @@ class BoundedTemplate:
         if not isinstance(items, (Sized, jinja2.Undefined)):
             items = list(items)
         self._counts.iterations += len(items)
-        if self._counts.iterations > MOST_ITERATIONS:
-            raise TemplateLimit(f"it loops more than {MOST_ITERATIONS:,} times")
+        if self._counts.iterations > MAX_ITERATIONS:
+            raise TemplateLimit(f"it loops more than {MAX_ITERATIONS:,} times")
         return items
 
 
 def _times(left: Any, right: Any) -> Any:
     for text, count in ((left, right), (right, left)):
-        if isinstance(text, (str, list, tuple)) and isinstance(count, int) and len(text) * count > MOST_CHARACTERS:
-            raise TemplateLimit(f"it repeats something to more than {MOST_CHARACTERS:,} characters or entries")
+        if isinstance(text, (str, list, tuple)) and isinstance(count, int) and len(text) * count > MAX_CHARACTERS:
+            raise TemplateLimit(f"it repeats something to more than {MAX_CHARACTERS:,} characters or entries")
     return left * right
 
 
 def _power(left: Any, right: Any) -> Any:
-    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MOST_CHARACTERS:
-        raise TemplateLimit(f"it computes a power of more than {MOST_CHARACTERS:,} bits")
+    if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > MAX_CHARACTERS:
+        raise TemplateLimit(f"it computes a power of more than {MAX_CHARACTERS:,} bits")
     return left**right
 
 

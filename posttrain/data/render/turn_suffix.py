@@ -1,6 +1,6 @@
 """TurnSuffix: the token ids between two turns of an assistant that calls tools.
 
-What the model said stays as it was sampled; what follows it (the rest of the template's end of turn, the results of the tools, the
+What the model wrote stays as it was sampled; what follows it (the rest of the template's end of turn, the results of the tools, the
 generation prompt) is found by rendering a short conversation of our own (user, assistant with calls, results) and taking the
 ids after the token that closes the assistant's turn. That token is a control token, where every tokenizer cuts, so nothing
 before it can change the ids behind it.

@@ -231,7 +231,7 @@ def has_splits(path: str) -> bool:
         return not is_pattern(path)
     if local.is_file() or (local / "state.json").exists():
         return False
-    return (local / "dataset_dict.json").exists() or tells_splits(local, tuple(LOADERS))
+    return (local / "dataset_dict.json").exists() or names_splits(local, tuple(LOADERS))
 
 
 def _load_saved(path: Path, split: str, streaming: bool) -> AnyDataset:
@@ -314,7 +314,7 @@ def files_of_split(folder: Path, split: str, suffixes: tuple[str, ...]) -> list[
     return chosen
 
 
-def tells_splits(folder: Path, suffixes: tuple[str, ...]) -> bool:
+def names_splits(folder: Path, suffixes: tuple[str, ...]) -> bool:
     """Whether any data file of the folder names its split."""
     files = [file for file in folder.rglob("*") if file.is_file() and _is_data(file, folder, suffixes)]
     return any(_splits_of(file.relative_to(folder), "train") for file in files)

@@ -29,7 +29,7 @@ FEW = 0.01
 MANY_CUT = 0.05
 NEARLY_EQUAL = 0.9
 """Share of two answers' tokens that they begin with in common, above which a pair says little."""
-MOST_ROWS_NAMED = 5
+MAX_ROWS_NAMED = 5
 STOPS_LOOKED_AT = 2000
 
 
@@ -140,7 +140,7 @@ def _of_bad_rows(prepared: PreparedDataset) -> list[AuditFinding]:
         text = f"{len(rows):,} of {report.rows_read:,} rows cannot be trained on ({kind}): {places[0][1]}"
         if not rows:
             text = f"no row can be trained on ({kind}): {places[0][1]}"
-        named = tuple(rows[:MOST_ROWS_NAMED])
+        named = tuple(rows[:MAX_ROWS_NAMED])
         found.append(AuditFinding(ERROR, f"bad ({kind})", report.dataset, text, len(rows), named))
     return found
 
@@ -209,7 +209,7 @@ def _of_units(name: str, units: StoredUnits) -> list[AuditFinding]:
     ):
         places = units.repeats(hashes)
         if len(places) > limit * len(hashes):
-            rows = tuple(units.rows[places[:MOST_ROWS_NAMED]].tolist())
+            rows = tuple(units.rows[places[:MAX_ROWS_NAMED]].tolist())
             text = f"{len(places):,} of {len(hashes):,} {what}"  # repeated rows have repeated prompts: one is enough
             return [AuditFinding(WARNING, kind, name, text, len(places), rows)]
     return []
@@ -230,7 +230,7 @@ def _of_pairs(name: str, prepared: PreparedDataset) -> list[AuditFinding]:
     if not places or len(places) < FEW * len(prepared):
         return []
     text = f"the answers of {len(places):,} pairs are the same for nine tenths of their tokens: the pair says little"
-    return [AuditFinding(WARNING, "nearly_equal_pair", name, text, len(places), tuple(places[:MOST_ROWS_NAMED]))]
+    return [AuditFinding(WARNING, "nearly_equal_pair", name, text, len(places), tuple(places[:MAX_ROWS_NAMED]))]
 
 
 def _of_stops(name: str, prepared: PreparedDataset, renderer: Renderer) -> list[AuditFinding]:
@@ -257,7 +257,7 @@ def overlap(train: PreparedDataset, evaluation: PreparedDataset, name: str = "ev
     for kind, what in kinds.items():
         places = np.flatnonzero(np.isin(getattr(asked, kind), getattr(seen, kind)))
         if len(places):
-            rows = tuple(int(row) for row in asked.rows[places[:MOST_ROWS_NAMED]])
+            rows = tuple(int(row) for row in asked.rows[places[:MAX_ROWS_NAMED]])
             text = f"{len(places):,} of {len(asked.rows):,} {what}"
             return [AuditFinding(WARNING, f"overlap_{kind}", name, text, len(places), rows)]
     return []

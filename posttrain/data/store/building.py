@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 1000
 ROWS_PER_WORKER = 5000  # fewer are not worth a process, which needs two seconds to start
-FEWEST_ROWS, MOST_ROWS = 128, 20_000  # of what a worker takes at once
+MIN_ROWS, MAX_ROWS = 128, 20_000  # of what a worker takes at once
 LOG_EVERY_S = 10
 TALLY = "tally.json"
 SHARED_ROWS = "rows.arrow"
@@ -257,7 +257,7 @@ def _shares(num_rows: int, num_workers: int) -> list[tuple[int, int]]:
     """Contiguous shares of the rows, which workers take one after the other: large ones first, small ones at the end, so that
     all workers end at about the same time, whatever their speed and whenever they began."""
     # Of a very large dataset they are larger: a pipe must hold the numbers of all (see part_workers).
-    fewest, most = max(FEWEST_ROWS, num_rows // 20_000), max(MOST_ROWS, num_rows // 256)
+    fewest, most = max(MIN_ROWS, num_rows // 20_000), max(MAX_ROWS, num_rows // 256)
     edges = [0]
     while edges[-1] < num_rows:
         left = num_rows - edges[-1]

@@ -52,7 +52,7 @@ def build_parts(
             work = _packed(build_part, open_files) if num_workers > 1 else None
             if work is not None:
                 helpers += [Helper(work, tickets, done, folder / f"error-{i}.txt") for i in range(num_workers - 1)]
-            with old_objects_left_alone():
+            with gc_frozen():
                 _build_and_use(build_part, use_part, num_parts, tickets, arrivals, helpers)
         finally:
             for helper in helpers:
@@ -179,7 +179,7 @@ def _unpacked(work: int) -> Callable[[int], None]:
 
 
 @contextlib.contextmanager
-def old_objects_left_alone() -> Iterator[None]:
+def gc_frozen() -> Iterator[None]:
     """The collector of cycles looks through new objects only: imported libraries hold a million, and rows wake it often."""
     if gc.get_freeze_count():  # somebody else's doing, which unfreezing would undo
         yield

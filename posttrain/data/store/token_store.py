@@ -147,8 +147,8 @@ def seal(folder: Path, facts: dict[str, Any]) -> None:
 
 def _seal(manifest: dict[str, Any]) -> str:
     """A checksum of what the manifest says: one that was changed is noticed, too."""
-    said = {name: value for name, value in manifest.items() if name != "seal"}
-    return xxhash.xxh3_128_hexdigest(json.dumps(said, sort_keys=True).encode())
+    sealed = {name: value for name, value in manifest.items() if name != "seal"}
+    return xxhash.xxh3_128_hexdigest(json.dumps(sealed, sort_keys=True).encode())
 
 
 def _checksum(path: Path) -> str:

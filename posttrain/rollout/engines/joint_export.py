@@ -57,11 +57,7 @@ class JointExport:
 
     def load(self, engine: Any, version: int) -> None:
         """Into an engine of this process's own; every process has one."""
-        if self.by_adapter:  # small: gathered first, so that no engine's error can leave the others behind
-            tensors = list(self.adapter()[1])
-            engine.load_weights(tensors, version)
-        else:
-            self.read_by(lambda: engine.load_weights(self.weights(), version))
+        self._handed_to(lambda tensors: engine.load_weights(tensors, version))
 
     def probed(
         self, engine: Any, sequences: Sequence[np.ndarray]
@@ -75,13 +71,14 @@ class JointExport:
         elif shared:
             differing = self.read_by(lambda: engine.differing_tensors(EVERY_NAME))
         else:
-            differing = self._differing(engine)
+            differing = self._handed_to(lambda tensors: engine.differing_tensors(EVERY_NAME, tensors))
         scored = engine.probed(sequences)
         return [(scores, (lambda _: differing) if number == 0 else None) for number, (scores, _) in enumerate(scored)]
 
-    def _differing(self, engine: Any) -> list[str]:
-        """By an engine of this process's own, which may fail at any tensor: the others must not wait for it in a gather."""
+    def _handed_to(self, use: Callable[[Weights], Result]) -> Result:
+        """`use(tensors)`, by an engine of this process's own, which may fail at any tensor: the others must not wait for it in a
+        gather. An adapter is small and gathered first."""
         if self.by_adapter:
             tensors = list(self.adapter()[1])
-            return engine.differing_tensors(EVERY_NAME, tensors)
-        return self.read_by(lambda: engine.differing_tensors(EVERY_NAME, self.weights()))
+            return use(tensors)
+        return self.read_by(lambda: use(self.weights()))

@@ -60,7 +60,7 @@ class SamplingParams:
 
     @property
     def truncates(self) -> bool:
-        """Whether tokens that the policy could say are never drawn."""
+        """Whether tokens that have a probability under the policy are never drawn."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
@@ -94,7 +94,7 @@ class Completion:
     ids: np.ndarray  # int32; ends with the stop id where it stopped by one
     sampling_logps: np.ndarray  # float32, under the distribution that was drawn from; 0 for greedy tokens
     policy_logps: np.ndarray  # float32, under softmax(logits / temperature), or softmax(logits) at temperature 0
-    # (of engines that are other programs either may be NaN: it did not say)
+    # (of engines that are other programs either may be NaN: not reported)
     finish_reason: str  # STOP, LENGTH or ERROR
     error: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # "queued", "prefill", "decode"

@@ -184,7 +184,7 @@ class PlainBatch:
             if inputs is self.ids:
                 for request in self.requests:
                     request.prefill_seconds = time.perf_counter() - began
-            finished += self._hand_out(drawn, rows)
+            finished += self._collect_finished(drawn, rows)
             inputs = drawn.ids[:, None]
             self.numbers = self.numbers + 1
             if self.seen is not None:
@@ -213,7 +213,7 @@ class PlainBatch:
             allowed = torch.stack([reader.allowed() for reader in self.readers]).to(self.device)
         return draw(logits, words(self.bases, self.numbers), self.rule, self.bias, self.seen, allowed)
 
-    def _hand_out(self, drawn: Drawn, rows: dict[int, Request]) -> list[tuple[int, Completion]]:
+    def _collect_finished(self, drawn: Drawn, rows: dict[int, Request]) -> list[tuple[int, Completion]]:
         """Give the drawn tokens to the rows that are still running, and take the finished ones out."""
         ids, sampling, policy = (x.tolist() for x in (drawn.ids, drawn.sampling_logps, drawn.policy_logps))
         finished = []

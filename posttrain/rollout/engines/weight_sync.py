@@ -83,7 +83,11 @@ class WeightSync:
             ]
             return max(results, key=lambda result: result.mean)
 
-        return compared() if joint is None else by_all(compared, self.world_size, "could not confirm the weights")
+        return (
+            compared()
+            if joint is None
+            else on_all_processes(compared, self.world_size, "could not confirm the weights")
+        )
 
     def _coarsest_dtype(self) -> torch.dtype:
         """Of trainer and engine: the one that rounds more says how far apart the two may be."""
@@ -103,7 +107,9 @@ def send_weights(
         if joint is None:
             engine.load_weights(None, version)
         else:
-            by_all(lambda: joint.load(engine, version), world_size, f"could not take version {version} of the weights")
+            on_all_processes(
+                lambda: joint.load(engine, version), world_size, f"could not take version {version} of the weights"
+            )
         return
     failed: Exception | None = None
     outcome: list[Any] = [None, None]  # where the weights went, or what went wrong
@@ -125,7 +131,7 @@ def send_weights(
         engine.follow(outcome[0])
 
 
-def by_all(action: Callable[[], Any], world_size: int, what_failed: str) -> Any:
+def on_all_processes(action: Callable[[], Any], world_size: int, what_failed: str) -> Any:
     """The result of an action that every process takes; where it fails on one of them, all raise."""
     result, failed = None, None
     try:

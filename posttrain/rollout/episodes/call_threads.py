@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 THREADS = 32
-MOST_ABANDONED = 200
+MAX_ABANDONED = 200
 IDLE_SECONDS = 5.0
 GRACE_SECONDS = 1.0  # an async call is cancelled at its limit; if that does not happen, something blocks its event loop
 
@@ -61,7 +61,7 @@ class Pending:
 class CallThreads:
     """`start` a function of no arguments, then ask `is_over` until it says so."""
 
-    def __init__(self, threads: int = THREADS, most_abandoned: int = MOST_ABANDONED) -> None:
+    def __init__(self, threads: int = THREADS, most_abandoned: int = MAX_ABANDONED) -> None:
         self.size, self.most_abandoned = threads, most_abandoned
         self.abandoned = 0  # calls that were given up, ever
         self._given_up: list[Pending] = []
@@ -79,7 +79,7 @@ class CallThreads:
             else:
                 self._jobs.append(call)
                 self._changed.notify()
-                self._hire()
+                self._add_thread()
         return call
 
     def is_over(self, call: Pending) -> bool:
@@ -118,7 +118,7 @@ class CallThreads:
                 self._loop = None  # it is blocked: the next call gets another one
             else:
                 self._workers -= 1
-                self._hire()
+                self._add_thread()
             self._given_up = [other for other in (*self._given_up, call) if other.hangs]
             hanging = len(self._given_up)
         if hanging > self.most_abandoned:
@@ -129,7 +129,7 @@ class CallThreads:
 
     # ---- plain functions ---------------------------------------------------------------------------------------------
 
-    def _hire(self) -> None:
+    def _add_thread(self) -> None:
         if len(self._jobs) > self._waiting and self._workers < self.size:
             self._workers += 1
             threading.Thread(target=self._work, daemon=True, name="posttrain tool").start()

@@ -114,7 +114,7 @@ class Environment:
 
 
 class Environments:
-    """All kinds of a run, and what is lent out."""
+    """All kinds of a run, and the instances that episodes hold."""
 
     def __init__(self, factories: Factory | Mapping[str, Factory], shared: Toolbox) -> None:
         self.several = isinstance(factories, Mapping)
@@ -122,18 +122,18 @@ class Environments:
             raise ValueError("`environment_factory` is an empty dict: there is no environment.")
         named = factories if self.several else {ONLY: factories}
         self.kinds = {name: EnvironmentKind(name, factory, shared) for name, factory in named.items()}
-        self._lent: list[Environment] = []
+        self._in_use: list[Environment] = []
 
     def take(self, row: PromptRow) -> Environment:
         name = row.columns[COLUMN] if self.several else ONLY
-        self._lent.append(self.kinds[name].take())
-        return self._lent[-1]
+        self._in_use.append(self.kinds[name].take())
+        return self._in_use[-1]
 
     def give_back(self) -> None:
-        """Everything that was lent: its episodes are over and have their rewards."""
-        for environment in self._lent:
+        """All instances in use: their episodes are over and have their rewards."""
+        for environment in self._in_use:
             environment.kind.give_back(environment)
-        self._lent = []
+        self._in_use = []
 
     def rewards(self) -> list[Callable[..., Any]]:
         """A reward for each class that has `get_reward`, named after it; samples of others get None."""

@@ -1,6 +1,6 @@
 """ToolEpisode: the model speaks, its calls are run, their results are appended, the model speaks again.
 
-    prompt | what the model said ... <stop> | results, generation prompt | what the model said ... <stop> | ...
+    prompt | what the model wrote ... <stop> | results, generation prompt | what the model wrote ... <stop> | ...
              trained                          foreign, not trained         trained
 
 Episodes do not wait for each other: while the tools of one episode work, the engine writes the turns of others.
@@ -23,7 +23,7 @@ from posttrain.data.rows.message_checks import read_template_kwargs, read_tools
 from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Completion, Prompt, SamplingParams
 from posttrain.rollout.episodes.call_threads import Pending
 from posttrain.rollout.episodes.environment import Environment, extended_prompt
-from posttrain.rollout.episodes.tools import RunningCall, Toolbox, in_words
+from posttrain.rollout.episodes.tools import RunningCall, Toolbox, describe_error
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout, ToolCall
 
@@ -50,16 +50,16 @@ class EpisodeRules:
 
 @dataclass(frozen=True)
 class ToolEpisodes:
-    """Makes the episodes of a window; `lend` gives the environment of a row, where there are environments."""
+    """Makes the episodes of a window; `take_environment` gives the environment of a row, where there are environments."""
 
     rules: EpisodeRules
-    lend: Callable[[PromptRow], Environment] | None = None
+    take_environment: Callable[[PromptRow], Environment] | None = None
 
     def __call__(
         self, rows: Sequence[PromptRow], requests: Sequence[Request], params: SamplingParams
     ) -> list[ToolEpisode]:
         rules = replace(self.rules, stop_ids=frozenset(params.stop_ids), max_completion=params.max_tokens)
-        return [ToolEpisode(row, request, rules, self.lend) for row, request in zip(rows, requests)]
+        return [ToolEpisode(row, request, rules, self.take_environment) for row, request in zip(rows, requests)]
 
 
 class ToolEpisode:
@@ -70,9 +70,9 @@ class ToolEpisode:
         row: PromptRow,
         request: Request,
         rules: EpisodeRules,
-        lend: Callable[[PromptRow], Environment] | None = None,
+        take_environment: Callable[[PromptRow], Environment] | None = None,
     ) -> None:
-        """`lend` gives the environment of a row."""
+        """`take_environment` gives the environment of a row."""
         self.row, self.request, self.rules = row, request, rules
         self.messages: list[dict[str, Any]] = list(row.prompt)
         self.prompt_ids = row.ids
@@ -80,8 +80,8 @@ class ToolEpisode:
         self.calls: list[ToolCall] = []
         self.new_messages: list[dict[str, Any]] = []
         self.finish_reason, self.error, self.masked = STOP, None, False
-        self._lend = lend
-        self._parts: list[Completion | np.ndarray] = []  # what the model said, and the foreign tokens in between
+        self._take_environment = take_environment
+        self._parts: list[Completion | np.ndarray] = []  # what the model wrote, and the foreign tokens in between
         self._length = self._sampled = self._rounds = 0
         self._resetting: Pending | None = None
         self._asked: list[tuple[Any, Any]] = []  # (name, arguments) of this turn's calls that have not begun
@@ -89,21 +89,21 @@ class ToolEpisode:
         self._answered: list[ToolCall] = []
         self._over = False
         self._began: float | None = None
-        self._seconds = {"tools": 0.0} if lend is None else {"tools": 0.0, "reset": 0.0}
+        self._seconds = {"tools": 0.0} if take_environment is None else {"tools": 0.0, "reset": 0.0}
         own_kwargs = read_template_kwargs(row.columns.get("chat_template_kwargs"), "chat_template_kwargs", [])
         self._kwargs = own_kwargs or {}
 
     # ---- as an Episode -----------------------------------------------------------------------------------------------
 
     def prompt(self) -> Prompt | None:
-        if self._lend is not None and self.environment is None:
+        if self._take_environment is not None and self.environment is None:
             self._begin_reset()
         if self._is_late():
             self._end(LENGTH, self._too_late())
         elif self._resetting is not None:
-            self._look_at_reset()
+            self._poll_reset()
         elif self._asked or self._running or self._answered:
-            self._look_at_calls()
+            self._poll_calls()
         if self._over or self._resetting is not None or self._asked or self._running:
             return None
         foreign = [part if isinstance(part, np.ndarray) else part.ids for part in self._parts]
@@ -166,19 +166,19 @@ class ToolEpisode:
 
     def _begin_reset(self) -> None:
         try:
-            self.environment = self._lend(self.row)
+            self.environment = self._take_environment(self.row)
             self._resetting = self.environment.start_reset(self.row)
         except Exception as error:  # the factory is the user's
-            self._lend = None
-            self._fail(f"The environment could not be made: {in_words(error)}")
+            self._take_environment = None
+            self._fail(f"The environment could not be made: {describe_error(error)}")
 
-    def _look_at_reset(self) -> None:
+    def _poll_reset(self) -> None:
         reset = self._resetting
         if not self.environment.toolbox.threads.is_over(reset):
             return
         self._resetting, self._seconds["reset"] = None, reset.seconds
         if reset.error is not None:
-            return self._fail(f"reset of {self.environment.kind.cls.__name__} failed: {in_words(reset.error)}")
+            return self._fail(f"reset of {self.environment.kind.cls.__name__} failed: {describe_error(reset.error)}")
         try:
             self._encode_prompt(reset.result)
         except (RenderError, TypeError) as error:
@@ -233,7 +233,7 @@ class ToolEpisode:
                 running = (self.environment or self._toolbox).start(name, arguments)
             self._running.append(running)
 
-    def _look_at_calls(self) -> None:
+    def _poll_calls(self) -> None:
         while self._running and self._running[0].is_over:
             self._answered.append(self._running.pop(0).finished())
             self._start_calls()
@@ -257,7 +257,7 @@ class ToolEpisode:
     def _suffix(self, answered: list[ToolCall], is_closed: bool) -> np.ndarray:
         try:
             return self.rules.suffix.ids(_results(answered), is_closed, self._kwargs)
-        except RenderError as error:  # the template, or the tokenizer, refuses what a tool said
+        except RenderError as error:  # the template, or the tokenizer, refuses what a tool returned
             for call in answered:
                 call.error = call.error or f"The result cannot be written in this chat template: {error.reason}"
                 call.result = '{"error": "The result cannot be shown."}'
@@ -292,8 +292,8 @@ class ToolEpisode:
                 continue
             logps = {SAMPLING_LOGPS: part.sampling_logps, POLICY_LOGPS: part.policy_logps}
             sample = sample.append(part.ids, trained=True, **logps)
-        spoken = (part.version for part in self._parts if isinstance(part, Completion))
-        sample.policy_version = min(spoken, default=sample.policy_version)  # the oldest of its trained tokens
+        versions = (part.version for part in self._parts if isinstance(part, Completion))
+        sample.policy_version = min(versions, default=sample.policy_version)  # the oldest of its trained tokens
         return sample
 
     def _completion(self) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from posttrain.rollout.episodes.call_threads import CallThreads, CallTimeout, Pe
 from posttrain.rollout.rollout import ToolCall
 
 LONGEST_ERROR = 2000
-MOST_ITEMS = 100_000  # of what a tool yields: it may have no end
+MAX_ITEMS = 100_000  # of what a tool yields: it may have no end
 Schema = dict[str, Any]
 
 
@@ -42,7 +42,7 @@ class Tool:
         """Reads docstring and type hints; a sentence where something is missing. `owner`: the class of a method."""
         name = getattr(function, "__name__", None)
         if not callable(function) or name is None or name == "<lambda>":
-            raise TypeError(f"A tool is a function with a name, a docstring and type hints; {function!r} is none.")
+            raise TypeError(f"A tool is a function with a name, a docstring and type hints; {function!r} is not one.")
         full_name = f"{owner}.{name}" if owner else name
         try:
             schema = get_json_schema(function)
@@ -147,7 +147,7 @@ class RunningCall:
             return self._with_error(self.fault)
         call.seconds = pending.seconds
         if pending.error is not None:
-            return self._with_error(in_words(pending.error))
+            return self._with_error(describe_error(pending.error))
         call.result = pending.result
         return call
 
@@ -182,7 +182,7 @@ def as_json(arguments: Any) -> str:
     return clean(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str))
 
 
-def in_words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     if isinstance(error, CallTimeout):
         return str(error)
     try:
@@ -201,7 +201,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, set | frozenset):
         return sorted(value, key=repr)  # their own order changes from process to process
     if isinstance(value, Iterator):
-        return list(itertools.islice(value, MOST_ITEMS))
+        return list(itertools.islice(value, MAX_ITEMS))
     has_text = type(value).__str__ is not object.__str__ or type(value).__repr__ is not object.__repr__
     if not has_text or callable(value) or inspect.isasyncgen(value):
         name = type(value).__name__

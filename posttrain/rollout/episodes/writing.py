@@ -58,7 +58,7 @@ class Writer:
                     run_episodes(engine, self.episodes(mine, requests, params), params, on_finished)
                 else:
                     answer = self.function([row.prompt for row in mine], self.trainer)
-                    found = written_by_function(answer, mine, requests, self.decode, params.stop_ids)
+                    found = rollouts_from_function(answer, mine, requests, self.decode, params.stop_ids)
                     for index, rollout in enumerate(found):
                         on_finished(index, rollout)
             finally:
@@ -76,7 +76,7 @@ NEEDED = ("prompt_ids", "completion_ids")
 KNOWN = (*NEEDED, "logprobs", "env_mask")
 
 
-def written_by_function(
+def rollouts_from_function(
     answer: dict[str, Any],
     rows: Sequence[PromptRow],
     requests: Sequence[Request],
@@ -87,7 +87,7 @@ def written_by_function(
 
     It is given the prompts, one for each completion that is wanted; it returns lists of that length:
     `prompt_ids`, `completion_ids`, and, where it has them, `logprobs` (of the tokens of each completion, as they were sampled),
-    `env_mask` (0 for tokens of a completion that the model did not say) and any further lists, which rewards are given.
+    `env_mask` (0 for tokens of a completion that the model did not write) and any further lists, which rewards are given.
     """
     _check(answer, len(requests))
     rollouts = []
@@ -115,15 +115,15 @@ def _rollout(
     logps = np.full(size, np.nan, dtype=np.float32)
     if one.get("logprobs") is not None:
         logps = np.asarray(one["logprobs"], dtype=np.float32)
-    said = np.asarray(one.get("env_mask", np.ones(size)), dtype=bool)
-    for name, values in (("logprobs", logps), ("env_mask", said)):
+    from_model = np.asarray(one.get("env_mask", np.ones(size)), dtype=bool)
+    for name, values in (("logprobs", logps), ("env_mask", from_model)):
         if len(values) != size:
             raise ValueError(
                 f"`rollout_func`: sample {request.sample} of row {row.row} has {len(values)} entries of {name!r} for {size} tokens."
             )
     prompt = Sample(prompt_ids, np.zeros(len(prompt_ids), dtype=bool), row=row.row, group=request.number)
     sample = prompt.append(completion_ids, trained=True, **{SAMPLING_LOGPS: logps, POLICY_LOGPS: logps})
-    sample.trained[len(prompt_ids) :] = said
+    sample.trained[len(prompt_ids) :] = from_model
     extra = {name: value for name, value in one.items() if name not in KNOWN}
     return Rollout(
         request,

@@ -103,7 +103,7 @@ class EngineThread:
             self.refuse_without_room(len(jobs))
             self._in_flight += len(jobs)
         counted = [(job, self._counted(done)) for job, done in jobs]
-        self._send(lambda: self._add_all(counted))
+        self._send(lambda: [self._add(job, done) for job, done in counted])
 
     def refuse_without_room(self, count: int) -> None:
         """Whether so many jobs would be taken now; asked before they are made, since making them takes time, too."""
@@ -175,7 +175,7 @@ class EngineThread:
                 self.sleeping_parts = {"weights", "kv_cache"}
                 self.sleeping = "The engine sleeps; wake it first."
                 if level == 2:
-                    self._versions.lose("sleep level 2 dropped the weights; send a version.")
+                    self._versions.invalidate("sleep level 2 dropped the weights; send a version.")
             return why_not
 
         return self.call(go, seconds)
@@ -210,7 +210,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             while not self._stopping.is_set():
-                self._obey()
+                self._run_commands()
                 self._try_flip()
                 if self._running:
                     self._step()
@@ -221,7 +221,7 @@ class EngineThread:
         finally:
             self._end_all(self.failure or "the server is stopping.")
 
-    def _obey(self) -> None:
+    def _run_commands(self) -> None:
         """Run the commands that wait; wait a little for one where there is nothing else to do."""
         try:
             command = self._commands.get(timeout=0.0 if self._running else 0.2)
@@ -230,10 +230,6 @@ class EngineThread:
                 command = self._commands.get_nowait()
         except queue.Empty:
             return
-
-    def _add_all(self, jobs: Sequence[tuple[Job, Done]]) -> None:
-        for job, done in jobs:
-            self._add(job, done)
 
     def _add(self, job: Job, done: Done) -> None:
         if self._flip is not None:
@@ -317,7 +313,7 @@ class EngineThread:
     def _forget_old_weights(self, version: int) -> None:
         """From here on the tokens of running jobs are those of `version`, keys and values included."""
         if not self._engine.reset_prefix_cache(running=bool(self._running)):
-            self._versions.lose("the engine kept cached keys and values of the weights before.")
+            self._versions.invalidate("the engine kept cached keys and values of the weights before.")
             raise EngineFailed("The engine did not give up the cached keys and values of the old weights.")
         for running in self._running.values():
             running.marks.append((len(running.latest.ids) if running.latest else 0, version))

@@ -32,7 +32,7 @@ BUFFERS = re.compile(
     r"(^|\.)(rotary_emb\.(inv_freq|cos_cached|sin_cached)|(attn|attention)\.(masked_)?bias|position_ids)$"
 )
 """What older versions of transformers saved besides the parameters: frequencies and masks, which newer ones compute."""
-LEAST_MASK_DIMENSIONS = 3
+MIN_MASK_DIMENSIONS = 3
 """Of a mask of attention. A `bias` with fewer is a parameter; `masked_bias` is one number."""
 
 
@@ -139,4 +139,4 @@ def buffers(known: Mapping[str, TensorSpec]) -> frozenset[str]:
 
 
 def _is_bias(spec: TensorSpec) -> bool:
-    return spec.name.rpartition(".")[2] == "bias" and len(spec.shape) < LEAST_MASK_DIMENSIONS
+    return spec.name.rpartition(".")[2] == "bias" and len(spec.shape) < MIN_MASK_DIMENSIONS

@@ -68,7 +68,7 @@ class Versions:
         with self._lock:
             self._serving = serving
 
-    def lose(self, reason: str) -> None:
+    def invalidate(self, reason: str) -> None:
         """No whole version is loaded any more; requests are refused until an update brings one."""
         with self._lock:
             self._serving = Serving(None, reason=reason)

@@ -22,11 +22,13 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MOST_LOGPROBS = 1024
+MAX_LOGPROBS = 1024
 ADAPTER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What adapters may change, unless said otherwise. With `lm_head` among them vLLM cannot score prompts (its layer for
 the logits of adapters expects one row per sequence: an error that ends the engine, seen with 0.32.0 on the CPU)."""
 FINISH = {"stop": STOP, "length": LENGTH}
+SAME_NAMES = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+"""Fields of `Sampling` that vLLM's SamplingParams has, too."""
 
 
 @dataclass(frozen=True)
@@ -120,19 +122,13 @@ class VLLMEngine:
 
         asked = job.sampling
         return SamplingParams(
-            max_tokens=asked.max_tokens,
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=asked.top_k,
-            min_p=asked.min_p,
-            repetition_penalty=asked.repetition_penalty,
+            **{name: getattr(asked, name) for name in SAME_NAMES},
             stop_token_ids=list(asked.stop_ids),
-            ignore_eos=True,  # what ends a completion is said by the request alone
+            ignore_eos=True,  # the request alone decides what ends a completion
             stop=list(asked.stop) or None,
             include_stop_str_in_output=True,
             logit_bias=dict(asked.logit_bias) or None,
             structured_outputs=StructuredOutputsParams(regex=asked.regex) if asked.regex else None,
-            seed=asked.seed,
             logprobs=job.top_logprobs,
             detokenize=bool(asked.stop),
             output_kind=RequestOutputKind.DELTA,
@@ -254,7 +250,7 @@ def _engine_args(options: VLLMOptions, on_cpu: bool) -> dict[str, Any]:
         "tensor_parallel_size": options.tensor_parallel,
         "distributed_executor_backend": "uni" if options.tensor_parallel == 1 else "mp",
         "logprobs_mode": options.logprobs_mode,
-        "max_logprobs": MOST_LOGPROBS,
+        "max_logprobs": MAX_LOGPROBS,
         "enable_sleep_mode": options.sleep and not on_cpu,
         "enforce_eager": options.eager or on_cpu,
         "seed": options.seed,

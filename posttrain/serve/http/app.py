@@ -33,7 +33,7 @@ from ..errors import (
     Unauthorised,
 )
 from ..server import PARTS_AT_ONCE, RolloutServer, ServerOptions
-from ..wire.payload import MOST_FETCH_SECONDS
+from ..wire.payload import MAX_FETCH_SECONDS
 from . import control, generation
 
 log = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Endpoint:
     body: type[Body] | None = None  # None: the handler gets the bytes
     limit: int | str = NO_BODY  # bytes of the body, or the option of the server that says how many
     seconds: float | None = 60.0  # for the answer, once the body is here; None: as long as a deadline in a body may be
-    at_once: int = 4096  # requests of this route, bodies that still arrive included
+    concurrency: int = 4096  # requests of this route, bodies that still arrive included
 
     def bounds(self, options: ServerOptions) -> tuple[int, float]:
         """(bytes, seconds)."""
@@ -143,7 +143,7 @@ class Endpoint:
 LATER = 30.0
 """The handlers end earlier, by the deadline in the body."""
 JSON, PART, SMALL = "most_json_bytes", "most_part_bytes", 1 << 16
-QUICK, LONG, FETCH = 10.0, None, MOST_FETCH_SECONDS + LATER
+QUICK, LONG, FETCH = 10.0, None, MAX_FETCH_SECONDS + LATER
 
 ENDPOINTS = (
     Endpoint("GET", "/health", control.health, seconds=QUICK),
@@ -152,13 +152,15 @@ ENDPOINTS = (
     Endpoint("GET", "/metrics", control.metrics, seconds=QUICK),
     Endpoint("POST", "/generate", generation.generate, bodies.Generate, JSON, LONG),
     Endpoint("POST", "/score", generation.score, bodies.Score, JSON, LONG),
-    Endpoint("POST", "/weights/begin", control.weights_begin, bodies.Begin, JSON, at_once=4),
+    Endpoint("POST", "/weights/begin", control.weights_begin, bodies.Begin, JSON, concurrency=4),
     Endpoint("POST", "/weights/part", control.weights_part, None, PART, 600.0, PARTS_AT_ONCE),
-    Endpoint("POST", "/weights/fetch", control.weights_fetch, bodies.Fetch, JSON, FETCH, at_once=4),
-    Endpoint("POST", "/weights/stream", control.weights_stream, bodies.OpenStream, SMALL, at_once=4),
-    Endpoint("POST", "/weights/stream/part", control.weights_stream_part, bodies.StreamPart, JSON, FETCH, at_once=4),
-    Endpoint("POST", "/weights/collective", control.weights_collective, bodies.Meeting, SMALL, FETCH, at_once=2),
-    Endpoint("POST", "/weights/commit", control.weights_commit, bodies.Commit, JSON, LONG, at_once=4),
+    Endpoint("POST", "/weights/fetch", control.weights_fetch, bodies.Fetch, JSON, FETCH, concurrency=4),
+    Endpoint("POST", "/weights/stream", control.weights_stream, bodies.OpenStream, SMALL, concurrency=4),
+    Endpoint(
+        "POST", "/weights/stream/part", control.weights_stream_part, bodies.StreamPart, JSON, FETCH, concurrency=4
+    ),
+    Endpoint("POST", "/weights/collective", control.weights_collective, bodies.Rendezvous, SMALL, FETCH, concurrency=2),
+    Endpoint("POST", "/weights/commit", control.weights_commit, bodies.Commit, JSON, LONG, concurrency=4),
     Endpoint("POST", "/weights/abort", control.weights_abort, bodies.Abort, SMALL),
     Endpoint("POST", "/sleep", control.sleep, bodies.Sleep, SMALL),
     Endpoint("POST", "/wake", control.wake, bodies.Wake, SMALL),
@@ -190,8 +192,10 @@ class _Served:
 
     async def _counted(self, request: Request) -> Response:
         endpoint = self._endpoint
-        if self._under_way >= endpoint.at_once:
-            raise Busy(f"{endpoint.at_once} requests to {endpoint.path} are under way, the most at once; try again.")
+        if self._under_way >= endpoint.concurrency:
+            raise Busy(
+                f"{endpoint.concurrency} requests to {endpoint.path} are under way, the most at once; try again."
+            )
         self._under_way += 1
         try:
             return await self._read_and_handle(request)

@@ -12,20 +12,20 @@ log = logging.getLogger(__name__)
 
 HEAD_SECONDS = 10.0
 """From the opening of a connection, or the first byte of a further request on it, until the whole head is here."""
-MOST_CONNECTIONS = 16_384
+MAX_CONNECTIONS = 16_384
 TAKEN_AT_ONCE = 32
 """By asyncio, several times before the first of them is counted: so few that they do not use up the descriptors."""
 KERNEL_QUEUE = 2048
 """Connections that wait in the kernel until they are accepted. A trainer opens hundreds at once."""
 SPARE_DESCRIPTORS = 256
 """For those that are accepted and not counted, and for files."""
-SAID_SECONDS = 60.0
+WARNING_INTERVAL_SECONDS = 60.0
 
 
 def most_connections() -> int:
     """As many as the process has descriptors for, of which it is given as many as it may have; some stay for its files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_CONNECTIONS + SPARE_DESCRIPTORS
+    wanted = MAX_CONNECTIONS + SPARE_DESCRIPTORS
     if soft != resource.RLIM_INFINITY and soft < wanted:
         more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         try:
@@ -37,7 +37,7 @@ def most_connections() -> int:
 
 
 def connections_for(descriptors: int) -> int:
-    return min(max(descriptors - SPARE_DESCRIPTORS, descriptors // 2), MOST_CONNECTIONS)
+    return min(max(descriptors - SPARE_DESCRIPTORS, descriptors // 2), MAX_CONNECTIONS)
 
 
 class HeadWatch:
@@ -47,10 +47,10 @@ class HeadWatch:
         self._most, self._seconds = most, seconds
         self._waiting: dict[Any, asyncio.TimerHandle] = {}  # protocol -> what ends it
         self._ended: set[Any] = set()  # that were closed, and are still counted as open
-        self._said_at = -SAID_SECONDS
+        self._warned_at = -WARNING_INTERVAL_SECONDS
 
     def waits(self, protocol: Any) -> None:
-        """Its head is not complete; the time runs from when that was first said."""
+        """Its head is not complete; the time counts from the first such call."""
         if protocol not in self._waiting:
             timer = protocol.loop.call_later(self._seconds, protocol.transport.abort)
             self._waiting[protocol] = timer
@@ -68,8 +68,8 @@ class HeadWatch:
         """Where there are too many, the one that has kept the server waiting longest goes: a new one may be a trainer's."""
         if is_open - len(self._ended) <= self._most:
             return
-        if time.monotonic() - self._said_at >= SAID_SECONDS:
-            self._said_at = time.monotonic()
+        if time.monotonic() - self._warned_at >= WARNING_INTERVAL_SECONDS:
+            self._warned_at = time.monotonic()
             log.warning(
                 "%s connections are open, the most at once is %s: one that waits is closed.", is_open, self._most
             )

@@ -1,4 +1,4 @@
-"""Handlers that are not about tokens: state, weights, sleep, the end."""
+"""Handlers for everything but tokens: state, weights, sleep, shutdown."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Fields = dict[str, Any]
 async def health(server: RolloutServer, _: bytearray) -> Response:
     """200 while the process can do its work at all, ready or not."""
     server.updater.tick()
-    trouble = server.trouble()
-    return JSONResponse({"healthy": trouble is None, "error": trouble, "time": time.time()}, 503 if trouble else 200)
+    why = server.unhealthy_reason()
+    return JSONResponse({"healthy": why is None, "error": why, "time": time.time()}, 503 if why else 200)
 
 
 async def ready(server: RolloutServer, _: bytearray) -> Response:
@@ -42,75 +42,73 @@ async def metrics(server: RolloutServer, _: bytearray) -> Response:
     return Response(text, media_type=kind)
 
 
-async def weights_begin(server: RolloutServer, asked: bodies.Begin) -> Fields:
+async def weights_begin(server: RolloutServer, body: bodies.Begin) -> Fields:
     server.refuse_if_stopping()
-    _refuse_without(server, "weights" if asked.adapter_config is None else "adapters")
-    manifest = await asyncio.to_thread(asked.manifest.manifest)
-    return await asyncio.to_thread(server.updater.begin, manifest, asked.replace, asked.rollback, asked.adapter_config)
+    _refuse_without(server, "weights" if body.adapter_config is None else "adapters")
+    manifest = await asyncio.to_thread(body.manifest.manifest)
+    return await asyncio.to_thread(server.updater.begin, manifest, body.replace, body.rollback, body.adapter_config)
 
 
 async def weights_part(server: RolloutServer, body: bytearray) -> Fields:
     return await asyncio.to_thread(server.updater.part, body)
 
 
-async def weights_fetch(server: RolloutServer, asked: bodies.Fetch) -> Fields:
+async def weights_fetch(server: RolloutServer, body: bodies.Fetch) -> Fields:
     """A part whose head is in the body, and whose data is in a shared block."""
 
     def fetch(nbytes: int) -> Buffer:
-        return server.transports.receive(asked.transport, asked.place, nbytes, asked.deadline_s)
+        return server.transports.receive(body.transport, body.place, nbytes, body.deadline_s)
 
-    return await asyncio.to_thread(server.updater.fetched, asked.head, fetch)
+    return await asyncio.to_thread(server.updater.fetched, body.head, fetch)
 
 
-async def weights_stream(server: RolloutServer, asked: bodies.OpenStream) -> Fields:
+async def weights_stream(server: RolloutServer, body: bodies.OpenStream) -> Fields:
     """Open a version that goes straight into the engine; its parts follow, and a commit waits for its end."""
     server.refuse_if_stopping()
     _refuse_without(server, "weights")
     _refuse_asleep(server)
     return await asyncio.to_thread(
-        server.updater.open_stream, asked.version, asked.rollback, asked.in_flight, asked.deadline_s
+        server.updater.open_stream, body.version, body.rollback, body.in_flight, body.deadline_s
     )
 
 
-async def weights_stream_part(server: RolloutServer, asked: bodies.StreamPart) -> Fields:
+async def weights_stream_part(server: RolloutServer, body: bodies.StreamPart) -> Fields:
     def receive(nbytes: int) -> Tensor:
-        return server.transports.receive(asked.transport, asked.place, nbytes, asked.deadline_s)
+        return server.transports.receive(body.transport, body.place, nbytes, body.deadline_s)
 
-    return await asyncio.to_thread(server.updater.stream_part, asked, receive)
+    return await asyncio.to_thread(server.updater.stream_part, body, receive)
 
 
-async def weights_collective(server: RolloutServer, asked: bodies.Meeting) -> Fields:
+async def weights_collective(server: RolloutServer, body: bodies.Rendezvous) -> Fields:
     """Join the group that a trainer makes for its weights; answered when both are in it."""
     server.refuse_if_stopping()
-    return await asyncio.to_thread(server.transports.join, asked)
+    return await asyncio.to_thread(server.transports.join, body)
 
 
-async def weights_commit(server: RolloutServer, asked: bodies.Commit) -> Fields:
+async def weights_commit(server: RolloutServer, body: bodies.Commit) -> Fields:
     _refuse_asleep(server)
-    return await asyncio.to_thread(
-        server.updater.commit, asked.version, asked.checksums, asked.in_flight, asked.deadline_s
-    )
+    return await asyncio.to_thread(server.updater.commit, body.version, body.in_flight, body.deadline_s)
 
 
-async def weights_abort(server: RolloutServer, asked: bodies.Abort) -> Fields:
-    return await asyncio.to_thread(server.updater.abort, asked.version)
+async def weights_abort(server: RolloutServer, body: bodies.Abort) -> Fields:
+    return await asyncio.to_thread(server.updater.abort, body.version, body.reason)
 
 
-async def sleep(server: RolloutServer, asked: bodies.Sleep) -> Fields:
+async def sleep(server: RolloutServer, body: bodies.Sleep) -> Fields:
     """Level 1: weights go to host memory; level 2: weights are dropped, and must be sent again after waking."""
-    why_not = await asyncio.to_thread(server.thread.sleep, asked.level, CALL_SECONDS)
+    why_not = await asyncio.to_thread(server.thread.sleep, body.level, CALL_SECONDS)
     return {"sleeping": why_not is None, "reason": why_not}
 
 
-async def wake(server: RolloutServer, asked: bodies.Wake) -> Fields:
-    await asyncio.to_thread(server.thread.wake, asked.tags, CALL_SECONDS)
+async def wake(server: RolloutServer, body: bodies.Wake) -> Fields:
+    await asyncio.to_thread(server.thread.wake, body.tags, CALL_SECONDS)
     return {"sleeping": server.thread.sleeping is not None}
 
 
-async def shutdown(server: RolloutServer, asked: bodies.Shutdown) -> Response:
+async def shutdown(server: RolloutServer, body: bodies.Shutdown) -> Response:
     """Answer first, then end: running requests have `deadline_s`."""
     server.stopping = True
-    server.stopper = asyncio.ensure_future(server.stop_gracefully(asked.deadline_s))
+    server.stopper = asyncio.ensure_future(server.stop_gracefully(body.deadline_s))
     return JSONResponse({"stopping": True, "in_flight": server.thread.in_flight}, 202)
 
 

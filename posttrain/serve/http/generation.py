@@ -11,7 +11,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from ..bodies import Asked, Generate, Prompt, Score
+from ..bodies import Generate, Prompt, Score, TokenRequest
 from ..engine.protocol import ABORTED, ERROR, GenerateJob, Job, Outcome, ScoreJob
 from ..errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady
 from ..server import RolloutServer
@@ -20,70 +20,79 @@ REFUSALS = {error.status: error for error in (FieldError, Conflict, Busy, NotRea
 USUAL_SECONDS = 600.0
 
 
-async def generate(server: RolloutServer, asked: Generate) -> Response:
+async def generate(server: RolloutServer, request: Generate) -> Response:
     """Completions of token ids."""
-    for i, prompt in enumerate(asked.prompts):
+    for i, prompt in enumerate(request.prompts):
         check_ids(server, prompt.ids, f"`ids` of entry {i} of `prompts` of the body")
 
     async def work(seconds: float) -> dict[str, Any]:
-        server.thread.refuse_without_room(sum(prompt.n for prompt in asked.prompts))
-        jobs = [job for i, prompt in enumerate(asked.prompts) for job in _jobs(server, i, prompt, asked)]
+        server.thread.refuse_without_room(sum(prompt.n for prompt in request.prompts))
+        jobs = [job for i, prompt in enumerate(request.prompts) for job in _jobs(server, i, prompt, request)]
         rest = iter(await _run(server, jobs, seconds))
-        groups = [[_completion(next(rest), asked) for _ in range(prompt.n)] for prompt in asked.prompts]
+        groups = [[_completion(next(rest), request) for _ in range(prompt.n)] for prompt in request.prompts]
         return {"completions": groups, "logprobs_mode": server.engine.info.logprobs_mode}
 
-    return await _once(server, asked, work)
+    return await _once(server, request, work)
 
 
-async def score(server: RolloutServer, asked: Score) -> Response:
+async def score(server: RolloutServer, request: Score) -> Response:
     """Log-probs of given tokens under the model at temperature 1, and of the most likely ones, for teachers."""
     if not server.engine.info.capabilities.get("score"):
         raise FieldError("This server cannot score: vLLM has no log-probs of prompts with adapters on `lm_head`.")
-    for i, sequence in enumerate(asked.sequences):
+    for i, sequence in enumerate(request.sequences):
         check_ids(server, sequence.ids, f"`ids` of entry {i} of `sequences` of the body")
         if not sequence.start < len(sequence.ids):
             raise FieldError(f"Sequence {i} has {len(sequence.ids)} tokens and is to be scored from {sequence.start}.")
 
     async def work(seconds: float) -> dict[str, Any]:
-        server.thread.refuse_without_room(len(asked.sequences))
+        server.thread.refuse_without_room(len(request.sequences))
         jobs = [
-            ScoreJob(f"{asked.request_id}/{i}", tuple(s.ids), s.start, asked.top_k, asked.accepted, asked.base_weights)
-            for i, s in enumerate(asked.sequences)
+            ScoreJob(
+                f"{request.request_id}/{i}",
+                tuple(s.ids),
+                s.start,
+                request.top_k,
+                request.accepted,
+                request.base_weights,
+            )
+            for i, s in enumerate(request.sequences)
         ]
         outcomes = await _run(server, jobs, seconds)
         if ended := [outcome for outcome in outcomes if outcome.finish_reason == ABORTED]:
             raise Conflict(f"The scoring was ended: {ended[0].error}")
         return {"scores": [{"logps": o.logps, "top": _top(o), "version": o.version} for o in outcomes]}
 
-    return await _once(server, asked, work)
+    return await _once(server, request, work)
 
 
 def check_ids(server: RolloutServer, ids: list[int], where: str) -> None:
     """Whether the model knows these tokens, and its context holds them."""
-    about = server.engine.info
-    if len(ids) > about.context_length:
-        raise FieldError(f"{where} is not a list of 1 to {about.context_length} token ids.")
-    if min(ids) < 0 or max(ids) >= about.vocabulary:
-        place = next(i for i, token in enumerate(ids) if not 0 <= token < about.vocabulary)
-        raise FieldError(f"Entry {place} of {where} is not a token id from 0 to {about.vocabulary - 1}.")
+    info = server.engine.info
+    if len(ids) > info.context_length:
+        raise FieldError(f"{where} is not a list of 1 to {info.context_length} token ids.")
+    if min(ids) < 0 or max(ids) >= info.vocabulary:
+        place = next(i for i, token in enumerate(ids) if not 0 <= token < info.vocabulary)
+        raise FieldError(f"Entry {place} of {where} is not a token id from 0 to {info.vocabulary - 1}.")
 
 
-async def _once(server: RolloutServer, asked: Asked, work: Callable[[float], Awaitable[dict[str, Any]]]) -> Response:
+async def _once(
+    server: RolloutServer, request: TokenRequest, work: Callable[[float], Awaitable[dict[str, Any]]]
+) -> Response:
     """The answer to a request that is run once, however often it is sent."""
     most = server.options.most_seconds
-    seconds = min(USUAL_SECONDS, most) if asked.deadline_s is None else asked.deadline_s
+    seconds = min(USUAL_SECONDS, most) if request.deadline_s is None else request.deadline_s
     if seconds > most:
         raise FieldError(f"`deadline_s` of the body is not a number above 0 up to {most:g}.")
 
     async def answer() -> bytes:
-        return json.dumps({"request_id": asked.request_id} | await work(seconds)).encode()
+        return json.dumps({"request_id": request.request_id} | await work(seconds)).encode()
 
-    kind = type(asked).__name__.encode()
-    digest = hashlib.blake2b(asked.model_dump_json().encode(), digest_size=16, person=kind).hexdigest()
-    return Response(await server.book.run(asked.request_id, digest, answer), media_type="application/json")
+    kind = type(request).__name__.encode()
+    digest = hashlib.blake2b(request.model_dump_json().encode(), digest_size=16, person=kind).hexdigest()
+    return Response(await server.requests.run(request.request_id, digest, answer), media_type="application/json")
 
 
-def _jobs(server: RolloutServer, i: int, prompt: Prompt, asked: Generate) -> list[Job]:
+def _jobs(server: RolloutServer, i: int, prompt: Prompt, request: Generate) -> list[Job]:
     seeds = prompt.seeds or (None,) * prompt.n
     if len(seeds) != prompt.n:
         raise FieldError(f"Prompt {i} has n = {prompt.n} and {len(seeds)} seeds.")
@@ -93,16 +102,16 @@ def _jobs(server: RolloutServer, i: int, prompt: Prompt, asked: Generate) -> lis
         raise FieldError(
             f"Prompt {i} has {len(prompt.ids)} tokens; the context is {context} and one token at least must fit behind it."
         )
-    common, ids = asked.sampling.sampling(), tuple(prompt.ids)
+    common, ids = request.sampling.sampling(), tuple(prompt.ids)
     most = min(prompt.max_tokens or common.max_tokens, room)
     return [
         GenerateJob(
-            f"{asked.request_id}/{i}/{j}",
+            f"{request.request_id}/{i}/{j}",
             ids,
             dataclasses.replace(common, max_tokens=most, seed=seed),
-            asked.accepted,
-            asked.top_logprobs,
-            asked.base_weights,
+            request.accepted,
+            request.top_logprobs,
+            request.base_weights,
         )
         for j, seed in enumerate(seeds)
     ]
@@ -120,8 +129,9 @@ async def _run(server: RolloutServer, jobs: Sequence[Job], seconds: float) -> li
             waits = futures
             outcomes = []
             for future in waits:
-                outcomes.append(await future)
-                _raise_refusal(outcomes[-1])
+                outcomes.append(outcome := await future)
+                if outcome.finish_reason == ERROR:
+                    raise REFUSALS.get(outcome.stop_reason, EngineFailed)(outcome.error)
             return outcomes
     except TimeoutError as error:
         raise DeadlinePassed(f"The completions were not done within {seconds:g} s, and were ended.") from error
@@ -143,12 +153,7 @@ def _deliver(loop: asyncio.AbstractEventLoop, future: asyncio.Future[Outcome]) -
     return done
 
 
-def _raise_refusal(outcome: Outcome) -> None:
-    if outcome.finish_reason == ERROR:
-        raise REFUSALS.get(outcome.stop_reason, EngineFailed)(outcome.error)
-
-
-def _completion(outcome: Outcome, asked: Generate) -> dict[str, Any]:
+def _completion(outcome: Outcome, request: Generate) -> dict[str, Any]:
     answer = {
         "ids": outcome.ids,
         "logps": outcome.logps,
@@ -158,7 +163,7 @@ def _completion(outcome: Outcome, asked: Generate) -> dict[str, Any]:
         "version": outcome.version,
         "error": outcome.error,
     }
-    return answer | {"top": _top(outcome)} if asked.top_logprobs else answer
+    return answer | {"top": _top(outcome)} if request.top_logprobs else answer
 
 
 def _top(outcome: Outcome) -> list[dict[str, list[Any]]]:

@@ -50,7 +50,7 @@ class Adapters:
         self._pushed = PushedAdapters(self.folder) if self.folder else None
         self._numbers = itertools.count(1)
         self._loaded: list[AdapterRef] = []
-        self.notes: tuple[str, ...] = ()  # for /info: what the engine did not let go of
+        self.notes: tuple[str, ...] = ()  # for /info: adapters that the engine did not remove
 
     def install(
         self, engine: Engine, version: int, config: dict[str, Any], tensors: Iterable[tuple[str, Tensor]], digest: str
@@ -113,7 +113,7 @@ class PushedAdapters:
     """The folders in which a server writes the adapters that trainers push, among those of other servers and of users.
 
     Each has the name of the process that made it, so that two servers never write the same one, and a lock that the process
-    holds for as long as the folder is its own. The kernel lets go of it when the process ends, however it ends: what nobody
+    holds for as long as the folder is its own. The kernel releases it when the process ends, however it ends: what nobody
     holds is swept away by the next server that starts. `close` removes them.
     """
 

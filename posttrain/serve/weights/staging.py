@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hmac
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..bodies import Header, PieceEntry, read, read_json, refuse_twice
+from ..bodies import Header, PieceEntry, read, read_json, refuse_duplicates
 from ..engine.protocol import DTYPES
 from ..errors import Conflict, PayloadError
 from ..wire.host_memory import HostMemory, copy_bytes
@@ -57,7 +56,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PartHead:
-    """What a part says of itself before its data: read first, where the data comes on another way."""
+    """What a part says of itself before its data: read first, where the data comes by another transport."""
 
     version: int
     part: int
@@ -77,7 +76,7 @@ class PartHead:
             pieces.append(piece)
         if end != len(view):
             raise PayloadError(f"The header describes {end} bytes of data; the body has {len(view)}.")
-        refuse_twice([piece.name for piece in pieces])
+        refuse_duplicates([piece.name for piece in pieces])
         return Part(self.version, self.part, self.parts, tuple(pieces))
 
 
@@ -115,8 +114,6 @@ def _piece(entry: PieceEntry, data: memoryview, expected_begin: int) -> tuple[Pi
             f"{spec.name} ({spec.dtype} {list(spec.shape)}, {spec.nbytes} bytes) cannot hold the {end - begin} bytes "
             f"sent for offset {entry.offset}."
         )
-    if spec.checksum is None:
-        raise PayloadError(f"{spec.name} has no checksum.")
     kind = spec.checksum.partition(":")[0]
     digests = block_digests(data[begin:end], kind)
     if not hmac.compare_digest(combined(digests, kind), spec.checksum):
@@ -159,7 +156,7 @@ class Staging:
                 f"{self.manifest.version} in {self.manifest.parts}."
             )
         if self._places.get(part.part, digest) != digest:
-            raise PayloadError(f"Part {part.part} came before with other bytes.")
+            raise PayloadError(f"Part {part.part} was received before with other bytes.")
         if part.part in self._places:
             return
         for piece in part.pieces:
@@ -178,14 +175,14 @@ class Staging:
             raise PayloadError(
                 f"{piece.name} comes as {piece.dtype} {list(piece.shape)}; the manifest says {spec.dtype} {list(spec.shape)}."
             )
-        same_kind = spec.checksum is not None and spec.checksum.partition(":")[0] == piece.checksum.partition(":")[0]
+        same_kind = spec.checksum.partition(":")[0] == piece.checksum.partition(":")[0]
         if piece.is_whole and same_kind and piece.checksum != spec.checksum:
             raise PayloadError(f"{piece.name} does not have the checksum of the manifest.")
         begin, end = piece.offset, piece.offset + len(piece.data)
         if any(begin < other_end and other_begin < end for other_begin, other_end in self._filled[piece.name]):
-            raise PayloadError(f"{piece.name}: bytes {begin} to {end} came before in another part.")
+            raise PayloadError(f"{piece.name}: bytes {begin} to {end} were received before in another part.")
         if spec.nbytes == 0 and self._filled[piece.name]:
-            raise PayloadError(f"{piece.name} came before in another part.")
+            raise PayloadError(f"{piece.name} was received before in another part.")
 
     def _note(self, piece: Piece) -> None:
         begin, end = piece.offset, piece.offset + len(piece.data)
@@ -197,39 +194,26 @@ class Staging:
     def missing_parts(self) -> list[int]:
         return [part for part in range(self.manifest.parts) if part not in self.received]
 
-    def verify(self, checksums: Mapping[str, str]) -> Manifest:
-        """The manifest with all checksums, after every byte was found to be there and right."""
+    def verify(self) -> None:
+        """Raises unless every byte is there and has its checksum."""
         if missing := self.missing_parts():
             raise Conflict(
                 f"{len(missing)} of {self.manifest.parts} parts are missing, the first is part {missing[0]}."
             )
-        if unknown := sorted(set(checksums) - set(self._specs)):
-            raise PayloadError(f"The commit has a checksum of {unknown[0][:200]}, which is not in the manifest.")
-        specs = []
         for spec in self.manifest.tensors:
-            specs.append(self._verify_tensor(spec, checksums.get(spec.name)))
-        return dataclasses.replace(self.manifest, tensors=tuple(specs))
+            filled = sum(end - begin for begin, end in self._filled[spec.name])  # no two overlap
+            if filled != spec.nbytes or not self._filled[spec.name]:
+                raise PayloadError(f"{spec.name}: {filled} of its {spec.nbytes} bytes were received.")
+            if not self._has_checksum(spec):
+                raise PayloadError(f"{spec.name} does not have its checksum once its pieces are put together.")
 
-    def _verify_tensor(self, spec: TensorSpec, late: str | None) -> TensorSpec:
-        if spec.checksum and late and late != spec.checksum:
-            raise PayloadError(f"{spec.name}: the commit and the manifest name different checksums.")
-        wanted = spec.checksum or late
-        if wanted is None:
-            raise PayloadError(f"{spec.name} has a checksum neither in the manifest nor in the commit.")
-        filled = sum(end - begin for begin, end in self._filled[spec.name])  # no two overlap
-        if filled != spec.nbytes or not self._filled[spec.name]:
-            raise PayloadError(f"{spec.name}: {filled} of its {spec.nbytes} bytes came.")
-        if not self._has_checksum(spec, wanted):
-            raise PayloadError(f"{spec.name} does not have its checksum once its pieces are put together.")
-        return dataclasses.replace(spec, checksum=wanted)
-
-    def _has_checksum(self, spec: TensorSpec, wanted: str) -> bool:
+    def _has_checksum(self, spec: TensorSpec) -> bool:
         """From the digests of its blocks, which were made of these bytes as they came; else all of it is hashed now."""
-        kind, known = wanted.partition(":")[0], self._digests[spec.name]
+        kind, known = spec.checksum.partition(":")[0], self._digests[spec.name]
         digests = [known.get((kind, block)) for block in blocks_between(0, spec.nbytes, spec.nbytes)]
         if None in digests:
-            return matches(self._bytes[spec.name], wanted)
-        return combined(digests, kind) == wanted
+            return matches(self._bytes[spec.name], spec.checksum)
+        return combined(digests, kind) == spec.checksum
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) in the order of the manifest; views of the staged bytes."""

@@ -1,4 +1,4 @@
-"""A version on its way straight into the engine: requests hand over parts, the engine's thread loads them as they come.
+"""A version on its way straight into the engine: requests queue parts, the engine's thread loads them in order.
 
 Nothing is held beside the weights that serve but the part under way, so from the first part to the last no version serves.
 """
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..bodies import PieceEntry, refuse_twice
+from ..bodies import PieceEntry, refuse_duplicates
 from ..engine.protocol import DTYPES
 from ..errors import Conflict, PayloadError, ServeError, TransportFailed
 from ..wire import block_sums
@@ -54,17 +54,17 @@ class WeightStream:
         with self._lock:
             try:
                 if number != self._next:
-                    raise Conflict(f"Part {number} of version {self.version} came, and part {self._next} is next.")
-                refuse_twice([*self.specs, *(entry.name for entry in entries)])
+                    raise Conflict(f"Part {number} of version {self.version} was sent, but part {self._next} is next.")
+                refuse_duplicates([*self.specs, *(entry.name for entry in entries)])
                 part = _Part(_verified(entries, receive(entries[-1].end)), is_last)
                 self.specs |= {entry.name: entry.spec() for entry in entries}  # first: with the last part the load ends
-                self._hand_over(part, end)
+                self._enqueue(part, end)
             except ServeError as error:
-                self.give_up(error)
+                self.cancel(error)
                 raise
             self._next += 1
 
-    def _hand_over(self, part: _Part, end: float) -> None:
+    def _enqueue(self, part: _Part, end: float) -> None:
         while True:
             if self._failure is not None or self.outcome.done():
                 raise TransportFailed(f"Version {self.version} was given up: {self._failure or 'its load has ended'}")
@@ -74,7 +74,7 @@ class WeightStream:
                 if time.monotonic() > end:
                     raise TransportFailed("The engine did not take the parts before this one in time.") from None
 
-    def give_up(self, why: ServeError) -> None:
+    def cancel(self, why: ServeError) -> None:
         self._failure = self._failure or why
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -111,7 +111,7 @@ def _verified(entries: list[PieceEntry], data: Tensor) -> list[tuple[str, Tensor
             )
         end = entry.end
         piece = data[entry.begin : end]
-        kind = (spec.checksum or "").partition(":")[0]
+        kind = spec.checksum.partition(":")[0]
         if kind != block_sums.KIND:
             raise PayloadError(f"{spec.name} has no checksum of the kind {block_sums.KIND}.")
         if not hmac.compare_digest(combined(block_sums.of_tensor(piece), kind), spec.checksum):

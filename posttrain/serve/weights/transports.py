@@ -1,23 +1,21 @@
-"""The ways, besides the body of a request, by which the bytes of a part may come: one table, and what /info says of it.
+"""The transports, besides the body of a request, by which the bytes of a part may arrive: one table, and its description in /info.
 
-Whichever way is taken, names, shapes and checksums come over HTTP, and what came is judged by them.
+Whichever is used, names, shapes and checksums come over HTTP, and the bytes are verified against them.
 """
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import secrets
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from ..bodies import GpuPlace, GroupPlace, Meeting, SharedPlace, read
+from ..bodies import GpuPlace, GroupPlace, Rendezvous, SharedPlace, read
 from ..errors import Busy, FieldError, TooLarge, TransportFailed
 from ..wire import collective, cuda_ipc
 from ..wire.host_memory import HostMemory
@@ -27,21 +25,15 @@ from ..wire.shared_blocks import SharedFolder, host_id
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class TransportOptions:
-    shared_folder: Path | None = None  # None: no shared memory
-    most_bytes: int = 272 << 20  # of one part
-
-
 class Receiver:
-    """One way, on the server's side, on which `receive` copies bytes to where this process has them for itself.
+    """One transport, on the server's side, whose `receive` copies bytes to where this process has them for itself.
 
     `TransportFailed` where they do not come, `FieldError` for a place that is none."""
 
-    def __init__(self, options: TransportOptions) -> None: ...
+    def __init__(self, shared_folder: Path | None) -> None: ...
 
-    def about(self) -> dict[str, Any] | None:
-        """What a trainer has to know to decide whether it can take this way; None: none can."""
+    def describe(self) -> dict[str, Any] | None:
+        """What a trainer has to know to decide whether it can use this transport; None: none can."""
 
     def receive(self, place: dict[str, Any], nbytes: int, seconds: float) -> Any: ...
 
@@ -51,17 +43,17 @@ class Receiver:
 class SharedMemoryReceiver(Receiver):
     """To host memory, where a version is staged."""
 
-    def __init__(self, options: TransportOptions) -> None:
+    def __init__(self, shared_folder: Path | None) -> None:
         self._folder: SharedFolder | None = None
         self._memory = HostMemory()
-        if options.shared_folder is not None:
+        if shared_folder is not None:
             try:
-                self._folder = SharedFolder(options.shared_folder)
+                self._folder = SharedFolder(shared_folder)
             except OSError as error:
                 log.warning("No weights are accepted through shared memory: %s", error)
 
-    def about(self) -> dict[str, Any] | None:
-        return self._folder.about() if self._folder else None
+    def describe(self) -> dict[str, Any] | None:
+        return self._folder.describe() if self._folder else None
 
     def receive(self, place: dict[str, Any], nbytes: int, seconds: float) -> Buffer:
         """In memory that serves the next part when this one is staged."""
@@ -82,7 +74,7 @@ class SharedMemoryReceiver(Receiver):
 class CudaIpcReceiver(Receiver):
     """From memory of a GPU to memory of the same GPU, on the way into the engine."""
 
-    def about(self) -> dict[str, Any] | None:
+    def describe(self) -> dict[str, Any] | None:
         gpus = cuda_ipc.gpu_ids()
         return {"gpus": gpus} if gpus else None
 
@@ -94,26 +86,24 @@ class CollectiveReceiver(Receiver):
     """By a group with the trainer, to where its backend has memory: a GPU with NCCL. One group at a time: the next one takes the
     place of the last."""
 
-    def __init__(self, options: TransportOptions) -> None:
+    def __init__(self, shared_folder: Path | None) -> None:
         self._pair: collective.Pair | None = None
         self._key = ""
         self._lock = threading.Lock()
 
-    def about(self) -> dict[str, Any] | None:
+    def describe(self) -> dict[str, Any] | None:
         backends = collective.available_backends()
         return {"backends": backends} if backends else None
 
-    def join(self, asked: Meeting) -> dict[str, Any]:
+    def join(self, rendezvous: Rendezvous) -> dict[str, Any]:
         """Come to where a trainer waits; returns when the group is made."""
-        if not collective.KEY.fullmatch(asked.key):
-            raise FieldError("`key` of the body is not made of 32 hexadecimal digits.")
-        if asked.backend not in collective.available_backends():
-            raise TransportFailed(f"This server has no {asked.backend}.")
+        if rendezvous.backend not in collective.available_backends():
+            raise TransportFailed(f"This server has no {rendezvous.backend}.")
         with self._alone():
             self._drop()
-            address = _literal(asked.address)
-            self._pair = collective.join(asked.backend, address, asked.port, asked.key, asked.deadline_s)
-            self._key = asked.key
+            where = (rendezvous.address, rendezvous.port, rendezvous.key)
+            self._pair = collective.join(rendezvous.backend, *where, rendezvous.deadline_s)
+            self._key = rendezvous.key
         return {"group": self._key}
 
     def receive(self, place: dict[str, Any], nbytes: int, seconds: float) -> Tensor:
@@ -147,51 +137,44 @@ class CollectiveReceiver(Receiver):
         self._drop()
 
 
-def _literal(address: str) -> str:
-    """An address in digits: the server looks up no names that others give it."""
-    try:
-        return str(ipaddress.ip_address(address))
-    except ValueError as error:
-        raise FieldError("`address` of the body is not an IP address.") from error
-
-
-RECEIVERS: dict[str, Callable[[TransportOptions], Receiver]] = {
+RECEIVERS: dict[str, Callable[[Path | None], Receiver]] = {
     SHARED_MEMORY: SharedMemoryReceiver,
     CUDA_IPC: CudaIpcReceiver,
     COLLECTIVE: CollectiveReceiver,
 }
-"""Every way there is on this side; HTTP itself needs none."""
+"""All transports on this side; HTTP itself needs none."""
 STREAMED = frozenset({CUDA_IPC, COLLECTIVE})
-MOST_STREAMED_BYTES = 16 << 30
+MAX_STREAMED_BYTES = 16 << 30
 """Of one part of a stream, which holds whole tensors: the embedding of a large model is one."""
 
 
 class Transports:
     """The receivers of one server."""
 
-    def __init__(self, options: TransportOptions) -> None:
-        self._options = options
-        self._receivers: dict[str, Any] = {name: make(options) for name, make in RECEIVERS.items()}
+    def __init__(self, shared_folder: Path | None, most_bytes: int) -> None:
+        """`shared_folder` None: no shared memory. `most_bytes`: of one part that is staged."""
+        self._most_bytes = most_bytes
+        self._receivers: dict[str, Any] = {name: make(shared_folder) for name, make in RECEIVERS.items()}
         self._instance = secrets.token_hex(8)
 
-    def about(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """For /info. `instance`: this process, so that a trainer notices one that was started anew."""
-        found = {name: receiver.about() for name, receiver in self._receivers.items()}
-        ways = {name: about for name, about in found.items() if about is not None}
+        found = {name: receiver.describe() for name, receiver in self._receivers.items()}
+        ways = {name: fields for name, fields in found.items() if fields is not None}
         return {"host": host_id(), "instance": self._instance, "ways": ways}
 
     def receive(self, name: str, place: dict[str, Any], nbytes: int, seconds: float) -> Any:
         """The bytes of a part, in memory of this process's own: a tensor of bytes for a stream, host memory for a part to stage."""
-        most = MOST_STREAMED_BYTES if name in STREAMED else self._options.most_bytes
+        most = MAX_STREAMED_BYTES if name in STREAMED else self._most_bytes
         if nbytes > most:
             raise TooLarge(f"The part has {nbytes} bytes; this server takes at most {most}.")
         if nbytes == 0:
             raise FieldError("The part has no data that could be fetched; send it with others.")
         return self._receivers[name].receive(place, nbytes, seconds)
 
-    def join(self, meeting: Meeting) -> dict[str, Any]:
+    def join(self, rendezvous: Rendezvous) -> dict[str, Any]:
         """Let the server be one end of a trainer's group."""
-        return self._receivers[COLLECTIVE].join(meeting)
+        return self._receivers[COLLECTIVE].join(rendezvous)
 
     def close(self) -> None:
         for receiver in self._receivers.values():

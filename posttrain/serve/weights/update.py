@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -99,9 +99,9 @@ class Updater:
     ) -> dict[str, Any]:
         """Announce a version. The same announcement twice is one update; another one needs `replace`."""
         if replace:
-            self._give_up_stream("Another update takes its place.")
+            self._cancel_stream("Another update takes its place.")
         with self._lock:
-            self._drop_if_forgotten()
+            self._drop_if_stale()
             if self._update and self._update.staging.manifest == manifest and self._update.adapter == adapter:
                 return self._state(self._update)
             self._check_version(manifest.version, rollback)
@@ -177,7 +177,7 @@ class Updater:
 
     def _current(self, version: int) -> _Update:
         with self._lock:
-            self._drop_if_forgotten()
+            self._drop_if_stale()
             if self._update is None or self._update.staging.manifest.version != version:
                 raise NotFound(f"No update to version {version} was begun, or it was dropped since.")
             if self._versions.phase is not Phase.STAGING:
@@ -186,7 +186,7 @@ class Updater:
 
     # commit ---------------------------------------------------------------------------------------------------------
 
-    def commit(self, version: int, checksums: Mapping[str, str], in_flight: str, seconds: float) -> dict[str, Any]:
+    def commit(self, version: int, in_flight: str, seconds: float) -> dict[str, Any]:
         """Verify everything, then flip. Committing the version that serves is a success without effect."""
         if self._stream is not None and self._stream.version == version:
             return self._end_of_stream(self._stream, seconds)
@@ -195,7 +195,7 @@ class Updater:
         update = self._current(version)
         self._versions.move(Phase.VERIFYING)
         try:
-            manifest = update.staging.verify(checksums)
+            update.staging.verify()
         except Conflict:  # parts are missing: they may still come
             self._versions.move(Phase.STAGING)
             raise
@@ -205,7 +205,7 @@ class Updater:
         self._versions.move(Phase.FLIPPING)
         in_flight = in_flight if update.adapter is None else KEEP
         try:
-            self._flips.flip(lambda engine: self._swap(engine, update, manifest), version, in_flight, seconds)
+            self._flips.flip(lambda engine: self._swap(engine, update), version, in_flight, seconds)
         except DeadlinePassed:
             if self._versions.phase is Phase.FLIPPING:  # never started: running requests did not end in time
                 self._versions.move(Phase.STAGING)
@@ -216,41 +216,43 @@ class Updater:
             raise
         except Exception as error:  # not foreseen (a full disk, say); the phase must not stay where it is
             self._end(failed=True)
-            raise EngineFailed(f"The flip failed ({type(error).__name__}: {error}). {self._what_serves()}") from error
+            raise EngineFailed(
+                f"The flip failed ({type(error).__name__}: {error}). {self._serving_sentence()}"
+            ) from error
         self._end(failed=False)
         return self.state()
 
-    def _swap(self, engine: Engine, update: _Update, manifest: Manifest) -> None:
+    def _swap(self, engine: Engine, update: _Update) -> None:
         """In the engine's thread, between two steps."""
-        digest = fingerprint(manifest.tensors)
+        staging, manifest = update.staging, update.staging.manifest
         if update.adapter is not None:
-            self._install_adapter(engine, manifest.version, update.adapter, update.staging.tensors(), digest)
+            digest = fingerprint(manifest.tensors)
+            self._install_adapter(engine, manifest.version, update.adapter, staging.tensors(), digest)
             return
         try:
-            engine.load_weights(update.staging.tensors())
+            engine.load_weights(staging.tensors())
         except Exception as error:
             self._restore(engine, error, self._versions.serving)
             raise self._refused(manifest.version, error) from error
-        self._now_serves(manifest)
-        staging = update.staging
-        self._loaded = staging.tensors if self._limits.keep_loaded else _nothing
+        self._set_serving(manifest)
+        self._loaded = staging.tensors if self._limits.keep_loaded else _no_tensors
 
-    def _now_serves(self, manifest: Manifest) -> None:
+    def _set_serving(self, manifest: Manifest) -> None:
         self._versions.serve(Serving(manifest.version, fingerprint(manifest.tensors)))
         if self._known is None:  # a model without weights in its folder: the first version says what a whole one is
             self._known = {spec.name: spec for spec in manifest.tensors}
 
     def _refused(self, version: int, error: Exception) -> EngineFailed:
         return EngineFailed(
-            f"The engine refused version {version} ({type(error).__name__}: {error}). {self._what_serves()}"
+            f"The engine refused version {version} ({type(error).__name__}: {error}). {self._serving_sentence()}"
         )
 
     def _restore(self, engine: Engine, cause: Exception, before: Serving) -> None:
         self._versions.move(Phase.RESTORING)
         old = self._loaded()
         if old is None:
-            self._versions.lose(
-                f"an update failed half way ({type(cause).__name__}) and the old weights were not kept."
+            self._versions.invalidate(
+                f"an update failed half way ({type(cause).__name__}: {cause}) and the old weights were not kept."
             )
             return
         try:
@@ -258,9 +260,9 @@ class Updater:
             self._versions.serve(before)
         except Exception as error:  # the engine can do anything here; what matters is that nothing serves afterwards
             log.exception("The old weights could not be put back.")
-            self._versions.lose(f"an update failed half way and putting the old weights back failed ({error}).")
+            self._versions.invalidate(f"an update failed half way and putting the old weights back failed ({error}).")
 
-    def _what_serves(self) -> str:
+    def _serving_sentence(self) -> str:
         serving = self._versions.serving
         return (
             f"No version serves: {serving.reason}" if serving.version is None else f"Version {serving.version} serves."
@@ -269,11 +271,11 @@ class Updater:
     # straight into the engine ---------------------------------------------------------------------------------------
 
     def open_stream(self, version: int, rollback: bool, in_flight: str, seconds: float) -> dict[str, Any]:
-        """Announce a version whose parts go into the engine as they come; `commit` waits for its end. What is under way, staged or
-        a stream, is dropped."""
-        self._give_up_stream("Another update takes its place.")
+        """Announce a version whose parts go into the engine as they arrive; `commit` waits for its end. An update that is
+        under way, staged or streamed, is dropped."""
+        self._cancel_stream("Another update takes its place.")
         with self._lock:
-            self._drop_if_forgotten()
+            self._drop_if_stale()
             self._check_version(version, rollback)
             self._replace_staged(replace=True)
             self._versions.move(Phase.STREAMING)
@@ -299,7 +301,7 @@ class Updater:
     def _load_stream(self, engine: Engine, stream: WeightStream) -> None:
         """In the engine's thread, which waits in it for the parts."""
         before = self._versions.serving
-        self._versions.lose(f"version {stream.version} is on its way into the engine.")
+        self._versions.invalidate(f"version {stream.version} is on its way into the engine.")
         try:
             engine.load_weights(stream.tensors())
             manifest = Manifest(stream.version, 1, tuple(stream.specs.values()))
@@ -312,24 +314,24 @@ class Updater:
             if isinstance(error, ServeError):
                 raise
             raise self._refused(stream.version, error) from error
-        self._now_serves(manifest)
-        self._loaded = _nothing
+        self._set_serving(manifest)
+        self._loaded = _no_tensors
 
-    def stream_part(self, asked: StreamPart, receive: Callable[[int], Tensor]) -> dict[str, Any]:
+    def stream_part(self, part: StreamPart, receive: Callable[[int], Tensor]) -> dict[str, Any]:
         """`receive(number of bytes)` gets the data."""
         stream = self._stream
-        if stream is None or stream.version != asked.version or stream.outcome.done():
-            raise NotFound(f"No stream of version {asked.version} is open, or no longer.")
-        for entry in asked.tensors:
+        if stream is None or stream.version != part.version or stream.outcome.done():
+            raise NotFound(f"No stream of version {part.version} is open, or no longer.")
+        for entry in part.tensors:
             self._check_tensor(entry.spec())
-        stream.take(asked.part, asked.tensors, asked.last, receive, asked.deadline_s)
+        stream.take(part.part, part.tensors, part.last, receive, part.deadline_s)
         return self.state()
 
-    def _give_up_stream(self, why: str) -> None:
+    def _cancel_stream(self, why: str) -> None:
         """It has ended when this returns, unless the engine hangs."""
         stream = self._stream
         if stream is not None and not stream.outcome.done():
-            stream.give_up(TransportFailed(f"Version {stream.version} was given up. {why}"))
+            stream.cancel(TransportFailed(f"Version {stream.version} was given up. {why}"))
             wait([stream.outcome], STREAM_IDLE_SECONDS)
 
     def _end_of_stream(self, stream: WeightStream, seconds: float) -> dict[str, Any]:
@@ -343,10 +345,10 @@ class Updater:
 
     # end ------------------------------------------------------------------------------------------------------------
 
-    def abort(self, version: int) -> dict[str, Any]:
+    def abort(self, version: int, reason: str = "") -> dict[str, Any]:
         """Drop the update to this version, if there is one. One that goes into the engine has ended when this returns."""
         if self._stream is not None and self._stream.version == version:
-            self._give_up_stream("The trainer gave it up.")
+            self._cancel_stream(f"The trainer gave it up: {reason}" if reason else "The trainer gave it up.")
         with self._lock:
             if self._update and self._update.staging.manifest.version == version:
                 if self._versions.phase is not Phase.STAGING:
@@ -366,7 +368,7 @@ class Updater:
         self._update = None
         self._versions.move(Phase.IDLE)
 
-    def _drop_if_forgotten(self) -> None:
+    def _drop_if_stale(self) -> None:
         if self._update and self._versions.phase is Phase.STAGING:
             silent = self._clock() - self._update.last_seen
             if silent > self._limits.idle_seconds:
@@ -376,7 +378,7 @@ class Updater:
     def tick(self) -> None:
         """Drop an update that was forgotten; called now and then."""
         with self._lock:
-            self._drop_if_forgotten()
+            self._drop_if_stale()
 
     @property
     def staged_version(self) -> int | None:
@@ -409,5 +411,5 @@ def _is_float(spec: TensorSpec) -> bool:
     return "float" in spec.dtype
 
 
-def _nothing() -> Iterator[tuple[str, Tensor]] | None:
+def _no_tensors() -> Iterator[tuple[str, Tensor]] | None:
     return None

@@ -1,1 +1,1 @@
-"""How weights travel, on both sides: the wire format and the ways besides HTTP. Trainers import this room."""
+"""How weights travel, on both sides: the wire format and the transports besides HTTP. Trainers import this package."""

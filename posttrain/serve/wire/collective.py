@@ -10,7 +10,6 @@ Every wait is made in a thread that can be left behind: a peer that is gone cost
 from __future__ import annotations
 
 import os
-import re
 import socket
 import threading
 import time
@@ -34,7 +33,6 @@ POLL_SECONDS = 0.0005
 CLOSE_SECONDS = 0.1
 NCCL_SECONDS = 600.0
 """No broadcast of NCCL takes longer; most are given less."""
-KEY = re.compile("[0-9a-f]{32}")
 NCCL_DEVICE = 0
 """The GPU that the server's engine uses: the first that its process sees."""
 _NCCL_SETTINGS = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
@@ -177,7 +175,7 @@ def _nccl_settings() -> Any:
 _GROUP: dict[str, Callable[[Any, int, str, float], Any]] = {GLOO: _gloo_group, NCCL: _nccl_group}
 
 
-class Meeting:
+class Rendezvous:
     """Where the two find each other: a store in the trainer's process, on the address by which it reaches the server."""
 
     def __init__(self, server_host: str, server_port: int, key: str, seconds: float) -> None:
@@ -205,7 +203,7 @@ def join(backend: str, address: str, port: int, key: str, seconds: float) -> Pai
     def connect() -> Any:
         return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=seconds), wait_for_workers=False)
 
-    store = within(seconds, "The way to the trainer's store", connect)
+    store = within(seconds, "The connection to the trainer's store", connect)
     device = torch.device("cuda", NCCL_DEVICE) if backend == NCCL else torch.device("cpu")
     return _pair(backend, store, key, RECEIVER, address_towards(address, port), seconds, device)
 

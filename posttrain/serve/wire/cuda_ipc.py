@@ -18,7 +18,7 @@ from ..errors import FieldError, TransportFailed
 _COUNTER = re.compile(rb"/torch_[0-9]+_[0-9]+_[0-9]+")
 """The file in which torch counts who still uses the memory. The receiver writes to it, so no other name is taken."""
 _table = threading.Lock()
-"""Held to open memory and to let go of it: torch's table of what is open takes one that is being closed for a fault of its own."""
+"""Held to open memory and to close it: torch's table of what is open takes one that is being closed for a fault of its own."""
 
 
 def gpu_ids() -> list[str]:
@@ -47,23 +47,23 @@ def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def copied(asked: dict[str, Any], nbytes: int) -> Tensor:
-    """So many bytes of what lies there, in memory of this process's own on the same GPU. The shared memory is let go of before
+def copied(place: dict[str, Any], nbytes: int) -> Tensor:
+    """So many bytes of what lies there, in memory of this process's own on the same GPU. The shared memory is closed before
     this returns.
 
-    `asked`: the fields of `bodies.GpuPlace`."""
-    if asked["size"] < nbytes:
-        raise TransportFailed(f"The shared memory has {asked['size']} bytes, and the header describes {nbytes}.")
-    if not _COUNTER.fullmatch(asked["counter"]):
+    `place`: the fields of `bodies.GpuPlace`."""
+    if place["size"] < nbytes:
+        raise TransportFailed(f"The shared memory has {place['size']} bytes, and the header describes {nbytes}.")
+    if not _COUNTER.fullmatch(place["counter"]):
         raise FieldError("`counter` of `place` is not the name of a counter of torch.")
     ids = gpu_ids()
-    if asked["gpu"] not in ids:
+    if place["gpu"] not in ids:
         raise TransportFailed("The bytes lie on a GPU that this server does not use.")
-    index = ids.index(asked["gpu"])
+    index = ids.index(place["gpu"])
     try:
         with torch.cuda.device(index):
             with _table:
-                shared = _opened(index, asked)
+                shared = _opened(index, place)
             try:
                 found = shared[:nbytes].clone()
                 torch.cuda.current_stream().synchronize()
@@ -76,15 +76,15 @@ def copied(asked: dict[str, Any], nbytes: int) -> Tensor:
         raise TransportFailed(f"The shared GPU memory cannot be read ({reason[:300]}).") from error
 
 
-def _opened(index: int, asked: dict[str, Any]) -> Tensor:
+def _opened(index: int, place: dict[str, Any]) -> Tensor:
     storage = torch.UntypedStorage._new_shared_cuda(
         index,
-        asked["handle"],
-        asked["size"],
-        asked["offset"],
-        asked["counter"],
-        asked["counter_offset"],
-        asked["event"],
-        asked["event_sync"],
+        place["handle"],
+        place["size"],
+        place["offset"],
+        place["counter"],
+        place["counter_offset"],
+        place["event"],
+        place["event_sync"],
     )
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

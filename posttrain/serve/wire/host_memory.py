@@ -26,7 +26,7 @@ class HostMemory:
         self._idle_before: dict[int, list[np.ndarray]] = {}  # since before the last `renew`
 
     def renew(self) -> None:
-        """A version begins. What was of no use to the last one is given to the system, so that no more is held than two need."""
+        """A version begins. What the last one did not use is freed, so that no more is held than two versions need."""
         with self._lock:
             self._idle, self._idle_before = defaultdict(list), self._idle
 

@@ -37,12 +37,14 @@ MAX_PARTS = 200_000
 MAX_DIMENSIONS = 8
 MAX_TENSOR_BYTES = 1 << 42
 MAX_NAME = 512
+MAX_REASON = 1000
+"""Characters of the reason of an abort."""
 MAX_VERSION = (1 << 53) - 1  # what JSON readers of every language keep exactly
 HASH_BLOCK = block_sums.BLOCK_BYTES
 
 SHARED_MEMORY, CUDA_IPC, COLLECTIVE = "shared_memory", "cuda_ipc", "collective"
-"""The ways, besides the body of a request, by which weights may come; by the last two straight into the engine."""
-MOST_FETCH_SECONDS = 600.0
+"""The transports besides the body of a request; the last two go straight into the engine."""
+MAX_FETCH_SECONDS = 600.0
 STREAM_ALIGNMENT = 256
 """Where a tensor may begin in a part of a stream, in bytes: numbers of every dtype are aligned there."""
 
@@ -111,7 +113,7 @@ def matches(data: Buffer, wanted: str) -> bool:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor as the manifest announces it; `checksum` is of all its bytes, None where it follows at the commit."""
+    """A tensor as the manifest announces it; `checksum` is of all its bytes, None of one that was not sent."""
 
     name: str
     dtype: str
@@ -137,7 +139,7 @@ def split_part(
 ) -> tuple[bytes, list[memoryview]]:
     """One part, from (tensor, offset in its bytes, bytes, their checksum): all that comes before the data, and the data.
 
-    Joined they are the body of a request; they may also travel on different ways.
+    Joined they are the body of a request; they may also travel by different transports.
     """
     entries, chunks, end = [], [], 0
     for spec, offset, data, bytes_checksum in pieces:

@@ -1,7 +1,7 @@
 """Blocks of bytes that two processes of one machine hand over by name: files in one private folder of /dev/shm.
 
 The folder belongs to one user (mode 0700) and so does every block in it (0600), under a name that cannot be guessed. Whoever
-makes a block holds a lock on it, which the kernel lets go of when that process ends, however it ends: a block that nobody
+makes a block holds a lock on it, which the kernel releases when that process ends, however it ends: a block that nobody
 holds is stale and is swept away.
 """
 
@@ -99,7 +99,7 @@ class SharedFolder:
             )
         self.sweep()
 
-    def about(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """By which another process knows whether it sees the same folder: device and inode are unique on a running kernel."""
         found = os.fstat(self._folder)
         return {"folder": str(self.path), "device": found.st_dev, "inode": found.st_ino, "user": os.geteuid()}

@@ -72,13 +72,13 @@ class SaveStatistics:
     seconds_waited: float = 0.0
 
 
-def write_checkpoint(request: SaveRequest, go_on: Callable[[], bool] = lambda: True) -> None:
+def write_checkpoint(request: SaveRequest, should_continue: Callable[[], bool] = lambda: True) -> None:
     """Room, files, manifest, rename, rotation. On any error the staged folder is removed and nothing else was touched."""
     staged = request.snapshot.folder
     try:
         files.make_room(request.run_dir, request.snapshot.nbytes, request.keep, [*request.also, str(request.final)])
         staged.mkdir(parents=True, exist_ok=True)
-        files.publish(staged, request.snapshot.write(go_on), go_on)
+        files.publish(staged, request.snapshot.write(should_continue), should_continue)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise

@@ -38,7 +38,7 @@ PREFIX = "checkpoint-"
 STAGING = ".tmp-"
 DELETED = f"{STAGING}deleted-"
 FORMAT = 2  # 1 had no seal
-ROOM_TO_SPARE = 2**20
+HEADROOM = 2**20
 """Bytes for what is not counted: headers, the manifest, the blocks of a filesystem, the log."""
 LOCK = ".posttrain.lock"
 
@@ -56,7 +56,7 @@ def staging_folder(output_dir: str | Path, step: int) -> Path:
 
 
 def publish(
-    staged: Path, known: Mapping[Path, FileRecord] | None = None, go_on: Callable[[], bool] = lambda: True
+    staged: Path, known: Mapping[Path, FileRecord] | None = None, should_continue: Callable[[], bool] = lambda: True
 ) -> Path:
     """Flush, write the manifest, flush, rename, flush: after a power cut the folder is whole or not there.
 
@@ -70,7 +70,7 @@ def publish(
     for folder in {path.parent for path in files} | {staged}:
         _flush(folder)
     fault_point("save.rename")
-    if not go_on():
+    if not should_continue():
         raise SaveCancelled(str(staged))
     final = final_name(staged)
     replaced = _put_aside(final) if final.exists() else None  # the same step saved again, e.g. after a damage
@@ -172,7 +172,7 @@ def make_room(output_dir: Path, needed: int, keep: int | None, also: Iterable[st
     Where `save_total_limit` would delete old checkpoints after this save anyway, they are deleted before it, as long as an older
     one that verifies stays.
     """
-    needed += ROOM_TO_SPARE
+    needed += HEADROOM
     if shutil.disk_usage(output_dir).free >= needed:
         return
     if keep:
@@ -186,7 +186,7 @@ def make_room(output_dir: Path, needed: int, keep: int | None, also: Iterable[st
 
 
 @contextmanager
-def spared(what: str) -> Iterator[None]:
+def best_effort(what: str) -> Iterator[None]:
     """Around the writing of a file that a run can do without: an error of the disk is a warning, and training continues."""
     try:
         yield
@@ -384,6 +384,6 @@ def locked(output_dir: str | Path) -> Iterator[None]:
                 f"{output_dir} is in use by another run ({file.read().strip() or 'unknown process'}). Choose another `output_dir`, "
                 "or wait for it."
             ) from None
-        with spared(f"{path}, which says who uses the folder,"):
+        with best_effort(f"{path}, which says who uses the folder,"):
             path.write_text(f"host {socket.gethostname()}, pid {os.getpid()}", encoding="utf-8")
         yield

@@ -120,7 +120,7 @@ class RunLifecycle(TrainerCallback):
             resume = self.resumed_from = self._checkpoint_to_resume(wanted)
             new = RunState(self.run.identity(), run_id=uuid.uuid4().hex[:12]) if resume is None else None
             self.checkpoints.run_state = new or self._accepted_state(resume)
-            self._own_the_folder(is_new=resume is None)
+            self._claim_folder(is_new=resume is None)
             if resume is not None:
                 for callback in self.checkpoints.callbacks_with_files():
                     callback.load_state_files(resume)
@@ -166,12 +166,12 @@ class RunLifecycle(TrainerCallback):
             )
         return state
 
-    def _own_the_folder(self, is_new: bool) -> None:
+    def _claim_folder(self, is_new: bool) -> None:
         """From here on the output folder is this run's: what earlier runs saved there is moved aside."""
         if self.args.should_save:
             output_dir, run_id = self.args.output_dir, self.checkpoints.run_state.run_id
             marker = Path(output_dir) / RUN_FILE
-            with files.spared(f"{marker}, which says whose checkpoints these are,"):
+            with files.best_effort(f"{marker}, which says whose checkpoints these are,"):
                 files.write_json(marker, {"run_id": run_id})
             set_aside_other_runs(output_dir, run_id, is_new)
 
@@ -245,11 +245,11 @@ class RunLifecycle(TrainerCallback):
         self.run.settle_skipped_steps()
         self.checkpoints.settle()
         control.should_log |= args.logs_at(state.global_step, state)
-        if self._anybody_was_signalled(args, state):
+        if self._any_process_signalled(args, state):
             control.should_training_stop = True
             control.should_save = args.save_strategy != "no"
 
-    def _anybody_was_signalled(self, args: BaseConfig, state: Any) -> bool:
+    def _any_process_signalled(self, args: BaseConfig, state: Any) -> bool:
         signalled = self.stop_signal is not None
         if args.world_size == 1:
             return signalled

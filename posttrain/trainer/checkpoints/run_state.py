@@ -78,7 +78,7 @@ class RunIdentity:
 
     def differences(self, other: RunIdentity, allowed: list[str]) -> list[str]:
         """Lines "what: then -> now" for everything that changed and is not allowed to."""
-        said = {
+        found = {
             "method": f"{other.method} -> {self.method}",
             "dataset": f"{other.data or 'another one'} -> {self.data}"
             + (" (other contents, another order, or prepared differently)" if other.data == self.data else ""),
@@ -87,7 +87,7 @@ class RunIdentity:
         }
         lines = [
             f"{name}: {words}"
-            for name, words in said.items()
+            for name, words in found.items()
             if name not in allowed and not _same(getattr(other, name), getattr(self, name))
         ]
         for name in sorted(self.options.keys() | other.options.keys()):

@@ -245,7 +245,7 @@ class Checkpoints:
     def admit_files_of_callbacks(self, is_last: bool = False) -> None:
         """What a callback's `on_save` has added to the checkpoint just saved belongs to it; an error of the disk is reported."""
         if self._just_saved is not None and self._readers_of_checkpoints():
-            with files.spared(f"The manifest of {self._just_saved} with what callbacks have added"):
+            with files.best_effort(f"The manifest of {self._just_saved} with what callbacks have added"):
                 files.admit_added(self._just_saved)
         if is_last:  # all callbacks have been called
             self._just_saved = None

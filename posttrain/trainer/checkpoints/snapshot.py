@@ -119,7 +119,7 @@ class Snapshot:
         if self.arena is not None:
             self.arena.mark()
 
-    def write(self, go_on: Callable[[], bool] = lambda: True) -> dict[Path, FileRecord]:
+    def write(self, should_continue: Callable[[], bool] = lambda: True) -> dict[Path, FileRecord]:
         """Write every file. Returns what a manifest says about each."""
         if self.arena is not None:
             self.arena.wait()
@@ -127,7 +127,7 @@ class Snapshot:
         for path, (tensors, metadata) in self._tensors.items():
             fault_point("save.file")
             held = {name: _held(tensor) for name, tensor in tensors.items()}
-            records[path] = write_tensor_file(path, held, metadata, go_on)
+            records[path] = write_tensor_file(path, held, metadata, should_continue)
         for path, content in self._contents.items():
             fault_point("save.file")
             records[path] = write_bytes(path, content)

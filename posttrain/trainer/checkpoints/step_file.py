@@ -40,9 +40,9 @@ class StepFile:
             os.replace(anew, self.path)
         except OSError:
             anew.unlink(missing_ok=True)
-            self._cut_back(text)
+            self._truncate_in_place(text)
 
-    def _cut_back(self, text: str) -> None:
+    def _truncate_in_place(self, text: str) -> None:
         """Without room for a second file: the same bytes or fewer, in the place where they are."""
         content = text.encode()
         if self.path.exists():

@@ -96,11 +96,11 @@ def write_tensor_file(
     path: Path,
     tensors: dict[str, HeldTensor],
     metadata: dict[str, str] | None = None,
-    go_on: Callable[[], bool] = lambda: True,
+    should_continue: Callable[[], bool] = lambda: True,
 ) -> FileRecord:
-    """Write, hash and flush a safetensors file. `go_on` is asked before every piece; False ends it with SaveCancelled."""
+    """Write, hash and flush a safetensors file. `should_continue` is asked before every piece; False ends it with SaveCancelled."""
     header, order = header_and_order(tensors, metadata)
-    return _write(path, _chunks(header, order, tensors), go_on)
+    return _write(path, _chunks(header, order, tensors), should_continue)
 
 
 def write_bytes(path: Path, content: bytes) -> FileRecord:
@@ -108,14 +108,14 @@ def write_bytes(path: Path, content: bytes) -> FileRecord:
     return _write(path, [content], lambda: True)
 
 
-def _write(path: Path, chunks: Iterable[Any], go_on: Callable[[], bool]) -> FileRecord:
+def _write(path: Path, chunks: Iterable[Any], should_continue: Callable[[], bool]) -> FileRecord:
     digest = hashlib.sha256()
     size = 0
     path.parent.mkdir(parents=True, exist_ok=True)
     opener = private_opener if path.name in PRIVATE_FILES else None
     with open(path, "wb", buffering=0, opener=opener) as file:
         for chunk in chunks:
-            if not go_on():
+            if not should_continue():
                 raise SaveCancelled(str(path))
             digest.update(chunk)
             size += len(chunk)

@@ -18,14 +18,14 @@ from torch import nn
 from transformers import GenerationConfig, TrainerCallback
 
 from posttrain.core.sample import Sample
-from posttrain.trainer.checkpoints.checkpoint import spared
+from posttrain.trainer.checkpoints.checkpoint import best_effort
 from posttrain.trainer.options.base import BaseConfig, check_range
 from posttrain.trainer.report.progress import cut, show_table, table_to_wandb
 
 logger = logging.getLogger(__name__)
 
 FOLDER = "completions"
-MOST_PROMPTS = 128
+MAX_PROMPTS = 128
 """However many rows the evaluation set has, no more of them are answered each time."""
 PROMPTS_AT_ONCE = 16
 PRINTED_ROWS, PRINTED_CHARACTERS = 4, 300
@@ -75,7 +75,7 @@ class LogCompletionsCallback(TrainerCallback):
         self.trainer = trainer
         self.freq = freq
         if num_prompts is not None:
-            check_range("num_prompts", num_prompts, 1, MOST_PROMPTS)
+            check_range("num_prompts", num_prompts, 1, MAX_PROMPTS)
         if freq is not None:
             check_range("freq", freq, 1)
         elif trainer.args.eval_strategy.value != "steps":
@@ -91,8 +91,8 @@ class LogCompletionsCallback(TrainerCallback):
     # ---- which prompts -----------------------------------------------------------------------------------------------
 
     def _tokens_of(self, prompts: Sequence[Any]) -> list[list[int]]:
-        if not 1 <= len(prompts) <= MOST_PROMPTS:
-            raise ValueError(f"`prompts` holds {len(prompts)} prompts; it must hold 1 to {MOST_PROMPTS}.")
+        if not 1 <= len(prompts) <= MAX_PROMPTS:
+            raise ValueError(f"`prompts` holds {len(prompts)} prompts; it must hold 1 to {MAX_PROMPTS}.")
         tokenizer = self.trainer.processing_class
         return [
             tokenizer(prompt)["input_ids"]
@@ -110,10 +110,10 @@ class LogCompletionsCallback(TrainerCallback):
                 "There is no evaluation set of a known length to take prompts from: pass `prompts`, or give the trainer an "
                 "`eval_dataset`."
             )
-        wanted = min(len(dataset), num_prompts or MOST_PROMPTS)
-        if num_prompts is None and len(dataset) > MOST_PROMPTS:
+        wanted = min(len(dataset), num_prompts or MAX_PROMPTS)
+        if num_prompts is None and len(dataset) > MAX_PROMPTS:
             logger.info(
-                f"The first {MOST_PROMPTS} of {len(dataset)} evaluation prompts are answered; see `num_prompts`."
+                f"The first {MAX_PROMPTS} of {len(dataset)} evaluation prompts are answered; see `num_prompts`."
             )
         marker = answer_marker(self.trainer.processing_class)
         found = [prompt_of(dataset[i][0], marker) for i in range(wanted)]
@@ -171,7 +171,7 @@ class LogCompletionsCallback(TrainerCallback):
 
     def write(self, answers: Answers, output_dir: Path) -> Path:
         path = output_dir / FOLDER / f"step_{answers.step}.parquet"
-        with spared(str(path)):
+        with best_effort(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_name(f".{path.name}")
             pyarrow.parquet.write_table(pyarrow.table(answers.columns()), unfinished)

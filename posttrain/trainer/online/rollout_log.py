@@ -142,9 +142,9 @@ class RolloutLog(TrainerCallback):
             if (failure.reward, failure.kind) not in self._failed:
                 self._failed.add((failure.reward, failure.kind))
                 policy = self.run.args.reward_on_error
-                said = " ".join(failure.message.split())
+                shown = " ".join(failure.message.split())
                 say(
-                    f"alert  reward {failure.reward} failed ({failure.kind}): {said} (reward_on_error={policy!r})",
+                    f"alert  reward {failure.reward} failed ({failure.kind}): {shown} (reward_on_error={policy!r})",
                     always=True,
                 )
 
@@ -171,9 +171,9 @@ def show(rollouts: list[Rollout], names: list[str], step: int, disable_tqdm: boo
     lines, rows = [title], []
     for rollout in rollouts:
         prompt, completion, numbers = clipped(rollout.prompt), clipped(rollout.completion), numbers_of(rollout, names)
-        said = [f"{name} {number(value)}" for name, value in numbers.items()]
-        said += [f"{name} {text}" for name, text in extras_of(rollout, list(rollout.extras)).items()]
-        lines += [f"  > {prompt!r}", f"    {completion!r}  ({', '.join(said)})"]
+        shown = [f"{name} {number(value)}" for name, value in numbers.items()]
+        shown += [f"{name} {text}" for name, text in extras_of(rollout, list(rollout.extras)).items()]
+        lines += [f"  > {prompt!r}", f"    {completion!r}  ({', '.join(shown)})"]
         values = [number(value) if np.isfinite(value) else "-" for value in numbers.values()]
         rows.append([prompt, completion, *values, *extras_of(rollout, extra).values()])
     show_table(title, ("prompt", "completion", *names, "advantage", *extra), rows, lines, disable_tqdm)
@@ -190,18 +190,18 @@ def extra_columns(rollouts: list[Rollout]) -> list[str]:
 
 
 def extras_of(rollout: Rollout, columns: list[str]) -> dict[str, str]:
-    """As texts; an empty one where nothing was said."""
+    """As texts; an empty one where nothing was logged."""
     return {name: clipped(str(rollout.extras.get(name, ""))) for name in columns}
 
 
-def clipped(said: str | list[dict[str, Any]]) -> str:
+def clipped(text: str | list[dict[str, Any]]) -> str:
     """Text, or the messages of a conversation one after the other, of a bounded length."""
-    if not isinstance(said, str):
-        said = "\n".join(f"{message.get('role')}: {_spoken(message)}" for message in said)
-    return cut(said, SHOWN_CHARACTERS)
+    if not isinstance(text, str):
+        text = "\n".join(f"{message.get('role')}: {_message_text(message)}" for message in text)
+    return cut(text, SHOWN_CHARACTERS)
 
 
-def _spoken(message: dict[str, Any]) -> str:
+def _message_text(message: dict[str, Any]) -> str:
     """What a message says, and the tools that it calls."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
     parts = [str(message.get("content") or ""), *(f"{call.get('name')}({_arguments(call)})" for call in calls)]

@@ -176,7 +176,7 @@ class TaskEvals(TrainerCallback):
         control.should_log = will_log  # transformers takes any log for the one of this step
         if state.is_world_process_zero:
             say(_sentence(state.global_step, result))
-        if reason := self._why_end(spec):
+        if reason := self._stop_reason(spec):
             control.should_training_stop = True
             if state.is_world_process_zero:
                 say(f"The run ends at step {state.global_step}: {reason}.", always=True)
@@ -185,7 +185,7 @@ class TaskEvals(TrainerCallback):
         """All values of a metric so far. The log is a part of checkpoints, so a resumed run knows them."""
         return [entry[name] for entry in self.trainer.state.log_history if name in entry]
 
-    def _why_end(self, spec: EvalSpec) -> str | None:
+    def _stop_reason(self, spec: EvalSpec) -> str | None:
         scores = self._history(f"{PREFIX}/{spec.name}/score")
         if spec.max_drop is not None and scores and scores[0] - scores[-1] > spec.max_drop:
             return (

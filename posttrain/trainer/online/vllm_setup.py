@@ -8,61 +8,55 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from posttrain.models.load.adapters import is_peft_model
-from posttrain.models.load.model import LoadedModel, innermost_model
+from posttrain.models.load.model import innermost_model
 from posttrain.models.load.weight_export import untied_weights
 from posttrain.rollout.engines.joint_export import JointExport
-from posttrain.rollout.engines.protocol import RolloutEngine
+from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
 from posttrain.rollout.engines.vllm.params import completion_logps
-from posttrain.serve.auth import TOKEN_VARIABLE, is_loopback, read_token_file, token_file_of, token_left_at
+from posttrain.serve.auth import TOKEN_VARIABLE, is_loopback, read_local_token, read_token_file, token_file_of
 from posttrain.serve.wire.cuda_ipc import gpu_ids
 from posttrain.trainer.options.base import DEEPSPEED
 from posttrain.trainer.options.online import OnlineConfig
-from posttrain.trainer.options.vllm import ADAPTER, AUTO, COLOCATE, SERVER, WEIGHTS
+from posttrain.trainer.options.vllm import ADAPTER, AUTO, SERVER, WEIGHTS
 
 UNAUTHORISED, FORBIDDEN, NOT_FOUND = 401, 403, 404
 ASK_SECONDS = 0.5
 
 
-class EngineOwner(Protocol):
-    """What an engine is made for; an online trainer has all of it."""
-
-    args: OnlineConfig
-    model: nn.Module
-    loaded: LoadedModel
-    processing_class: Any
-    engine: RolloutEngine
-    joint_export: JointExport | None
-    is_fully_sharded: bool
-    stop_ids: tuple[int, ...]
-    decode_exactly: Callable[[Any], str]
-
-
-def vllm_engine(owner: EngineOwner) -> RolloutEngine:
-    """Started or connected; it has no weights of the trainer's yet, see `weight_sync`."""
-    if owner.args.sharding == DEEPSPEED:
+def vllm_engine(
+    args: OnlineConfig,
+    model: nn.Module,
+    tokenizer: Any,
+    decode: Callable[[Any], str],
+    is_fully_sharded: bool,
+    notes: list[str],
+) -> tuple[RolloutEngine, JointExport | None]:
+    """(the engine, started or connected; the export by which all processes together send it a sharded model). It has no weights
+    of the trainer's yet, see `weight_sync`. `notes`: what the user is to know is added there."""
+    if args.sharding == DEEPSPEED:
         raise ValueError(
             "Weights that DeepSpeed holds in pieces are not sent to vLLM. Use FSDP (`fsdp=True`), or train without sharding."
         )
-    return {COLOCATE: _colocated, SERVER: _served}[owner.args.vllm_mode](owner)
+    if args.vllm_mode == SERVER:
+        return _served(args, model, is_fully_sharded, notes)
+    return _colocated(args, model, tokenizer, decode, is_fully_sharded, notes)
 
 
-def refuse_correction_without_logps(owner: EngineOwner) -> None:
+def refuse_correction_without_logps(engine: RolloutEngine, params: SamplingParams) -> None:
     """Importance weights need the log-probs of the distribution that was drawn from; vLLM may not return them.
 
-    For a trainer that has its engine, whichever that is: one without a `logprobs_mode` returns them always.
+    For any engine: one without a `logprobs_mode` returns them always.
     """
-    logprobs_mode = getattr(owner.engine, "logprobs_mode", None)
-    # Asked of the class: an AttributeError inside of the property must not read as "does not correct".
-    if logprobs_mode is None or not hasattr(type(owner), "corrects_sampler") or not owner.corrects_sampler:
+    logprobs_mode = getattr(engine, "logprobs_mode", None)
+    if logprobs_mode is None:
         return
-    params = owner.args.sampling(owner.stop_ids)
     sampling_logps, _ = completion_logps(params, logprobs_mode, [0.0])
     if np.isnan(sampling_logps).any():
         raise ValueError(
@@ -76,8 +70,14 @@ def refuse_correction_without_logps(owner: EngineOwner) -> None:
 # ---- in this process ---------------------------------------------------------------------------------------------------
 
 
-def _colocated(owner: EngineOwner) -> RolloutEngine:
-    args = owner.args
+def _colocated(
+    args: OnlineConfig,
+    model: nn.Module,
+    tokenizer: Any,
+    decode: Callable[[Any], str],
+    is_fully_sharded: bool,
+    notes: list[str],
+) -> tuple[RolloutEngine, JointExport | None]:
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(
             "`use_vllm` with `vllm_mode='colocate'` needs vLLM in this environment (pip install vllm). Without it: the native "
@@ -85,14 +85,12 @@ def _colocated(owner: EngineOwner) -> RolloutEngine:
         )
     from posttrain.rollout.engines.vllm.colocate import ColocatedVLLM, ColocateOptions
 
-    by_adapter = _sends_adapter(owner, can=True, base_from_memory=True)
+    by_adapter = _sends_adapter(args.vllm_sync, model, notes, can=True, base_from_memory=True)
     level = (1 if by_adapter else 2) if args.vllm_enable_sleep_mode else 0
-    dtype = None
-    if owner.is_fully_sharded:  # the shards are float32 masters
-        dtype = str(args.compute_dtype).removeprefix("torch.")
-        owner.joint_export = JointExport(owner.model, args.compute_dtype, by_adapter)
     options = ColocateOptions(
-        dtype=dtype,
+        dtype=str(args.compute_dtype).removeprefix("torch.")
+        if is_fully_sharded
+        else None,  # shards are float32 masters
         context_length=args.vllm_max_model_length,
         memory_share=args.vllm_gpu_memory_utilization,
         tensor_parallel=args.vllm_tensor_parallel_size,
@@ -101,17 +99,19 @@ def _colocated(owner: EngineOwner) -> RolloutEngine:
         seed=args.seed,
         more={"model_impl": args.vllm_model_impl, **(args.vllm_engine_args or {})},
     )
-    return ColocatedVLLM(owner.model, owner.decode_exactly, owner.processing_class, options)
+    engine = ColocatedVLLM(model, decode, tokenizer, options)
+    return engine, JointExport(model, args.compute_dtype, by_adapter) if is_fully_sharded else None
 
 
 # ---- as servers --------------------------------------------------------------------------------------------------------
 
 
-def _served(owner: EngineOwner) -> RolloutEngine:
+def _served(
+    args: OnlineConfig, model: nn.Module, is_fully_sharded: bool, notes: list[str]
+) -> tuple[RolloutEngine, JointExport | None]:
     from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
     from posttrain.rollout.engines.vllm.transport import Deadlines
 
-    args = owner.args
     wait = args.vllm_server_timeout
     deadlines = Deadlines(completion=args.vllm_completion_timeout, start=wait, back=wait)
     token = _token(args.vllm_server_token_file)
@@ -120,43 +120,42 @@ def _served(owner: EngineOwner) -> RolloutEngine:
         client_of(address, token, deadlines, folder, args.vllm_server_logprobs_mode, args.vllm_weight_transport)
         for address in args.vllm_addresses()
     ]
-    vocabulary = innermost_model(owner.model).config.get_text_config().vocab_size
+    vocabulary = innermost_model(model).config.get_text_config().vocab_size
     engine = ServedVLLM(clients, vocabulary=vocabulary, options=ServedOptions(deadlines=deadlines))
     try:
-        _prepare_to_send(owner, engine)
+        export = _prepare_to_send(engine, args.vllm_sync, model, is_fully_sharded, notes)
         own = [] if args.device.type != "cuda" else gpu_ids()[args.device.index or 0 :][:1]
-        owner.loaded.notes += shared_gpu_notes({member.name: member.info for member in engine.fleet.members}, own)
+        notes += shared_gpu_notes({member.name: member.info for member in engine.fleet.members}, own)
     except BaseException:
         engine.close()  # its watch would continue
         raise
-    return engine
+    return engine, export if is_fully_sharded else None
 
 
 def shared_gpu_notes(servers: dict[str, Any], own: list[str]) -> list[str]:
-    """A sentence for each server (name -> what it says of itself) that works on the trainer's GPU, whose id is in `own`."""
+    """A sentence for each server (name -> its info) that works on the trainer's GPU, whose id is in `own`."""
     return [
         f"The server {name} works on this trainer's GPU: each counts on memory that the other takes. Give it a GPU of its own "
         "(CUDA_VISIBLE_DEVICES where it is started), a smaller --memory-share, or use `vllm_mode='colocate'`."
-        for name, about in servers.items()
-        if set(about.gpus) & set(own)
+        for name, info in servers.items()
+        if set(info.gpus) & set(own)
     ]
 
 
-def _prepare_to_send(owner: EngineOwner, engine: Any) -> None:
-    """Tell the engine what it sends, which depends on what its servers take."""
-    model, about = owner.model, [member.info for member in engine.fleet.members]
-    can = all(one.capabilities.get("adapters") for one in about)
-    by_adapter = _sends_adapter(owner, can, base_from_memory=False)
+def _prepare_to_send(engine: Any, sync: str, model: nn.Module, is_fully_sharded: bool, notes: list[str]) -> JointExport:
+    """Give the engine the export that it sends, which depends on what its servers take."""
+    infos = [member.info for member in engine.fleet.members]
+    can = all(info.capabilities.get("adapters") for info in infos)
+    by_adapter = _sends_adapter(sync, model, notes, can, base_from_memory=False)
     if not by_adapter and (untied := untied_weights(model)):
         raise ValueError(
             f"The adapter has made {untied[0]} a tensor of its own, and a server goes by the model's config, which ties it to "
             "another. Leave that module out of the adapter, or use `vllm_mode='colocate'`."
         )
-    export = JointExport(model, _wire_dtype(about), by_adapter)
+    export = JointExport(model, _wire_dtype(infos), by_adapter)
     sent = {"adapter_export": export.adapter} if by_adapter else {"export": export.weights}
-    engine.send(**sent, is_repeatable=not owner.is_fully_sharded)
-    if owner.is_fully_sharded:
-        owner.joint_export = export
+    engine.send(**sent, is_repeatable=not is_fully_sharded)
+    return export
 
 
 def client_of(
@@ -175,8 +174,8 @@ def client_of(
     from posttrain.rollout.engines.vllm.weight_senders import HTTP
 
     if token is None and is_loopback((at := Address.of(address)).host):
-        token_left_at(at.port)  # a file that others can read is an error before anything is sent
-        token = partial(token_left_at, at.port)
+        read_local_token(at.port)  # a file that others can read is an error before anything is sent
+        token = partial(read_local_token, at.port)
     ours = ServerClient(address, token, deadlines, weight_transport)
     end = time.monotonic() + deadlines.start
     while True:
@@ -210,9 +209,9 @@ def client_of(
         time.sleep(ASK_SECONDS)
 
 
-def _wire_dtype(about: list[Any]) -> torch.dtype | None:
+def _wire_dtype(infos: list[Any]) -> torch.dtype | None:
     """That in which the servers compute: no byte travels that they would round away."""
-    named = {one.dtype for one in about}
+    named = {info.dtype for info in infos}
     return getattr(torch, named.pop()) if len(named) == 1 and None not in named else None
 
 
@@ -225,17 +224,16 @@ def _token(token_file: str | None) -> str | None:
 # ---- what travels ------------------------------------------------------------------------------------------------------
 
 
-def _sends_adapter(owner: EngineOwner, can: bool, base_from_memory: bool) -> bool:
-    """Whether vLLM is sent the LoRA adapter alone. `can`: the other side takes adapters; `base_from_memory`: over the trainer's
-    own base weights, and not those of the model's folder."""
-    wanted = owner.args.vllm_sync
-    if wanted == WEIGHTS:
+def _sends_adapter(sync: str, model: nn.Module, notes: list[str], can: bool, base_from_memory: bool) -> bool:
+    """Whether vLLM is sent the LoRA adapter alone. `sync`: the option `vllm_sync`; `can`: the other side takes adapters;
+    `base_from_memory`: over the trainer's own base weights, and not those of the model's folder."""
+    if sync == WEIGHTS:
         return False
-    why_not = _why_no_adapter(owner.model, can, base_from_memory)
-    if wanted == ADAPTER and why_not is not None:
+    why_not = _why_no_adapter(model, can, base_from_memory)
+    if sync == ADAPTER and why_not is not None:
         raise ValueError(f"`vllm_sync='adapter'` cannot be done: {why_not}")
-    if wanted == AUTO and why_not is not None and is_peft_model(owner.model):
-        owner.loaded.notes.append(f"vLLM is sent merged weights instead of the adapter: {why_not}")
+    if sync == AUTO and why_not is not None and is_peft_model(model):
+        notes.append(f"vLLM is sent merged weights instead of the adapter: {why_not}")
     return why_not is None
 
 

@@ -24,7 +24,7 @@ from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
 
 STEPS_WORTH_COMPILING_FOR = 300
 """Compiling costs about as much time as it saves in a few dozen steps."""
-LEAST_LOGS = 10
+MIN_LOGS = 10
 """A run logs at least so many times, where it has as many steps and `logging_steps` is not set."""
 FSDP, DEEPSPEED = "fsdp", "deepspeed"
 """Who holds weights in pieces; accelerate's environment variables name them so, too."""
@@ -246,7 +246,7 @@ class BaseConfig(TrainingArguments):
             return False
         interval = state.logging_steps
         if "logging_steps" not in self._set_by_user:
-            interval = min(interval, max(state.max_steps // LEAST_LOGS, 1))
+            interval = min(interval, max(state.max_steps // MIN_LOGS, 1))
         return step % interval == 0 or step >= state.max_steps or (step == 1 and self.logging_first_step)
 
     @property

@@ -22,7 +22,7 @@ ONLY_COLOCATED = (
     "vllm_tensor_parallel_size",
     "vllm_engine_args",
 )
-"""Where vLLM is a server these are said when it is started (`posttrain vllm-serve --help`)."""
+"""Where vLLM is a server these are options of its start (`posttrain vllm-serve --help`)."""
 ONLY_SERVED = (
     "vllm_server_base_url",
     "vllm_server_host",

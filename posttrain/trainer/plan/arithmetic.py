@@ -96,7 +96,7 @@ class TaskCount:
 
 def complete(side: BaseTrainer, train: Any, evaluation: Any) -> None:
     """Give a trainer without a model (`BaseTrainer.without_model`) what its loaders, `set_initial_training_values` and the
-    questions about its reference read. Batches will lie as is said here if the model agrees: a probe decides when it is loaded.
+    questions about its reference read. Batches are laid out as counted here if the model allows it, which a probe decides later.
     """
     args = side.args
     side.train_dataset, side.eval_dataset = train, evaluation
@@ -271,14 +271,14 @@ class RunCounts:
                 self.eval_completions = self.eval_rows * (args.num_generations_eval or args.num_generations)
         self.tasks = [_count_task(side, spec, evals, events) for spec in evals]
         self.notes: list[str] = []
-        self._note_what_is_open(args)
+        self._note_unknowns(args)
 
     def as_json(self) -> dict[str, Any]:
         rollouts = None if self.rollouts is None else asdict(self.rollouts)
         per_step = {name: asdict(found) for name, found in self.per_step.items()}
         return vars(self) | {"per_step": per_step, "rollouts": rollouts, "tasks": [asdict(task) for task in self.tasks]}
 
-    def _note_what_is_open(self, args: Any) -> None:
+    def _note_unknowns(self, args: Any) -> None:
         rollouts, notes = self.rollouts, self.notes
         if self.checkpoints_kept is None:
             notes.append("Checkpoints are written when an evaluation is the best so far: their number is not known.")

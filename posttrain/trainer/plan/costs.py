@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 CONTEXT_BYTES = int(0.6 * 2**30)
 """CUDA's own, and what libraries take when they are first called."""
-MOST_TOKENS = 2**24
+MAX_TOKENS = 2**24
 """Where the search for the largest micro-batch stops."""
 
 
@@ -193,7 +193,7 @@ class RunMemory:
 
     def largest_pass(self, level: str) -> int:
         """Tokens of the largest pass whose update fits into `room`."""
-        tokens = range(MOST_TOKENS + 1)
+        tokens = range(MAX_TOKENS + 1)
         return max(bisect.bisect_right(tokens, self.room, key=lambda one: self.update(one, level).peak) - 1, 0)
 
     def as_json(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ order or split, in the next epoch or the next run, costs a pass over the rows th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,10 @@ import numpy as np
 import xxhash
 from accelerate import PartialState
 
-from posttrain.core.batch import PADDED
 from posttrain.core.console import say
 from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Unit
-from posttrain.data.collate import Collator, collate
+from posttrain.data.collate import Collator, collate, split_by_tokens
 from posttrain.data.store.row_store import AnnotatedDataset, RowStore, row_key
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference
 from posttrain.models.load.weights import weights_fingerprint
@@ -93,21 +92,13 @@ def with_twins(unit: Unit) -> Unit:
     return tuple(replace(sample, twin=None, scalars={}, per_token={}) for sample in every)
 
 
-def batches_by_tokens(work: list[Work], layout: str, tokens: int, rows: int | None) -> Iterator[list[Work]]:
+def batches_of(work: list[Work], layout: str, tokens: int, rows: int | None) -> list[Sequence[Work]]:
     """Runs of `work` up to `tokens` laid-out tokens, or of `rows` rows where the user wants it so."""
-    batch: list[Work] = []
-    for item in work:
-        both = [*batch, item]
-        if layout == PADDED:
-            size = max(part.longest for part in both) * sum(len(part.samples) for part in both)
-        else:
-            size = sum(part.tokens for part in both)
-        if batch and (size > tokens if rows is None else len(batch) >= rows):
-            yield batch
-            both = [item]
-        batch = both
-    if batch:
-        yield batch
+    if rows is not None:
+        return [work[start : start + rows] for start in range(0, len(work), rows)]
+    if not work:
+        return []
+    return split_by_tokens(work, layout, tokens, lambda item: (item.tokens, item.longest, len(item.samples)))
 
 
 def _compute(
@@ -120,7 +111,7 @@ def _compute(
     name: str,
 ) -> None:
     tokens, rows_a_batch = tokens_without_gradient(args.device), args.precompute_ref_batch_size
-    batches = list(batches_by_tokens(work, collator.layout, tokens, rows_a_batch))
+    batches = batches_of(work, collator.layout, tokens, rows_a_batch)
     rounds = most_of_any_process(len(batches), args)
     progress = _Progress(len(work), name, args.should_log)
     rows: list[tuple[bytes, np.ndarray]] = []

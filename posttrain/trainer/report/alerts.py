@@ -469,7 +469,7 @@ class AlertsCallback(TrainerCallback):
         if not state.is_world_process_zero:
             return
         self.watch = Watch(self.thresholds)
-        for entry in state.log_history:  # what was noticed before the checkpoint is not said again
+        for entry in state.log_history:  # what was noticed before the checkpoint is not reported again
             if "loss" in entry or any(name.startswith("eval_") for name in entry):
                 self.watch.look(entry["step"], _metrics(entry))
         self.file.begin(state.global_step)

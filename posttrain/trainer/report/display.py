@@ -20,7 +20,7 @@ from posttrain.core.secrets import write_whole
 from posttrain.data.store.report import PreparationReport
 from posttrain.models.load.model import LoadedModel
 from posttrain.models.load.reference import Reference
-from posttrain.trainer.checkpoints.checkpoint import spared
+from posttrain.trainer.checkpoints.checkpoint import best_effort
 from posttrain.trainer.checkpoints.persistence import RunLifecycle
 from posttrain.trainer.checkpoints.saving import Checkpoints
 from posttrain.trainer.checkpoints.step_file import StepFile
@@ -67,7 +67,7 @@ def display_callbacks(run: ShownRun) -> None:
     # Callbacks are called in this order: the plan comes before the live display begins, the summary after it ended.
     run.add_callback(MetricsFile(run.args.output_dir, run.checkpoints))
     run.add_callback(RunPlan(run))
-    run.add_callback(RichProgressCallback().stand_back_for(run.callback_handler.callbacks))
+    run.add_callback(RichProgressCallback().defer_to(run.callback_handler.callbacks))
     if run.args.alerts:
         run.add_callback(AlertsCallback(run.args.output_dir))
     run.add_callback(RunSummary(run))
@@ -81,9 +81,9 @@ class MetricsFile(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            self.file.begin(state.global_step, self._comes_again)
+            self.file.begin(state.global_step, self._is_logged_again)
 
-    def _comes_again(self, entry: dict[str, Any]) -> bool:
+    def _is_logged_again(self, entry: dict[str, Any]) -> bool:
         """The totals of a run, and what a stopped run logged though its checkpoint still adds it up."""
         is_partial = "learning_rate" in entry and entry["step"] > self.checkpoints.run_state.last_logged_step
         return "train_runtime" in entry or is_partial
@@ -109,7 +109,7 @@ class RunPlan(TrainerCallback):
         known = {name: {"store": str(place)} for name, place in places.items() if place is not None}
         if known:
             path = Path(args.output_dir) / DATA_FILE
-            with spared(f"{path}, which leads `posttrain view` to the rows,"):
+            with best_effort(f"{path}, which leads `posttrain view` to the rows,"):
                 write_whole(path, json.dumps(known, indent=1) + "\n")
         say("\n".join(plan(self.run, state.global_step, state.max_steps)))
 
@@ -147,7 +147,7 @@ class RunSummary(TrainerCallback):
     def on_push_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """A run folder, and whatever is pushed from it, has a card that says how the model was made."""
         if state.is_world_process_zero and may_be_overwritten(args.output_dir):
-            with spared(f"The model card in {args.output_dir}"):
+            with best_effort(f"The model card in {args.output_dir}"):
                 self.run.create_model_card()
 
     def _tokens(self) -> float:
@@ -255,7 +255,7 @@ def summary(run: ShownRun, steps: int, tokens: float, took: float) -> list[str]:
     ]
     lines += [
         f"  {name:<12}{number(values[0])} -> {number(values[-1])}"
-        for name in _followed(state.log_history)
+        for name in _headline_metric(state.log_history)
         for values in [[entry[name] for entry in state.log_history if name in entry]]
     ]
     if run.checkpoints.run_state.skipped_total:
@@ -267,7 +267,7 @@ def summary(run: ShownRun, steps: int, tokens: float, took: float) -> list[str]:
     return lines
 
 
-def _followed(history: list[dict[str, Any]]) -> list[str]:
+def _headline_metric(history: list[dict[str, Any]]) -> list[str]:
     """What the run is to improve: the reward where there is one (the loss of a policy gradient says nothing), else the loss."""
     names = dict.fromkeys(name for entry in history for name in entry)
     aim = "reward" if "reward" in names else "loss"
@@ -275,7 +275,7 @@ def _followed(history: list[dict[str, Any]]) -> list[str]:
 
 
 def _losses_of_data(dataset: Any) -> list[str]:
-    """What of the data was cut or left out; nothing is said where all of it was used."""
+    """What of the data was cut or left out; nothing where all of it was used."""
     report: PreparationReport | None = getattr(dataset, "report", None)
     if report is None:
         return []

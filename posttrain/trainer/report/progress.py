@@ -254,14 +254,14 @@ class RichProgressCallback(TrainerCallback):
         self.view: PlainView | RichView | None = None
         self.rivals: Iterable[Any] = ()
 
-    def stand_back_for(self, callbacks: Iterable[Any]) -> RichProgressCallback:
+    def defer_to(self, callbacks: Iterable[Any]) -> RichProgressCallback:
         """Show nothing when one of `callbacks` (looked at when training begins) is a progress display a person added."""
         self.rivals = callbacks
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        stands_back = any(isinstance(rival, RichProgressCallback) and rival is not self for rival in self.rivals)
-        if not state.is_world_process_zero or stands_back or is_quiet():
+        is_deferred = any(isinstance(rival, RichProgressCallback) and rival is not self for rival in self.rivals)
+        if not state.is_world_process_zero or is_deferred or is_quiet():
             return
         if self.view is not None:  # a run in this process that ended by an exception
             self.view.end()

@@ -78,7 +78,7 @@ class DenseRows:
             found = scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, scale=scale)
         return found.reshape(rows, heads, width)
 
-    def move_on(self) -> None:
+    def advance(self) -> None:
         """The step is done in all layers."""
         self.column += 1
 

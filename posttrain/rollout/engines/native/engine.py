@@ -22,7 +22,7 @@ from posttrain.rollout.engines.native.graphs import StepGraphs
 from posttrain.rollout.engines.native.packed_weights import PackedWeights
 from posttrain.rollout.engines.native.rows import Rows
 from posttrain.rollout.engines.native.scheduler import Prefix, Running, Scheduler
-from posttrain.rollout.engines.native.step import DecodeProgram, Drawing
+from posttrain.rollout.engines.native.step import DecodeProgram, Sampler
 from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, SamplingParams
 from posttrain.rollout.engines.request import EndOfText, Request, request_or_error
 from posttrain.rollout.engines.sampling import DrawRule
@@ -68,7 +68,7 @@ class NativeEngine:
         self.use_graphs = use_graphs and runs_triton(next(model.parameters()))
         self._made: tuple[DecodeProgram, StepGraphs] | None = None
         self.packed = PackedWeights(self.innermost)
-        self._drawings: dict[Any, Drawing] = {}
+        self._samplers: dict[Any, Sampler] = {}
         self._in_session = False
 
     def why_not(self) -> str | None:
@@ -153,18 +153,18 @@ class NativeEngine:
         program.store = KeyValueStore(reader.shapes, self.device, softcaps)
         return program, StepGraphs(self.model, program)
 
-    def drawing(self, params: SamplingParams) -> Drawing:
+    def sampler(self, params: SamplingParams) -> Sampler:
         """The same object for the same way to draw: graphs read its tensors."""
         rule = DrawRule.of(params)
         key = (params.stop_ids, params.regex is None, *sorted(rule.logit_bias.items()), *rule.numbers)
-        if key not in self._drawings:
+        if key not in self._samplers:
             shape = (self.max_slots, self.vocabulary)
             seen = torch.zeros(shape, dtype=torch.bool, device=self.device) if rule.penalises else None
             allowed = torch.ones(shape, dtype=torch.bool, device=self.device) if params.regex is not None else None
             stop_ids = torch.tensor(params.stop_ids, dtype=torch.int64, device=self.device)
             bias = rule.bias(self.vocabulary, self.device)
-            self._drawings = dict([*self._drawings.items()][-1:]) | {key: Drawing(rule, stop_ids, bias, seen, allowed)}
-        return self._drawings[key]
+            self._samplers = dict([*self._samplers.items()][-1:]) | {key: Sampler(rule, stop_ids, bias, seen, allowed)}
+        return self._samplers[key]
 
     def page_budget(self) -> int:
         """Pages that a session may have, page 0 included."""
@@ -207,9 +207,9 @@ class NativeSession:
         self.end = EndOfText(params, engine.decode)
         self.grammar = Grammar(params, engine.decode, engine.vocabulary) if params.regex is not None else None
         self.readers: dict[int, GrammarReader] = {}
-        self.drawing = engine.drawing(params)
+        self.sampler = engine.sampler(params)
         if engine.use_graphs and graphs is not None:
-            graphs.begin(self.drawing)
+            graphs.begin(self.sampler)
         self.steps = 1 if self.grammar is not None else engine.steps_per_look
         self.budget = engine.page_budget()
         program.dense_bytes = int(DENSE_SHARE * self.budget * program.store.page_bytes)
@@ -260,12 +260,12 @@ class NativeSession:
         wanted = self.pool.size + max(self.scheduler.wanted_pages(), 0)
         if wanted > self.pool.size and self.pool.size < self.budget:
             self.grow(min(max(wanted, 2 * self.pool.size), self.budget))
-        self.scheduler.has_plenty = wanted <= self.pool.size
+        self.scheduler.has_spare_pages = wanted <= self.pool.size
 
     @property
     def _is_settled(self) -> bool:
         """Everyone who ran in the last steps still runs, on pages that last to its end."""
-        return self.scheduler.has_plenty and self.scheduler.changes == self._laid_out
+        return self.scheduler.has_spare_pages and self.scheduler.changes == self._laid_out
 
     def grow(self, pages: int) -> None:
         self.program.store.grow(pages)
@@ -315,13 +315,13 @@ class NativeSession:
         is_other = self._lay_out(running, count)
         self._lay_out_masks(running)
         if self.engine.use_graphs:
-            self.graphs.run(count, steps, self.drawing)
+            self.graphs.run(count, steps, self.sampler)
         else:
             self.program.lay_out(count, self._width, steps, is_other)
             for _ in range(steps):
-                self.program.run(count, self._width, self.drawing)
+                self.program.run(count, self._width, self.sampler)
             self.program.keep()
-        return self._hand_over(running, *self.program.rows.drawn(steps, len(running)))
+        return self._collect_finished(running, *self.program.rows.drawn(steps, len(running)))
 
     def _lay_out(self, running: list[Running], count: int) -> bool:
         """Rows advance on the device by themselves; they are copied there where something else changed. Returns whether it did."""
@@ -334,21 +334,23 @@ class NativeSession:
         return has_changed
 
     def _lay_out_masks(self, running: list[Running]) -> None:
-        """What the rows have said already, for the penalty; what a grammar lets them say next."""
-        if self.drawing.seen is not None:
+        """Tokens that the rows contain already, for the penalty; tokens that a grammar allows next."""
+        if self.sampler.seen is not None:
             tokens = [run.request.tokens().astype(np.int64) for run in running]
             places = np.repeat(np.arange(len(tokens)), [len(part) for part in tokens])
-            self.drawing.seen.zero_()
+            self.sampler.seen.zero_()
             rows, ids = (torch.from_numpy(x).to(self.engine.device) for x in (places, np.concatenate(tokens)))
-            self.drawing.seen[rows, ids] = True
+            self.sampler.seen[rows, ids] = True
         if self.grammar is not None:
             for run in running:
                 if run.request.ticket not in self.readers:
                     self.readers[run.request.ticket] = self.grammar.reader()
             masks = [self.readers[run.request.ticket].allowed() for run in running]
-            self.drawing.allowed[: len(masks)] = torch.stack(masks).to(self.engine.device)
+            self.sampler.allowed[: len(masks)] = torch.stack(masks).to(self.engine.device)
 
-    def _hand_over(self, running: list[Running], ids: np.ndarray, logps: np.ndarray) -> list[tuple[int, Completion]]:
+    def _collect_finished(
+        self, running: list[Running], ids: np.ndarray, logps: np.ndarray
+    ) -> list[tuple[int, Completion]]:
         reasons = self.end.take_all([run.request for run in running], ids, logps)
         finished, done = [], []
         for row, (run, reason) in enumerate(zip(running, reasons)):

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from posttrain.rollout.engines.native.step import DecodeProgram, Drawing
+from posttrain.rollout.engines.native.step import DecodeProgram, Sampler
 
 logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 2  # Triton compiles, cuBLAS chooses and allocates outside of the capture
 ROWS_ALMOST_FREE = 256  # up to here a step mostly reads the weights
-WAYS_TO_DRAW = 4  # training and evaluation are two
+MAX_SAMPLERS = 4  # training and evaluation are two
 
 
 class StepGraphs:
@@ -29,37 +29,37 @@ class StepGraphs:
         self._model, self._program = model, program
         self._slots = program.rows.device.shape[1]
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        self._drawings: dict[int, Drawing] = {}  # held on to, since graphs read their tensors
+        self._samplers: dict[int, Sampler] = {}  # held on to, since graphs read their tensors
         self._pool: Any = None
         self._baked_in: Any = None
         self._failed = False
 
-    def begin(self, drawing: Drawing) -> None:
+    def begin(self, sampler: Sampler) -> None:
         """A session begins: graphs of other weights, or of too many ways to draw, are dropped."""
         baked_in = _addresses_and_adapters(self._model)
-        is_new = id(drawing) not in self._drawings
-        if baked_in != self._baked_in or (is_new and len(self._drawings) >= WAYS_TO_DRAW):
-            self._graphs, self._drawings, self._pool, self._baked_in = {}, {}, None, baked_in
-        self._drawings[id(drawing)] = drawing
+        is_new = id(sampler) not in self._samplers
+        if baked_in != self._baked_in or (is_new and len(self._samplers) >= MAX_SAMPLERS):
+            self._graphs, self._samplers, self._pool, self._baked_in = {}, {}, None, baked_in
+        self._samplers[id(sampler)] = sampler
 
     def bucket(self, rows: int) -> int:
         """Rows of the graph that runs `rows`."""
         return rows_of_graph(rows, self._slots)
 
-    def run(self, rows: int, steps: int, drawing: Drawing) -> None:
+    def run(self, rows: int, steps: int, sampler: Sampler) -> None:
         width = self._program.rows.table.shape[1]
-        graph = None if self._failed else self._graph(rows, drawing)
+        graph = None if self._failed else self._graph(rows, sampler)
         for _ in range(steps):
             if graph is None:
-                self._program.run(rows, width, drawing)
+                self._program.run(rows, width, sampler)
             else:
                 graph.replay()
 
-    def _graph(self, rows: int, drawing: Drawing) -> torch.cuda.CUDAGraph | None:
-        key = (rows, id(drawing))
+    def _graph(self, rows: int, sampler: Sampler) -> torch.cuda.CUDAGraph | None:
+        key = (rows, id(sampler))
         if key not in self._graphs:
             try:
-                self._graphs[key] = self._captured(rows, drawing)
+                self._graphs[key] = self._captured(rows, sampler)
             except Exception as error:  # a model may synchronise with the device anywhere; it runs, without graphs
                 self._failed = True
                 logger.warning(
@@ -69,31 +69,31 @@ class StepGraphs:
                 return None
         return self._graphs[key]
 
-    def _captured(self, rows: int, drawing: Drawing) -> torch.cuda.CUDAGraph:
+    def _captured(self, rows: int, sampler: Sampler) -> torch.cuda.CUDAGraph:
         """Capture one step; the rows, which the steps that warm up change, are put back."""
         state = self._program.rows
-        kept = [(tensor, tensor.clone()) for tensor in (state.device, state.table, drawing.seen) if tensor is not None]
+        kept = [(tensor, tensor.clone()) for tensor in (state.device, state.table, sampler.seen) if tensor is not None]
         state.device.zero_()  # no row is in use: no page is written
         state.table.zero_()
         try:
-            return self._captured_from_nothing(rows, drawing)
+            return self._captured_from_nothing(rows, sampler)
         finally:
             for tensor, value in kept:
                 tensor.copy_(value)
             state.step.zero_()
 
-    def _captured_from_nothing(self, rows: int, drawing: Drawing) -> torch.cuda.CUDAGraph:
+    def _captured_from_nothing(self, rows: int, sampler: Sampler) -> torch.cuda.CUDAGraph:
         width = self._program.rows.table.shape[1]
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UP_STEPS):
-                self._program.run(rows, width, drawing)
+                self._program.run(rows, width, sampler)
                 self._program.rows.step.zero_()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            self._program.run(rows, width, drawing)
+            self._program.run(rows, width, sampler)
         self._pool = graph.pool()
         return graph
 

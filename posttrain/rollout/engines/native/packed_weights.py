@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-LEAST_ELEMENTS = 2**14
+MIN_ELEMENTS = 2**14
 """Below it a call of the packed product takes longer than the product."""
 PACKED_BYTES = 4 * 2**30
 """Of packed weights at most: a model with more is run as it is."""
@@ -76,7 +76,7 @@ def _is_worth_it(module: nn.Module) -> bool:
         and type(module.weight) is nn.Parameter
         and module.weight.device.type == "cpu"
         and module.weight.dtype == torch.float32
-        and module.weight.numel() >= LEAST_ELEMENTS
+        and module.weight.numel() >= MIN_ELEMENTS
     )
 
 

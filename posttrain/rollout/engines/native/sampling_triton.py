@@ -1,7 +1,7 @@
 """Triton: the end of a decode step. Two passes over the logits draw a token a row, say how likely it was, and move the row on.
 
 The first pass finds the maximum and the sum of exponentials of each block of the vocabulary; the second draws the block, then the
-token in it (`rollout/sampling` is the same in plain torch, `rollout/noise` the noise). Then it does what `step.move_on` does.
+token in it (`rollout/sampling` is the same in plain torch, `rollout/noise` the noise). Then it does what `step.advance_rows` does.
 Imported where triton is.
 """
 
@@ -18,7 +18,7 @@ from posttrain.rollout.engines.native.rows import Rows
 BLOCKS_A_PROGRAM = 4
 
 
-def draw_and_move_on_triton(logits: Tensor, rows: Rows, count: int, temperature: float, stop_ids: Tensor) -> None:
+def draw_and_advance_triton(logits: Tensor, rows: Rows, count: int, temperature: float, stop_ids: Tensor) -> None:
     """Draw from softmax(logits / temperature), or the most likely token at temperature 0."""
     vocabulary, block = logits.shape[1], sampling.BLOCK
     blocks = triton.cdiv(vocabulary, block)

@@ -75,7 +75,9 @@ class Scheduler:
         self.pool, self.max_slots, self.prefill_tokens = pool, max_slots, prefill_tokens
         self.running: list[Running] = []
         self.preempted = 0
-        self.has_plenty = False  # pages for all that run or could join, to their ends: set by the owner of the memory
+        self.has_spare_pages = (
+            False  # pages for all that run or could join, to their ends: set by the owner of the memory
+        )
         self.changes = 0  # goes up whenever who runs, or on which pages, is not what it was
         self._waiting: deque[_Waiting] = deque()
         self._wanted: Counter[bytes] = Counter()  # waiting requests by prefix
@@ -126,7 +128,7 @@ class Scheduler:
             need = pages_for(min(steps, waiting.request.remaining))
             need += pages_for(len(waiting.prefix_ids)) if prefix is None else 0
             # A page for each that runs already, unless all have theirs: who joins must not push out at once.
-            spare = 0 if self.has_plenty else len(self.running)
+            spare = 0 if self.has_spare_pages else len(self.running)
             if not self._make_room(need + spare, keep=waiting.key):
                 break
             if prefix is None:
@@ -164,7 +166,7 @@ class Scheduler:
         place = 0
         while place < len(self.running):
             run = self.running[place]
-            need = run.missing_pages(run.request.remaining if self.has_plenty else steps)
+            need = run.missing_pages(run.request.remaining if self.has_spare_pages else steps)
             while not self._make_room(need) and len(self.running) > place + 1:
                 self._preempt(self.running.pop())
             if self.pool.free < need:

@@ -21,7 +21,7 @@ from posttrain.rollout.engines.sampling import Drawn, DrawRule, draw
 
 
 @dataclass
-class Drawing:
+class Sampler:
     """How a session draws: its rule, and the tensors that the rule needs."""
 
     rule: DrawRule
@@ -81,27 +81,27 @@ class DecodeProgram:
         cache = DecodeStep(self.store, table, positions, prefixes, remaining, self.dense)
         hidden = self.hidden(self.rows.field("tokens", rows), positions, cache)
         if self.dense is not None:
-            self.dense.move_on()
+            self.dense.advance()
         return LanguageHead.of(self.innermost)(hidden)
 
-    def run(self, rows: int, table_width: int, drawing: Drawing) -> None:
+    def run(self, rows: int, table_width: int, sampler: Sampler) -> None:
         """One step: the drawn tokens and their log-probs go to the next line of the results, rows move on by one."""
         logits = self.logits(rows, table_width)
-        if runs_triton(logits) and drawing.rule.is_plain and drawing.allowed is None:
-            from posttrain.rollout.engines.native.sampling_triton import draw_and_move_on_triton
+        if runs_triton(logits) and sampler.rule.is_plain and sampler.allowed is None:
+            from posttrain.rollout.engines.native.sampling_triton import draw_and_advance_triton
 
-            draw_and_move_on_triton(logits, self.rows, rows, drawing.rule.temperature, drawing.stop_ids)
+            draw_and_advance_triton(logits, self.rows, rows, sampler.rule.temperature, sampler.stop_ids)
         else:
             noise = words(self.rows.field("bases", rows), self.rows.field("numbers", rows))
-            seen, allowed = (drawing.part(x, rows) for x in (drawing.seen, drawing.allowed))
-            drawn = draw(logits, noise, drawing.rule, drawing.bias, seen, allowed)
-            move_on(self.rows, rows, drawn, drawing.stop_ids)
+            seen, allowed = (sampler.part(x, rows) for x in (sampler.seen, sampler.allowed))
+            drawn = draw(logits, noise, sampler.rule, sampler.bias, seen, allowed)
+            advance_rows(self.rows, rows, drawn, sampler.stop_ids)
             if seen is not None:
                 seen.scatter_(1, drawn.ids[:, None], True)
         self.rows.step += 1
 
 
-def move_on(rows: Rows, count: int, drawn: Drawn, stop_ids: Tensor) -> None:
+def advance_rows(rows: Rows, count: int, drawn: Drawn, stop_ids: Tensor) -> None:
     """Note what was drawn; each row in use takes its token as its next input, or goes out of use by a stop id."""
     rows.ids[:, :count].index_copy_(0, rows.step, drawn.ids[None])
     rows.logps[0, :, :count].index_copy_(0, rows.step, drawn.sampling_logps[None])
@@ -112,8 +112,8 @@ def move_on(rows: Rows, count: int, drawn: Drawn, stop_ids: Tensor) -> None:
     in_use = remaining > 0
     stops = (drawn.ids[:, None] == stop_ids).any(-1)
     left = torch.where(stops, 0, (remaining - 1).clamp(min=0))
-    goes_on = left > 0
-    tokens.copy_(torch.where(goes_on, drawn.ids, tokens))
-    positions += goes_on
+    is_active = left > 0
+    tokens.copy_(torch.where(is_active, drawn.ids, tokens))
+    positions += is_active
     numbers += in_use
     remaining.copy_(left)

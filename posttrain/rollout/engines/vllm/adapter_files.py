@@ -52,7 +52,9 @@ class AdapterFiles:
         if why_not := why_not_by_adapter(model, base_from_memory):
             raise ValueError(f"`adapter_sync` cannot be done: {why_not} Leave it out: whole weights are sent then.")
         config = exported_adapter(model)[0]
-        self.module_names = tuple(sorted({_module_of(spec.name) for spec in exported_adapter_specs(model)}))
+        # "q_proj", of base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
+        names = {spec.name.rpartition(".lora_")[0].rpartition(".")[2] for spec in exported_adapter_specs(model)}
+        self.module_names = tuple(sorted(names))
         self.rank = next(rank for rank in RANKS if rank >= config["r"])
 
     def replace(self, engine: VLLMEngine, tensors: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
@@ -118,8 +120,3 @@ def why_not_by_adapter(model: nn.Module, base_from_memory: bool = True) -> str |
     if config["r"] > RANKS[-1]:
         return f"the adapter has rank {config['r']}, and vLLM takes at most {RANKS[-1]}."
     return None
-
-
-def _module_of(name: str) -> str:
-    """ "q_proj", of base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight."""
-    return name.rpartition(".lora_")[0].rpartition(".")[2]

@@ -22,12 +22,12 @@ from posttrain.rollout.engines.vllm.transport import (
     Token,
     Transport,
     checked,
+    parallel_calls,
 )
 from posttrain.rollout.engines.vllm.weight_channel import AUTO, NOT_OFFERED, WeightChannel
-from posttrain.rollout.engines.vllm.weight_senders import AT_ONCE, Sides, Streamer, Wire
-from posttrain.rollout.engines.vllm.workers import side_by_side
+from posttrain.rollout.engines.vllm.weight_senders import PARALLEL_PARTS, Sides, Streamer, Wire
 from posttrain.serve.errors import TransportFailed
-from posttrain.serve.wire.payload import CUDA_IPC, Manifest, encode_manifest
+from posttrain.serve.wire.payload import CUDA_IPC, MAX_REASON, Manifest, encode_manifest
 
 ABORTED = "aborted"
 PROTOCOL = 3
@@ -56,7 +56,7 @@ class ServerInfo:
     most_seconds: float = math.inf
     in_flight: int = 0
     dtype: str | None = None  # in which it computes
-    transports: dict[str, Any] = field(default_factory=dict)  # the ways by which it takes weights, see `weight_senders`
+    transports: dict[str, Any] = field(default_factory=dict)  # by which it takes weights, see `weight_senders`
     world_size: int = 1  # GPUs that hold its model, the first of those that it sees
 
     @property
@@ -78,7 +78,7 @@ class GenerateRequest:
 
 
 @dataclass(frozen=True)
-class Written:
+class ServerCompletion:
     """A completion as it came from a server."""
 
     ids: list[int]
@@ -100,13 +100,13 @@ class Client:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name})"
 
-    def break_off(self, why: str) -> None:
+    def cancel_calls(self, why: str) -> None:
         """End all calls that are under way, with ServerGone."""
-        self._transport.break_off(why)
+        self._transport.cancel_calls(why)
 
     def close(self) -> None:
-        """Let go of the connections. A later call opens what it needs."""
-        self.break_off("this client was closed.")
+        """Close the connections. A later call opens what it needs."""
+        self.cancel_calls("this client was closed.")
 
     def can_stream(self, device: torch.device) -> bool:
         """Whether weights on that device can go straight into the server's engine."""
@@ -130,7 +130,7 @@ class ServerClient(Client):
         address = self._transport.address
         wire = Wire(self._post, address.host, address.port, self.deadlines.part)
         self.channel = WeightChannel(self.name, wire, weight_transport)
-        self._transports: dict[str, Any] = {}  # as the server last said
+        self._transports: dict[str, Any] = {}  # as the server last reported
         self._streamer: Streamer | None = None  # of the version that is on its way
         self._most_seconds = math.inf
 
@@ -140,7 +140,7 @@ class ServerClient(Client):
         self.channel.close()
 
     def use_token(self, token: str) -> None:
-        """From now on: the server was started anew."""
+        """From now on: the server was restarted."""
         self._transport.use_token(token)
 
     def _get(self, path: str, seconds: float) -> Any:
@@ -175,7 +175,7 @@ class ServerClient(Client):
 
     # tokens ---------------------------------------------------------------------------------------------------------
 
-    def generate(self, request: GenerateRequest) -> Written:
+    def generate(self, request: GenerateRequest) -> ServerCompletion:
         seconds = min(self.deadlines.completion, self._most_seconds)
         body = {
             "request_id": request.request_id,
@@ -221,9 +221,9 @@ class ServerClient(Client):
             missing.append(self._checked("/weights/part", lambda fields: int(fields["missing"]), state))
 
         try:
-            side_by_side(len(plan), send, AT_ONCE)
+            parallel_calls(len(plan), send, PARALLEL_PARTS)
         finally:
-            self.channel.rest()
+            self.channel.end_version()
         if min(missing):  # answers to parts that went side by side come in any order
             raise ServerAnswer(
                 f"{self.name} was sent all parts of version {version} and says that {min(missing)} are missing."
@@ -249,7 +249,7 @@ class ServerClient(Client):
     def can_stream(self, device: torch.device) -> bool:
         if not self._transports:
             self.info()
-        return self.channel.stream_way(Sides(self._transports, device)) is not None
+        return self.channel.stream_transport(Sides(self._transports, device)) is not None
 
     def open_stream(self, version: int, in_flight: str, device: torch.device) -> None:
         """Announce a version whose parts go straight into the engine; from its first part on nothing else serves."""
@@ -276,9 +276,9 @@ class ServerClient(Client):
             self.channel.stream_failed(error)
             raise
 
-    def abort(self, version: int) -> None:
+    def abort(self, version: int, reason: str = "") -> None:
         """Drop the staged version, or give up the one that is on its way into the engine."""
-        self._post("/weights/abort", {"version": version}, self.deadlines.control)
+        self._post("/weights/abort", {"version": version, "reason": reason[:MAX_REASON]}, self.deadlines.control)
 
     def push(self, kept: KeptWeights, version: int, bucket_bytes: int = BUCKET_BYTES) -> None:
         """Stage and commit on this server alone."""
@@ -301,32 +301,25 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     return sent | {"stop_ids": list(params.stop_ids), "stop": list(params.stop), "logit_bias": bias}
 
 
+INFO: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("model", "engine", "logprobs_mode", "dtype"), str),
+    **dict.fromkeys(("context_length", "vocabulary", "in_flight", "world_size"), int),
+    **dict.fromkeys(("capabilities", "transports"), dict),
+    **dict.fromkeys(("notes", "checksums"), tuple),
+    **dict.fromkeys(("fingerprint", "not_ready"), lambda value: value),
+    "version": lambda value: None if value is None else int(value),
+}
+"""How the fields of /info are read."""
+
+
 def _info(fields: Any) -> ServerInfo:
     if fields["protocol"] != PROTOCOL:
         raise ValueError(f"it speaks protocol {fields['protocol']}, this client {PROTOCOL}")
-    limits = fields["limits"]
-    return ServerInfo(
-        model=str(fields["model"]),
-        engine=str(fields["engine"]),
-        context_length=int(fields["context_length"]),
-        vocabulary=int(fields["vocabulary"]),
-        logprobs_mode=str(fields["logprobs_mode"]),
-        version=None if fields["version"] is None else int(fields["version"]),
-        fingerprint=fields["fingerprint"],
-        not_ready=fields["not_ready"],
-        capabilities=dict(fields["capabilities"]),
-        notes=tuple(fields["notes"]),
-        checksums=tuple(fields["checksums"]),
-        part_bytes=int(limits["part_bytes"]),
-        most_seconds=float(limits["seconds"]),
-        in_flight=int(fields["in_flight"]),
-        dtype=str(fields["dtype"]),
-        transports=dict(fields["transports"]),
-        world_size=int(fields["world_size"]),
-    )
+    limits, found = fields["limits"], {name: read(fields[name]) for name, read in INFO.items()}
+    return ServerInfo(**found, part_bytes=int(limits["part_bytes"]), most_seconds=float(limits["seconds"]))
 
 
-def _written(fields: Any, request: GenerateRequest) -> Written:
+def _written(fields: Any, request: GenerateRequest) -> ServerCompletion:
     """The one completion that was asked for, and nothing else."""
     if fields["request_id"] != request.request_id:
         raise ValueError(f"it is that of request {str(fields['request_id'])[:60]}")
@@ -344,7 +337,9 @@ def _written(fields: Any, request: GenerateRequest) -> Written:
     if end != len(ids):
         raise ValueError(f"it says which weights wrote {end} of {len(ids)} tokens")
     mode = fields["logprobs_mode"]
-    return Written(ids, [float(x) for x in logps], reason, completion["version"], str(mode), completion["error"])
+    return ServerCompletion(
+        ids, [float(x) for x in logps], reason, completion["version"], str(mode), completion["error"]
+    )
 
 
 def check_tokens(ids: Any, logps: Any, most: int) -> None:

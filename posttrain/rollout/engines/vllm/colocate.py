@@ -39,10 +39,10 @@ from posttrain.rollout.engines.vllm.params import (
     vllm_sampling,
 )
 from posttrain.rollout.engines.vllm.process_state import (
-    among_ranks,
+    distributed_engine_args,
+    preserved_process_state,
+    preserved_torch_rng,
     tensor_parallel_group,
-    torch_random_kept,
-    trainer_undisturbed,
 )
 from posttrain.serve.engine.protocol import Accepted, AdapterRef, GenerateJob, Progress, ScoreJob
 from posttrain.serve.engine.vllm_engine import VLLMEngine, VLLMOptions
@@ -51,6 +51,8 @@ log = logging.getLogger(__name__)
 
 ANY_VERSION = Accepted(0, 0)  # versions are kept here, not by vLLM
 CPU_CACHE_BYTES = 1 << 30
+SAME_NAMES = ("context_length", "memory_share", "logprobs_mode", "eager", "seed")
+"""Fields of ColocateOptions that VLLMOptions has, too."""
 
 
 class NoWholeWeights(RuntimeError):
@@ -113,7 +115,7 @@ class ColocatedVLLM:
         self.sessions_open = 0
         self.has_tokenizer = tokenizer is not None
         folder = self._model_folder(tokenizer)
-        with trainer_undisturbed():
+        with preserved_process_state():
             self.engine = VLLMEngine(self._vllm_options(folder))
         ColocatedVLLM._open = weakref.ref(self)
         self._refuse_without_updates()
@@ -141,22 +143,19 @@ class ColocatedVLLM:
         return str(folder)
 
     def _vllm_options(self, folder: str) -> VLLMOptions:
-        asked, adapters = self.options, self._adapters
-        more = {"skip_tokenizer_init": not self.has_tokenizer, **among_ranks(asked.tensor_parallel), **asked.more}
+        given, adapters = self.options, self._adapters
+        ranks = distributed_engine_args(given.tensor_parallel)
+        more = {"skip_tokenizer_init": not self.has_tokenizer, **ranks, **given.more}
         if not torch.cuda.is_available():
             # Otherwise vLLM takes its share of all the host's memory.
             more.setdefault("kv_cache_memory_bytes", CPU_CACHE_BYTES)
         options = VLLMOptions(
             model=folder,
             dtype=str(self.dtype).removeprefix("torch."),
-            context_length=asked.context_length,
-            memory_share=asked.memory_share,
-            logprobs_mode=asked.logprobs_mode,
-            sleep=asked.sleep_level > 0,
+            sleep=given.sleep_level > 0,
             random_weights=adapters is None,
-            eager=asked.eager,
-            seed=asked.seed,
             more=more,
+            **{name: getattr(given, name) for name in SAME_NAMES},
         )
         if adapters is None:
             return options
@@ -212,7 +211,7 @@ class ColocatedVLLM:
                 for progress in moved:
                     if progress.job_id in names and progress.finish_reason is not None:
                         found[names[progress.job_id]] = np.asarray(progress.logps, np.float32)
-                stall.refuse_to_wait_longer(bool(moved), len(sequences) - len(found))
+                stall.raise_if_stalled(bool(moved), len(sequences) - len(found))
         except BaseException:
             self.engine.abort([name for name, place in names.items() if place not in found])
             raise
@@ -281,7 +280,7 @@ class ColocatedVLLM:
             self._wake(part)
 
     def _wake(self, part: str) -> None:
-        with trainer_undisturbed():
+        with preserved_process_state():
             self.engine.wake((part,))
         self._asleep.discard(part)
 
@@ -304,7 +303,7 @@ class Stall:
     def __init__(self, most_seconds: float) -> None:
         self._most_seconds, self._last_token = most_seconds, time.monotonic()
 
-    def refuse_to_wait_longer(self, moved: bool, in_flight: int) -> None:
+    def raise_if_stalled(self, moved: bool, in_flight: int) -> None:
         now = time.monotonic()
         self._last_token = now if moved else self._last_token
         silent_seconds = now - self._last_token
@@ -329,10 +328,10 @@ class ColocatedSession:
 
     def add(self, prompt: Prompt) -> int:
         ticket, self._tickets = self._tickets, self._tickets + 1
-        self._fail_if_said(ticket, self._start(f"{self._number}-{ticket}", ticket, prompt))
+        self._fail_if_error(ticket, self._start(f"{self._number}-{ticket}", ticket, prompt))
         return ticket
 
-    def _fail_if_said(self, ticket: int, sentence: str | None) -> None:
+    def _fail_if_error(self, ticket: int, sentence: str | None) -> None:
         if sentence is not None:
             self._failed.append((ticket, Completion.failed(sentence, self._owner.version)))
 
@@ -365,12 +364,12 @@ class ColocatedSession:
     def _step_until_one_finishes(self) -> Finished:
         finished: Finished = []
         stall = Stall(self._owner.options.stall_seconds)
-        with torch_random_kept():
+        with preserved_torch_rng():
             while self._running and not finished:
                 moved = self._owner.engine.step()
                 for progress in moved:
                     finished += self._take(progress)
-                stall.refuse_to_wait_longer(bool(moved), len(self._running))
+                stall.raise_if_stalled(bool(moved), len(self._running))
         return finished
 
     def _take(self, progress: Progress) -> Finished:
@@ -469,7 +468,7 @@ class GroupSession(ColocatedSession):
             for ticket, prompt in new:
                 sentence = self._start(f"{self._number}-{rank}-{ticket}", ticket, prompt)
                 if rank == self._rank:
-                    self._fail_if_said(ticket, sentence)
+                    self._fail_if_error(ticket, sentence)
         self._arrived += self._failed
         self._failed = []
         if all(left for left, _ in every):

@@ -28,9 +28,9 @@ from posttrain.rollout.engines.vllm.transport import (
     ServerGone,
     ServerRefused,
     ServerSlow,
+    in_parallel,
 )
 from posttrain.rollout.engines.vllm.weight_stream import VersionStream
-from posttrain.rollout.engines.vllm.workers import at_once
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ RETRY_SECONDS = 0.5
 FAILED_TRIES = 3
 """Starts, or refusals of weights, in a row that fail before a server counts as unrecoverable."""
 CLOSE_SECONDS = 5.0
-"""For calls that were broken off to end, and the watch with them."""
+"""For cancelled calls to end, and their watchers with them."""
 FIXED = ("vocabulary", "logprobs_mode", "context_length")
 """What a server says about itself that all of them must have in common, from the beginning to the end."""
 FINAL = frozenset({NOT_OFFERED, 400, 401, 403, 405, 413})
@@ -83,7 +83,7 @@ class Fleet:
 
     def attach(self) -> None:
         """Start or find all servers and learn what they serve; from then on they are watched."""
-        for found in at_once(self._first_contact, self.members):
+        for found in in_parallel(self._connect, self.members):
             if isinstance(found, Exception):
                 self.close()
                 raise found
@@ -104,7 +104,7 @@ class Fleet:
             self._watchers.append(watcher)
             watcher.start()
 
-    def _first_contact(self, member: Member) -> None:
+    def _connect(self, member: Member) -> None:
         if member.process is not None and not member.process.is_running:
             member.process.start()
             member.process.wait_until_healthy(self._closing)
@@ -129,11 +129,11 @@ class Fleet:
                 raise ValueError(f"The servers have different values of {what}: {values}. Start them alike.")
 
     def close(self) -> None:
-        """End the watch and the processes that are ours; let go of the weights and of the ways by which they were sent."""
+        """End the watch and the processes that are ours; free the weights and their transports."""
         if os.getpid() != self._owner:  # the sockets of a forked child are the trainer's, too
             return
         self._closing.set()
-        self._end_the_watch()
+        self._stop_watchers()
         for member in self.members:
             if member.process is not None:
                 member.process.close()
@@ -141,14 +141,14 @@ class Fleet:
         with self._changed:
             self.target = replace(self.target, kept=None)
 
-    def _end_the_watch(self) -> None:
-        """A watcher may be about to begin one more call, so they are broken off until all watchers have ended."""
+    def _stop_watchers(self) -> None:
+        """A watcher may be about to begin one more call, so calls are cancelled until all watchers have ended."""
         end = time.monotonic() + CLOSE_SECONDS
         left = [watcher for watcher in self._watchers if watcher is not threading.current_thread()]
         while True:
             for member in self.members:
-                member.stir.set()
-                member.client.break_off("the trainer is closing.")
+                member.wakeup.set()
+                member.client.cancel_calls("the trainer is closing.")
             left = [watcher for watcher in left if watcher.is_alive()]
             if not left or time.monotonic() > end:
                 break
@@ -186,8 +186,8 @@ class Fleet:
             member.is_up, member.why, member.hangs, member.down_since = False, why, hangs, time.monotonic()
             self._changed.notify_all()
         log.warning("The server %s is down: %s", member.name, why)
-        member.client.break_off(why)
-        member.stir.set()
+        member.client.cancel_calls(why)
+        member.wakeup.set()
 
     def raise_if_unrecoverable(self) -> None:
         """Raise where no server is up and none can be expected back."""
@@ -215,17 +215,17 @@ class Fleet:
     def _watch(self, member: Member) -> None:
         while not self._closing.is_set():
             if not member.is_up and self.target.version is not None:
-                self._try_to_bring_back(member)
+                self._try_to_recover(member)
                 continue
-            member.stir.wait(self._watch_seconds)  # without a target there is nothing yet that it could be given
-            member.stir.clear()
+            member.wakeup.wait(self._watch_seconds)  # without a target there is nothing yet that it could be given
+            member.wakeup.clear()
             try:
-                self._look(member)
+                self._check_health(member)
             except Exception as error:  # the watcher must live: without it a server that is down would never come back
-                log.exception("Looking after %s failed.", member.name)
+                log.exception("The health check of %s failed.", member.name)
                 self.report(member, f"it cannot be asked ({type(error).__name__}: {error}).")
 
-    def _look(self, member: Member) -> None:
+    def _check_health(self, member: Member) -> None:
         for missed in range(MISSES):
             if not member.is_up or self._closing.is_set():
                 return
@@ -238,23 +238,24 @@ class Fleet:
                 self.report(member, str(error), hangs=error.status == 503)
             except (ServerSlow, ServerAnswer) as error:
                 if missed + 1 == MISSES:
-                    self.report(member, f"{MISSES} questions were not answered: {error}", hangs=True)
+                    self.report(member, f"{MISSES} health checks were not answered: {error}", hangs=True)
 
-    def _try_to_bring_back(self, member: Member) -> None:
-        member.client.break_off(member.why)  # a call may have begun just before the server was known to be down
+    def _try_to_recover(self, member: Member) -> None:
+        member.client.cancel_calls(member.why)  # a call may have begun just before the server was known to be down
         try:
-            self._revive(member)
+            self._ensure_process(member)
             with member.weights:
-                self._feed(member)
+                self._send_target(member)
             return
         except ServerError as error:
-            self._note(member, error)
+            self._note_failure(member, error)
         except Exception as error:  # as above
             log.exception("Bringing back %s failed.", member.name)
-            self._note(member, ServerError(f"{member.name} cannot be brought back ({type(error).__name__}: {error})."))
+            sentence = f"{member.name} cannot be brought back ({type(error).__name__}: {error})."
+            self._note_failure(member, ServerError(sentence))
         self._closing.wait(RETRY_SECONDS * 2 ** min(member.failed_starts, 6))
 
-    def _note(self, member: Member, error: ServerError) -> None:
+    def _note_failure(self, member: Member, error: ServerError) -> None:
         if self._closing.is_set():
             return
         refused = isinstance(error, ServerRefused)
@@ -271,7 +272,7 @@ class Fleet:
             member.unrecoverable = error if unrecoverable else member.unrecoverable
             self._changed.notify_all()
 
-    def _revive(self, member: Member) -> None:
+    def _ensure_process(self, member: Member) -> None:
         """Until the process answers."""
         process = member.process
         if process is None:
@@ -291,8 +292,8 @@ class Fleet:
             raise
         member.failed_starts, member.hangs = 0, False
 
-    def _feed(self, member: Member) -> None:
-        """Give it the target, until the target is what it serves, and call it up."""
+    def _send_target(self, member: Member) -> None:
+        """Send it the target until it serves the target, and mark it as up."""
         while not self._closing.is_set():
             target = self.target
             info = member.client.info()
@@ -311,7 +312,7 @@ class Fleet:
                     continue  # the trainer has moved on meanwhile
                 member.info, member.is_up, member.unrecoverable, member.hangs = info, True, None, False
                 member.refusals = 0
-                member.stir.clear()
+                member.wakeup.clear()
                 self.recoveries += 1
                 self._changed.notify_all()
             log.info("The server %s is up with version %s.", member.name, target.version)
@@ -319,7 +320,7 @@ class Fleet:
 
     @staticmethod
     def _refuse_if_changed(member: Member, info: ServerInfo) -> None:
-        """The trainer has planned with what the server was when it was found; it may have been started anew, otherwise."""
+        """The trainer has planned with what the server was when it was found; it may have been restarted with other options."""
         for what in FIXED:
             before, now = getattr(member.info, what), getattr(info, what)
             if before != now:
@@ -331,9 +332,8 @@ class Fleet:
     def _send_again(self, member: Member, target: Target, info: ServerInfo) -> None:
         kept = target.kept
         if kept is None:
-            found = (
-                f"{member.name} serves version {info.version} ({info.not_ready or 'ready'}) instead of {target.version}"
-            )
+            state = info.not_ready or "ready"
+            found = f"{member.name} serves version {info.version} ({state}) instead of {target.version}"
             if target.follows:
                 raise ServerGone(f"{found}; the process that sends the weights has to send them again.")
             if target.specs:
@@ -356,7 +356,7 @@ class Fleet:
         self._next_version += 1
         before = self.target
         target = Target(self._next_version, kept.fingerprint, label, kept, specs=kept.specs)
-        members = self._receiving()
+        members = self._recipients()
         with ExitStack() as held:
             for member in members:  # a watcher that finds one of these down waits until this is over
                 held.enter_context(member.weights)
@@ -367,17 +367,17 @@ class Fleet:
             committed = self._all(
                 staged, lambda one: one.client.commit(kept, target.version, in_flight), FINAL_AT_COMMIT, target
             )
-            self._move_to(target, committed)
+            self._set_target(target, committed)
         try:
             self.wait_until_up()
         except ServerError:
-            self._move_to(before, [])
+            self._set_target(before, [])
             raise
         return target
 
     def can_stream(self, device: torch.device) -> bool:
         """Whether weights there can go straight into the engines of all servers that are up."""
-        members = self._receiving()
+        members = self._recipients()
         return bool(members) and all(member.client.can_stream(device) for member in members)
 
     def stream(
@@ -385,23 +385,27 @@ class Fleet:
     ) -> tuple[VersionStream, KeptWeights | None]:
         """A version straight into the engines of all servers that are up, as `read` reads it through the stream.
 
-        Where the stream ends with an error, the target is the version before still, and no server can be counted on to serve it:
-        the caller loads the version the other way.
+        Where `read` raises, the stream is aborted. Where the stream ends with an error, the target is still the version before, and
+        no server can be counted on to serve it: the caller stages the version instead.
         """
         self._next_version += 1
-        members = self._receiving()
+        members = self._recipients()
         with ExitStack() as held:
             for member in members:
                 held.enter_context(member.weights)
             stream = VersionStream([member.client for member in members], device, self._next_version, in_flight)
-            kept = read(stream)
+            try:
+                kept = read(stream)
+            except BaseException as error:  # the export failed, or was interrupted
+                stream.abort(error)
+                raise
             stream.commit()
             if stream.error is None:
                 specs = tuple(stream.specs)
-                self._move_to(Target(stream.version, stream.fingerprint, label, kept, specs=specs), members)
+                self._set_target(Target(stream.version, stream.fingerprint, label, kept, specs=specs), members)
         return stream, kept
 
-    def _receiving(self) -> list[Member]:
+    def _recipients(self) -> list[Member]:
         """Those that a new version goes to at once."""
         return self.up() or (self._reachable() if self.target.version is None else [])
 
@@ -412,31 +416,31 @@ class Fleet:
             self._refuse_if_changed(member, member.client.info())
             return member
 
-        found = at_once(ask, self.members)
+        found = in_parallel(ask, self.members)
         return [one for one in found if isinstance(one, Member)]
 
     def _all(
         self, members: Sequence[Member], act: Callable[[Member], None], final: frozenset[int], target: Target
     ) -> list[Member]:
         """Those for which it worked. A final refusal by one of them ends the update for all."""
-        outcomes = at_once(act, members)
+        outcomes = in_parallel(act, members)
         done = [member for member, outcome in zip(members, outcomes) if not isinstance(outcome, Exception)]
         failures = [(member, outcome) for member, outcome in zip(members, outcomes) if isinstance(outcome, Exception)]
         for member, error in failures:
             refused = isinstance(error, ServerRefused) and error.status in final
             if refused or not isinstance(error, ServerError):
-                self._take_back(members, target)
+                self._roll_back(members, target)
                 raise error
             self.report(member, str(error))
         return done
 
-    def _take_back(self, members: Sequence[Member], target: Target) -> None:
+    def _roll_back(self, members: Sequence[Member], target: Target) -> None:
         """Drop what was staged. Where it was committed already, the watcher finds another version than the target's."""
-        at_once(lambda member: member.client.abort(target.version), members)
+        in_parallel(lambda member: member.client.abort(target.version), members)
         for member in members:
             self.report(member, f"the update to version {target.version} failed; going back to {self.target.version}.")
 
-    def _move_to(self, target: Target, served_by: Sequence[Member]) -> None:
+    def _set_target(self, target: Target, served_by: Sequence[Member]) -> None:
         with self._changed:
             first, self.target = self.target.version is None, target  # before the first version no server counts as up
             for member in self.members:
@@ -445,14 +449,14 @@ class Fleet:
                     continue
                 if member.is_up:
                     member.why = f"it has yet to be given version {target.version}."
-                self._expect_back(member)
+                self._clear_failures(member)
             self._changed.notify_all()
 
     @staticmethod
-    def _expect_back(member: Member) -> None:
+    def _clear_failures(member: Member) -> None:
         """It is to be brought to a new target: what was wrong with the old one does not count, and its time begins."""
         member.is_up, member.unrecoverable, member.down_since = False, None, time.monotonic()
-        member.stir.set()
+        member.wakeup.set()
 
     def follow(self, target: Target) -> None:
         """Wait until the servers serve what another process of this run has sent."""
@@ -460,7 +464,7 @@ class Fleet:
             self.target = Target(target.version, target.fingerprint, target.label, follows=True)
             for member in self.members:
                 member.why = f"it was not seen with version {target.version} yet."
-                self._expect_back(member)
+                self._clear_failures(member)
         self.wait_until_up()
 
     # sleep ----------------------------------------------------------------------------------------------------------
@@ -483,7 +487,7 @@ class Fleet:
         """What each server that is up answers; one that does not is reported to its watcher, and left out."""
         members, version = self.up(), self.target.version
         answers = []
-        for member, answer in zip(members, at_once(lambda member: ask(member, version), members)):
+        for member, answer in zip(members, in_parallel(lambda member: ask(member, version), members)):
             if isinstance(answer, ServerRefused) and answer.status in FINAL:
                 raise answer
             if isinstance(answer, ServerError):

@@ -48,7 +48,7 @@ class Member:
     refusals: int = 0
     load: int = 0  # tokens in flight there, prompt and allowance
     in_flight: int = 0
-    stir: threading.Event = field(default_factory=threading.Event)  # wakes its watcher
+    wakeup: threading.Event = field(default_factory=threading.Event)  # wakes its watcher
     weights: threading.Lock = field(default_factory=threading.Lock)  # held by whoever sends it weights
 
     @property

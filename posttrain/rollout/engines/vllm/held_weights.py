@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class _CompareInstead(TorchDispatchMode):
+class _CompareOnCopy(TorchDispatchMode):
     """Copies and fills of the model's memory compare; everything else runs as it is."""
 
     def __init__(self, memory: set[int]) -> None:
@@ -49,7 +49,7 @@ def differing_tensors(worker: Any, tensors: Iterable[tuple[str, Tensor]], at_mos
     model = worker.model_runner.model
     found: list[str] = []
     with torch.no_grad():
-        mode = _CompareInstead({parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
+        mode = _CompareOnCopy({parameter.untyped_storage().data_ptr() for parameter in model.parameters()})
         for name, tensor in tensors:
             mode.compared, mode.differs = 0, False
             with mode:
@@ -64,7 +64,7 @@ def differing_tensors(worker: Any, tensors: Iterable[tuple[str, Tensor]], at_mos
 def complete(
     tensors: Iterable[tuple[str, Tensor]], wanted: dict[str, tuple[tuple[int, ...], torch.dtype]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as they come, each one of those `wanted` (name -> shape, dtype); ValueError for any other, or a missing one."""
+    """The tensors in their order, each one of those `wanted` (name -> shape, dtype); ValueError for any other, or a missing one."""
     left = dict(wanted)
     for name, tensor in tensors:
         if name not in left:

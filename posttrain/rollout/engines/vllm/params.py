@@ -23,7 +23,7 @@ from posttrain.rollout.engines.protocol import Prompt, SamplingParams
 from posttrain.serve.engine.protocol import Sampling
 
 PROCESSED, RAW = "processed_logprobs", "raw_logprobs"
-LEAST_TEMPERATURE = 0.01
+MIN_TEMPERATURE = 0.01
 """Below it vLLM takes 0.01 instead, with a warning."""
 
 
@@ -34,10 +34,10 @@ def request_seed(params: SamplingParams, prompt: Prompt) -> int:
 
 def refuse_unknown_to_vllm(params: SamplingParams) -> None:
     """ValueError for what vLLM would silently do otherwise."""
-    if 0 < params.temperature < LEAST_TEMPERATURE:
+    if 0 < params.temperature < MIN_TEMPERATURE:
         raise ValueError(
-            f"Sampling: `temperature` is {params.temperature:g}; vLLM would draw at {LEAST_TEMPERATURE}. Give 0 (greedy), or at "
-            f"least {LEAST_TEMPERATURE}."
+            f"Sampling: `temperature` is {params.temperature:g}; vLLM would draw at {MIN_TEMPERATURE}. Give 0 (greedy), or at "
+            f"least {MIN_TEMPERATURE}."
         )
 
 

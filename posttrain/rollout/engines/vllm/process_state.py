@@ -25,14 +25,14 @@ ENVIRONMENT = {
 
 
 @contextmanager
-def torch_random_kept() -> Iterator[None]:
+def preserved_torch_rng() -> Iterator[None]:
     """Afterwards torch's global generators continue as if nothing had been drawn: vLLM draws even for requests with seeds."""
     with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
         yield
 
 
 @contextmanager
-def trainer_undisturbed() -> Iterator[None]:
+def preserved_process_state() -> Iterator[None]:
     """Inside, vLLM may start or wake; afterwards random numbers and threads are as before."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -40,7 +40,7 @@ def trainer_undisturbed() -> Iterator[None]:
     set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
     dtype = torch.get_default_dtype()
     try:
-        with torch_random_kept():
+        with preserved_torch_rng():
             yield
     finally:
         random.setstate(python)
@@ -51,7 +51,7 @@ def trainer_undisturbed() -> Iterator[None]:
         torch.set_default_dtype(dtype)
 
 
-def among_ranks(tensor_parallel: int) -> dict[str, Any]:
+def distributed_engine_args(tensor_parallel: int) -> dict[str, Any]:
     """Fields of vLLM's EngineArgs by which an engine takes its place among the trainer's ranks: its own device, its group."""
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if tensor_parallel < 1 or world % tensor_parallel:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from posttrain.rollout.engines.protocol import Completion, Prompt, SamplingParams
 from posttrain.rollout.engines.request import Request, request_or_error
-from posttrain.rollout.engines.vllm.client import ABORT, ABORTED, DRAIN, NOT_OFFERED, GenerateRequest, Written
+from posttrain.rollout.engines.vllm.client import ABORT, ABORTED, DRAIN, NOT_OFFERED, GenerateRequest, ServerCompletion
 from posttrain.rollout.engines.vllm.fleet import Fleet
 from posttrain.rollout.engines.vllm.fleet_members import AnyClient, Member, Target
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights, common_checksum, spec_of
@@ -43,10 +43,10 @@ from posttrain.serve.wire.host_memory import HostMemory
 log = logging.getLogger(__name__)
 
 PER_SERVER = 256
-MOST_TRIES = 20
+MAX_TRIES = 20
 POLL_SECONDS = 0.1
 BUSY_SECONDS = 0.2
-MOST_PAUSE_SECONDS = 5.0
+MAX_PAUSE_SECONDS = 5.0
 
 Weights = Iterable[tuple[str, Tensor]]
 Export = Callable[[], Weights]
@@ -90,9 +90,9 @@ class ServedVLLM:
         # may be collected in any, at any moment, with any of the locks held that closing needs.
         self._when_dropped = weakref.finalize(self, in_background, self.fleet.close, "close servers")
         self._when_dropped.atexit = False
-        about = members[0].info
-        self.context, self.logprobs_mode = about.context_length, about.logprobs_mode
-        self.vocabulary = about.vocabulary or vocabulary or 1 << 31
+        info = members[0].info
+        self.context, self.logprobs_mode = info.context_length, info.logprobs_mode
+        self.vocabulary = info.vocabulary or vocabulary or 1 << 31
         self._memory = HostMemory()  # of the versions that are kept
         self._copying: Future[None] | None = None
         self._is_repeatable = True
@@ -118,7 +118,7 @@ class ServedVLLM:
         return max((one if one in BOUNDS else torch.bfloat16 for one in named), key=BOUNDS.__getitem__)
 
     def close(self) -> None:
-        """End the watch, and the server processes that are this trainer's own; let go of the weights."""
+        """End the watch, and the server processes that are this trainer's own; free the weights."""
         self._when_dropped.detach()
         self.fleet.close()
 
@@ -146,7 +146,7 @@ class ServedVLLM:
     # weights --------------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: Weights | None, version: int) -> None:
-        """Straight into the engines of all servers, where a way for that is there (`weight_senders`). Else staged on all, then
+        """Straight into the engines of all servers, where a transport allows it (`weight_senders`). Else staged on all, then
         committed on all; where it raises, all keep (or return to) the version before."""
         self._finish_copy()
         kept = None
@@ -157,7 +157,7 @@ class ServedVLLM:
                 if error is None:
                     return
                 if isinstance(error, ServerRefused) and error.status == NOT_OFFERED:
-                    raise error  # the way was asked for by name
+                    raise error  # the transport was asked for by name
                 weights = None
         kept = kept or self._kept(weights)
         target = self.fleet.target
@@ -251,15 +251,15 @@ class ServedVLLM:
             if found:
                 return {member.name: [np.asarray(one, np.float32) for one in scores] for member, scores in found}
             tries += bool(failed)
-            if failed and (tries >= MOST_TRIES or time.monotonic() > end):
+            if failed and (tries >= MAX_TRIES or time.monotonic() > end):
                 raise ServerSlow(
                     f"No server has scored the tokens of the probe, which were sent {tries} times; the last time {failed[-1]}"
                 ) from failed[-1]
-            time.sleep(min(POLL_SECONDS * 2**tries, MOST_PAUSE_SECONDS))
+            time.sleep(min(POLL_SECONDS * 2**tries, MAX_PAUSE_SECONDS))
             self.fleet.wait_until_up()
 
     def differing_tensors(self, at_most: int = 1) -> list[str]:
-        """The first names of tensors that the trainer has otherwise than the servers, by the checksums that those verified."""
+        """The first names of tensors in which the trainer differs from the servers, by the checksums that the servers verified."""
         held = {spec.name: spec for spec in self.fleet.target.specs}
         if not held:
             return []
@@ -316,7 +316,7 @@ class _Ticket:
         return len(self.request.prompt.ids) + self.request.limit
 
 
-Outcome = Written | Exception
+Outcome = ServerCompletion | Exception
 
 
 class ServedSession:
@@ -329,7 +329,7 @@ class ServedSession:
         self._waiting: deque[_Ticket] = deque()
         self._sent: dict[int, _Ticket] = {}
         self._finished: list[tuple[int, Completion]] = []
-        self._came: queue.SimpleQueue[tuple[int, Member, Outcome]] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[tuple[int, Member, Outcome]] = queue.SimpleQueue()
         self._pause_until = 0.0
         self._last_finished = 0.0  # when a completion came
 
@@ -342,7 +342,7 @@ class ServedSession:
             self._finished.append((number, Completion.failed(made, self._engine.version)))
         else:
             self._waiting.append(_Ticket(made, request_seed(self._params, prompt)))
-            self._send_what_fits()
+            self._send_waiting()
         return number
 
     @property
@@ -351,19 +351,19 @@ class ServedSession:
 
     def advance(self) -> list[tuple[int, Completion]]:
         while not self._finished and self.in_flight:
-            self._send_what_fits()
+            self._send_waiting()
             self._collect()
             self._fleet.raise_if_unrecoverable()
         finished, self._finished = self._finished, []
         return finished
 
     def close(self) -> int:
-        """How many prompts were left behind; what servers still write for them is not listened to."""
+        """The number of prompts that were abandoned; what servers still write for them is ignored."""
         return len(self._sent)
 
     # out ------------------------------------------------------------------------------------------------------------
 
-    def _send_what_fits(self) -> None:
+    def _send_waiting(self) -> None:
         while self._waiting and time.monotonic() >= self._pause_until:
             ticket = self._waiting[0]
             found = self._fleet.take(ticket.tokens, self._engine.options.per_server)
@@ -382,7 +382,7 @@ class ServedSession:
         ticket.label = target.label
         request_id = f"{self._id}-{number}-{ticket.attempt}"
         request = GenerateRequest(request_id, ids, ticket.seed, ticket.request.limit, self._params, target.version)
-        tokens, came, release = ticket.tokens, self._came, self._fleet.release
+        tokens, came, release = ticket.tokens, self._outcomes, self._fleet.release
 
         def call() -> None:
             try:
@@ -397,32 +397,32 @@ class ServedSession:
     # back -----------------------------------------------------------------------------------------------------------
 
     def _collect(self) -> None:
-        """Take in what came; wait a little where nothing has."""
+        """Handle the outcomes that have arrived; wait briefly for the first."""
         try:
-            came = self._came.get(timeout=POLL_SECONDS)
+            came = self._outcomes.get(timeout=POLL_SECONDS)
             while True:
                 number, member, outcome = came
-                self._judge(self._sent.pop(number), member, outcome)
-                came = self._came.get_nowait()
+                self._handle_outcome(self._sent.pop(number), member, outcome)
+                came = self._outcomes.get_nowait()
         except queue.Empty:
             return
 
-    def _judge(self, ticket: _Ticket, member: Member, outcome: Outcome) -> None:
-        if isinstance(outcome, Written) and outcome.finish_reason != ABORTED:
-            self._hand_over(ticket, outcome)
-        elif isinstance(outcome, Written):
+    def _handle_outcome(self, ticket: _Ticket, member: Member, outcome: Outcome) -> None:
+        if isinstance(outcome, ServerCompletion) and outcome.finish_reason != ABORTED:
+            self._complete(ticket, outcome)
+        elif isinstance(outcome, ServerCompletion):
             ticket.attempt += 1
-            self._again(ticket, member, f"{member.name} ended it: {outcome.error}")
+            self._resend(ticket, member, f"{member.name} ended it: {outcome.error}")
         elif isinstance(outcome, ServerRefused):
             AFTER_REFUSAL.get(outcome.status, ServedSession._raise)(self, ticket, member, outcome)
         elif isinstance(outcome, ServerSlow) and self._is_overdue(ticket, member):
             self._too_slow(ticket, member, outcome)
         elif isinstance(outcome, ServerError):
-            self._look_after(ticket, member, outcome)
+            self._report_and_resend(ticket, member, outcome)
         else:
             raise outcome
 
-    def _hand_over(self, ticket: _Ticket, written: Written) -> None:
+    def _complete(self, ticket: _Ticket, written: ServerCompletion) -> None:
         request, version, self._last_finished = ticket.request, ticket.label, time.monotonic()
         if any(math.isnan(logp) for logp in written.logps):
             sentence = f"The logits after prompt {request.prompt.key} are not numbers: the weights are broken."
@@ -435,24 +435,24 @@ class ServedSession:
         )
         self._finished.append((request.ticket, completion))
 
-    def _again(self, ticket: _Ticket, member: Member, why: str) -> None:
+    def _resend(self, ticket: _Ticket, member: Member, why: str) -> None:
         ticket.tries += 1
-        if ticket.tries >= MOST_TRIES:
+        if ticket.tries >= MAX_TRIES:
             raise ServerSlow(
                 f"Prompt {ticket.request.prompt.key} was sent {ticket.tries} times and never completed; the last time {why}"
             )
         self._waiting.appendleft(ticket)
 
-    def _look_after(self, ticket: _Ticket, member: Member, error: ServerError) -> None:
+    def _report_and_resend(self, ticket: _Ticket, member: Member, error: ServerError) -> None:
         """The server is gone, silent, answers wrongly or lost its weights: its watcher recovers it, the prompt is sent again."""
         self._fleet.report(member, str(error))
-        self._again(ticket, member, str(error))
+        self._resend(ticket, member, str(error))
 
     def _fail(self, ticket: _Ticket, member: Member, error: ServerRefused) -> None:
         """This prompt cannot be run; the others can."""
         self._finished.append((ticket.request.ticket, Completion.failed(str(error), self._engine.version)))
 
-    def _wait_a_little(self, ticket: _Ticket, member: Member, error: ServerRefused) -> None:
+    def _wait_briefly(self, ticket: _Ticket, member: Member, error: ServerRefused) -> None:
         """Busy with our prompts, or with another's; the wait is bounded while none of ours finishes."""
         now, seconds = time.monotonic(), member.client.deadlines.completion
         if ticket.refused_since is None:
@@ -484,12 +484,12 @@ class ServedSession:
 AFTER_REFUSAL: dict[int, Callable[[ServedSession, _Ticket, Member, ServerRefused], None]] = {
     400: ServedSession._fail,
     413: ServedSession._fail,
-    408: ServedSession._look_after,
-    409: ServedSession._look_after,
-    429: ServedSession._wait_a_little,
-    500: ServedSession._look_after,
-    502: ServedSession._look_after,
-    503: ServedSession._look_after,
+    408: ServedSession._report_and_resend,
+    409: ServedSession._report_and_resend,
+    429: ServedSession._wait_briefly,
+    500: ServedSession._report_and_resend,
+    502: ServedSession._report_and_resend,
+    503: ServedSession._report_and_resend,
     504: ServedSession._too_slow,
 }
 """What follows a refusal, by its status; all others end the run with their sentence (401: the token is wrong)."""

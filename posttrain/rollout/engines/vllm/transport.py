@@ -13,16 +13,22 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import httpcore
 
+from posttrain.serve.wire.collective import in_background
+
 log = logging.getLogger(__name__)
 
-MOST_ANSWER_BYTES = 256 << 20
+One, T = TypeVar("One"), TypeVar("T")
+
+MAX_ANSWER_BYTES = 256 << 20
 IDLE_SECONDS = 3.0
 """How long an open connection may lie idle and be used again; uvicorn closes its end after 5 s."""
 
@@ -44,7 +50,7 @@ class ServerAnswer(ServerError):
 
 
 class ServerRefused(ServerError):
-    """The server says no, with a status and a sentence of its own."""
+    """The server refused the request, with a status and a sentence of its own."""
 
     def __init__(self, message: str, status: int, kind: str = "") -> None:
         super().__init__(message)
@@ -101,7 +107,7 @@ class Link:
         self.deadline = 0.0
         self.received = 0  # bytes of the answer that is being read
         self.used = self.ended = False  # by an earlier call; by the other side
-        self.broken_off: str | None = None
+        self.cancelled: str | None = None
         self._connect_seconds, self._stream = connect_seconds, None
         origin = httpcore.Origin(address.scheme.encode(), address.host.encode(), address.port)
         self.http = httpcore.HTTPConnection(origin, tls, IDLE_SECONDS, network_backend=self)
@@ -154,9 +160,9 @@ class Link:
         if self._stream is not None:
             self._stream.close()
 
-    def break_off(self, why: str) -> None:
+    def cancel(self, why: str) -> None:
         """End the call that uses this connection, from another thread; one that still connects ends with its first byte."""
-        self.broken_off, self.deadline = why, 0.0
+        self.cancelled, self.deadline = why, 0.0
         if self._stream is not None:
             with contextlib.suppress(OSError):  # it was not connected any more
                 self._stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
@@ -209,7 +215,7 @@ class Transport:
             except httpcore.TimeoutException as error:
                 raise self._slow(what, seconds, link) from error
             except (httpcore.NetworkError, httpcore.ProtocolError, ValueError, OSError) as error:
-                if link.broken_off or not link.used or link.received:
+                if link.cancelled or not link.used or link.received:
                     raise self._typed(what, link, error) from error
             else:
                 return _read(what, status, kind, text, reads)
@@ -223,8 +229,8 @@ class Transport:
         with link.http.stream(method, url, headers=headers, content=[data] if len(data) else None) as reply:
             for piece in reply.iter_stream():
                 text += piece
-                if len(text) > MOST_ANSWER_BYTES:
-                    raise ValueError(f"it is larger than {MOST_ANSWER_BYTES} bytes")
+                if len(text) > MAX_ANSWER_BYTES:
+                    raise ValueError(f"it is larger than {MAX_ANSWER_BYTES} bytes")
             kind = next((value for name, value in reply.headers if name.lower() == b"content-type"), b"")
             return reply.status, kind.decode("latin-1"), bytes(text)
 
@@ -236,8 +242,8 @@ class Transport:
         return headers
 
     def _slow(self, what: str, seconds: float, link: Link) -> ServerError:
-        if link.broken_off:
-            return ServerGone(f"{what} was broken off: {link.broken_off}")
+        if link.cancelled:
+            return ServerGone(f"{what} was cancelled: {link.cancelled}")
         if not link.is_connected:
             return ServerSlow(
                 f"{what}: the connection was not accepted within {min(self._connect_seconds, seconds):g} s."
@@ -246,8 +252,8 @@ class Transport:
         return ServerSlow(f"{what}: {came} within {seconds:g} s.")
 
     def _typed(self, what: str, link: Link, error: Exception) -> ServerError:
-        if link.broken_off:
-            return ServerGone(f"{what} was broken off: {link.broken_off}")
+        if link.cancelled:
+            return ServerGone(f"{what} was cancelled: {link.cancelled}")
         if not link.is_connected:
             return ServerGone(f"{what}: no connection ({error}).")
         if link.ended:
@@ -273,18 +279,18 @@ class Transport:
     def _put_back(self, link: Link) -> None:
         with self._lock:
             self._busy.discard(link)
-            if link.http.is_available() and not link.broken_off:
+            if link.http.is_available() and not link.cancelled:
                 self._idle.append(link)
                 return
         link.http.close()
         link.close()
 
-    def break_off(self, why: str) -> None:
+    def cancel_calls(self, why: str) -> None:
         """End every call that is under way, with ServerGone."""
         with self._lock:
             busy, idle, self._idle = list(self._busy), self._idle, []
         for link in busy:
-            link.break_off(why)
+            link.cancel(why)
         for link in idle:
             link.http.close()
 
@@ -307,10 +313,10 @@ def _read(what: str, status: int, kind: str, text: bytes, reads: bool = True) ->
         value = None
     if 200 <= status < 300:
         return value
-    said = value.get("error") if isinstance(value, dict) else None
-    if isinstance(said, dict):  # as OpenAI's interface writes errors
-        said = said.get("message")
-    sentence = said if isinstance(said, str) and said else _sample(text)
+    message = value.get("error") if isinstance(value, dict) else None
+    if isinstance(message, dict):  # as OpenAI's interface writes errors
+        message = message.get("message")
+    sentence = message if isinstance(message, str) and message else _sample(text)
     name = value.get("kind", "") if isinstance(value, dict) else ""
     raise ServerRefused(f"{what} was refused with status {status}: {sentence[:2000]}", status, str(name))
 
@@ -327,3 +333,43 @@ def checked(what: str, read: Callable[[Any], Any], value: Any) -> Any:
         raise ServerAnswer(
             f"{what}: the answer is not what this client understands ({type(error).__name__}: {str(error)[:200]})."
         ) from error
+
+
+# Calls of several servers, each on a daemon thread of its own: one that hangs does not keep the process alive.
+
+
+def in_parallel(function: Callable[[One], T], items: Iterable[One]) -> list[T | BaseException]:
+    """What `function(item)` returns or raises, for all items at the same time; it must have a deadline of its own."""
+    running = [in_background(partial(function, item), "calls") for item in items]
+    return [one.exception() or one.result() for one in running]
+
+
+def parallel_calls(count: int, act: Callable[[int], None], limit: int) -> None:
+    """`act(0)` to `act(count - 1)`, begun in this order, at most `limit` at the same time. Each must have a deadline of its own.
+
+    After the first error nothing more is begun; it is raised when what runs has ended, so that nobody works on behind the
+    caller's back.
+    """
+    numbers, lock = iter(range(count)), threading.Lock()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while True:
+            with lock:
+                number = None if errors else next(numbers, None)
+            if number is None:
+                return
+            try:
+                act(number)
+            except BaseException as error:  # raised by the caller's thread
+                errors.append(error)
+
+    others = [in_background(work, "parts") for _ in range(min(limit, count) - 1)]
+    try:
+        work()
+        wait(others)
+    except BaseException as error:  # an interrupt of the caller itself
+        errors.insert(0, error)
+    wait(others)
+    if errors:
+        raise errors[0]

@@ -24,8 +24,8 @@ from posttrain.rollout.engines.vllm.client import (
     NOT_OFFERED,
     Client,
     GenerateRequest,
+    ServerCompletion,
     ServerInfo,
-    Written,
     check_tokens,
 )
 from posttrain.rollout.engines.vllm.kept_weights import KeptWeights
@@ -73,7 +73,7 @@ class UpstreamClient(Client):
 
     # tokens ---------------------------------------------------------------------------------------------------------
 
-    def generate(self, request: GenerateRequest) -> Written:
+    def generate(self, request: GenerateRequest) -> ServerCompletion:
         body = {
             "model": self._model(request.version),
             "prompt": list(request.ids),
@@ -81,14 +81,14 @@ class UpstreamClient(Client):
             "seed": request.seed,
             "logprobs": 1,
             "return_token_ids": True,
-            "ignore_eos": True,  # what ends a completion is said by the request alone
+            "ignore_eos": True,  # the request alone decides what ends a completion
             "skip_special_tokens": False,
             "add_special_tokens": False,
         }
         answer = self._ask_completions(body | _sampling(request.params))
         return self._checked("/v1/completions", lambda value: self._written(value, request), answer)
 
-    def _written(self, fields: Any, request: GenerateRequest) -> Written:
+    def _written(self, fields: Any, request: GenerateRequest) -> ServerCompletion:
         (choice,) = fields["choices"]
         ids, logps, reason = choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"]
         check_tokens(ids, logps, request.max_tokens)
@@ -100,7 +100,7 @@ class UpstreamClient(Client):
                 "model's generation_config. Start it with `--generation-config vllm`.",
                 NOT_OFFERED,
             )
-        return Written(ids, [float(x) for x in logps], reason, request.version, self._logprobs_mode)
+        return ServerCompletion(ids, [float(x) for x in logps], reason, request.version, self._logprobs_mode)
 
     def score(
         self, sequences: Sequence[Sequence[int]], version: int | None = None, start: int = 1
@@ -219,11 +219,7 @@ def _sampling(params: SamplingParams) -> dict[str, Any]:
             NOT_OFFERED,
         )
     fields: dict[str, Any] = {
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "min_p": params.min_p,
-        "repetition_penalty": params.repetition_penalty,
+        **{name: getattr(params, name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")},
         "stop_token_ids": list(params.stop_ids),
         "include_stop_str_in_output": True,
     }

@@ -1,7 +1,7 @@
-"""The ways by which a trainer sends the parts of a version to one server: one table.
+"""The transports by which a trainer sends the parts of a version to one server: one table.
 
 Names, shapes and checksums always go over HTTP, as do the announcement of a version and its commit; only the data takes another
-way. So nothing has to be trusted about the way: bytes that do not have their checksum are refused.
+transport. So no transport has to be trusted: bytes that do not have their checksum are refused.
 
 A `Sender` brings bytes of host memory to the server's, where a version is staged; a `Streamer` tensors from where they are
 straight into the engine.
@@ -22,9 +22,9 @@ from torch import Tensor
 
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire import cuda_ipc
-from posttrain.serve.wire.collective import GLOO, NCCL, Meeting, Pair, available_backends, in_background
+from posttrain.serve.wire.collective import GLOO, NCCL, Pair, Rendezvous, available_backends, in_background
 from posttrain.serve.wire.host_memory import HostMemory, copy_bytes
-from posttrain.serve.wire.payload import COLLECTIVE, CUDA_IPC, MOST_FETCH_SECONDS, SHARED_MEMORY
+from posttrain.serve.wire.payload import COLLECTIVE, CUDA_IPC, MAX_FETCH_SECONDS, SHARED_MEMORY
 from posttrain.serve.wire.shared_blocks import Block, SharedFolder, host_id
 
 T = TypeVar("T")
@@ -33,8 +33,8 @@ HTTP = "http"
 SERVERS_MARGIN = 0.8
 """The server gives up a little earlier than the trainer: its refusal says more than a silence."""
 JOIN_SECONDS = 60.0
-AT_ONCE = 4
-"""Parts on their way side by side: as many as a server fetches at once."""
+PARALLEL_PARTS = 4
+"""Parts that are sent concurrently: as many as a server fetches at once."""
 GRACE_SECONDS = 3.0
 """Where one side of an exchange has ended, so long for the other."""
 
@@ -54,27 +54,27 @@ class Wire:
     def fetch(self, transport: str, head: bytes, place: dict[str, Any]) -> Any:
         """Let the server get the data from `place`."""
         fields = {"transport": transport, "head": base64.b64encode(head).decode(), "place": place}
-        deadline = min(self.seconds * SERVERS_MARGIN, MOST_FETCH_SECONDS)
+        deadline = min(self.seconds * SERVERS_MARGIN, MAX_FETCH_SECONDS)
         return self.post("/weights/fetch", fields | {"deadline_s": deadline}, self.seconds)
 
     def stream_part(self, transport: str, part: dict[str, Any], place: dict[str, Any]) -> Any:
         """Let the server get the tensors of a part of a stream from `place`."""
-        deadline = min(self.seconds * SERVERS_MARGIN, MOST_FETCH_SECONDS)
+        deadline = min(self.seconds * SERVERS_MARGIN, MAX_FETCH_SECONDS)
         fields = part | {"transport": transport, "place": place, "deadline_s": deadline}
         return self.post("/weights/stream/part", fields, self.seconds)
 
-    def join(self, meeting: dict[str, Any], seconds: float) -> Any:
-        return self.post("/weights/collective", meeting | {"deadline_s": seconds * SERVERS_MARGIN}, seconds)
+    def join(self, rendezvous: dict[str, Any], seconds: float) -> Any:
+        return self.post("/weights/collective", rendezvous | {"deadline_s": seconds * SERVERS_MARGIN}, seconds)
 
 
 @dataclass(frozen=True)
 class Sides:
-    """What is known when a way is chosen."""
+    """What is known when a transport is chosen."""
 
     server: dict[str, Any]  # `transports` of its /info
     device: torch.device  # where the trainer has its weights
 
-    def way(self, name: str) -> dict[str, Any] | None:
+    def offer(self, name: str) -> dict[str, Any] | None:
         return self.server.get("ways", {}).get(name)
 
     @property
@@ -86,8 +86,8 @@ class Sides:
         return cuda_ipc.gpu_ids()[self.device.index or 0] if self.device.type == "cuda" else None
 
 
-class Way:
-    """One way to one server. TransportFailed where it does not work."""
+class WeightTransport:
+    """One transport to one server. TransportFailed where it does not work."""
 
     def __init__(self, wire: Wire, sides: Sides) -> None:
         self._wire = wire
@@ -103,24 +103,24 @@ class Way:
         return None
 
     def close(self) -> None:
-        """Let go of blocks, buffers and groups."""
+        """Free blocks, buffers and groups."""
 
 
-class Sender(Way):
-    """`send` answers what the server does. `AT_ONCE` threads may send; `rest` and `close` are called while none does."""
+class Sender(WeightTransport):
+    """`send` returns the server's answer. Up to PARALLEL_PARTS threads may send; `free_buffers` and `close` need all to be done."""
 
     def send(self, head: bytes, chunks: Sequence[memoryview]) -> Any:
         raise NotImplementedError
 
-    def rest(self) -> None:
+    def free_buffers(self) -> None:
         """Between two versions."""
 
     def close(self) -> None:
-        self.rest()
+        self.free_buffers()
 
 
-class Streamer(Way):
-    """`send` answers when the server has the data. Used by one thread."""
+class Streamer(WeightTransport):
+    """`send` returns when the server has the data. Used by one thread."""
 
     def send(self, part: dict[str, Any], data: Tensor) -> Any:
         """`part`: the fields of `bodies.StreamPart` that say what the data is."""
@@ -140,7 +140,7 @@ class HttpSender(Sender):
             at += len(piece)
         return self._wire.part(body)
 
-    def rest(self) -> None:
+    def free_buffers(self) -> None:
         self._memory = HostMemory()
 
 
@@ -149,24 +149,24 @@ class SharedMemorySender(Sender):
 
     @staticmethod
     def why_not(sides: Sides) -> str | None:
-        way = sides.way(SHARED_MEMORY)
-        if way is None:
+        offer = sides.offer(SHARED_MEMORY)
+        if offer is None:
             return "the server offers no shared memory."
         if not sides.one_machine:
             return "the server runs on another machine."
         try:
-            found = Path(way["folder"]).lstat()
+            found = Path(offer["folder"]).lstat()
         except OSError as error:
-            return f"the server's folder {way['folder']} is not seen by this process ({error.strerror})."
-        if (found.st_dev, found.st_ino) != (way["device"], way["inode"]):
-            return f"the server's folder {way['folder']} is another one here: the two are in different containers."
+            return f"the server's folder {offer['folder']} is not seen by this process ({error.strerror})."
+        if (found.st_dev, found.st_ino) != (offer["device"], offer["inode"]):
+            return f"the server's folder {offer['folder']} is another one here: the two are in different containers."
         return None
 
     def __init__(self, wire: Wire, sides: Sides) -> None:
         self._wire = wire
         self._free: list[Block] = []
         try:
-            self._folder = SharedFolder(Path(sides.way(SHARED_MEMORY)["folder"]))
+            self._folder = SharedFolder(Path(sides.offer(SHARED_MEMORY)["folder"]))
         except OSError as error:
             raise TransportFailed(str(error)) from error
 
@@ -183,7 +183,7 @@ class SharedMemorySender(Sender):
     def _written(self, chunks: Sequence[memoryview]) -> Block:
         try:
             block = self._free.pop()
-        except IndexError:  # all are on their way
+        except IndexError:  # all are in use
             return self._folder.write(chunks)
         try:
             block.write(chunks)
@@ -192,29 +192,29 @@ class SharedMemorySender(Sender):
             raise
         return block
 
-    def rest(self) -> None:
+    def free_buffers(self) -> None:
         while self._free:
             self._free.pop().close()
 
     def close(self) -> None:
-        self.rest()
+        self.free_buffers()
         self._folder.close()
 
 
 class CudaIpcStreamer(Streamer):
-    """Each part is copied into a buffer on the GPU, which the server opens, copies on the same GPU, and lets go of.
+    """Each part is copied into a buffer on the GPU, which the server opens, copies on the same GPU, and closes.
 
     The buffer stays: torch keeps an account of every one that was shared.
     """
 
     @staticmethod
     def why_not(sides: Sides) -> str | None:
-        way = sides.way(CUDA_IPC)
+        offer = sides.offer(CUDA_IPC)
         if sides.own_gpu is None:
             return "the trainer's weights are not on a CUDA device."
-        if way is None:
+        if offer is None:
             return "the server's engine does not run on a CUDA device in the server's own process."
-        if not sides.one_machine or sides.own_gpu not in way["gpus"]:
+        if not sides.one_machine or sides.own_gpu not in offer["gpus"]:
             return f"the server does not see the trainer's GPU {sides.own_gpu}."
         return None
 
@@ -248,9 +248,9 @@ class CollectiveStreamer(Streamer):
 
     @staticmethod
     def backend(sides: Sides) -> str | None:
-        way = sides.way(COLLECTIVE)
-        offered = way["backends"] if way else []
-        gpus = (sides.way(CUDA_IPC) or {}).get("gpus", [])
+        offer = sides.offer(COLLECTIVE)
+        offered = offer["backends"] if offer else []
+        gpus = (sides.offer(CUDA_IPC) or {}).get("gpus", [])
         one_gpu = sides.one_machine and bool(gpus) and sides.own_gpu == gpus[0]  # NCCL takes a GPU once only
         if sides.own_gpu is not None and not one_gpu and NCCL in offered and NCCL in available_backends():
             return NCCL
@@ -265,16 +265,16 @@ class CollectiveStreamer(Streamer):
         backend = self.backend(sides)
         device = sides.device if backend == NCCL else torch.device("cpu")
         try:
-            meeting = Meeting(wire.host, wire.port, self._key, wire.seconds)
+            rendezvous = Rendezvous(wire.host, wire.port, self._key, wire.seconds)
         except (OSError, RuntimeError) as error:
             raise TransportFailed(f"No store could be opened for the server ({error}).") from error
-        where = {"backend": backend, "address": meeting.address, "port": meeting.port, "key": self._key}
+        where = {"backend": backend, "address": rendezvous.address, "port": rendezvous.port, "key": self._key}
         seconds = min(wire.seconds, JOIN_SECONDS)
         _, self._pair = _both(
-            lambda: wire.join(where, seconds), lambda: meeting.pair(backend, seconds, device), seconds
+            lambda: wire.join(where, seconds), lambda: rendezvous.pair(backend, seconds, device), seconds
         )
         if self._pair is None:
-            raise TransportFailed("The server says that it is in the group, and is not.")
+            raise TransportFailed("The server reports that it has joined the group, but it has not.")
 
     def send(self, part: dict[str, Any], data: Tensor) -> Any:
         pair: Pair = self._pair
@@ -313,4 +313,4 @@ def _both(ask: Callable[[], Any], act: Callable[[], T], seconds: float) -> tuple
 
 STREAMERS: dict[str, type[Streamer]] = {CUDA_IPC: CudaIpcStreamer, COLLECTIVE: CollectiveStreamer}
 SENDERS: dict[str, type[Sender]] = {SHARED_MEMORY: SharedMemorySender, HTTP: HttpSender}
-"""Every way there is; "auto" takes the first that can be tried, of a stream if there is one."""
+"""All transports; "auto" takes the first that can be tried, a streaming one if there is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,10 @@ from torch import Tensor
 
 from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.kept_weights import dtype_of
-from posttrain.rollout.engines.vllm.transport import ServerError
-from posttrain.rollout.engines.vllm.workers import at_once
+from posttrain.rollout.engines.vllm.transport import (
+    ServerError,
+    in_parallel,
+)
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire import block_sums
 from posttrain.serve.wire.payload import STREAM_ALIGNMENT, TensorSpec, combined, fingerprint
@@ -69,7 +71,7 @@ class VersionStream:
         for _, tensor in tensors:
             total = _aligned(total) + tensor.nbytes
         if self._buffer.numel() < total:
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # let go of before the next one is taken
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # freed before the next one is taken
             self._buffer = torch.empty(total, dtype=torch.uint8, device=self._device)
         entries, end = [], 0
         for name, tensor in tensors:
@@ -82,17 +84,23 @@ class VersionStream:
             entries.append({**vars(self.specs[-1]), "offset": 0, "begin": begin, "end": end})
         return entries, self._buffer[:end]
 
-    def _all(self, act: Any) -> None:
+    def _all(self, act: Callable[[ServerClient], None]) -> None:
         """With every server at once. The first failure ends the stream at all of them."""
         if self.error is not None:
             return
-        failures = [one for one in at_once(act, self._clients) if isinstance(one, BaseException)]
+        failures = [one for one in in_parallel(act, self._clients) if isinstance(one, BaseException)]
+        if not failures:
+            return
+        self.abort(failures[0])
         for error in failures:
             if not isinstance(error, ServerError | TransportFailed):
                 raise error
-        if failures:
-            self.error = failures[0]
-            at_once(lambda client: client.abort(self.version), self._clients)
+        self.error = failures[0]
+
+    def abort(self, cause: BaseException) -> None:
+        """End the stream at all servers now: they would wait a minute for the next part, and serve no version meanwhile."""
+        reason = f"{type(cause).__name__}: {cause}"
+        in_parallel(lambda client: client.abort(self.version, reason), self._clients)
 
 
 def _aligned(at: int) -> int:
