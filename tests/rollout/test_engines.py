@@ -379,3 +379,12 @@ def test_a_family_that_cannot_be_continued_token_by_token_is_refused():
         ValueError, match=r"RecurrentGemmaForCausalLM cannot write rollouts here: .* differ from those of a full"
     ):
         TransformersEngine(large_weights(config))
+
+
+@pytest.mark.parametrize("engine", [TransformersEngine, NativeEngine])
+def test_a_mixture_of_experts_that_is_trained_with_its_routers_loss_is_continued(engine):
+    """transformers computes that loss in every forward, and cannot with a cache."""
+    model = loaded("qwen2_moe")
+    expected = texts(generate(engine(model), groups()[:4], SEEDED))
+    model.config.output_router_logits = True
+    assert texts(generate(engine(model), groups()[:4], SEEDED)) == expected

@@ -199,8 +199,12 @@ class PlainBatch:
         self._states = {name: output[name] for name in STATES if output.get(name) is not None}
         return output.logits[:, -1]
 
-    def _arguments(self, inputs: Tensor) -> dict[str, Tensor]:
-        arguments = {"input_ids": inputs}
+    def _arguments(self, inputs: Tensor) -> dict[str, Any]:
+        arguments: dict[str, Any] = {"input_ids": inputs}
+        if getattr(
+            self.engine.model.config, "output_router_logits", False
+        ):  # of training: its loss takes no cached tokens
+            arguments["output_router_logits"] = False
         if self.engine.pads:  # families with a recurrent state read a mask as one of the new tokens alone
             arguments["attention_mask"] = self.mask
         if self.engine.takes_positions:
