@@ -49,8 +49,12 @@ SCORE_FORMULAS = {
 }
 """Value of `f_divergence_type` -> the score s of a log-ratio l."""
 
-REWARD_FORMULAS = {"bradley_terry": "-log(sigmoid(r_c - r_r - margin))", "centring": "(r_c + r_r)**2"}
-"""Function of losses/reward -> the loss of a pair."""
+REWARD_FORMULAS = {
+    "bradley_terry": "-log(sigmoid(r_c - r_r - margin))",
+    "centring": "(r_c + r_r)**2",
+    "step_cross_entropy": "-choose(label > 0, log(p), log(1 - p))",
+}
+"""Function of losses/reward -> the loss of a pair or of a step."""
 
 SURROGATE_FORMULAS = {
     "clipped": "-min(rho * A, clip(rho, {below}, {above}) * A)",

@@ -30,6 +30,7 @@ METHODS: dict[str, Method] = {
     "sft": Method("posttrain.methods.sft", "SFTTrainer", "SFTConfig", "Supervised fine-tuning"),
     "dpo": Method("posttrain.methods.dpo", "DPOTrainer", "DPOConfig", "Direct preference optimisation, 15 losses"),
     "reward": Method("posttrain.methods.reward_model", "RewardTrainer", "RewardConfig", "Bradley-Terry reward models"),
+    "prm": Method("posttrain.methods.prm", "PRMTrainer", "PRMConfig", "Process reward models, which judge each step"),
     "grpo": Method(
         "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 9 losses"
     ),
@@ -49,7 +50,6 @@ PLANNED: dict[str, tuple[str, str]] = {
     "cpo": ("CPO", _PAIRS),
     "orpo": ("ORPO", _PAIRS),
     "tpo": ("TPO", _PAIRS),
-    "prm": ("A process reward model", "`posttrain reward` trains one that judges whole answers."),
     "gkd": ("GKD", _TEACHER),
     "gold": ("GOLD", _TEACHER),
     "minillm": ("MiniLLM", _TEACHER),

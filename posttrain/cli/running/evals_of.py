@@ -27,12 +27,12 @@ LISTS = ("reward", "reward_weights")
 def evals_of(config: RunConfig, args: Any) -> list[EvalSpec]:
     """The tasks of a run. `args`: its config, for the tokenizer with which the prompts are tried."""
     from posttrain.methods.table import METHODS
-    from posttrain.models.scoring.heads import SEQUENCE_REWARD
+    from posttrain.models.scoring.heads import CAUSAL_LM
 
     entries = config.get("evals")
     if not entries:
         return []
-    if METHODS[config.method].trainer_class.task == SEQUENCE_REWARD:
+    if METHODS[config.method].trainer_class.task != CAUSAL_LM:
         raise UsageError(
             f"{config.where('evals')}: a reward model writes nothing, so it has no task scores. Leave it out."
         )

@@ -13,7 +13,7 @@ from torch import nn
 
 from posttrain.models.load.model import LoadOptions, load_pretrained, load_tokenizer
 from posttrain.models.load.vocabulary import fit_embeddings
-from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD
+from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
@@ -90,7 +90,7 @@ def find_saved(where: str | Path, checkpoint: int | None = None) -> SavedModel:
     if not (folder / ADAPTER_CONFIG).exists():
         return SavedModel(str(folder), task=_task_of(folder))
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    task = SEQUENCE_REWARD if config.get("task_type") == "SEQ_CLS" else CAUSAL_LM
+    task = {"SEQ_CLS": SEQUENCE_REWARD, "TOKEN_CLS": TOKEN_LABELS}.get(config.get("task_type"), CAUSAL_LM)
     return SavedModel(str(folder), _base(folder, config), task)
 
 
@@ -125,7 +125,8 @@ def _folder(path: Path, checkpoint: int | None) -> Path:
 
 def _task_of(folder: Path) -> str:
     named = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("architectures") or [""]
-    return SEQUENCE_REWARD if named[0].endswith("ForSequenceClassification") else CAUSAL_LM
+    kinds = {"ForSequenceClassification": SEQUENCE_REWARD, "ForTokenClassification": TOKEN_LABELS}
+    return next((task for ending, task in kinds.items() if named[0].endswith(ending)), CAUSAL_LM)
 
 
 def _base(folder: Path, config: dict[str, Any]) -> str:

@@ -10,8 +10,8 @@ from torch import nn
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED, SharedPrefixes, TokenBatch
 from posttrain.models.attention.ragged import RAGGED_ATTENTION
-from posttrain.models.scoring.heads import SEQUENCE_REWARD, score_sequences
-from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, LabelsQuestion, score_sequences
+from posttrain.models.scoring.token_scores import ask, score_tokens
 
 PROBE_LENGTHS = (5, 11)
 COMMON = 2  # tokens with which both segments begin
@@ -93,7 +93,7 @@ def _asked(innermost: nn.Module, task: str) -> _Asked:
     """Targets are what the model itself would say: rounding moves the log-prob of a word that nobody says by far more."""
     tokens = [ordinary_tokens(innermost, n, seed) for seed, n in enumerate(PROBE_LENGTHS)]
     tokens[1][:COMMON] = tokens[0][:COMMON]
-    if task == SEQUENCE_REWARD:
+    if task != CAUSAL_LM:
         return _Asked(tokens, [part[COMMON:] for part in tokens])
     device = next(innermost.parameters()).device
     said = [innermost(input_ids=part[None].to(device), use_cache=False).logits[0].argmax(-1).cpu() for part in tokens]
@@ -105,7 +105,9 @@ def _answers(model: nn.Module, asked: _Asked, task: str, layout: str) -> torch.T
     batch = _probe_batch(asked, layout).to(next(model.parameters()).device)
     if task == SEQUENCE_REWARD:
         return score_sequences(model, batch).rewards
-    return score_tokens(model, batch).logps
+    if task == CAUSAL_LM:
+        return score_tokens(model, batch).logps
+    return ask(model, batch, LabelsQuestion("labels", batch.positions)).labels
 
 
 def _probe_batch(asked: _Asked, layout: str) -> TokenBatch:
