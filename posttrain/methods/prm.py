@@ -15,7 +15,7 @@ from posttrain.core.results import LossOutput, TokenScores
 from posttrain.data.rows.formats import STEPWISE, TOKENISED_STEPWISE
 from posttrain.losses.formulas import REWARD_FORMULAS, Formula, Totals
 from posttrain.losses.reward import step_cross_entropy, step_metrics
-from posttrain.models.load.model import TOKEN_LABELS
+from posttrain.models.load.model import TOKEN_LABELS, innermost_model
 from posttrain.models.scoring.heads import score_labels
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.options.base import BaseConfig, check_range, option
@@ -97,6 +97,7 @@ class PRMTrainer(BaseTrainer):
             quantization_config=quantization_config,
             peft_config=peft_config,
         )
+        innermost_model(self.model).config.step_separator = self.args.step_separator  # saved for those who score by it
 
     def prepare_options(self, is_training: bool) -> dict[str, Any]:
         args = self.args

@@ -14,6 +14,7 @@ ROWS = {
     "sft": [{"prompt": f"What is {i}?", "completion": f" It is {i}."} for i in range(24)],
     "dpo": [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(24)],
     "reward": [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(24)],
+    "prm": tiny.steps(24),
     "grpo": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
     "rloo": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
 }

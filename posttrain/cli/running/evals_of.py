@@ -65,7 +65,8 @@ def spec_of(entry: Any, where: str) -> EvalSpec:
         raise UsageError(f"{where}: `reward` is {wrong[0]!r}; it takes names of rewards.")
     try:
         functions = [reward_named(one, "reward") for one in rewards]
-        return EvalSpec(**{**entry, "reward": functions})
+        picks = {"select_by": reward_named(entry["select_by"], "select_by")} if entry.get("select_by") else {}
+        return EvalSpec(**{**entry, "reward": functions, **picks})
     except (UsageError, ValueError, TypeError) as error:
         raise UsageError(f"{where}: {error}") from error
 
@@ -84,7 +85,7 @@ def _check_kind(key: str, value: Any, hint: Any, where: str) -> None:
 
 
 def _kinds(key: str, hint: Any) -> list[Any]:
-    if key in ("data", "reward"):
+    if key in ("data", "reward", "select_by"):
         return [str, list] if key in LISTS else [str]
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     found = []

@@ -40,7 +40,7 @@ from posttrain.models.layers.kernels import (
 )
 from posttrain.models.load.adapters import add_adapter, is_peft_model, is_prompt_learning, is_quantized
 from posttrain.models.scoring.heads import CAUSAL_LM, NUM_LABELS, SEQUENCE_REWARD, TOKEN_LABELS, sequence_head
-from posttrain.models.scoring.probe import why_not_ragged, why_not_shared
+from posttrain.models.scoring.probe import why_not_its_own_labels, why_not_ragged, why_not_shared
 from posttrain.models.scoring.token_scores import install_scores
 
 logger = logging.getLogger(__name__)
@@ -120,6 +120,10 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
     if options.task in CLASSIFIERS:
         sequence_head(innermost)  # an error where it has none
     install_scores(innermost)
+    if options.task == TOKEN_LABELS:
+        reason = _of_the_first_process(why_not_its_own_labels(innermost), options)
+        if reason is not None:
+            raise ValueError(f"{name} cannot be a process reward model here: {reason}. Take another architecture.")
     router_loss_weight = _router_loss_weight(innermost, options.router_aux_loss_coef, name)
     layout = _choose_layout(model, innermost, options, notes)
     if options.share_prefixes and layout == RAGGED:

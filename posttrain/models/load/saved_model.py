@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from posttrain.models.load.model import LoadOptions, load_pretrained, load_tokenizer
 from posttrain.models.load.vocabulary import fit_embeddings
@@ -127,6 +128,19 @@ def _task_of(folder: Path) -> str:
     named = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("architectures") or [""]
     kinds = {"ForSequenceClassification": SEQUENCE_REWARD, "ForTokenClassification": TOKEN_LABELS}
     return next((task for ending, task in kinds.items() if named[0].endswith(ending)), CAUSAL_LM)
+
+
+def classifier_task(where: str | Path) -> str:
+    """TOKEN_LABELS for a process reward model, SEQUENCE_REWARD for whatever else judges; of a Hub id its config says it."""
+    if Path(where).expanduser().exists():
+        task = find_saved(where).task
+    else:
+        try:
+            named = PretrainedConfig.get_config_dict(str(where))[0].get("architectures") or [""]
+        except OSError:  # none there; loading the model will say so in its own words
+            named = [""]
+        task = TOKEN_LABELS if named[0].endswith("ForTokenClassification") else SEQUENCE_REWARD
+    return task if task == TOKEN_LABELS else SEQUENCE_REWARD
 
 
 def _base(folder: Path, config: dict[str, Any]) -> str:

@@ -10,7 +10,7 @@ from torch import nn
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED, SharedPrefixes, TokenBatch
 from posttrain.models.attention.ragged import RAGGED_ATTENTION
-from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, LabelsQuestion, score_sequences
+from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS, LabelsQuestion, score_sequences
 from posttrain.models.scoring.token_scores import ask, score_tokens
 
 PROBE_LENGTHS = (5, 11)
@@ -46,6 +46,23 @@ def why_not_ragged(model: nn.Module, innermost: nn.Module, task: str) -> str | N
 def why_not_shared(model: nn.Module, innermost: nn.Module, task: str) -> str | None:
     """None when a model that runs ragged batches gives the same answers where two samples share their beginning."""
     return _why_apart(model, innermost, task, (RAGGED, SHARED), "a shared prefix", "where a prefix is shared")
+
+
+def why_not_its_own_labels(innermost: nn.Module) -> str | None:
+    """None when a token classifier's own forward says what its head says of the hidden states; else the sentence about it.
+
+    Some have more between the two. Trained without that, they would answer otherwise once they are saved and loaded.
+    """
+    training = innermost.training
+    innermost.eval()
+    with torch.no_grad():
+        batch = _probe_batch(_asked(innermost, TOKEN_LABELS), PADDED).to(next(innermost.parameters()).device)
+        ours = ask(innermost, batch, LabelsQuestion("labels", batch.positions)).labels
+        own = innermost(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+        difference = _difference(own.flatten(0, 1)[batch.positions].to(ours.dtype), ours, innermost)
+    innermost.train(training)
+    name = type(innermost).__name__
+    return None if difference is None else f"{name} has more than one linear layer over its hidden states"
 
 
 def _why_apart(
