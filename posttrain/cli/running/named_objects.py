@@ -39,13 +39,13 @@ def is_model(name: str) -> bool:
 
 def _checked_model(name: str, option: str) -> str:
     """The name as RewardSet reads it, with options that it knows after a question mark."""
+    from posttrain.models.load.saved_model import find_saved
     from posttrain.rewards.process_reward import named_reward
 
     path, _, query = name.partition("?")
     local = Path(path).expanduser()
-    if not local.exists() and path.startswith((".", "/", "~")):
-        raise UsageError(f"`{option}`: there is no folder {path}.")
     try:
+        find_saved(path)
         named_reward(name)
     except ValueError as error:
         raise UsageError(f"`{option}`: {error}") from error
