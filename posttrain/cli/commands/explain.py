@@ -107,9 +107,10 @@ class Explained:
         side.model = model_without_weights(self.model, own)
         quantised = next((name for name in ("load_in_4bit", "load_in_8bit") if config.get(name)), None)
         self.shape = Shape(side.model, None, quantised, args.fuse_lora)
-        judges = [one for one in config.get("reward_funcs") or () if is_model(one)]
-        judges += config.get("reward_model_name_or_path") or ()
-        judges = judges if self.counts.rollouts is not None else ()
+        judges = []
+        if self.counts.rollouts is not None:
+            judges = [one for one in config.get("reward_funcs") or () if is_model(one)]
+            judges += config.get("reward_model_name_or_path") or ()
         judges = [judge.partition("?")[0] for judge in judges]  # options of a process reward follow
         judges = [model_without_weights(judge, LoadOptions(task=classifier_task(judge), **shared)) for judge in judges]
         run = PlannedModel(side, self.counts, self.shape, kind_of_reference(side, adapter is not None), judges)
