@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -63,40 +62,23 @@ class PRMTrainer(BaseTrainer):
 
     def __init__(
         self,
-        model: str | Path | nn.Module | None = None,
+        model: Any = None,
         args: Any = None,
         data_collator: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
         model_init: Callable | None = None,
-        compute_metrics: Callable | None = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        preprocess_logits_for_metrics: Callable | None = None,
-        peft_config: Any = None,
-        quantization_config: Any = None,
+        *given: Any,
+        **named: Any,
     ) -> None:
-        """As BaseTrainer, in TRL's order of arguments for this trainer."""
+        """As BaseTrainer, but for `model_init`, which TRL has in this place."""
         if model is None or model_init is not None:
             raise ValueError(
                 "PRMTrainer trains the model it is given: pass it, or its name, as `model`, and leave `model_init` out. "
                 "`posttrain sweep` tries several settings, each from a fresh model."
             )
-        super().__init__(
-            model,
-            args,
-            data_collator,
-            train_dataset,
-            eval_dataset,
-            processing_class,
-            compute_metrics,
-            callbacks,
-            optimizers,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-            quantization_config=quantization_config,
-            peft_config=peft_config,
-        )
+        super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, *given, **named)
         innermost_model(self.model).config.step_separator = self.args.step_separator  # saved for those who score by it
 
     def prepare_options(self, is_training: bool) -> dict[str, Any]:

@@ -166,6 +166,13 @@ def test_what_is_refused(tmp_path):
         PRMTrainer(None, PRMConfig(output_dir=str(tmp_path), use_cpu=True), model_init=tiny.process_reward_model)
     with pytest.raises(ValueError, match=r"A process reward model has two outputs; .* has num_labels=3"):
         made(tmp_path, model=tiny.process_reward_model().__class__(tiny.config(num_labels=3)))
+    with pytest.raises(
+        ValueError, match=r"formatting_func writes one text .* this method reads stepwise supervision or tok"
+    ):
+        PRMTrainer(
+            tiny.process_reward_model(), PRMConfig(output_dir=str(tmp_path), use_cpu=True), None, [ROW],
+            processing_class=tiny.tokenizer(), formatting_func=str,
+        )  # fmt: skip
     with pytest.raises(ValueError, match=r"`step_separator` is empty"):
         PRMConfig(output_dir=str(tmp_path), step_separator="")
 

@@ -246,6 +246,9 @@ def detect(
 ) -> Detection:
     """The format of a dataset, and a refusal of options that do not go with it."""
     if options.formatting_func is not None:
+        if LANGUAGE_MODELLING not in formats:
+            kinds = " or ".join(fmt.name for fmt in formats)
+            raise ValueError(f"formatting_func writes one text for each row of {name}; this method reads {kinds}.")
         why = "read as plain language modelling because formatting_func writes the text of each row"
         detection = Detection(LANGUAGE_MODELLING, False, why)
     else:
