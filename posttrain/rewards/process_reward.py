@@ -64,21 +64,18 @@ class ProcessReward(ModelReward):
         aggregate: str = "min",
         step_separator: str | None = None,
         *,
-        threshold: float = 0.5,
+        threshold: float | None = None,
         max_steps: int | None = None,
         **loading: Any,
     ) -> None:
-        """`step_separator` None: the one that the model was trained with, else a newline. `threshold` is that of share_above;
-        `loading` are the arguments of ModelReward."""
-        if aggregate not in AGGREGATES:
-            raise ValueError(f"There is no aggregate {aggregate!r}; it must be one of {', '.join(AGGREGATES)}.")
-        if isinstance(rule, str):
-            StepRule(rule, max_steps=max_steps)  # an error before the model is loaded
+        """`step_separator` None: the one that the model was trained with, else a newline. `threshold` is that of share_above
+        (None: 0.5); `loading` are the arguments of ModelReward."""
+        check_options(rule, aggregate, step_separator, threshold, max_steps)
         super().__init__(model, tokenizer, **loading)
         known = getattr(innermost_model(self.model).config, "step_separator", None)
         self.separator = step_separator or known or "\n"
         self.rule = rule if isinstance(rule, StepRule) else StepRule(rule, self.separator, max_steps)
-        self.aggregate = partial(AGGREGATES[aggregate], threshold=threshold)
+        self.aggregate = partial(AGGREGATES[aggregate], threshold=0.5 if threshold is None else threshold)
 
     def _prepared(self, model: nn.Module, options: LoadOptions) -> tuple[nn.Module, str]:
         loaded = load_model(model, options)
@@ -91,21 +88,17 @@ class ProcessReward(ModelReward):
         """As a reward function; None for a completion without a step."""
         judged = [Judged(prompt, completion, []) for prompt, completion in zip(prompts, completions)]
         samples = self.samples_of(judged)
-        if refused := [reason for reason in samples if isinstance(reason, str)]:
-            raise ValueError(f"Process reward {self.name}: {refused[0]}")
         values = iter(self._log_probs([sample for sample in samples if sample is not None]))
         return [None if sample is None else self.aggregate(next(values)) for sample in samples]
 
     def step_scores(self, rows: list[tuple[Any, list[str]]]) -> list[list[float]]:
         """(prompt, steps) -> the probability that each step is good."""
         samples = self._encoded([{"prompt": prompt, "completions": steps} for prompt, steps in rows])
-        if refused := [reason for reason in samples if isinstance(reason, str)]:
-            raise ValueError(f"Process reward {self.name}: {refused[0]}")
         return [np.exp(logps).tolist() for logps in self._log_probs(samples)]
 
     def steps_of(self, completion: Any) -> list[str]:
         """The steps of a completion, or of the assistant's messages in it, as the rule cuts them, without the space around them."""
-        texts, ending = [completion], self.separator.strip()
+        texts, ending = [completion], self.rule.separator.strip()
         if not isinstance(completion, str):
             texts = [message.get("content") or "" for message in completion if is_assistant(message)]
         pieces = [text[start:stop] for text in texts for start, stop in split_steps(text, self.rule)]
@@ -139,8 +132,10 @@ class ProcessReward(ModelReward):
         return found
 
     @torch.no_grad()
-    def _log_probs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Of each sample the log-probability that each of its steps is good."""
+    def _log_probs(self, samples: list[Sample | str]) -> list[np.ndarray]:
+        """Of each sample the log-probability that each of its steps is good; an error where a text stands in its place."""
+        if refused := [reason for reason in samples if isinstance(reason, str)]:
+            raise ValueError(f"Process reward {self.name}: {refused[0]}")
         found: list[Any] = [None] * len(samples)
         for places, part in self._micro_batches(samples):
             batch = self._batch(part, self.layout)
@@ -167,10 +162,33 @@ def model_reward(reward: Any, tokenizer: Any = None, **loading: Any) -> ModelRew
     return ModelReward(name, tokenizer, **loading)
 
 
+def check_options(
+    rule: str | StepRule = "separator",
+    aggregate: str = "min",
+    step_separator: str | None = None,
+    threshold: float | None = None,
+    max_steps: int | None = None,
+) -> None:
+    """Those of ProcessReward, before a model is loaded."""
+    if aggregate not in AGGREGATES:
+        raise ValueError(f"There is no aggregate {aggregate!r}; it must be one of {', '.join(AGGREGATES)}.")
+    if threshold is not None and aggregate != "share_above":
+        raise ValueError(f"`threshold` is {threshold}, and {aggregate} has none: leave it out, or take share_above.")
+    if isinstance(rule, str):
+        StepRule(rule, "\n" if step_separator is None else step_separator, max_steps)
+    elif max_steps is not None:
+        raise ValueError("`max_steps` is a field of the rule that is given: set it there.")
+
+
 def named_reward(text: str) -> tuple[str, dict[str, Any]]:
     """runs/prm?aggregate=mean -> ("runs/prm", {"aggregate": "mean"}); a ValueError names what it cannot read."""
     name, _, query = text.partition("?")
-    given = dict(parse_qsl(query, keep_blank_values=True, separator="&"))
-    if unknown := [option for option in given if option not in NAMED_OPTIONS]:
-        raise ValueError(f"{text}: there is no option {unknown[0]!r}; it must be one of {', '.join(NAMED_OPTIONS)}.")
-    return name, {option: NAMED_OPTIONS[option](value) for option, value in given.items()}
+    try:
+        given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
+        if unknown := [option for option in given if option not in NAMED_OPTIONS]:
+            raise ValueError(f"there is no option {unknown[0]!r}; it must be one of {', '.join(NAMED_OPTIONS)}.")
+        options = {option: NAMED_OPTIONS[option](value) for option, value in given.items()}
+        check_options(**options)
+    except ValueError as error:
+        raise ValueError(f"{text}: {error}") from error
+    return name, options

@@ -131,6 +131,16 @@ def test_wrong_options_are_named_before_a_model_is_loaded(monkeypatch, tmp_path)
         ValueError, match=r"runs/prm\?agg=min: there is no option 'agg'; it must be one of rule, aggregate"
     ):
         named_reward("runs/prm?agg=min")
+    with pytest.raises(ValueError, match=r"runs/prm\?aggregate=most: There is no aggregate 'most'"):
+        named_reward("runs/prm?aggregate=most")
+    with pytest.raises(ValueError, match=r"runs/prm\?mean: bad query field: 'mean'"):
+        named_reward("runs/prm?mean")
+    with pytest.raises(ValueError, match=r"could not convert string to float: 'low'"):
+        named_reward("runs/prm?aggregate=share_above&threshold=low")
+    with pytest.raises(ValueError, match=r"`threshold` is 0.7, and min has none"):
+        ProcessReward("nowhere/judge", threshold=0.7)
+    with pytest.raises(ValueError, match=r"The separator of steps is empty"):
+        ProcessReward("nowhere/judge", step_separator="")
     tiny.reward_model().save_pretrained(tmp_path / "whole")
     with pytest.raises(ValueError, match=r"whole is not a process reward model, and takes no option 'aggregate'"):
         model_reward(f"{tmp_path / 'whole'}?aggregate=min")
