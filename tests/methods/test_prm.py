@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from datasets import Dataset, IterableDataset
 from peft import AutoPeftModelForTokenClassification, LoraConfig
 from transformers import AutoModelForTokenClassification
 
-from posttrain import PRMConfig, PRMTrainer
+from posttrain import PRMConfig, PRMTrainer, ProcessReward
 from posttrain.core.batch import PADDED, RAGGED
 from posttrain.losses.reward import step_cross_entropy, step_metrics
 from posttrain.models.load.saved_model import find_saved
@@ -185,3 +187,46 @@ def test_the_head_has_its_dropout_where_it_is_asked_for(tmp_path):
     assert not torch.equal(*two)
     trainer.model.eval()
     assert torch.equal(*[trainer.score(trainer.model, batch, ()).labels for _ in range(2)])
+
+
+# ---- does it learn? --------------------------------------------------------------------------------------------------------
+
+
+def chain(draw, random_labels=False):
+    """Three steps of four letters, of which a z makes a step bad, wherever it stands. A third of them are bad."""
+    labels = [draw.random() < 2 / 3 for _ in range(3)]
+    steps = ["".join(draw.choice("abcde") for _ in range(4)) for _ in labels]
+    for number, good in enumerate(labels):
+        place = draw.randrange(4)
+        steps[number] = steps[number] if good else f"{steps[number][:place]}z{steps[number][place + 1 :]}"
+    drawn = [draw.random() < 2 / 3 for _ in range(3)]
+    return {"prompt": "P\n", "completions": steps, "labels": drawn if random_labels else labels}
+
+
+def learnt(tmp_path, random_labels):
+    draw = random.Random(0)
+    rows = [chain(draw, random_labels) for _ in range(640)]
+    options = {"max_steps": 60, "per_device_train_batch_size": 32, "learning_rate": 1e-2, "logging_steps": 30}
+    trainer = made(tmp_path, rows, evaluated=[chain(draw) for _ in range(100)], **options)
+    trainer.train()
+    return trainer, trainer.evaluate()
+
+
+def test_bad_steps_are_found_in_rows_that_were_not_trained_on_and_the_best_of_eight_chains_is_picked(tmp_path):
+    trainer, found = learnt(tmp_path, random_labels=False)
+    assert found["eval_accuracy"] > 0.9  # the majority is 0.67
+    assert found["eval_accuracy/bad"] > 0.8
+    judge = ProcessReward(trainer.model, trainer.processing_class, aggregate="min")
+    draw, gains = random.Random(1), []
+    for _ in range(60):
+        chains = [chain(draw) for _ in range(8)]
+        values = judge(["P\n"] * 8, ["\n".join(one["completions"]) + "\n" for one in chains])
+        right = [all(one["labels"]) for one in chains]
+        gains.append(right[values.index(max(values))] - right[0])
+    gains = torch.tensor(gains, dtype=torch.float64)
+    assert gains.mean() > 3 * gains.std() / len(gains) ** 0.5
+
+
+def test_from_random_labels_nothing_is_learnt(tmp_path):
+    _, found = learnt(tmp_path, random_labels=True)
+    assert found["eval_accuracy"] < 0.75
