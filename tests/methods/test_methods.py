@@ -350,6 +350,7 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         "rloo": "disable_dropout num_generations max_completion_length steps_per_generation temperature beta num_iterations "
         "epsilon epsilon_high reward_weights normalize_advantages reward_clip_range mask_truncated_completions sync_ref_model "
         "log_completions num_completions_to_print log_unique_prompts",
+        "prm": "max_completion_length disable_dropout step_separator train_on_last_step_only",
         "reward": "chat_template_path disable_dropout eos_token center_rewards_coefficient activation_offloading pad_token",
     }[method].split()
     assert shared | set(own) <= {f.name for f in dataclasses.fields(config)}
