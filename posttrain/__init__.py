@@ -56,6 +56,7 @@ _HOMES = {
         "get_repetition_penalty_reward",
         "get_soft_overlong_punishment",
     ),
+    "posttrain.rewards.process_reward": ("ProcessReward",),
     "posttrain.trainer.base": ("BaseTrainer",),
     "posttrain.trainer.online.log_completions": ("LogCompletionsCallback",),
     "posttrain.trainer.online_trainer": ("OnlineTrainer",),

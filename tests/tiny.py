@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -70,6 +71,13 @@ def reward_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: A
     return AutoModelForSequenceClassification.from_config(made).to(dtype)
 
 
+def process_reward_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    torch.manual_seed(seed)
+    made = config(**changes)
+    made.num_labels = 2
+    return AutoModelForTokenClassification.from_config(made).to(dtype)
+
+
 def with_exact_norms(model: Any) -> Any:
     """transformers' RMSNorm rounds to float32 even in a float64 model: a difference of 1e-16 before it may be 1e-8 after it."""
 
@@ -101,6 +109,18 @@ def pairs(count: int = 20) -> list[dict[str, Any]]:
             "prompt": f"What is {i} + {i}?",
             "chosen": f" It is {2 * i}." + " Sure." * (i % 3),
             "rejected": f" Perhaps {2 * i + 1}." + " Who knows." * (i % 2),
+        }
+        for i in range(count)
+    ]
+
+
+def steps(count: int = 20) -> list[dict[str, Any]]:
+    """Sums, some of whose steps are wrong."""
+    return [
+        {
+            "prompt": f"What is {i} + {i}, doubled?\n",
+            "completions": [f"{i} + {i} = {2 * i}", f"Doubled: {4 * i + i % 2}", "Done."][: 2 + i % 2],
+            "labels": [True, i % 2 == 0, i % 4 == 0][: 2 + i % 2],
         }
         for i in range(count)
     ]

@@ -99,7 +99,7 @@ def estimates(columns: dict[str, np.ndarray], shares: set[str], binomial: bool, 
     return found
 
 
-REWARD = "reward"
+REWARD, GAIN = "reward", "gain"
 
 
 @dataclass
@@ -158,8 +158,31 @@ class EvalResult:
                 columns[f"pass@{k}"] = np.array([pass_at_k(n, c, k) for n, c in pairs])
         judged_totals = answers.totals[judged]
         is_share = bool(len(judged_totals)) and bool(np.isin(judged_totals, (0.0, 1.0)).all())
-        shares = {name for name in columns if name != REWARD or is_share}
-        return estimates(columns, shares, samples == 1, self.spec.seed)
+        picked = self._picked()
+        shares = {name for name in columns if name != REWARD or is_share} | {
+            n for n in picked if is_share and n != GAIN
+        }
+        return estimates(columns | picked, shares, samples == 1, self.spec.seed)
+
+    def _picked(self) -> dict[str, np.ndarray]:
+        """(prompts,) rewards of the first answer and of the one that `select_by` picks, and their difference; NaN where a prompt
+        has no reward for one of them."""
+        count = self.spec.best_of
+        if count is None:
+            return {}
+        totals = self.answers.totals.reshape(-1, count)
+        liked = np.where(np.isnan(totals), np.nan, self.answers.rewards[:, -1].reshape(-1, count))
+        picked = np.nan_to_num(liked, nan=-np.inf).argmax(1)
+        best = np.where(np.isnan(liked).all(1), np.nan, totals[np.arange(len(totals)), picked])
+        gain = best - totals[:, 0]
+        known = ~np.isnan(gain)
+        first, best = (np.where(known, values, np.nan) for values in (totals[:, 0], best))
+        return {f"first-of-{count}": first, f"best-of-{count}": best, GAIN: gain}
+
+    def standard_errors(self) -> dict[str, float]:
+        """Of what `best_of` has found: the deviation between prompts, divided by the root of their number."""
+        known = {name: values[~np.isnan(values)] for name, values in self._picked().items()}
+        return {n: float(v.std(ddof=1) / math.sqrt(len(v))) for n, v in known.items() if len(v) > 1}
 
     @property
     def score(self) -> Estimate:
@@ -176,7 +199,7 @@ class EvalResult:
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers for a log: of pass@k those of k = 1, 2, 4, ... and the last."""
-        shown = {REWARD, *(f"pass@{2**i}" for i in range(12)), f"pass@{self.spec.samples}"}
+        shown = {REWARD, *(f"pass@{2**i}" for i in range(12)), f"pass@{self.spec.samples}", *self._picked()}
         found = {"score": self.score.value}
         for name, estimate in self.scores.items():
             if name in shown:
@@ -209,6 +232,7 @@ class EvalResult:
             "failed": int(self.answers.failed.sum()),
             "score": self.score.as_json(),
             **{name: estimate.as_json() for name, estimate in self.scores.items()},
+            **({"standard_errors": self.standard_errors()} if spec.best_of else {}),
             "reward_means": self._rewards_by_name(),
             "truncated": float(self.answers.truncated.mean()),
             "mean_length": float(self.answers.lengths.mean()),

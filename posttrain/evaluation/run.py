@@ -40,13 +40,25 @@ def stop_ids(model: nn.Module, tokenizer: Any) -> tuple[int, ...]:
 class TaskEvaluation:
     """One task, ready to be run as often as is wanted: its rows are encoded and its rewards' workers stay."""
 
-    def __init__(self, spec: EvalSpec, rows: PromptRows, tokenizer: Any, rank: int = 0, world_size: int = 1) -> None:
-        self.spec, self.rows, self.rank, self.world_size = spec, rows, rank, world_size
+    def __init__(
+        self,
+        spec: EvalSpec,
+        rows: PromptRows,
+        tokenizer: Any,
+        rank: int = 0,
+        world_size: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        """`device`: of reward models that are given by name."""
+        self.spec, self.rows, self.rank, self.world_size, self.device = spec, rows, rank, world_size, device
         self.decode = text_decoder(tokenizer)
 
     @functools.cached_property
     def rewards(self) -> RewardSet:
-        return RewardSet(self.spec.reward, self.spec.reward_weights, watch=False)
+        rewards, weights = [*self.spec.reward], [*(self.spec.reward_weights or [1.0] * len(self.spec.reward))]
+        if self.spec.select_by is not None:  # last, and without a weight
+            rewards, weights = [*rewards, self.spec.select_by], [*weights, 0.0]
+        return RewardSet(rewards, weights, model_options={"device": self.device}, watch=False)
 
     def __call__(
         self, engine: RolloutEngine, stop_ids: tuple[int, ...], state: Any = None, keep_samples: bool = False
@@ -88,8 +100,10 @@ class TaskEvaluation:
 
     def _answers(self, rollouts: list[Rollout], values: np.ndarray) -> Answers:
         failed = np.array([rollout.masked for rollout in rollouts], dtype=bool)
-        weights = torch.tensor(self.rewards.weights, dtype=torch.float64)
-        totals = weighted_rewards(torch.from_numpy(values), weights).masked_fill(torch.from_numpy(failed), float("nan"))
+        count = len(self.spec.reward)
+        weights = torch.tensor(self.rewards.weights[:count], dtype=torch.float64)
+        totals = weighted_rewards(torch.from_numpy(values[:, :count]), weights)
+        totals = totals.masked_fill(torch.from_numpy(failed), float("nan"))
         return Answers(
             rows=np.array([rollout.request.row for rollout in rollouts], dtype=np.int64),
             rewards=values,
@@ -101,7 +115,8 @@ class TaskEvaluation:
 
 
 def _as_record(rollout: Rollout, names: list[str]) -> dict[str, Any]:
-    return {
+    said = {"extras": rollout.extras} if rollout.extras else {}
+    return said | {
         "row": rollout.request.row,
         "sample": rollout.request.sample,
         "prompt": rollout.prompt,

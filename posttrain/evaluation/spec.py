@@ -31,7 +31,7 @@ class EvalSpec:
     data: Any
     """Prompts: a file, a folder or a Hub id; in Python also a datasets.Dataset or a list of rows."""
     reward: Any
-    """A reward function or several; in Python also reward models."""
+    """A reward function or several, or reward models."""
     name: str = ""
     """Under which the scores are logged, as evals/NAME/score. Empty: that of the data."""
     samples: int = 1
@@ -50,6 +50,10 @@ class EvalSpec:
     """An answer passes from this reward on. None: from 1 on, where all rewards are 0 or 1; else no pass rate is reported."""
     reward_weights: Sequence[float] | None = None
     """One for each reward; the score is their weighted sum. None: 1 each."""
+    best_of: int | None = None
+    """Write so many answers to each prompt and also score the one that `select_by` likes best."""
+    select_by: Any = None
+    """The reward that picks: a function, a reward model or a process reward. It does not count in the scores itself."""
     subset: str | None = None
     """Configuration of a dataset from the Hub."""
     split: str = "test"
@@ -70,12 +74,21 @@ class EvalSpec:
         if not self.name:
             named = Path(self.data).name.split(".")[0] if isinstance(self.data, str | Path) else ""
             self.name = re.sub(r"[^\w.@+-]", "_", named) or "eval"
+        if self.best_of is not None and self.samples == 1:
+            self.samples = self.best_of
         weights_fit = self.reward_weights is None or len(self.reward_weights) == len(self.reward)
         for key, holds, wanted in (
             ("name", NAME.fullmatch(self.name) is not None, "a word of letters, digits and . @ + - _"),
             ("reward", len(self.reward) > 0, "at least one reward"),
             ("samples", self.samples >= 1, "at least 1"),
             ("samples", self.samples == 1 or self.temperature > 0, "1 at temperature 0, where all answers are equal"),
+            ("best_of", self.best_of is None or self.best_of >= 2, "at least 2"),
+            ("samples", self.best_of in (None, self.samples), "left out, or `best_of`"),
+            (
+                "select_by",
+                (self.select_by is None) == (self.best_of is None),
+                "given where `best_of` is, and only there",
+            ),
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("limit", self.limit is None or self.limit >= 1, "at least 1"),
             ("every", self.every is None or self.every >= 1, "at least 1"),
@@ -117,7 +130,7 @@ class EvalSpec:
     def check_rewards(self, dataset: Any) -> None:
         """A reward that wants a column which is not there is refused before anything is loaded."""
         columns = set(dataset.column_names if hasattr(dataset, "column_names") else dataset[0])
-        for reward in self.reward:
+        for reward in (*self.reward, self.select_by):
             if not callable(reward) or hasattr(reward, "parameters"):
                 continue
             if missing := Wants(reward).missing(columns | set(OURS) - {"environments"}):

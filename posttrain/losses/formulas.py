@@ -69,8 +69,12 @@ UNPAIRED_FORMULAS = {
 }
 """Name of UNPAIRED_LOSSES -> the loss of a row."""
 
-REWARD_FORMULAS = {"bradley_terry": "-log(sigmoid(r_c - r_r - margin))", "centring": "(r_c + r_r)**2"}
-"""Function of losses/reward -> the loss of a pair."""
+REWARD_FORMULAS = {
+    "bradley_terry": "-log(sigmoid(r_c - r_r - margin))",
+    "centring": "(r_c + r_r)**2",
+    "step_cross_entropy": "-choose(label > 0, log(p), log(1 - p))",
+}
+"""Function of losses/reward -> the loss of a pair or of a step."""
 
 SURROGATE_FORMULAS = {
     "clipped": "-min(rho * A, clip(rho, {below}, {above}) * A)",

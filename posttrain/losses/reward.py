@@ -1,4 +1,4 @@
-"""Losses of a reward model. Chosen and rejected rewards are (U,), one number for each pair."""
+"""Losses of reward models. Chosen and rejected rewards are (U,), one for each pair; logits of steps are (N, 2)."""
 
 from __future__ import annotations
 
@@ -29,3 +29,15 @@ def reward_metrics(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
         "accuracy": (chosen > rejected).to(rewards.dtype),
         "margin": chosen - rejected,
     }
+
+
+def step_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """-log softmax(logits)[label] of each judged step (arXiv:2211.14275): label 1 is a good step, 0 a bad one."""
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def step_metrics(logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    """Share of steps whose likelier class is their label, of all steps and of each class; a metric leaves NaN out."""
+    right = (logits.detach().argmax(-1) == labels).to(logits.dtype)
+    of_class = {name: right.masked_fill(labels != label, float("nan")) for label, name in enumerate(("bad", "good"))}
+    return {"accuracy": right} | {f"accuracy/{name}": values for name, values in of_class.items()}

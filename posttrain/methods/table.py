@@ -41,6 +41,7 @@ METHODS: dict[str, Method] = {
         "posttrain.methods.bco", "BCOTrainer", "BCOConfig", "Binary classifier optimisation: answers with a label"
     ),
     "reward": Method("posttrain.methods.reward_model", "RewardTrainer", "RewardConfig", "Bradley-Terry reward models"),
+    "prm": Method("posttrain.methods.prm", "PRMTrainer", "PRMConfig", "Process reward models, which judge each step"),
     "grpo": Method(
         "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 9 losses"
     ),
@@ -54,7 +55,6 @@ PLANNED: dict[str, tuple[str, str]] = {
     "online_dpo": ("Online DPO", _ONLINE),
     "nash_md": ("Nash-MD", _ONLINE),
     "xpo": ("XPO", _ONLINE),
-    "prm": ("A process reward model", "`posttrain reward` trains one that judges whole answers."),
     "gkd": ("GKD", _TEACHER),
     "gold": ("GOLD", _TEACHER),
     "minillm": ("MiniLLM", _TEACHER),

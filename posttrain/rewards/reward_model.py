@@ -45,6 +45,8 @@ PROBE_TEXTS = ("Is this so?", "It is, and it has been so for a long time.")
 class ModelReward:
     """One reward model. `model` is an id, a path or a module; a module stays on its device, an id is loaded to `device`."""
 
+    task = SEQUENCE_REWARD
+
     def __init__(
         self,
         model: str | Path | nn.Module,
@@ -57,7 +59,7 @@ class ModelReward:
         trust_remote_code: bool = False,
     ) -> None:
         device = None if device is None else torch.device(device)
-        options = LoadOptions(dtype, SEQUENCE_REWARD, model_init_kwargs or {}, trust_remote_code, device=device)
+        options = LoadOptions(dtype, self.task, model_init_kwargs or {}, trust_remote_code, device=device)
         self.name = _name(model)
         if tokenizer is None:
             tokenizer = load_tokenizer(model, model_init_kwargs, trust_remote_code)
@@ -66,7 +68,7 @@ class ModelReward:
         if not isinstance(model, nn.Module):
             model = load_pretrained(model, options)
         self.notes: list[str] = []
-        self.model, self.layout = self._prepared(model, LoadOptions(task=SEQUENCE_REWARD, device=device))
+        self.model, self.layout = self._prepared(model, LoadOptions(task=self.task, device=device))
         self.model.eval().requires_grad_(False)
         if self.layout is not None and not self._agrees_with_itself():
             self.notes.append(
@@ -98,26 +100,40 @@ class ModelReward:
     def judge(self, key: int, samples: list[Judged], outcomes: Outcomes) -> None:
         """Give every sample of a round an outcome. Runs on the caller's thread: a device is not shared with generation."""
         started = time.perf_counter()
-        encoded = self.encode(samples)
         longest = getattr(getattr(innermost_model(self.model), "config", None), "max_position_embeddings", None)
         fitting: dict[int, Sample] = {}
-        for number, ids in enumerate(encoded):
-            if isinstance(ids, RenderError):
-                outcomes.fail(key, number, ERROR, ids.reason)
-            elif longest is not None and len(ids) > longest:
+        for number, sample in enumerate(self.samples_of(samples)):
+            if sample is None:
+                outcomes.settle(key, number, None, {})
+            elif isinstance(sample, str):
+                outcomes.fail(key, number, ERROR, sample)
+            elif longest is not None and len(sample) > longest:
                 outcomes.fail(
-                    key, number, ERROR, f"it has {len(ids)} tokens, more than the {longest} of the reward model."
+                    key, number, ERROR, f"it has {len(sample)} tokens, more than the {longest} of the reward model."
                 )
-            elif len(ids) == 0:
-                outcomes.fail(key, number, ERROR, "prompt and completion are empty.")
             else:
-                fitting[number] = Sample(ids, np.zeros(len(ids), dtype=bool))
-        for number, value in zip(fitting, self.score(list(fitting.values()))):
+                fitting[number] = sample
+        judgements = self.judgements([*fitting.values()], [samples[number] for number in fitting])
+        for number, (value, extras) in zip(fitting, judgements):
             if math.isfinite(value):
-                outcomes.settle(key, number, value, {})
+                outcomes.settle(key, number, value, extras)
             else:
                 outcomes.fail(key, number, INVALID, f"the model's score is {value}.")
         outcomes.spent(key, time.perf_counter() - started)
+
+    def samples_of(self, judged: list[Judged]) -> list[Sample | str | None]:
+        """What is scored; a text says why there is none, None that the model has no opinion."""
+        found: list[Sample | str | None] = []
+        for ids in self.encode(judged):
+            if isinstance(ids, RenderError):
+                found.append(ids.reason)
+            else:
+                found.append(_unlabelled(ids) if len(ids) else "prompt and completion are empty.")
+        return found
+
+    def judgements(self, samples: list[Sample], judged: list[Judged]) -> list[tuple[float, dict[str, Any]]]:
+        """(value, columns of `log_extra`) of each sample."""
+        return [(value, {}) for value in self.score(samples)]
 
     def encode(self, samples: list[Judged]) -> list[np.ndarray | RenderError]:
         """Token ids of prompt and completion."""
@@ -183,10 +199,14 @@ class ModelReward:
     def _agrees_with_itself(self) -> bool:
         """Do our scores equal those of the model's own forward, one row at a time?"""
         texts = self.renderer.encode_texts(list(PROBE_TEXTS), add_special_tokens=False)
-        probes = [Sample(ids, np.zeros(len(ids), dtype=bool)) for ids in texts]
+        probes = [_unlabelled(ids) for ids in texts]
         own = torch.cat([self._own_forward([probe]) for probe in probes])
         tolerance = TOLERANCE.get(next(self.model.parameters()).dtype, 1e-3)
         return bool(((self._scores(probes) - own).abs() <= tolerance * own.abs().clamp(min=1)).all())
+
+
+def _unlabelled(ids: np.ndarray) -> Sample:
+    return Sample(ids, np.zeros(len(ids), dtype=bool))
 
 
 def _conversation(sample: Judged) -> Conversation:

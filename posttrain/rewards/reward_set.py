@@ -76,10 +76,11 @@ class Notes:
 class RewardSet:
     """The rewards of a run and their workers, which live until `close`.
 
-    `rewards` are functions, or sequence classifiers as ids, paths or modules, or ModelReward objects, which say more about how
-    a model is run; `tokenizers` (one entry for each reward) and `model_options` (arguments of ModelReward: device, dtype,
-    max_tokens, ...) are for those given by id or module. `report` gets sentences about what was
-    decided and, with `watch`, about rewards that look wrong (see `statistics.py`); they are kept in `notes` too.
+    `rewards` are functions, or classifiers of sequences or tokens (process rewards) as ids, paths or modules, or ModelReward
+    and ProcessReward objects, which say more about how a model is run; `tokenizers` (one entry for each reward) and
+    `model_options` (arguments of ModelReward: device, dtype, max_tokens, ...) are for those given by id or module. `report`
+    gets sentences about what was decided and, with `watch`, about rewards that look wrong (see `statistics.py`); they are kept
+    in `notes` too.
     """
 
     def __init__(
@@ -138,9 +139,9 @@ class RewardSet:
 
     def _reward(self, key: int, reward: Any, tokenizer: Any) -> FunctionReward | ModelReward:
         if _is_model(reward):
-            from posttrain.rewards.reward_model import ModelReward  # torch and transformers, for those who use a model
+            from posttrain.rewards.process_reward import model_reward  # torch and transformers, for who uses a model
 
-            made = reward if isinstance(reward, ModelReward) else ModelReward(reward, tokenizer, **self._model_options)
+            made = model_reward(reward, tokenizer, **self._model_options)
             for note in made.notes:
                 self._say(note)
             return made
@@ -264,7 +265,7 @@ def _is_model(reward: Any) -> bool:
     torch = sys.modules.get("torch")  # who has no torch imported has no module
     if torch is not None and isinstance(reward, torch.nn.Module):
         return True
-    return type(reward).__module__ == "posttrain.rewards.reward_model"
+    return any(kind.__module__ == "posttrain.rewards.reward_model" for kind in type(reward).__mro__)
 
 
 def _distinct(names: list[str]) -> list[str]:

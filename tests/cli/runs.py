@@ -19,6 +19,7 @@ ROWS = {
     **dict.fromkeys(("dpo", "reward", "cpo", "orpo"), PAIRS),
     "tpo": [{**row, "reference": " It is so."} for row in PAIRS],
     **dict.fromkeys(("kto", "bco"), RATED),
+    "prm": tiny.steps(24),
     "grpo": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
     "rloo": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
 }

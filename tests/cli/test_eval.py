@@ -10,6 +10,7 @@ import yaml
 
 from posttrain.cli.commands import eval as evaluating
 from posttrain.models.load import model as load
+from tests import tiny
 from tests.cli.runs import REWARD, folder_with_inputs, options_of, posttrain
 from tests.forked import start_group, wait_for_group
 
@@ -135,6 +136,33 @@ def test_where_no_answer_could_be_judged_the_first_failure_is_told(folder, capsy
     assert len((folder / "drawn.jsonl").read_text().splitlines()) == 3
 
 
+def test_the_best_of_n_by_a_process_reward(folder, capsys):
+    tiny.process_reward_model().save_pretrained(folder / "judge")
+    tiny.tokenizer().save_pretrained(folder / "judge")
+    picked = ["--best-of", "3", "--select-by", "judge?aggregate=mean&rule=lines"]
+    words = [word for word in FLAGS if word not in ("--samples", "3")]
+    told, samples = found(folder, "model", *words, *picked)
+    shown = capsys.readouterr().out
+    assert "best of 3 by judge; ± is one standard error, over prompts" in shown
+    rows = {row: [one for one in samples if one["row"] == row] for row in range(6)}
+    best = [max(answers, key=lambda one: one["rewards"]["judge"])["rewards"]["odd"] for answers in rows.values()]
+    assert told["best-of-3"]["value"] == pytest.approx(sum(best) / 6)
+    assert told["gain"]["value"] == pytest.approx(told["best-of-3"]["value"] - told["first-of-3"]["value"])
+    steps = samples[0]["extras"]["judge steps"]
+    assert sum(score for score, _ in steps) / len(steps) == pytest.approx(samples[0]["rewards"]["judge"], abs=1e-4)
+    entry = {**ENTRY, "best_of": 3, "select_by": "judge?aggregate=mean&rule=lines"}
+    (folder / "evals.yaml").write_text(yaml.safe_dump({"evals": [entry]}))
+    assert found(folder, "model", "--evals", "evals.yaml")[0]["gain"] == told["gain"]
+
+
+def test_a_reward_model_scores_answers(folder):
+    tiny.reward_model().save_pretrained(folder / "whole")
+    tiny.tokenizer().save_pretrained(folder / "whole")
+    told, samples = found(folder, "model", "--data", "grpo.jsonl", "--reward", "./whole", "--max-new-tokens", "4")
+    assert told["rewards"] == ["whole"]
+    assert told["reward"]["value"] == pytest.approx(sum(one["rewards"]["whole"] for one in samples) / len(samples))
+
+
 # ---- mistakes --------------------------------------------------------------------------------------------------------------
 
 
@@ -208,6 +236,9 @@ def test_a_reward_model_has_no_task_scores(folder, no_model, capsys):
         (["model", "--evals", "nowhere.yaml"], ["nowhere.yaml"]),
         (["model", "--data", "sft.jsonl", "--reward", "rewards_of_test.py:odd"], ["'answer'"]),
         (["model", "--data", "grpo.jsonl", "--reward", "acuracy_reward"], ["accuracy_reward"]),
+        (["model", "--data", "grpo.jsonl", "--reward", "./nowhere"], ["no folder ./nowhere"]),
+        (["model", "--data", "grpo.jsonl", "--reward", "some/prm?agg=min"], ["no option 'agg'", "aggregate"]),
+        (["model", "--data", "grpo.jsonl", "--reward", "accuracy_reward", "--best-of", "4"], ["select_by"]),
     ],
 )
 def test_words_that_cannot_be(folder, no_model, capsys, words, wanted):

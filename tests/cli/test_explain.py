@@ -13,6 +13,7 @@ from posttrain.cli.commands.explain import Explained, counts_lines
 from posttrain.cli.options.arguments import parse
 from posttrain.cli.options.needs import notes_on_servers
 from posttrain.cli.running.assemble import trainer_of
+from tests import tiny
 from tests.cli import test_broken_configs as broken
 from tests.cli.runs import flags, folder_with_inputs, options_of, posttrain
 
@@ -421,8 +422,6 @@ def test_a_stream_is_read_as_far_as_its_steps(here):
 def seven_billion(here):
     from transformers import Qwen2Config
 
-    from tests import tiny
-
     config = Qwen2Config(
         hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
         vocab_size=152064, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"],
@@ -524,6 +523,14 @@ def test_reward_models_lie_on_the_device_all_the_time(seven_billion):
     }
 
 
+def test_a_process_reward_is_a_reward_model(seven_billion, tmp_path):
+    tiny.process_reward_model().save_pretrained(tmp_path / "judge")
+    weights = sum(parameter.numel() for parameter in tiny.process_reward_model().parameters())
+    named = {"reward_funcs": [f"{tmp_path / 'judge'}?aggregate=mean"]}
+    told = explained("grpo", "grpo", {**GROUPS, **seven_billion, **named})
+    assert {phase.terms["reward models"] for phase in told.memory.phases} == {2.0 * weights}
+
+
 def test_a_colocated_vllm_has_its_share_and_gives_it_back_asleep(seven_billion):
     def phases(gpu=80 * 2**30, **options):
         told = explained("grpo", "grpo", {**GROUPS, **seven_billion, "use_vllm": True, **options}, gpu)
@@ -548,7 +555,6 @@ def test_activations_of_plain_layers_are_those_that_the_probe_finds():
     from posttrain.models.load.model import LoadOptions, load_model
     from posttrain.models.memory import fit as memory
     from posttrain.models.memory.shape import Shape
-    from tests import tiny
 
     shape = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 2}
     model = load_model(tiny.causal_lm(dtype=torch.bfloat16, **shape), LoadOptions(dtype=torch.bfloat16)).model

@@ -34,7 +34,7 @@ SFT = (formats.LANGUAGE_MODELLING, formats.PROMPT_COMPLETION, formats.TOKENISED)
 DPO = (formats.PREFERENCE, formats.TOKENISED_PREFERENCE)
 REWARD = (formats.SCORED_PREFERENCE, formats.TOKENISED_SCORED_PREFERENCE)
 KTO = (formats.UNPAIRED_PREFERENCE,)
-PRM = (formats.STEPWISE,)
+PRM = (formats.STEPWISE, formats.TOKENISED_STEPWISE)
 
 
 class RememberingRenderer(Renderer):
@@ -94,6 +94,7 @@ CHAT_CHOICE = {"chosen": [user(), assistant()], "rejected": [user(), assistant("
 TEXT_CHOICE = {"chosen": "What is 2 + 2? It is 4.", "rejected": "What is 2 + 2? It is 5."}
 SCORED = {**CHOICE, "margin": 1.0}
 STEPS = {"prompt": "What is 2 + 2?", "completions": ["Add them.", "It is 4."], "labels": [True, True]}
+STEP_IDS = {"input_ids": [5, 6, 7], "labels": [-100, 1, 0]}
 IDS = {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]}
 ID_PAIR = {
     "prompt_ids": [1, 2],
@@ -364,6 +365,29 @@ PREFERENCES = [
     Kind("step empty", PRM, STEPS, {"completions": ["Add them.", ""]}, "completions", "step 1 is empty"),
     Kind("steps a string", PRM, STEPS, {"completions": "Add them."}, "completions", "a non-empty list"),
     Kind("no steps", PRM, STEPS, {"completions": [], "labels": []}, "completions", "a non-empty list"),
+    Kind("steps null", PRM, STEPS, {"completions": None}, "completions", "a non-empty list"),
+    Kind("step null", PRM, STEPS, {"completions": ["Add them.", None]}, "completions", "step 1 is missing or null"),
+    Kind("step a number", PRM, STEPS, {"completions": ["Add them.", 4]}, "completions", "step 1 is int 4"),
+    Kind("step with NUL", PRM, STEPS, {"completions": ["Add\0", "It is 4."]}, "completions", "step 0 holds a NUL"),
+    Kind("step labels null", PRM, STEPS, {"labels": None}, "labels", "a non-empty list"),
+    Kind("step labels a string", PRM, STEPS, {"labels": "yes"}, "labels", "str 'yes', a non-empty list"),
+    Kind("step label 2", PRM, STEPS, {"labels": [True, 2]}, "labels", "int 2"),
+    Kind("step label a share", PRM, STEPS, {"labels": [True, 0.5]}, "labels", "float 0.5"),
+    Kind("prompt of steps null", PRM, STEPS, {"prompt": None}, "prompt", "missing or null"),
+    Kind("prompt of steps a chat", PRM, STEPS, {"prompt": [user()]}, "prompt", "where the dataset holds text"),
+    Kind(
+        "no step within the limit",
+        PRM,
+        STEPS,
+        {"completions": ["x" * 60, "y"]},
+        "completions",
+        "no step to judge within its first 40",
+        {"max_completion_length": 40},
+    ),
+    Kind("step label of a token 2", PRM, STEP_IDS, {"labels": [-100, 2, 0]}, "labels", "is 2 at 1; it must be 0, 1 or"),
+    Kind("step at the first token", PRM, STEP_IDS, {"labels": [1, -100, 0]}, "labels", "1 at the first token"),
+    Kind("no step in labels", PRM, STEP_IDS, {"labels": [-100] * 3}, "labels", "-100 everywhere: no step is judged"),
+    Kind("step labels shorter than ids", PRM, STEP_IDS, {"labels": [1, 0]}, "labels", "2 entries for 3 token ids"),
 ]
 
 TOKENS = [

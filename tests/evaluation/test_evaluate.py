@@ -97,6 +97,36 @@ def test_an_answer_whose_reward_failed_is_left_out_and_counted(model):
     assert "RuntimeError" in next(one["error"] for one in found.samples if one["row"] == 3)
 
 
+def last_token(completion_ids, prompts, **columns):
+    """What picks an answer; it has no opinion about one prompt."""
+    return [None if "7" in prompt else float(ids[-1]) for prompt, ids in zip(prompts, completion_ids)]
+
+
+def test_the_best_of_several_answers_against_the_first(model):
+    found = run(model, EvalSpec(ROWS, odd, best_of=4, select_by=last_token, max_new_tokens=6))
+    rewards, liked = np.zeros((12, 4)), np.zeros((12, 4))
+    for (row, sample), ids in texts(found).items():
+        rewards[row, sample], liked[row, sample] = (sum(ids) + row) & 1, ids[-1]
+    kept = [row for row in range(12) if row != 7]
+    first, best = rewards[kept, 0], rewards[kept, liked[kept].argmax(1)]
+    gain = best - first
+    shown = found.scores
+    assert shown["first-of-4"].value == pytest.approx(first.mean())
+    assert shown["best-of-4"].value == pytest.approx(best.mean())
+    assert shown["gain"].value == pytest.approx(gain.mean())
+    assert found.standard_errors() == pytest.approx(
+        {n: v.std(ddof=1) / 11**0.5 for n, v in {"first-of-4": first, "best-of-4": best, "gain": gain}.items()}
+    )
+    assert shown["reward"].value == pytest.approx(rewards.mean())  # what picks is not counted
+    assert found.as_json()["standard_errors"]["gain"] == found.standard_errors()["gain"]
+    assert found.metrics()["best-of-4"] == shown["best-of-4"].value
+
+
+def test_the_best_by_the_reward_itself_is_never_worse(model):
+    found = run(model, EvalSpec(ROWS, odd, best_of=4, select_by=odd, max_new_tokens=6))
+    assert found.scores["best-of-4"].value == found.scores["pass@4"].value > found.scores["first-of-4"].value
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
@@ -107,6 +137,11 @@ def test_an_answer_whose_reward_failed_is_left_out_and_counted(model):
         ({"top_p": 2.0}, "top_p"),
         ({"reward_weights": [1.0, 2.0]}, "reward_weights"),
         ({"name": "a b"}, "name"),
+        ({"best_of": 1, "select_by": odd}, "best_of` is 1; it must be at least 2"),
+        ({"best_of": 4}, "select_by` is None; it must be given where `best_of` is"),
+        ({"select_by": odd}, "select_by"),
+        ({"best_of": 4, "select_by": odd, "samples": 3}, "samples` is 3; it must be left out, or `best_of`"),
+        ({"best_of": 4, "select_by": odd, "temperature": 0.0}, "temperature 0"),
     ],
 )
 def test_what_cannot_be_asked_is_refused(wrong, told):

@@ -111,7 +111,11 @@ def test_supervised(name):
 def test_reward():
     chosen, rejected, margin = torch.tensor([1.0, -2.0]), torch.tensor([0.5, 1.0]), torch.tensor([0.0, 0.7])
     names = {"r_c": chosen.numpy(), "r_r": rejected.numpy(), "margin": margin.numpy()}
-    given = {"bradley_terry": (chosen, rejected, margin), "centring": (chosen, rejected)}
+    logits, labels = torch.tensor([[0.2, 1.4], [1.0, -1.0]]), torch.tensor([1, 0])
+    names |= {"p": logits.softmax(-1)[:, 1].numpy(), "label": labels.numpy()}
+    given = {
+        "bradley_terry": (chosen, rejected, margin), "centring": (chosen, rejected), "step_cross_entropy": (logits, labels)
+    }  # fmt: skip
     for name, line in formulas.REWARD_FORMULAS.items():
         assert computed(line, **names) == pytest.approx(getattr(reward, name)(*given[name]).numpy(), rel=1e-6)
 

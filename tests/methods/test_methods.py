@@ -359,6 +359,7 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         "train_sampling_strategy",
         "bco": "disable_dropout max_completion_length beta precompute_ref_log_probs prompt_sample_size min_density_ratio "
         "max_density_ratio generate_during_eval is_encoder_decoder",
+        "prm": "max_completion_length disable_dropout step_separator train_on_last_step_only",
         "reward": "chat_template_path disable_dropout eos_token center_rewards_coefficient activation_offloading pad_token",
     }[method].split()
     assert shared | set(own) <= {f.name for f in dataclasses.fields(config)}

@@ -18,7 +18,7 @@ from posttrain.data.collate import Collator
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES
 from posttrain.methods.table import METHODS
-from posttrain.models.scoring.heads import SEQUENCE_REWARD
+from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS
 from posttrain.trainer.online_trainer import OnlineTrainer
 from tests import tiny
 from tests.losses.test_preference_oracle import naive_total
@@ -44,6 +44,7 @@ BETWEEN_PROCESSES = (
     ("reward", "plain"),  # by pairs, with a head
     ("kto", "kto"),  # coupled: the reference point is that of all processes
     ("orpo", "prompt"),  # two denominators, and flags of tokens
+    ("prm", "steps"),  # by judged tokens, with a head at them
     ("grpo", "bnpo"),  # by the tokens of each micro-batch of each process
     ("grpo", "top_entropy"),  # a threshold over the micro-batches of all processes
 )
@@ -79,6 +80,7 @@ def variants() -> list[tuple[str, str]]:
         *(("sft", loss) for loss in SFT_LOSSES),
         *(("dpo", loss) for loss in (*PREFERENCE_LOSSES, *DPO_EXTRAS)),
         *(("reward", loss) for loss in REWARD_LOSSES),
+        ("prm", "steps"),
         *(("grpo", loss) for loss in policy_cells.GRPO_VARIANTS),
         ("rloo", "rloo"),
         *((method, loss) for method, losses in offline_cells.OPTIONS.items() for loss in losses),
@@ -183,7 +185,8 @@ def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
             length = int(rng.integers(2, 14))
             trained = rng.random(length) < 0.7
             trained[-1] = True
-            made.append((Sample(rng.integers(0, 250, length), trained, row=row),))
+            labels = {"labels": rng.integers(0, 2, length).astype(np.float32)} if method == "prm" else {}
+            made.append((Sample(rng.integers(0, 250, length), trained, labels, row=row),))
         else:
             prompt = rng.integers(0, 250, int(rng.integers(1, 6)))
             answers = [rng.integers(0, 250, int(rng.integers(1, 8))) for _ in METHODS[method].trainer_class.roles]
@@ -203,7 +206,7 @@ def packed(samples: list[tuple[Sample, ...]]) -> list[tuple[Sample, ...]]:
 
 
 def options(cell: Cell) -> dict[str, Any]:
-    if cell.loss == DEFAULT:
+    if cell.loss == DEFAULT or cell.method == "prm":
         return {}
     if cell.method == "sft":
         return {"nll": {}, "dft": {"loss_type": "dft"}, "smoothed": {"label_smoothing_factor": 0.2}}[cell.loss]
@@ -229,7 +232,7 @@ def options(cell: Cell) -> dict[str, Any]:
 
 def models(method: str, dtype: torch.dtype, lora: bool) -> tuple[Any, Any]:
     """(policy, reference): different weights, so that log-ratios are not 0; equal in every process."""
-    make = tiny.reward_model if _scores_sequences(method) else tiny.causal_lm
+    make = MODELS[_task(method)]
     policy = make(0, dtype)
     reference = make(1, dtype) if method in ("dpo", *offline_cells.WITH_REFERENCE) else None
     if dtype == torch.float64:
@@ -238,14 +241,22 @@ def models(method: str, dtype: torch.dtype, lora: bool) -> tuple[Any, Any]:
     return (with_adapter(policy, method) if lora else policy), reference
 
 
-def _scores_sequences(method: str) -> bool:
-    return METHODS[method].trainer_class.task == SEQUENCE_REWARD
+MODELS = {
+    CAUSAL_LM: tiny.causal_lm,
+    SEQUENCE_REWARD: tiny.reward_model,
+    TOKEN_LABELS: tiny.process_reward_model,
+}
+PEFT_TASKS = {CAUSAL_LM: "CAUSAL_LM", SEQUENCE_REWARD: "SEQ_CLS", TOKEN_LABELS: "TOKEN_CLS"}
+
+
+def _task(method: str) -> str:
+    return METHODS[method].trainer_class.task
 
 
 def with_adapter(model: Any, method: str) -> Any:
     """A LoRA whose B is not 0: at its initialisation half of the gradients would be."""
     torch.manual_seed(2)
-    task = "SEQ_CLS" if _scores_sequences(method) else "CAUSAL_LM"
+    task = PEFT_TASKS[_task(method)]
     adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], task_type=task))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name:  # drawn in float64 whatever the dtype, so that float32 cells have the oracle's adapter
@@ -454,6 +465,21 @@ def _reward_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     return total / len(units("reward"))
 
 
+def _prm_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
+    """The hidden state of the judged token itself: no shift."""
+    total, judged = 0, 0
+    for (sample,) in units("prm"):
+        ids = torch.from_numpy(sample.input_ids.astype(np.int64))[None]
+        classifier = policy.base_model.model if hasattr(policy, "peft_config") else policy
+        hidden = classifier.model(input_ids=ids).last_hidden_state[0]
+        for place in range(1, len(sample)):
+            if sample.trained[place]:
+                z = classifier.score(hidden[place])
+                total = total - torch.log(torch.exp(z) / torch.exp(z).sum())[int(sample.per_token["labels"][place])]
+                judged += 1
+    return total / judged
+
+
 def _policy_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     return policy_cells.step_loss(cell.method, cell.loss, windows(cell), partial(_log_probs, policy))
 
@@ -472,6 +498,7 @@ ORACLES = {
     "sft": _sft_oracle,
     "dpo": _dpo_oracle,
     "reward": _reward_oracle,
+    "prm": _prm_oracle,
     "grpo": _policy_oracle,
     "rloo": _policy_oracle,
     **dict.fromkeys(offline_cells.OPTIONS, _offline_oracle),

@@ -42,7 +42,13 @@ def prompts(rows: int) -> list[dict[str, Any]]:
     return [{"prompt": f"Say {number}"} for number in range(rows)]
 
 
-DATA = {"sft": tiny.chats, "baseline": tiny.chats, "grpo": prompts, "rloo": prompts}  # the others read pairs
+DATA = {
+    "sft": tiny.chats,
+    "baseline": tiny.chats,
+    "grpo": prompts,
+    "rloo": prompts,
+    "prm": tiny.steps,
+}  # the others read pairs
 
 
 def as_stream(rows: list[dict[str, Any]]) -> IterableDataset:
@@ -128,7 +134,8 @@ def make(
 ):
     torch.manual_seed(0)
     name, *flags = method.split("-")
-    model = tiny.reward_model() if name == "reward" else tiny.causal_lm(attention_dropout=0.1)
+    heads = {"reward": tiny.reward_model, "prm": tiny.process_reward_model}
+    model = heads[name]() if name in heads else tiny.causal_lm(attention_dropout=0.1)
     chosen = {
         "output_dir": str(folder),
         "max_steps": 8,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 SPEC_OPTIONS = (
     "data", "reward", "reward_weights", "name", "samples", "temperature", "top_p", "top_k", "max_new_tokens", "limit",
-    "seed", "threshold", "split", "subset",
+    "seed", "threshold", "split", "subset", "best_of", "select_by",
 )  # fmt: skip
 
 
@@ -34,7 +34,17 @@ def parser() -> Parser:
     )
     made.add_argument("--data", help="prompts: a file (JSONL, JSON, CSV, Parquet, ...), a folder or a Hub id")
     made.add_argument(
-        "--reward", nargs="+", metavar="NAME", help="built-in name, my_module.function or file.py:function"
+        "--reward",
+        nargs="+",
+        metavar="NAME",
+        help="built-in name, my_module.function, file.py:function, or the folder or Hub id of a reward model; a process reward "
+        "takes options, as in runs/prm?aggregate=mean",
+    )
+    made.add_argument(
+        "--best-of", type=int, metavar="N", help="write N answers and also score the one that --select-by picks"
+    )
+    made.add_argument(
+        "--select-by", metavar="NAME", help="the reward that picks: a reward model, a process reward, a function"
     )
     made.add_argument(
         "--evals", metavar="FILE", help="a file of options whose `evals` are run, instead of --data and --reward"
@@ -136,8 +146,10 @@ def run(options: argparse.Namespace, specs: list[EvalSpec]) -> list[EvalResult]:
 
     opened = open_model(options)
     renderer = Renderer(opened.tokenizer)
-    tasks = [TaskEvaluation(spec, spec.rows(renderer), opened.tokenizer) for spec in specs]
+    rows = [spec.rows(renderer) for spec in specs]
     model = opened.load()
+    device = next(model.parameters()).device
+    tasks = [TaskEvaluation(spec, of, opened.tokenizer, device=device) for spec, of in zip(specs, rows)]
     engine = engine_for(options.engine, opened.tokenizer)(model)
     ends = stop_ids(model, opened.tokenizer)
     results = []
@@ -182,11 +194,12 @@ def show(model: str, result: EvalResult) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    spec, answers = result.spec, result.answers
+    spec, answers, errors = result.spec, result.answers, result.standard_errors()
     table = Table("score", "value", "95% interval", title=f"{spec.name}: {model}", title_justify="left")
     for name, estimate in result.scores.items():
         interval = "" if estimate.low != estimate.low else f"{estimate.low:.4f} to {estimate.high:.4f}"
-        table.add_row(name, f"{estimate.value:.4f}", interval)
+        error = f" ± {errors[name]:.4f}" if name in errors else ""
+        table.add_row(name, f"{estimate.value:.4f}{error}", interval)
     console = Console()
     console.print(table)
     failed = int(answers.failed.sum())
@@ -195,6 +208,8 @@ def show(model: str, result: EvalResult) -> None:
         f"{answers.truncated.mean():.1%} cut at {spec.max_new_tokens}",
         f"{result.tokens_per_second:,.0f} tokens/s ({result.engine}); rewards took {result.seconds['reward']:.1f} s more",
     ]
+    if errors:
+        lines.append(f"best of {spec.best_of} by {result.reward_names[-1]}; ± is one standard error, over prompts")
     if failed:
         lines.append(f"{failed} answers have no reward (failed) and are left out of the scores")
         lines += [f"the first: {why}"] if (why := first_failure(result)) else []

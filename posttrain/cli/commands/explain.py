@@ -89,7 +89,9 @@ class Explained:
         """What follows from the model's shape."""
         import torch
 
-        from posttrain.models.load.model import SEQUENCE_REWARD, LoadOptions, model_without_weights
+        from posttrain.cli.running.named_objects import is_model
+        from posttrain.models.load.model import LoadOptions, model_without_weights
+        from posttrain.models.load.saved_model import classifier_task
         from posttrain.models.memory.shape import Shape
         from posttrain.trainer.plan.costs import PlannedModel, RunMemory, Work
         from posttrain.trainer.references.setup import kind_of_reference
@@ -105,8 +107,12 @@ class Explained:
         side.model = model_without_weights(self.model, own)
         quantised = next((name for name in ("load_in_4bit", "load_in_8bit") if config.get(name)), None)
         self.shape = Shape(side.model, None, quantised, args.fuse_lora)
-        judges = (self.counts.rollouts is not None and config.get("reward_model_name_or_path")) or ()
-        judges = [model_without_weights(judge, LoadOptions(task=SEQUENCE_REWARD, **shared)) for judge in judges]
+        judges = []
+        if self.counts.rollouts is not None:
+            judges = [one for one in config.get("reward_funcs") or () if is_model(one)]
+            judges += config.get("reward_model_name_or_path") or ()
+        judges = [judge.partition("?")[0] for judge in judges]  # options of a process reward follow
+        judges = [model_without_weights(judge, LoadOptions(task=classifier_task(judge), **shared)) for judge in judges]
         run = PlannedModel(side, self.counts, self.shape, kind_of_reference(side, adapter is not None), judges)
         self.memory = RunMemory(run, self.gpu)
         self.work = Work(run, self.memory.level)

@@ -34,6 +34,7 @@ SHIPPED_BYTES = 200_000
 """`kubectl apply` keeps a copy of a ConfigMap in an annotation, which holds 262,144 bytes."""
 LOCAL_ONLY = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that each machine has to itself."""
+REWARD_OPTIONS = ("reward_funcs", "reward_model_name_or_path")
 CODE_OPTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func")
 INSTALLED = (
     'command -v posttrain >/dev/null || { echo "posttrain is not installed where this job runs: name a --setup that installs '
@@ -112,6 +113,8 @@ def local_files(job: argparse.Namespace, config: RunConfig) -> Iterator[tuple[st
         yield "--profile", Path(job.profile)
     for name, value in config.values.items():
         for text in _texts(value):
+            if name in REWARD_OPTIONS:
+                text = text.partition("?")[0]  # options of a process reward follow
             path = Path(os.path.expanduser(re.sub(r"(\.py):\w+$", r"\1", text)))
             if name in CODE_OPTIONS and path.suffix != ".py" and text.partition(".")[0]:
                 package = Path(text.partition(".")[0])

@@ -40,9 +40,13 @@ class RewardOptions:
     """What online methods are rewarded for, and what the model may call."""
 
     reward_funcs: list[str] | None = option(
-        None, "Rewards: built-in names, dotted paths (my_package.rewards.exact) or files (rewards.py:exact)."
+        None,
+        "Rewards: built-in names, dotted paths (my_package.rewards.exact), files (rewards.py:exact), or reward models as below.",
     )
-    reward_model_name_or_path: list[str] | None = option(None, "Reward models: Hub ids or folders.")
+    reward_model_name_or_path: list[str] | None = option(
+        None,
+        "Reward models: Hub ids or folders. Process rewards take options, as in runs/prm?aggregate=mean&rule=blank_line.",
+    )
     tools: list[str] | None = option(
         None, "Functions that the model may call: dotted paths or files (tools.py:search)."
     )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from posttrain.cli.options.arguments import RunConfig
 
 CONFIG_GROUPS = ("method", "shared", "training", "refused")
-TASKS = {"sequence_reward": "SEQ_CLS"}
+TASKS = {"sequence_reward": "SEQ_CLS", "token_labels": "TOKEN_CLS"}
 """Task of a method -> PEFT's name of it, where it is not CAUSAL_LM."""
 
 

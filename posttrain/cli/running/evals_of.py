@@ -27,12 +27,12 @@ LISTS = ("reward", "reward_weights")
 def evals_of(config: RunConfig, args: Any) -> list[EvalSpec]:
     """The tasks of a run. `args`: its config, for the tokenizer with which the prompts are tried."""
     from posttrain.methods.table import METHODS
-    from posttrain.models.scoring.heads import SEQUENCE_REWARD
+    from posttrain.models.scoring.heads import CAUSAL_LM
 
     entries = config.get("evals")
     if not entries:
         return []
-    if METHODS[config.method].trainer_class.task == SEQUENCE_REWARD:
+    if METHODS[config.method].trainer_class.task != CAUSAL_LM:
         raise UsageError(
             f"{config.where('evals')}: a reward model writes nothing, so it has no task scores. Leave it out."
         )
@@ -65,7 +65,8 @@ def spec_of(entry: Any, where: str) -> EvalSpec:
         raise UsageError(f"{where}: `reward` is {wrong[0]!r}; it takes names of rewards.")
     try:
         functions = [reward_named(one, "reward") for one in rewards]
-        return EvalSpec(**{**entry, "reward": functions})
+        picks = {"select_by": reward_named(entry["select_by"], "select_by")} if entry.get("select_by") else {}
+        return EvalSpec(**{**entry, "reward": functions, **picks})
     except (UsageError, ValueError, TypeError) as error:
         raise UsageError(f"{where}: {error}") from error
 
@@ -84,7 +85,7 @@ def _check_kind(key: str, value: Any, hint: Any, where: str) -> None:
 
 
 def _kinds(key: str, hint: Any) -> list[Any]:
-    if key in ("data", "reward"):
+    if key in ("data", "reward", "select_by"):
         return [str, list] if key in LISTS else [str]
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     found = []

@@ -15,11 +15,13 @@ from posttrain.rewards import BUILT_IN_REWARDS
 
 
 def reward_named(name: str, option: str = "reward_funcs") -> Any:
-    """A reward function by built-in name, dotted path or file.py:name."""
+    """A reward function by built-in name, dotted path or file.py:name; a reward model's folder or Hub id stays a name."""
     if name in BUILT_IN_REWARDS:
         module, arguments = BUILT_IN_REWARDS[name]
         found = getattr(_guarded(partial(importlib.import_module, module), name, option), name)
         return found if arguments is None else found(*arguments)
+    if is_model(name):
+        return _checked_model(name, option)
     if "." not in name and ":" not in name:
         hint = (
             nearest(name, BUILT_IN_REWARDS)
@@ -27,6 +29,27 @@ def reward_named(name: str, option: str = "reward_funcs") -> Any:
         )
         raise UsageError(f"`{option}`: there is no built-in reward {name!r}.{hint}")
     return callable_named(name, option)
+
+
+def is_model(name: str) -> bool:
+    """A folder that is there, or a Hub id: neither my_module.function nor file.py:function."""
+    path = name.partition("?")[0]
+    return Path(path).expanduser().is_dir() or ("/" in path and ".py" not in path)
+
+
+def _checked_model(name: str, option: str) -> str:
+    """The name as RewardSet reads it, with options that it knows after a question mark."""
+    from posttrain.models.load.saved_model import find_saved
+    from posttrain.rewards.process_reward import named_reward
+
+    path, _, query = name.partition("?")
+    local = Path(path).expanduser()
+    try:
+        find_saved(path)
+        named_reward(name)
+    except ValueError as error:
+        raise UsageError(f"`{option}`: {error}") from error
+    return name if not local.exists() else f"{local}?{query}" if query else str(local)
 
 
 def callable_named(name: str, option: str) -> Any:

@@ -21,6 +21,8 @@ Row = dict[str, Any]
 Notes = Counter[str]
 Units = list[Unit | Finding]
 """A Finding stands for a row that cannot be rendered; `Notes` counts what a reader should know although it is not an error."""
+CUT_STEPS = "steps cut off by max_completion_length: they have no separator left at which they could be judged"
+SEPARATOR_INSIDE = "steps with the step separator inside of them: scored as free text, they would be split there"
 MERGED_BOUNDARY = "prompts whose last token merges with the answer"
 EVERYTHING, ASSISTANT, COMPLETION = "everything", "assistant", "completion"
 ASSISTANT_IN_COMPLETION = "assistant_in_completion"
@@ -121,14 +123,33 @@ def stepwise(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes
         judged = slice(-1, None) if options.train_on_last_step_only else slice(None)
         labels[last[judged]] = row["labels"][judged]
         completion = np.concatenate(ids)[: options.max_completion_length]
-        units.append(_judged(_with_bos(prompt, row, renderer), completion, labels[: len(completion)]))
+        notes[CUT_STEPS] += int((last >= len(completion)).sum())
+        notes[SEPARATOR_INSIDE] += sum(options.step_separator in step for step in row["completions"])
+        prompt = _with_bos(prompt, row, renderer)
+        kept = np.concatenate([np.full(len(prompt), -1.0, dtype=np.float32), labels[: len(completion)]])
+        if (kept < 0).all():
+            reason = f"has no step to judge within its first {len(completion)} tokens, which is max_completion_length"
+            units.append(Finding("nothing_trained", "completions", reason))
+        else:
+            units.append((_judged(np.concatenate([prompt, completion]), kept),))
     return units
 
 
-def _judged(prompt: np.ndarray, completion: np.ndarray, labels: np.ndarray) -> Unit | Finding:
-    all_labels = np.concatenate([np.full(len(prompt), -1.0, dtype=np.float32), labels])
-    ids, trained = np.concatenate([prompt, completion]), all_labels >= 0
-    return _checked_unit(Sample(ids, trained, per_token={"labels": np.where(trained, all_labels, 0)}), "completions")
+def tokenised_stepwise(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
+    """Rows that bring their token ids, and a label at the last token of each step."""
+    units: Units = []
+    for row in rows:
+        labels = row["labels"].astype(np.float32)
+        if options.train_on_last_step_only:
+            labels[: np.flatnonzero(labels >= 0)[-1]] = -100
+        units.append((_judged(row["input_ids"], labels),))
+    return units
+
+
+def _judged(ids: np.ndarray, labels: np.ndarray) -> Sample:
+    """`labels` is negative where nothing is judged."""
+    trained = labels >= 0
+    return Sample(ids, trained, per_token={"labels": np.where(trained, labels, np.float32(0))})
 
 
 def tokenised(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:

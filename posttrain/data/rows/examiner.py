@@ -17,7 +17,7 @@ from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, describe
 from posttrain.data.rows.foreign_formats import Row
 from posttrain.data.rows.formats import Detection
-from posttrain.data.rows.label_report import LabelReport, answer_hashes, label_report
+from posttrain.data.rows.label_report import LabelReport, answer_hashes, label_report, steps_report
 from posttrain.data.rows.message_checks import BLANK_USER
 
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
@@ -38,6 +38,7 @@ class Tally:
     answer_lengths: array[int] = field(default_factory=lambda: array("q"))  # two a pair
     notes: Counter[str] = field(default_factory=Counter)  # what the encoders counted
     labels: set[bool] = field(default_factory=set)
+    steps: array[int] = field(default_factory=lambda: array("q"))  # judged steps and good ones of each stepwise row
     ids: dict[int, int] = field(default_factory=dict)  # hash of a row id -> first row
     repeated_ids: list[tuple[int, int]] = field(default_factory=list)  # (row, hash of its id)
 
@@ -51,6 +52,7 @@ class Tally:
             "answer_lengths": list(self.answer_lengths),
             "notes": dict(self.notes),
             "labels": sorted(self.labels),
+            "steps": list(self.steps),
             "ids": list(self.ids.items()),
             "repeated_ids": self.repeated_ids,
         }
@@ -66,6 +68,7 @@ class Tally:
             answer_lengths=array("q", raw["answer_lengths"]),
             notes=Counter(raw["notes"]),
             labels=set(raw["labels"]),
+            steps=array("q", raw["steps"]),
             ids=dict(raw["ids"]),
             repeated_ids=[tuple(pair) for pair in raw["repeated_ids"]],
         )
@@ -79,6 +82,7 @@ class Tally:
         self.hashes.extend(other.hashes)
         self.answer_lengths.extend(other.answer_lengths)
         self.labels |= other.labels
+        self.steps.extend(other.steps)
         self.notes += other.notes
         self.repeated_ids += other.repeated_ids
         for hashed, row in other.ids.items():
@@ -102,6 +106,8 @@ class Tally:
         return late
 
     def label_report(self) -> LabelReport | None:
+        if self.steps:
+            return steps_report(np.array(self.steps).reshape(-1, 2))
         if not self.hashes:
             return None
         lengths = np.array(self.answer_lengths).reshape(-1, 2) if self.answer_lengths else None
@@ -200,6 +206,9 @@ class RowExaminer:
         if "label" in clean:
             self.tally.labels.add(clean["label"])
             self.tally.hashes.extend(answer_hashes(clean))
+        elif self.detection.format.judges_steps:
+            judged = unit[0].per_token["labels"][unit[0].trained]
+            self.tally.steps.extend((len(judged), int(judged.sum())))
         elif len(self.detection.format.roles) == 2:
             self.tally.hashes.extend(answer_hashes(clean))
             self.tally.answer_lengths.extend((len(unit[0]), len(unit[1])))

@@ -54,6 +54,7 @@ class RowFormat:
     decided_by: str = ""  # the column whose values tell plain from conversational; the first required one by default
     trains_tokens: bool = True  # False: units are read or scored as a whole, `trained` may be empty
     tokenised: bool = False
+    judges_steps: bool = False  # `trained` marks the tokens at which a step is judged, `per_token["labels"]` says how
 
 
 PAIR_OPTIONAL = ("prompt", *CHAT_EXTRAS, *PAIR_NUMBERS)
@@ -109,6 +110,7 @@ STEPWISE = RowFormat(
     CHAT_EXTRAS,
     read.stepwise,
     encode.stepwise,
+    judges_steps=True,
 )
 TOKENISED = RowFormat(
     "tokenised",
@@ -118,6 +120,16 @@ TOKENISED = RowFormat(
     read.tokenised,
     encode.tokenised,
     tokenised=True,
+)
+TOKENISED_STEPWISE = RowFormat(
+    "tokenised stepwise supervision",
+    ("text",),
+    (("input_ids", "labels"),),
+    (),
+    read.tokenised_stepwise,
+    encode.tokenised_stepwise,
+    tokenised=True,
+    judges_steps=True,
 )
 TOKENISED_PREFERENCE = RowFormat(
     "tokenised preference",
@@ -137,7 +149,8 @@ TOKENISED_SCORED_PREFERENCE = replace(
 )
 
 FORMATS = (
-    TOKENISED_PREFERENCE, TOKENISED_SCORED_PREFERENCE, TOKENISED, TRIPLE_PREFERENCE, PREFERENCE, SCORED_PREFERENCE,
+    TOKENISED_PREFERENCE, TOKENISED_SCORED_PREFERENCE, TOKENISED_STEPWISE, TOKENISED, TRIPLE_PREFERENCE, PREFERENCE,
+    SCORED_PREFERENCE,
     UNPAIRED_PREFERENCE, STEPWISE, PROMPT_COMPLETION, LANGUAGE_MODELLING, PROMPT_ONLY,
 )  # fmt: skip
 """In the order in which they are looked for: the more a format asks for, the earlier."""
@@ -182,6 +195,8 @@ class Detection:
         """The user's column in which the sample that plays `role` ends."""
         if self.format.tokenised:
             return f"{role}_ids" if len(self.format.roles) > 1 else "input_ids"
+        if self.format.judges_steps:
+            return self.columns.get("completions", "completions")
         if len(self.format.roles) > 1:
             return self.columns.get(role, role)
         column = self.format.decided_by or ("messages" if self.conversational else self.text_field)
@@ -240,6 +255,9 @@ def detect(
 ) -> Detection:
     """The format of a dataset, and a refusal of options that do not go with it."""
     if options.formatting_func is not None:
+        if LANGUAGE_MODELLING not in formats:
+            kinds = " or ".join(fmt.name for fmt in formats)
+            raise ValueError(f"formatting_func writes one text for each row of {name}; this method reads {kinds}.")
         why = "read as plain language modelling because formatting_func writes the text of each row"
         detection = Detection(LANGUAGE_MODELLING, False, why)
     else:

@@ -21,14 +21,15 @@ Row = dict[str, Any]
 class LabelReport:
     """Suspicious labels of a preference dataset. For unpaired data `flipped` counts prompt + completion of both labels."""
 
-    kind: str  # "pairs" or "labels"
+    kind: str  # "pairs", "labels" or "steps"
     total: int = 0
     duplicates: int = 0  # rows that repeat an earlier row word for word
     flipped: int = 0  # rows whose opposite is in the dataset too
     repeats_prompt: int = 0  # answers that begin with the prompt itself
     chosen_longer: float = 0.0  # share of pairs (ties apart) whose preferred answer is the longer one
     length_difference: float = 0.0  # mean tokens of the preferred answer minus those of the other
-    wanted_share: float = 0.0  # unpaired: share of rows with label True
+    wanted_share: float = 0.0  # unpaired: share of rows with label True; stepwise: of steps
+    steps: tuple[int, int, int] = (0, 0, 0)  # stepwise: fewest and most judged steps of a row, and those of all rows
 
     def sentences(self) -> list[str]:
         """The report in words; only what a person should look at."""
@@ -47,6 +48,12 @@ class LabelReport:
             )
         if self.kind == "labels" and self.total:
             lines.append(f"{self.wanted_share:.0%} of rows are labelled True")
+        if self.kind == "steps":
+            fewest, most, steps = self.steps
+            span = f"{fewest} to {most}" if fewest < most else str(most)
+            lines.append(f"{steps:,} steps, {span} a row; {self.wanted_share:.0%} of steps are labelled True")
+            if self.wanted_share in (0, 1):
+                lines.append("all steps have the same label: there is nothing to tell apart")
         return lines
 
 
@@ -96,3 +103,12 @@ def label_report(hashes: np.ndarray, lengths: np.ndarray | None) -> LabelReport:
     report.chosen_longer = float((difference[decided] > 0).mean()) if decided.any() else 0.5
     report.length_difference = float(difference.mean())
     return report
+
+
+def steps_report(steps: np.ndarray) -> LabelReport:
+    """From (rows, 2): judged steps of a row, and how many of them are good."""
+    judged, good = steps.T
+    share = float(good.sum() / judged.sum())
+    return LabelReport(
+        "steps", len(steps), wanted_share=share, steps=(*map(int, (judged.min(), judged.max(), judged.sum())),)
+    )

@@ -223,6 +223,22 @@ def tokenised(row: Row, reading: Reading) -> Row:
     return {**clean, "trained": trained, "has_labels": row.get("labels") is not None}
 
 
+def tokenised_stepwise(row: Row, reading: Reading) -> Row:
+    """`labels` is -100 but where a step ends: 1 there for a good step, 0 for a bad one."""
+    ids = read_ids(row.get("input_ids"), "input_ids", reading.found, reading.vocab_size)
+    labels = read_integers(row.get("labels"), "labels", reading.found, None if ids is None else len(ids))
+    if ids is None or labels is None:
+        return {}
+    if len(wrong := np.flatnonzero(~np.isin(labels, (-100, 0, 1)))):
+        at = int(wrong[0])
+        reading.report("step_label", "labels", f"is {labels[at]} at {at}; it must be 0, 1 or, where no step ends, -100")
+    elif (labels == -100).all():
+        reading.report("nothing_trained", "labels", "is -100 everywhere: no step is judged")
+    elif labels[0] != -100:
+        reading.report("step_label", "labels", f"is {labels[0]} at the first token, where no step can end")
+    return {"input_ids": ids, "labels": labels}
+
+
 def _check_labels(ids: np.ndarray, labels: np.ndarray, found: list[Finding]) -> None:
     wrong = np.flatnonzero((labels != -100) & (labels != ids))
     if len(wrong):

@@ -206,6 +206,9 @@ class PreparedDataset:
         self.report.kept = len(self._units)
         self.report.truncated, self.report.truncated_tokens = int((lost > 0).sum()), int(lost.sum())
         self.report.tokens, self.report.trained_tokens = int(kept.sum()), int(trained[samples].sum())
+        if self.detection.format.judges_steps:
+            whole = self.store.trained_within(np.zeros_like(self._sample_starts), self.store.lengths.astype(np.int64))
+            self.report.truncated_steps = int((whole - trained)[samples].sum())
 
     def _sample_numbers(self) -> np.ndarray:
         """Stored numbers of the samples of all kept units, in order."""

@@ -23,6 +23,7 @@ class PreparationReport:
     dropped: dict[str, int] = field(default_factory=dict)  # reason -> rows
     truncated: int = 0  # samples that were cut to max_length
     truncated_tokens: int = 0
+    truncated_steps: int = 0  # stepwise rows: steps whose label was cut off
     tokens: int = 0
     trained_tokens: int = 0
     control_token_rows: int = 0
@@ -64,7 +65,10 @@ class PreparationReport:
             where = f" (see {self.bad_rows_file})" if self.bad_rows_file else ""
             lines.append(f"Dropped: {reasons}{where}.")
         if self.truncated:
-            lines.append(f"Cut to max_length: {self.truncated:,} samples, {self.truncated_tokens:,} tokens lost.")
+            steps = f" and the labels of {self.truncated_steps:,} steps" if self.truncated_steps else ""
+            lines.append(
+                f"Cut to max_length: {self.truncated:,} samples, {self.truncated_tokens:,} tokens{steps} lost."
+            )
         if self.packing:
             lines.append(f"Packed: {self.packing}.")
         if self.control_token_rows:

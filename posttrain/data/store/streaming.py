@@ -130,7 +130,9 @@ class PreparedStream(torch.utils.data.IterableDataset):
                 return ()
             self.report.truncated += sum(len(sample) > limit for sample in unit)
             self.report.truncated_tokens += sum(max(0, len(sample) - limit) for sample in unit)
-            unit = tuple(sample.truncate(limit, mode) for sample in unit)
+            whole, unit = unit, tuple(sample.truncate(limit, mode) for sample in unit)
+            if self.detection.format.judges_steps:
+                self.report.truncated_steps += sum(s.num_trained for s in whole) - sum(s.num_trained for s in unit)
         trained = [sample.num_trained > 0 for sample in unit]
         needs_all = len(self.roles) > 1
         if self.detection.format.trains_tokens and not (all(trained) if needs_all else any(trained)):

@@ -20,7 +20,11 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
-from transformers.models.auto import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.auto import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.models.attention.ragged import install_ragged_attention
@@ -35,14 +39,23 @@ from posttrain.models.layers.kernels import (
     fastest_kernels,
 )
 from posttrain.models.load.adapters import add_adapter, is_peft_model, is_prompt_learning, is_quantized
-from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, sequence_head
-from posttrain.models.scoring.probe import why_not_ragged, why_not_shared
+from posttrain.models.scoring.heads import CAUSAL_LM, NUM_LABELS, SEQUENCE_REWARD, TOKEN_LABELS, sequence_head
+from posttrain.models.scoring.probe import why_not_its_own_labels, why_not_ragged, why_not_shared
 from posttrain.models.scoring.token_scores import install_scores
 
 logger = logging.getLogger(__name__)
 
 ROUTER_LOSS = "router_aux_loss_coef"  # of the configuration of a mixture of experts
-AUTO_CLASSES = {CAUSAL_LM: AutoModelForCausalLM, SEQUENCE_REWARD: AutoModelForSequenceClassification}
+AUTO_CLASSES = {
+    CAUSAL_LM: AutoModelForCausalLM,
+    SEQUENCE_REWARD: AutoModelForSequenceClassification,
+    TOKEN_LABELS: AutoModelForTokenClassification,
+}
+CLASSIFIERS = {
+    SEQUENCE_REWARD: ("A reward model has one output", "SEQ_CLS"),
+    TOKEN_LABELS: ("A process reward model has two outputs", "TOKEN_CLS"),
+}
+"""Task -> (what its head is, PEFT's name of the task)."""
 
 
 @dataclass
@@ -88,9 +101,11 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
     else:
         name, model = str(model), load_pretrained(model, options)
     innermost = innermost_model(model)
-    if options.task == SEQUENCE_REWARD and innermost.config.num_labels != 1:
+    wanted = NUM_LABELS.get(options.task)
+    if wanted is not None and innermost.config.num_labels != wanted:
         raise ValueError(
-            f"A reward model has one output; {name} has num_labels={innermost.config.num_labels}. Load it with num_labels=1."
+            f"{CLASSIFIERS[options.task][0]}; {name} has num_labels={innermost.config.num_labels}. "
+            f"Load it with num_labels={wanted}."
         )
     if options.device is not None and not options.sharded and not is_quantized(innermost):
         model.to(options.device)  # the probe below, and Liger's kernels in it, run where training will
@@ -102,9 +117,13 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         model = add_adapter(model, _adapter_config(options), _adapter_dtype(innermost, options, given))
     if options.fuse_lora and is_peft_model(model):
         _fuse_adapters(model, notes)
-    if options.task == SEQUENCE_REWARD:
+    if options.task in CLASSIFIERS:
         sequence_head(innermost)  # an error where it has none
     install_scores(innermost)
+    if options.task == TOKEN_LABELS:
+        reason = _of_the_first_process(why_not_its_own_labels(innermost), options)
+        if reason is not None:
+            raise ValueError(f"{name} cannot be a process reward model here: {reason}. Take another architecture.")
     router_loss_weight = _router_loss_weight(innermost, options.router_aux_loss_coef, name)
     layout = _choose_layout(model, innermost, options, notes)
     if options.share_prefixes and layout == RAGGED:
@@ -115,11 +134,11 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
 
 
 def _adapter_config(options: LoadOptions) -> Any:
-    """A reward model's head is new: PEFT trains and saves it with the adapter when the task is named."""
+    """A classifier's head is new: PEFT trains and saves it with the adapter when the task is named."""
     config = options.peft_config
-    if options.task == SEQUENCE_REWARD and getattr(config, "task_type", "") is None:
+    if options.task in CLASSIFIERS and getattr(config, "task_type", "") is None:
         config = copy.deepcopy(config)
-        config.task_type = "SEQ_CLS"
+        config.task_type = CLASSIFIERS[options.task][1]
     return config
 
 
@@ -154,8 +173,8 @@ def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
     on_cuda = options.device is not None and options.device.type == "cuda" and not options.sharded
     if kwargs.get("quantization_config") is not None and on_cuda:
         kwargs.setdefault("device_map", {"": options.device.index or 0})
-    if options.task == SEQUENCE_REWARD:
-        kwargs.setdefault("num_labels", 1)
+    if options.task in NUM_LABELS:
+        kwargs.setdefault("num_labels", NUM_LABELS[options.task])
     with _named("model", path):
         loaded = AUTO_CLASSES[options.task].from_pretrained(path, **kwargs)
     return _as_plain_weights(loaded) if "gguf_file" in kwargs else loaded
@@ -165,8 +184,8 @@ def model_without_weights(model: str | Path, options: LoadOptions) -> nn.Module:
     """What `load_model` would load, adapter included, on the meta device: of its files only the config is read."""
     path, kwargs = locate(_base_of(model), options.model_init_kwargs)
     config = AutoConfig.from_pretrained(path, trust_remote_code=options.trust_remote_code, **_of_files(kwargs))
-    if options.task == SEQUENCE_REWARD:
-        config.num_labels = 1
+    if options.task in NUM_LABELS:
+        config.num_labels = NUM_LABELS[options.task]
     with torch.device("meta"):
         made = AUTO_CLASSES[options.task].from_config(
             config, dtype=options.dtype, trust_remote_code=options.trust_remote_code

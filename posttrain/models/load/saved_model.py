@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PretrainedConfig
 
 from posttrain.models.load.model import LoadOptions, load_pretrained, load_tokenizer
 from posttrain.models.load.vocabulary import fit_embeddings
-from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD
+from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 CONFIG, ADAPTER_CONFIG, ADAPTER_WEIGHTS = "config.json", "adapter_config.json", "adapter_model.safetensors"
@@ -90,7 +91,7 @@ def find_saved(where: str | Path, checkpoint: int | None = None) -> SavedModel:
     if not (folder / ADAPTER_CONFIG).exists():
         return SavedModel(str(folder), task=_task_of(folder))
     config = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    task = SEQUENCE_REWARD if config.get("task_type") == "SEQ_CLS" else CAUSAL_LM
+    task = {"SEQ_CLS": SEQUENCE_REWARD, "TOKEN_CLS": TOKEN_LABELS}.get(config.get("task_type"), CAUSAL_LM)
     return SavedModel(str(folder), _base(folder, config), task)
 
 
@@ -125,7 +126,21 @@ def _folder(path: Path, checkpoint: int | None) -> Path:
 
 def _task_of(folder: Path) -> str:
     named = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("architectures") or [""]
-    return SEQUENCE_REWARD if named[0].endswith("ForSequenceClassification") else CAUSAL_LM
+    kinds = {"ForSequenceClassification": SEQUENCE_REWARD, "ForTokenClassification": TOKEN_LABELS}
+    return next((task for ending, task in kinds.items() if named[0].endswith(ending)), CAUSAL_LM)
+
+
+def classifier_task(where: str | Path) -> str:
+    """TOKEN_LABELS for a process reward model, SEQUENCE_REWARD for whatever else judges; of a Hub id its config says it."""
+    if Path(where).expanduser().exists():
+        task = find_saved(where).task
+    else:
+        try:
+            named = PretrainedConfig.get_config_dict(str(where))[0].get("architectures") or [""]
+        except OSError:  # none there; loading the model will say so in its own words
+            named = [""]
+        task = TOKEN_LABELS if named[0].endswith("ForTokenClassification") else SEQUENCE_REWARD
+    return task if task == TOKEN_LABELS else SEQUENCE_REWARD
 
 
 def _base(folder: Path, config: dict[str, Any]) -> str:

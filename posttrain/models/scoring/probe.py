@@ -10,8 +10,8 @@ from torch import nn
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED, SharedPrefixes, TokenBatch
 from posttrain.models.attention.ragged import RAGGED_ATTENTION
-from posttrain.models.scoring.heads import SEQUENCE_REWARD, score_sequences
-from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS, LabelsQuestion, score_sequences
+from posttrain.models.scoring.token_scores import ask, score_tokens
 
 PROBE_LENGTHS = (5, 11)
 COMMON = 2  # tokens with which both segments begin
@@ -46,6 +46,23 @@ def why_not_ragged(model: nn.Module, innermost: nn.Module, task: str) -> str | N
 def why_not_shared(model: nn.Module, innermost: nn.Module, task: str) -> str | None:
     """None when a model that runs ragged batches gives the same answers where two samples share their beginning."""
     return _why_apart(model, innermost, task, (RAGGED, SHARED), "a shared prefix", "where a prefix is shared")
+
+
+def why_not_its_own_labels(innermost: nn.Module) -> str | None:
+    """None when a token classifier's own forward says what its head says of the hidden states; else the sentence about it.
+
+    Some have more between the two. Trained without that, they would answer otherwise once they are saved and loaded.
+    """
+    training = innermost.training
+    innermost.eval()
+    with torch.no_grad():
+        batch = _probe_batch(_asked(innermost, TOKEN_LABELS), PADDED).to(next(innermost.parameters()).device)
+        ours = ask(innermost, batch, LabelsQuestion("labels", batch.positions)).labels
+        own = innermost(input_ids=batch.input_ids, attention_mask=batch.attention_mask).logits
+        difference = _difference(own.flatten(0, 1)[batch.positions].to(ours.dtype), ours, innermost)
+    innermost.train(training)
+    name = type(innermost).__name__
+    return None if difference is None else f"{name} has more than one linear layer over its hidden states"
 
 
 def _why_apart(
@@ -93,7 +110,7 @@ def _asked(innermost: nn.Module, task: str) -> _Asked:
     """Targets are what the model itself would say: rounding moves the log-prob of a word that nobody says by far more."""
     tokens = [ordinary_tokens(innermost, n, seed) for seed, n in enumerate(PROBE_LENGTHS)]
     tokens[1][:COMMON] = tokens[0][:COMMON]
-    if task == SEQUENCE_REWARD:
+    if task != CAUSAL_LM:
         return _Asked(tokens, [part[COMMON:] for part in tokens])
     device = next(innermost.parameters()).device
     said = [innermost(input_ids=part[None].to(device), use_cache=False).logits[0].argmax(-1).cpu() for part in tokens]
@@ -105,7 +122,9 @@ def _answers(model: nn.Module, asked: _Asked, task: str, layout: str) -> torch.T
     batch = _probe_batch(asked, layout).to(next(model.parameters()).device)
     if task == SEQUENCE_REWARD:
         return score_sequences(model, batch).rewards
-    return score_tokens(model, batch).logps
+    if task == CAUSAL_LM:
+        return score_tokens(model, batch).logps
+    return ask(model, batch, LabelsQuestion("labels", batch.positions)).labels
 
 
 def _probe_batch(asked: _Asked, layout: str) -> TokenBatch:

@@ -81,6 +81,7 @@ class TaskEvals(TrainerCallback):
                 trainer.processing_class,
                 args.process_index,
                 args.world_size,
+                args.device,
             )
             for spec in self.specs
         ]

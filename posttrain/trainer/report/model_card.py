@@ -20,7 +20,7 @@ from posttrain.core import __version__
 from posttrain.core.secrets import HIDDEN, last_parts, without_secrets, write_whole
 from posttrain.data.store.report import PreparationReport
 from posttrain.models.load.adapters import is_peft_model
-from posttrain.models.load.model import CAUSAL_LM, SEQUENCE_REWARD, LoadedModel, innermost_model
+from posttrain.models.load.model import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS, LoadedModel, innermost_model
 from posttrain.trainer.checkpoints.run_state import FREE_TO_CHANGE
 from posttrain.trainer.options.base import BaseConfig, default_of, is_ours
 from posttrain.trainer.report.progress import number
@@ -131,7 +131,7 @@ def front_matter(
     metadata: dict[str, Any] = {
         "base_model": base,
         "library_name": "peft" if is_peft_model(run.model) else "transformers",
-        "pipeline_tag": "text-classification" if run.task == SEQUENCE_REWARD else "text-generation",
+        "pipeline_tag": _PIPELINES[run.task],
         "model_name": name,
         "license": license or license_of(run.loaded.name),
         "language": language,
@@ -182,29 +182,33 @@ def _as_list(value: str | list[str] | None) -> list[str]:
 def introduction(run: DescribedRun, datasets: list[str]) -> str:
     base = base_model(run)
     source = f"[{base}](https://huggingface.co/{base})" if base else Path(run.loaded.name).name
-    kind = "An adapter for" if is_peft_model(run.model) else "A reward model from" if _is_reward(run) else "Made from"
+    kind = "An adapter for" if is_peft_model(run.model) else _MADE_FROM.get(run.task, "Made from")
     on = (
         " on " + ", ".join(f"[{name}](https://huggingface.co/datasets/{name})" for name in datasets) if datasets else ""
     )
     return f"{kind} {source}, trained by {run.title or run.method.upper()}{on} with posttrain."
 
 
-def _is_reward(run: DescribedRun) -> bool:
-    return run.task == SEQUENCE_REWARD
-
-
 def usage(run: DescribedRun, name: str) -> str:
     """A few lines that load the model and ask it something."""
     chats = bool(getattr(run.processing_class, "chat_template", None))
     loaders = _ADAPTER_LOADERS if is_peft_model(run.model) else _LOADERS
-    question = _REWARD_QUESTION if _is_reward(run) else _CHAT_QUESTION if chats else _TEXT_QUESTION
+    question = _CLASSIFIER_QUESTIONS.get(run.task, _CHAT_QUESTION if chats else _TEXT_QUESTION)
     return (loaders[run.task] + question).format(name=name)
 
 
+_PIPELINES = {
+    CAUSAL_LM: "text-generation",
+    SEQUENCE_REWARD: "text-classification",
+    TOKEN_LABELS: "token-classification",
+}
+_MADE_FROM = {SEQUENCE_REWARD: "A reward model from", TOKEN_LABELS: "A process reward model from"}
+_STEPS_LOADER = 'from posttrain.rewards.process_reward import ProcessReward\n\nmodel = ProcessReward("{name}")\n'
 _LOADERS = {
     CAUSAL_LM: 'from transformers import pipeline\n\nmodel = pipeline("text-generation", model="{name}")\n',
     SEQUENCE_REWARD: "from transformers import pipeline\n\n"
     'model = pipeline("text-classification", model="{name}", function_to_apply="none")\n',
+    TOKEN_LABELS: _STEPS_LOADER,
 }
 _ADAPTER_LOADERS = {
     CAUSAL_LM: "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer, pipeline\n\n"
@@ -215,6 +219,7 @@ _ADAPTER_LOADERS = {
     'adapted = AutoPeftModelForSequenceClassification.from_pretrained("{name}", num_labels=1)\n'
     'tokenizer = AutoTokenizer.from_pretrained("{name}")\n'
     'model = pipeline("text-classification", model=adapted, tokenizer=tokenizer, function_to_apply="none")\n',
+    TOKEN_LABELS: _STEPS_LOADER,
 }
 _CHAT_QUESTION = (
     'answer = model([{{"role": "user", "content": "What is a good question?"}}], max_new_tokens=128, return_full_text=False)\n'
@@ -223,7 +228,10 @@ _CHAT_QUESTION = (
 _TEXT_QUESTION = (
     'answer = model("Once upon a time", max_new_tokens=128, return_full_text=False)\nprint(answer[0]["generated_text"])'
 )
-_REWARD_QUESTION = 'print(model("a question and its answer, as the training data writes them")[0]["score"])'
+_CLASSIFIER_QUESTIONS = {
+    SEQUENCE_REWARD: 'print(model("a question and its answer, as the training data writes them")[0]["score"])',
+    TOKEN_LABELS: 'print(model.step_scores([("a question\\n", ["its first step", "its second step"])])[0])',
+}
 
 
 def procedure(run: DescribedRun) -> str:
