@@ -1,4 +1,4 @@
-"""CPO, ORPO, TPO, KTO and BCO on a GPU: the losses of the CPU, in float32, layouts and kernels as they come."""
+"""CPO, ORPO, TPO, KTO, BCO and process reward models on a GPU: the losses of the CPU, in float32, layouts and kernels as they come."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from tests.methods.test_offline_methods import DATA
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-METHODS_HERE = ("cpo", "orpo", "tpo", "kto", "bco")
+METHODS_HERE = ("cpo", "orpo", "tpo", "kto", "bco", "prm")
+ROWS = {**DATA, "prm": tiny.steps}
 
 
 def losses(method, folder, **options):
     shared = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     shared |= {"learning_rate": 1e-3, "save_strategy": "no", "report_to": "none", "optim": "adamw_torch"}
     trainer = METHODS[method].trainer_class(
-        model=tiny.causal_lm(),
+        model=tiny.process_reward_model() if method == "prm" else tiny.causal_lm(),
         args=METHODS[method].config_class(output_dir=str(folder), **shared, **options),
-        train_dataset=Dataset.from_list(DATA.get(method, tiny.pairs)()),
-        eval_dataset=Dataset.from_list(DATA.get(method, tiny.pairs)(3)),
+        train_dataset=Dataset.from_list(ROWS.get(method, tiny.pairs)()),
+        eval_dataset=Dataset.from_list(ROWS.get(method, tiny.pairs)(3)),
         processing_class=tiny.tokenizer(),
     )
     trainer.train()
