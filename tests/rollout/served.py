@@ -33,9 +33,11 @@ needs_uvicorn = pytest.mark.skipif(
 )
 NAMES = ("a", "b", "c", "d")
 QUICK = Deadlines(connect=2, health=3, control=10, completion=60, part=10, commit=20, start=60, back=60)
-
-
 SOON = Deadlines(connect=1, health=1, control=1, completion=0.5, part=1, commit=1, start=2, back=2)
+
+
+INTERRUPTIONS = [pytest.param(14, id="short"), pytest.param(50, id="long", marks=pytest.mark.trust)]
+"""How often an update is cut at a random place."""
 
 
 class EchoProcess(ServerProcess):
