@@ -331,7 +331,7 @@ def test_a_run_goes_on_through_updates_that_are_cut(processes, monkeypatch):
         for version in range(1, 9):
             way = version % 2
             proxy.allowed[way] = proxy.passed[way] + rng.randint(0, (8000, 2500)[way])
-            threading.Timer(0.3, lambda: setattr(proxy, "allowed", [math.inf, math.inf])).start()
+            threading.Timer(0.1, lambda: setattr(proxy, "allowed", [math.inf, math.inf])).start()
             engine.load_weights(numbered(version), version)
             asked = prompts(5, rng)
             for completion, prompt in zip(generate(engine, asked, SamplingParams(50)), asked):
