@@ -34,8 +34,10 @@ def quiet(tmp_path_factory):
 @pytest.mark.parametrize("kills", LENGTHS)
 @pytest.mark.parametrize("method", runs.METHODS)
 def test_killed_at_random_instants_and_resumed_is_bit_identical(quiet, method, kills, tmp_path, figure):
-    """A third of the resumed runs is killed again, and a third of those once more. The short form kills every other method at a place
-    in the code, and the others at a moment in time."""
+    """A third of the resumed runs is killed again, and a third of those once more.
+
+    The short form kills two methods at a place in the code and two at a moment in time.
+    """
     whole, passed, duration = quiet(method)
     identical, injected, first = 0, 0, runs.METHODS.index(method) % 2
     for number in range(first, first + kills):
