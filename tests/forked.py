@@ -112,6 +112,43 @@ class Child:
         return self.log.read_text()
 
 
+class ForkedProgram:
+    """What a subprocess.Popen is to its owner, but forked: `function` in a session of its own, which ends with whoever started it.
+
+    It belongs to what started it and not to a test: `end_all` leaves it alone.
+    """
+
+    def __init__(self, function: Callable[[], object], log: Path, environment: Mapping[str, str]) -> None:
+        def program() -> None:
+            os.setsid()
+            threading.Thread(target=_end_with_the_parent, daemon=True).start()
+            function()
+
+        words = (cloudpickle.dumps(program), str(log), str(log), dict(environment))
+        self._process = context.Process(target=_run, args=words, daemon=True)
+        _start(self._process)
+        self.pid = self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a forked program", timeout)
+        return self.returncode
+
+
+def _end_with_the_parent() -> None:
+    """That of a forked process is the fork server; multiprocessing knows who asked for it."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
 def start_group(
     size: int, function: Callable[[int], object], log: Path, environments: Sequence[Mapping[str, str]] = ()
 ) -> list[Child]:

@@ -17,7 +17,12 @@ import transformers.trainer  # noqa: F401
 
 import posttrain
 
-NOT_OF_A_RUN = ("posttrain.integrations", "posttrain.serve", "posttrain.rollout.engines.vllm")
+NOT_OF_A_RUN = (
+    "posttrain.integrations",
+    "posttrain.serve.engine.worker",
+    "posttrain.serve.engine.vllm",
+    "posttrain.rollout.engines.vllm",
+)
 
 for _module in pkgutil.walk_packages(posttrain.__path__, "posttrain."):
     if not _module.name.startswith(NOT_OF_A_RUN) and not _module.name.endswith("__main__"):

@@ -11,22 +11,22 @@ from pathlib import Path
 import pytest
 
 PYTHON = os.environ.get("POSTTRAIN_VLLM_PYTHON")
-needs_vllm = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        not PYTHON, reason="POSTTRAIN_VLLM_PYTHON names no interpreter with vLLM (`make vllm-env`): not run"
-    ),
-]
+where_vllm_is = pytest.mark.skipif(
+    not PYTHON, reason="POSTTRAIN_VLLM_PYTHON names no interpreter with vLLM (`make vllm-env`): not run"
+)
+needs_vllm = [pytest.mark.slow, where_vllm_is]
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
 SERVED = ("--dtype", "float32", "--context-length", "384", "--engine-args", '{"max_num_seqs": 16}')
 """Arguments of a server for the tiny models of these tests."""
 ROOT = Path(__file__).parents[1]
 
 
-def run_pytest(file: Path, seconds: float) -> None:
+def run_pytest(file: Path, seconds: float, **environment: str) -> None:
     """A file of tests in a process that has vLLM: it leaves its mark on a process, so that of the caller is kept out of it."""
     command = [PYTHON, "-m", "pytest", str(file), "-q", "--show-capture=no"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, env=os.environ | environment
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 

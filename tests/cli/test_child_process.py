@@ -158,13 +158,16 @@ def long_run(**changes):
 
 
 def test_control_c_in_one_process_saves_and_prints_no_traceback(folder):
-    command = [sys.executable, "-m", "posttrain.cli.main", "sft", *flags(long_run())]
-    process = started(folder, *command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    until(lambda: len(logged_steps(folder / "out-sft")) > 2, process)
+    def command():
+        os.setsid()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.exit(posttrain("sft", *flags(long_run())))
+
+    process = Child(command, folder / "log")
+    process.wait_until(lambda: len(logged_steps(folder / "out-sft")) > 2, "it had logged three steps")
     os.killpg(process.pid, signal.SIGINT)
-    told = process.communicate(timeout=120)[0]
-    assert process.returncode == 130, told
-    assert "Traceback" not in told
+    assert process.wait() == 130, process.output()
+    assert "Traceback" not in process.output()
     assert list((folder / "out-sft").glob("checkpoint-*"))
 
 

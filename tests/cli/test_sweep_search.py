@@ -11,7 +11,6 @@ import math
 import os
 import signal
 import statistics
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -23,11 +22,11 @@ import yaml
 
 from posttrain.cli.commands import sweep
 from posttrain.cli.errors import UsageError
+from posttrain.cli.running import child_process
 from posttrain.cli.running.child_process import Ended
 from tests.cli.runs import posttrain
-from tests.waiting import eventually
+from tests.forked import Child
 
-ROOT = Path(__file__).resolve().parents[2]
 OVER = {"learning_rate": {"min": 1e-6, "max": 1.0, "scale": "log"}, "weight_decay": {"min": 0, "max": 1}}
 STEPS, NEAR = 20, 0.03
 
@@ -76,16 +75,25 @@ def steps_to_the_optimum(folder, monkeypatch, **changes):
     return len(taken)
 
 
-def test_tpe_with_pruning_finds_the_optimum_in_fewer_steps_than_random_search(folder, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("seeds", "middle"),
+    [
+        pytest.param(7, statistics.mean, id="short"),
+        pytest.param(20, statistics.median, id="long", marks=pytest.mark.trust),
+    ],
+)
+def test_tpe_with_pruning_finds_the_optimum_in_fewer_steps_than_random_search(
+    folder, monkeypatch, capsys, seeds, middle
+):
     searches = {"random": {"sampler": "random", "pruner": "none"}, "tpe": {}}
     steps = {
         name: [
             steps_to_the_optimum(folder, monkeypatch, seed=seed, output_dir=f"{name}-{seed}", **changes)
-            for seed in range(20)
+            for seed in range(seeds)
         ]
         for name, changes in searches.items()
     }
-    assert statistics.median(steps["tpe"]) < statistics.median(steps["random"]) / 2, steps
+    assert middle(steps["tpe"]) < middle(steps["random"]) / 2, steps
 
 
 # ---- real processes ----------------------------------------------------------------------------------------------------------
@@ -127,15 +135,15 @@ with open(folder / "metrics.jsonl", "w", buffering=1) as metrics:
             sys.exit(143)
 print("finished", STEPS, folder.name, file=events)
 """
-DRIVER = """
-import sys
-from posttrain.cli.running import child_process
-from posttrain.cli.commands import sweep
-child_process.WATCH_SECONDS = 0.05
-sweep.trainer_command = lambda method, file: [sys.executable, "toy.py", str(file)]
-sweep.refuse_impossible = lambda *given: None
-sys.exit(sweep.main(["sweep.yaml"]))
-"""
+
+
+def drive(folder):
+    """`posttrain sweep` with the toy in the place of the trainer."""
+    os.chdir(folder)
+    child_process.WATCH_SECONDS = 0.05
+    sweep.trainer_command = lambda method, file: [sys.executable, "toy.py", str(file)]
+    sweep.refuse_impossible = lambda *given: None
+    sys.exit(sweep.main(["sweep.yaml"]))
 
 
 def with_toy(folder, loss, hopeless="False", steps=12):
@@ -144,11 +152,7 @@ def with_toy(folder, loss, hopeless="False", steps=12):
 
 
 def started(folder):
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(
-        [sys.executable, "-c", DRIVER], cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True,
-    )  # fmt: skip
+    return Child(lambda: drive(folder), folder / f"log-{len(list(folder.iterdir()))}")
 
 
 def events_of(folder):
@@ -158,10 +162,8 @@ def events_of(folder):
 
 def kill_when(folder, lines):
     process = started(folder)
-    eventually(lambda: len(events_of(folder)) >= lines or process.poll() is not None)
-    assert process.poll() is None, process.communicate()[0]
-    process.kill()
-    process.wait()
+    process.wait_until(lambda: len(events_of(folder)) >= lines, f"there were {lines} events")
+    process.end()
 
 
 @pytest.fixture
@@ -182,8 +184,8 @@ def test_a_hopeless_trial_is_stopped_with_the_signal_that_saves(folder):
     with_toy(folder, "1 / options['seed'] + 9 * (options['seed'] in (6, 7))", "options['seed'] in (6, 7)")
     written(folder, over={"seed": list(range(1, 9))}, trials=None, sampler="grid")
     process = started(folder)
-    shown = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, shown
+    code, shown = process.wait(), process.output()
+    assert code == 0, shown
     ends = {name.partition("-")[0]: (what, int(step)) for what, step, name in events_of(folder) if what != "began"}
     assert ends == {f"seed={seed}": ("stopped", 1) if seed in (6, 7) else ("finished", 12) for seed in range(1, 9)}
     assert shown.count("stopped early at step 1") == 2
@@ -191,12 +193,12 @@ def test_a_hopeless_trial_is_stopped_with_the_signal_that_saves(folder):
     assert rows[0] == ["trial", "exit_code", "loss", "seed", "stopped at"]
     assert [(row[1], row[-1]) for row in rows[6:8]] == [("143", "1")] * 2
     process = started(folder)  # nothing is left to run
-    assert process.wait(120) == 0
-    assert process.communicate()[0].count("stopped early before") == 2
+    assert process.wait() == 0
+    assert process.output().count("stopped early before") == 2
     assert len(events_of(folder)) == 16
     written(folder, over={"seed": list(range(1, 9))}, trials=None, sampler="grid", pruner="none")
     with_toy(folder, "1")
-    assert started(folder).wait(120) == 0  # without the pruner these two are continued to their end
+    assert started(folder).wait() == 0  # without the pruner these two are continued to their end
     assert sorted((step, name[:6]) for what, step, name in events_of(folder)[16:] if what == "began") == [
         ("1", "seed=6"), ("1", "seed=7")
     ]  # fmt: skip
@@ -210,8 +212,8 @@ def test_a_killed_sweep_loses_no_trial_and_repeats_none(folder):
     for lines in (7, 24):  # in a trial that was drawn, and in one that TPE has proposed or after it
         kill_when(folder, lines)
     process = started(folder)
-    shown = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, shown
+    code, shown = process.wait(), process.output()
+    assert code == 0, shown
     study = optuna.load_study(study_name=None, storage=f"sqlite:///{folder}/sweep/study.db")
     states = Counter(trial.state.name for trial in study.get_trials())
     names = {name for _, _, name in events_of(folder)}
@@ -237,8 +239,8 @@ def test_a_trial_that_outlived_its_sweep_saves_and_is_continued(folder):
     written(folder, over={"seed": [1]}, trials=None, sampler="grid", pruner="none")
     kill_when(folder, 1)
     process = started(folder)
-    shown = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, shown
+    code, shown = process.wait(), process.output()
+    assert code == 0, shown
     assert "still runs from a sweep that was killed; waiting until it has saved" in shown
     (name,) = {name for _, _, name in events_of(folder)}
     assert steps_of(folder, name) == [("began", 0), ("stopped", 1), ("began", 1), ("finished", 12)]

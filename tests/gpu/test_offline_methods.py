@@ -1,4 +1,4 @@
-"""CPO, ORPO, TPO, KTO, BCO and process reward models on a GPU: the losses of the CPU, in float32, layouts and kernels as they come."""
+"""CPO, ORPO, TPO, KTO, BCO and process reward models on a GPU: the losses of the CPU, in float32."""
 
 from __future__ import annotations
 

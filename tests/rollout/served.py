@@ -12,7 +12,7 @@ import random
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from posttrain.rollout.engines.vllm.client import ServerCompletion, ServerInfo
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.transport import Deadlines, ServerRefused
 from posttrain.rollout.engines.vllm.weight_stream import VersionStream
+from tests.forked import ForkedProgram
+from tests.serve import echo_server
 
 PYTHON = sys.executable if importlib.util.find_spec("uvicorn") else os.environ.get("POSTTRAIN_VLLM_PYTHON")
 needs_uvicorn = pytest.mark.skipif(
@@ -31,13 +33,32 @@ needs_uvicorn = pytest.mark.skipif(
 )
 NAMES = ("a", "b", "c", "d")
 QUICK = Deadlines(connect=2, health=3, control=10, completion=60, part=10, commit=20, start=60, back=60)
-
-
 SOON = Deadlines(connect=1, health=1, control=1, completion=0.5, part=1, commit=1, start=2, back=2)
+
+
+INTERRUPTIONS = [pytest.param(14, id="short"), pytest.param(50, id="long", marks=pytest.mark.trust)]
+"""How often an update is cut at a random place."""
 
 
 class EchoProcess(ServerProcess):
     PROGRAM = Path(__file__).parents[1] / "serve" / "echo_server.py"
+
+
+class ForkedEchoProcess(EchoProcess):
+    """The same server without seconds of imports."""
+
+    def _spawned(self, command: Sequence[str], environment: Mapping[str, str]) -> Any:
+        if self.python != sys.executable:
+            return super()._spawned(command, environment)
+        parent = command.index("--parent")  # a fork server is: ForkedProgram sees to its end
+        arguments = [*command[2:parent], *command[parent + 2 :]]
+
+        def program() -> None:
+            from posttrain.serve import launch
+
+            sys.exit(echo_server.serve(launch, arguments))
+
+        return ForkedProgram(program, self.log_file, environment)
 
 
 def echo_process(
@@ -45,7 +66,7 @@ def echo_process(
 ) -> ServerProcess:
     """A server whose token number i is the first number of tensor i, taken in turn."""
     log = folder / f"{name}.log"
-    return EchoProcess(["--model", "echo", *arguments], log, PYTHON, deadlines=deadlines, token=token)
+    return ForkedEchoProcess(["--model", "echo", *arguments], log, PYTHON, deadlines=deadlines, token=token)
 
 
 def numbered(number: int, size: int = 4) -> list[tuple[str, torch.Tensor]]:

@@ -6,8 +6,6 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 import time
 from urllib.request import Request, urlopen
@@ -16,10 +14,22 @@ import numpy as np
 import pytest
 
 from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Prompt, SamplingParams, generate
+from posttrain.rollout.engines.vllm import fleet
 from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
 from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerGone, ServerRefused, ServerSlow
-from tests.rollout.served import QUICK, CuttingProxy, echo_process, needs_uvicorn, numbered, prompts
+from tests.forked import Child
+from tests.rollout.served import (
+    INTERRUPTIONS,
+    PYTHON,
+    QUICK,
+    CuttingProxy,
+    EchoProcess,
+    echo_process,
+    needs_uvicorn,
+    numbered,
+    prompts,
+)
 from tests.waiting import eventually
 
 pytestmark = needs_uvicorn
@@ -193,39 +203,46 @@ def test_a_stopped_server_that_is_not_ours_is_waited_for(start):
     process = process_of(owner)
     deadlines = Deadlines(connect=1, health=0.5, completion=600, start=60, back=60)
     with ServedVLLM(
-        [ServerClient(process.client.name, process._token, deadlines)], options=ServedOptions(deadlines)
+        [ServerClient(process.client.name, process._token, deadlines)],
+        options=ServedOptions(deadlines, watch_seconds=0.1),
     ) as engine:
         engine.load_weights(numbered(7), 7)
         asked = prompts(20, random.Random(4), most=60)
-        threading.Timer(0.3, lambda: os.kill(process.pid, signal.SIGSTOP)).start()
-        threading.Timer(4.5, lambda: os.kill(process.pid, signal.SIGCONT)).start()
-        began = time.monotonic()
+        stopped = threading.Timer(0.3, stop_until_it_is_noticed, (process, engine))
+        stopped.start()
         for completion, prompt in zip(generate(engine, asked, SamplingParams(64)), asked):
             assert_whole(completion, prompt, 7)
-        assert 4 < time.monotonic() - began < 300
+        stopped.join()
         assert (engine.fleet.recoveries, process.starts) == (1, 1)
         # It wrote nothing twice: prompts that were sent again joined those that ran.
         assert metric(process, "generated_tokens_total") == sum(prompt.max_tokens for prompt in asked)
         assert metric(process, "joined_requests_total") > 0
 
 
+def stop_until_it_is_noticed(process, engine):
+    os.kill(process.pid, signal.SIGSTOP)
+    eventually(lambda: not engine.fleet.up())
+    os.kill(process.pid, signal.SIGCONT)
+
+
 def test_a_server_that_does_not_come_back_is_a_sentence_within_the_deadline(start, tmp_path):
     process = echo_process(tmp_path)
     process.start()
     process.wait_until_healthy()
-    deadlines = Deadlines(connect=1, health=1, completion=600, start=60, back=2)
+    deadlines = Deadlines(connect=1, health=1, completion=600, start=60, back=0.5)
     with ServedVLLM(
         [ServerClient(process.client.name, process._token, deadlines)], options=ServedOptions(deadlines)
     ) as engine:
         engine.fleet.members[0].client.shutdown(0.1)
         process._process.wait(20)
         began = time.monotonic()
-        with pytest.raises(ServerGone, match=r"No server has been up for 2 s\. http://127"):
+        with pytest.raises(ServerGone, match=r"No server has been up for 0.5 s\. http://127"):
             generate(engine, [Prompt([1])], SamplingParams(4))
         assert time.monotonic() - began < 60
 
 
-def test_a_server_that_cannot_start_any_more_is_a_sentence_with_its_log(start):
+def test_a_server_that_cannot_start_any_more_is_a_sentence_with_its_log(start, monkeypatch):
+    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.05)
     engine = start()
     process_of(engine).python = "/bin/echo"  # writes its arguments, and ends
     process_of(engine).kill()
@@ -264,7 +281,8 @@ def test_a_wrong_token_ends_the_run_at_once(processes):
 # ---- updates -------------------------------------------------------------------------------------------------------------
 
 
-def test_an_update_interrupted_at_a_random_byte_50_times_leaves_one_whole_version(processes):
+@pytest.mark.parametrize("attempts", INTERRUPTIONS)
+def test_an_update_interrupted_at_random_bytes_leaves_one_whole_version(processes, attempts):
     """The connection is cut, on the way there or back; the server stays. What serves then is all old or all new."""
     process = processes[0]
     proxy = CuttingProxy(process.port)
@@ -278,7 +296,7 @@ def test_an_update_interrupted_at_a_random_byte_50_times_leaves_one_whole_versio
             sizes.append([now - then for now, then in zip(proxy.passed, before)])
         # Answers have times in them, of a few digits more or less.
         whole = [min(column) - 30 for column in zip(*sizes[1:])]
-        for attempt in range(3, 53):
+        for attempt in range(3, 3 + attempts):
             way = attempt % 2
             proxy.allowed[way] = proxy.passed[way] + rng.randint(0, whole[way] - 1)
             kept = engine._kept(numbered(attempt))
@@ -304,7 +322,8 @@ def previous(outcomes):
     return outcomes[-1] if outcomes else 2
 
 
-def test_a_run_goes_on_through_updates_that_are_cut(processes):
+def test_a_run_goes_on_through_updates_that_are_cut(processes, monkeypatch):
+    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.05)
     proxy = CuttingProxy(processes[0].port)
     client = ServerClient(proxy.url, processes[0]._token, QUICK)
     rng = random.Random(6)
@@ -312,7 +331,7 @@ def test_a_run_goes_on_through_updates_that_are_cut(processes):
         for version in range(1, 9):
             way = version % 2
             proxy.allowed[way] = proxy.passed[way] + rng.randint(0, (8000, 2500)[way])
-            threading.Timer(0.3, lambda: setattr(proxy, "allowed", [math.inf, math.inf])).start()
+            threading.Timer(0.1, lambda: setattr(proxy, "allowed", [math.inf, math.inf])).start()
             engine.load_weights(numbered(version), version)
             asked = prompts(5, rng)
             for completion, prompt in zip(generate(engine, asked, SamplingParams(50)), asked):
@@ -400,27 +419,22 @@ def test_tensors_that_differ_from_those_sent_are_named(attach):
 
 # ---- the process ---------------------------------------------------------------------------------------------------------
 
-TRAINER = """
-import sys, time
-from pathlib import Path
-from tests.rollout.served import echo_process
-process = echo_process(Path(sys.argv[1]))
-process.start()
-process.wait_until_healthy()
-print(process.pid, flush=True)
-time.sleep(60)
-"""
-
 
 def test_the_server_ends_with_a_trainer_that_is_killed(tmp_path):
-    trainer = subprocess.Popen([sys.executable, "-c", TRAINER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-    pid = int(trainer.stdout.readline())
-    trainer.kill()
-    trainer.wait()
-    end = time.monotonic() + 5
-    while is_alive(pid):
-        assert time.monotonic() < end, "the server outlives its trainer"
-        time.sleep(0.05)
+    def trainer():
+        process = EchoProcess(["--model", "echo"], tmp_path / "echo.log", PYTHON, deadlines=QUICK)
+        process.start()
+        process.wait_until_healthy()
+        (tmp_path / "pid.new").write_text(str(process.pid))
+        (tmp_path / "pid.new").rename(tmp_path / "pid")
+        time.sleep(600)
+
+    child = Child(trainer, tmp_path / "trainer.log")
+    child.wait_until((tmp_path / "pid").exists, "its server was up")
+    pid = int((tmp_path / "pid").read_text())
+    assert is_alive(pid)
+    child.end()
+    eventually(lambda: not is_alive(pid))
 
 
 def is_alive(pid):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
+from posttrain.rollout.engines.vllm import fleet
 from posttrain.rollout.engines.vllm.client import GenerateRequest, ServerClient, ServerCompletion, ServerInfo
 from posttrain.rollout.engines.vllm.fleet import Target
 from posttrain.rollout.engines.vllm.kept_weights import KeptWeights, common_checksum
@@ -435,7 +436,8 @@ def test_upstream_lists_that_are_none(serve, listed):
 
 
 @pytest.fixture
-def fakes():
+def fakes(monkeypatch):
+    monkeypatch.setattr(fleet, "RETRY_SECONDS", 0.02)
     made = []
 
     def make(count=2, **options):

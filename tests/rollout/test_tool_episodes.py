@@ -59,7 +59,7 @@ def in_order(*turns):
 # ---- the bar: a thousand bad days ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(1000, marks=pytest.mark.trust)])
+@pytest.mark.parametrize("count", [100, pytest.param(1000, marks=pytest.mark.trust)])
 def test_fuzzed_episodes_train_what_was_sampled(count):
     sampled: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     prompts: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)

@@ -16,22 +16,27 @@ from posttrain.rollout.engines.vllm.params import (
     request_seed,
     vllm_sampling,
 )
-from tests.with_vllm import needs_vllm, run_on_two_ranks, run_pytest
+from tests.with_vllm import needs_vllm, run_on_two_ranks, run_pytest, where_vllm_is
 
 HERE = Path(__file__).resolve()
+LONG = [pytest.mark.trust, where_vllm_is]
 LOGPS = [-1.0, -0.5]
 ITSELF, UNKNOWN, ZERO = "itself", "unknown", "zero"
 
 
 @pytest.mark.parametrize(
-    ("file", "seconds"),
+    ("file", "seconds", "lengths"),
     [
-        pytest.param("colocated_vllm.py", 600, marks=needs_vllm),
-        pytest.param("colocated_vllm_real.py", 900, marks=needs_vllm),
+        pytest.param("colocated_vllm.py", 600, {}, marks=needs_vllm, id="tiny"),
+        pytest.param("colocated_vllm_real.py", 900, {}, marks=needs_vllm, id="real"),
+        pytest.param("colocated_vllm.py", 3600, {"COLOCATED_SYNCS": "1000"}, marks=LONG, id="tiny-long"),
+        pytest.param(
+            "colocated_vllm_real.py", 3600, {"REAL_PROMPTS": "100", "REAL_SYNCS": "50"}, marks=LONG, id="real-long"
+        ),
     ],
 )
-def test_in_a_process_with_vllm(file, seconds):
-    run_pytest(HERE.with_name(file), seconds)
+def test_in_a_process_with_vllm(file, seconds, lengths):
+    run_pytest(HERE.with_name(file), seconds, **lengths)
 
 
 @pytest.mark.parametrize("tensor_parallel", [pytest.param("1", marks=needs_vllm), pytest.param("2", marks=needs_vllm)])

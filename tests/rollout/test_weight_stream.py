@@ -4,10 +4,9 @@ where the stream ends half way: the version before, none, or the same version by
 from __future__ import annotations
 
 import asyncio
+import os
 import random
-import subprocess
-import sys
-from pathlib import Path
+import signal
 
 import pytest
 import torch
@@ -27,12 +26,12 @@ from posttrain.serve.weights.update import UpdateLimits
 from posttrain.serve.wire import block_sums
 from posttrain.serve.wire.collective import Pair
 from posttrain.serve.wire.payload import CHECKSUMS, HASH_BLOCK, Manifest, checksum, combined
+from tests.forked import Child
 from tests.rollout.served import NAMES, QUICK, echo_process, needs_uvicorn, numbered, says, streamed, warnings
 from tests.serve.asgi_client import call
 from tests.serve.echo_engine import EchoEngine, numbered_weights
 from tests.waiting import eventually
 
-ROOT = Path(__file__).parents[2]
 TOKEN = "a-token-of-the-tests-7c1"
 OPTIONS = ServedOptions(QUICK, watch_seconds=1000, bucket_bytes=8)
 
@@ -245,25 +244,23 @@ def test_a_trainer_killed_in_a_stream_is_forgotten_and_the_next_one_is_served(tm
     process = echo_process(tmp_path, "--update-idle-seconds", "1")
     process.start()
     process.wait_until_healthy()
-    program = (
-        "import os, signal\n"
-        "from posttrain.rollout.engines.vllm import weight_stream\n"
-        "from posttrain.rollout.engines.vllm.client import ServerClient\n"
-        "from posttrain.rollout.engines.vllm.weight_senders import STREAMERS\n"
-        "from tests.rollout.served import QUICK, numbered, streamed\n"
-        "weight_stream.PART_BYTES = 8\n"
-        "real, count = STREAMERS['collective'].send, [0]\n"
-        "def send(*args):\n"
-        "    count[0] += 1\n"
-        "    if count[0] == 3: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    return real(*args)\n"
-        "STREAMERS['collective'].send = send\n"
-        f"client = ServerClient({process.client.name!r}, {process._token!r}, QUICK, 'collective')\n"
-        "streamed(client, 9, numbered(9))\n"
-    )
+    address, token = process.client.name, process._token
+
+    def killed_at_its_third_part():
+        weight_stream.PART_BYTES = 8
+        real, count = STREAMERS["collective"].send, [0]
+
+        def send(*args):
+            count[0] += 1
+            if count[0] == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args)
+
+        STREAMERS["collective"].send = send
+        streamed(ServerClient(address, token, QUICK, "collective"), 9, numbered(9))
+
     try:
-        done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120)
-        assert done.returncode == -9
+        assert Child(killed_at_its_third_part, tmp_path / "log").wait() == -signal.SIGKILL
         eventually(lambda: process.client.info().not_ready is None, 60)  # the weights of the folder were put back
         assert says(process)["ids"] == [0] * 12
         assert streamed(client_of(process), 10, numbered(10)).error is None

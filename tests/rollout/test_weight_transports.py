@@ -6,13 +6,11 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from posttrain import GRPOConfig
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
@@ -27,9 +25,11 @@ from posttrain.rollout.engines.vllm.weight_senders import PARALLEL_PARTS, SENDER
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.http.app import ENDPOINTS
 from posttrain.serve.weights.transports import RECEIVERS, STREAMED
-from posttrain.serve.wire.shared_blocks import SharedFolder, host_id
+from posttrain.serve.wire.shared_blocks import Block, SharedFolder, host_id
 from posttrain.trainer.online.vllm_setup import client_of as plain_client
+from tests.forked import Child
 from tests.rollout.served import (
+    INTERRUPTIONS,
     QUICK,
     CuttingProxy,
     SocketServer,
@@ -46,7 +46,6 @@ from tests.waiting import eventually
 
 WAYS = ["http", "shared_memory"]
 OPTIONS = ServedOptions(QUICK, watch_seconds=1000, bucket_bytes=8)
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -121,8 +120,9 @@ def test_large_tensors_in_several_pieces(process):
 
 
 @needs_uvicorn
+@pytest.mark.parametrize("attempts", INTERRUPTIONS)
 @pytest.mark.parametrize("way", WAYS)
-def test_an_update_interrupted_at_a_random_tensor_50_times_leaves_one_whole_version(process, way, monkeypatch):
+def test_an_update_interrupted_at_random_tensors_leaves_one_whole_version(process, way, attempts, monkeypatch):
     """Cut connections on the way there or back, a trainer that stops between two parts, bytes that change on the way."""
     proxy = CuttingProxy(process.port)
     client = client_of(process, way, proxy.url)
@@ -134,7 +134,7 @@ def test_an_update_interrupted_at_a_random_tensor_50_times_leaves_one_whole_vers
         before = list(proxy.passed)
         engine.load_weights(numbered(2), 2)
         whole = [now - then for now, then in zip(proxy.passed, before)]
-        for attempt in range(3, 53):
+        for attempt in range(3, 3 + attempts):
             kept = engine._kept(numbered(attempt))
             version = engine.fleet._next_version = engine.fleet._next_version + 1
             serving = process.client.info().version
@@ -145,7 +145,7 @@ def test_an_update_interrupted_at_a_random_tensor_50_times_leaves_one_whole_vers
             assert said["version"] in (serving, version)
             assert said["ids"][0] == (attempt if said["version"] == version else (outcomes or [2])[-1])
             outcomes.append(said["ids"][0])
-        assert len(sent) > 100, "the parts did not take this way"
+        assert len(sent) > 2 * attempts, "the parts did not take this way"
         engine.load_weights(numbered(99), 99)
         assert client.channel.in_use == way
         (completion,) = generate(engine, [Prompt([1])], SamplingParams(12))
@@ -312,28 +312,26 @@ def test_a_stopped_server_does_not_hold_the_trainer_in_a_broadcast(tmp_path):
 
 
 @needs_uvicorn
-def test_a_trainer_killed_in_an_update_leaves_the_old_version_and_no_blocks(process, monkeypatch):
+def test_a_trainer_killed_in_an_update_leaves_the_old_version_and_no_blocks(process, tmp_path, monkeypatch):
     client = client_of(process, "shared_memory")
     serving = client.info().version + 1
     client.push(KeptWeights.of(numbered(8), "blake2b"), serving, 8)
-    program = (
-        "import os, signal, torch\n"
-        "from posttrain.rollout.engines.vllm.client import ServerClient\n"
-        "from posttrain.rollout.engines.vllm.kept_weights import KeptWeights\n"
-        "from posttrain.serve.wire.shared_blocks import Block\n"
-        "from tests.rollout.served import QUICK, numbered\n"
-        "count = [0]\n"
-        "def die(*_):\n"
-        "    count[0] += 1\n"
-        "    if count[0] == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
-        "def write(block, pieces, real=Block.write):\n"
-        "    real(block, pieces); die()\n"
-        "Block.write = write\n"
-        f"client = ServerClient({process.client.name!r}, {process._token!r}, QUICK, 'shared_memory')\n"
-        f"client.push(KeptWeights.of(numbered(9), 'blake2b'), {serving + 1}, 8)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120)
-    assert done.returncode == -signal.SIGKILL
+    address, token = process.client.name, process._token
+
+    def killed_at_its_fourth_block():
+        real, count = Block.write, [0]
+
+        def write(block, pieces):
+            real(block, pieces)
+            count[0] += 1
+            if count[0] == 4:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        Block.write = write
+        client = ServerClient(address, token, QUICK, "shared_memory")
+        client.push(KeptWeights.of(numbered(9), "blake2b"), serving + 1, 8)
+
+    assert Child(killed_at_its_fourth_block, tmp_path / "log").wait() == -signal.SIGKILL
     assert says(process)["ids"] == [8] * 12
     assert 0 < len(list(process.blocks.iterdir())) <= PARALLEL_PARTS
     monkeypatch.setattr("posttrain.serve.wire.shared_blocks.STALE_SECONDS", -1.0)
@@ -347,22 +345,26 @@ def test_a_trainer_killed_in_an_update_leaves_the_old_version_and_no_blocks(proc
 def test_a_group_for_weights_lives_beside_the_default_group_of_the_trainer(process, tmp_path):
     """In a process of its own: torch knows one default group for each."""
     version = process.client.info().version + 1
-    program = (
-        "import torch, torch.distributed as dist\n"
-        "from posttrain.rollout.engines.vllm.client import ServerClient\n"
-        "from tests.rollout.served import QUICK, numbered, streamed\n"
-        f"dist.init_process_group('gloo', init_method='file://{tmp_path}/store', rank=0, world_size=1)\n"
-        "group = dist.group.WORLD\n"
-        f"client = ServerClient({process.client.name!r}, {process._token!r}, QUICK, 'collective')\n"
-        f"for number in (0, 1): assert streamed(client, {version} + number, numbered(40 + number)).error is None\n"
-        "assert client.channel.in_use == 'collective' and dist.group.WORLD is group\n"
-        "ones = torch.ones(3); dist.all_reduce(ones); assert ones.tolist() == [1, 1, 1]\n"
-        "dist.destroy_process_group()\n"
-        f"assert streamed(client, {version} + 2, numbered(42)).error is None\n"
-        "assert client.channel.in_use == 'collective' and not dist.is_initialized()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    address, token = process.client.name, process._token
+
+    def with_a_default_group():
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        group = dist.group.WORLD
+        client = ServerClient(address, token, QUICK, "collective")
+        for number in (0, 1):
+            assert streamed(client, version + number, numbered(40 + number)).error is None
+        assert client.channel.in_use == "collective"
+        assert dist.group.WORLD is group
+        ones = torch.ones(3)
+        dist.all_reduce(ones)
+        assert ones.tolist() == [1, 1, 1]
+        dist.destroy_process_group()
+        assert streamed(client, version + 2, numbered(42)).error is None
+        assert client.channel.in_use == "collective"
+        assert not dist.is_initialized()
+
+    child = Child(with_a_default_group, tmp_path / "log")
+    assert child.wait() == 0, child.output()
     assert says(process)["ids"] == [42] * 12
 
 

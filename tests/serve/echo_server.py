@@ -24,10 +24,14 @@ def launch_of_the_folder():
     return launch
 
 
-if __name__ == "__main__":
-    sys.path[0] = str(ROOT)
-    launch = launch_of_the_folder()
+def serve(launch, arguments):
+    """Until it is stopped; its exit status."""
     from tests.serve.echo_engine import EchoEngine, numbered_weights
 
     launch.make_engine = lambda args: EchoEngine(numbered_weights(args.initial_version), **args.engine_args)
-    sys.exit(launch.main())
+    return launch.main(arguments)
+
+
+if __name__ == "__main__":
+    sys.path[0] = str(ROOT)
+    sys.exit(serve(launch_of_the_folder(), sys.argv[1:]))

@@ -51,7 +51,7 @@ class LiveServer:
                     return
             except OSError:
                 pass  # bound, and not listening yet
-            time.sleep(0.2)
+            time.sleep(0.05)
         raise AssertionError(f"Not ready within {seconds} s:\n{self.log.read_text()[-4000:]}")
 
     def ask(

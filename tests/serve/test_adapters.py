@@ -1,9 +1,6 @@
 """Adapters that are pushed: their folders belong to one server each, and go with it."""
 
 import os
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -14,6 +11,7 @@ from posttrain.serve.engine.versions import Serving, Versions
 from posttrain.serve.errors import FieldError
 from posttrain.serve.weights import adapters
 from posttrain.serve.weights.adapters import LOCK, WEIGHTS, Adapters, PushedAdapters
+from tests.forked import Child
 from tests.serve.echo_engine import EchoEngine, numbered_weights
 
 NAME = "m.q_proj.lora_A.weight"
@@ -63,20 +61,22 @@ def test_two_servers_with_one_folder_leave_each_other_alone(tmp_path):
     assert folders(tmp_path) == []
 
 
-def test_what_a_killed_server_left_is_removed_at_the_next_start(tmp_path):
+def test_what_a_killed_server_left_is_removed_at_the_next_start(tmp_path, tmp_path_factory):
     lives = OneServer(tmp_path)
     kept = lives.push(1)
     (tmp_path / "pushed-by-a-user").mkdir()
-    code = (
-        "import sys, time, torch; from pathlib import Path; from posttrain.serve.weights.adapters import PushedAdapters\n"
-        f"PushedAdapters(Path(sys.argv[1])).write(3, {{'r': 1}}, {{{NAME!r}: torch.ones(4)}})\n"
-        "print('written', flush=True); time.sleep(60)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"written\n"
-        PushedAdapters(tmp_path)
-        assert len(folders(tmp_path)) == 3  # both servers live
-        process.send_signal(signal.SIGKILL)
+    marks = tmp_path_factory.mktemp("marks")
+
+    def server():
+        PushedAdapters(tmp_path).write(3, {"r": 1}, {NAME: torch.ones(4)})
+        (marks / "written").touch()
+        time.sleep(600)
+
+    process = Child(server, marks / "log")
+    process.wait_until((marks / "written").exists, "its adapter was written")
+    PushedAdapters(tmp_path)
+    assert len(folders(tmp_path)) == 3  # both servers live
+    process.end()
     PushedAdapters(tmp_path)
     assert folders(tmp_path) == sorted([os.path.basename(kept.path), "pushed-by-a-user"])
 

@@ -1,16 +1,17 @@
 """The server as a process: how it ends, and what cannot keep it from answering."""
 
+import importlib
 import importlib.util
 import signal
 import socket
-import subprocess
 import sys
 import threading
 
 import pytest
 import torch
 
-from tests.serve.echo_server import ROOT
+from tests.forked import run_function
+from tests.serve.echo_server import launch_of_the_folder
 from tests.serve.live_server import LiveServer
 from tests.waiting import eventually
 
@@ -70,19 +71,24 @@ def test_half_sent_requests_do_not_use_up_the_descriptors(start, tmp_path):
 def test_worker_processes_find_the_folder_under_the_name_that_the_server_made_up(tmp_path):
     """vLLM's workers (`--tensor-parallel` above 1) are new processes and import the extension by its name."""
     tmp_path.chmod(0o700)
-    server = (
-        "from pathlib import Path\nimport importlib, sys\nfrom tests.serve.echo_server import launch_of_the_folder\n"
-        "launch_of_the_folder()\nweights = importlib.import_module('posttrain_serve.engine.worker_weights')\n"
-        "weights.WorkerWeights(Path(sys.argv[1]))\nprint(sys.path[-1], weights.EXTENSION)"
-    )
-    place, extension = output_of(server, str(tmp_path)).split()
+
+    def server():
+        launch_of_the_folder()
+        weights = importlib.import_module("posttrain_serve.engine.worker_weights")
+        weights.WorkerWeights(tmp_path)
+        print(sys.path[-1], weights.EXTENSION)
+
+    place, extension = output_of(server, tmp_path).split()
     assert extension == "posttrain_serve.engine.worker_extension.WeightLoading"
-    worker = (
-        "import sys\nsys.path.append(sys.argv[1])\nimport posttrain_serve.engine.protocol as one\nprint(one.__file__)"
-    )
-    assert output_of(worker, place).strip().endswith("posttrain_serve/engine/protocol.py")
+
+    def worker():
+        sys.path.append(place)
+        print(importlib.import_module("posttrain_serve.engine.protocol").__file__)
+
+    assert output_of(worker, tmp_path).strip().endswith("posttrain_serve/engine/protocol.py")
 
 
-def output_of(code, *words):
-    command = [sys.executable, "-c", code, *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, cwd=ROOT).stdout
+def output_of(function, folder):
+    done = run_function(function, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout

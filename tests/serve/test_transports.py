@@ -6,14 +6,10 @@ import json
 import os
 import random
 import secrets
-import signal
 import socket
 import stat
-import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
 from typing import Annotated
 
 import pytest
@@ -31,13 +27,13 @@ from posttrain.serve.wire import shared_blocks
 from posttrain.serve.wire.collective import GLOO, Rendezvous, join
 from posttrain.serve.wire.payload import encode_manifest
 from posttrain.serve.wire.shared_blocks import SharedFolder
+from tests.forked import Child
 from tests.serve.asgi_client import call
 from tests.serve.echo_engine import EchoEngine, numbered_weights
 from tests.serve.serving import update_of
 from tests.waiting import eventually
 
 TOKEN = "a-token-of-the-tests-7c1"
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -144,28 +140,26 @@ def test_a_folder_that_others_may_write_to_or_that_is_a_link_is_not_used(tmp_pat
         SharedFolder(tmp_path / "link")
 
 
-def test_blocks_of_a_killed_process_are_swept_and_those_of_a_living_one_stay(folder, monkeypatch):
-    program = (
-        "import sys, time, pathlib\n"
-        "from posttrain.serve.wire.shared_blocks import SharedFolder\n"
-        f"block = SharedFolder(pathlib.Path({str(folder.path)!r})).write([b'abc'])\n"
-        "print(block.name, flush=True)\n"
-        "time.sleep(60)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        name = process.stdout.readline().strip()
-        with folder.write([b"mine"]) as mine:
-            assert folder.sweep() == 0
-            monkeypatch.setattr(shared_blocks, "STALE_SECONDS", -1.0)
-            assert folder.sweep() == 0
-            assert names(folder) == sorted([name, mine.name])
-            process.send_signal(signal.SIGKILL)
-            process.wait(10)
-            assert folder.sweep() == 1
-            assert names(folder) == [mine.name]
-    finally:
-        process.kill()
+def test_blocks_of_a_killed_process_are_swept_and_those_of_a_living_one_stay(folder, tmp_path, monkeypatch):
+    place = folder.path
+
+    def writer():
+        block = SharedFolder(place).write([b"abc"])
+        (tmp_path / "name.new").write_text(block.name)
+        (tmp_path / "name.new").rename(tmp_path / "name")
+        time.sleep(600)
+
+    process = Child(writer, tmp_path / "log")
+    process.wait_until((tmp_path / "name").exists, "its block was written")
+    name = (tmp_path / "name").read_text()
+    with folder.write([b"mine"]) as mine:
+        assert folder.sweep() == 0
+        monkeypatch.setattr(shared_blocks, "STALE_SECONDS", -1.0)
+        assert folder.sweep() == 0
+        assert names(folder) == sorted([name, mine.name])
+        process.end()
+        assert folder.sweep() == 1
+        assert names(folder) == [mine.name]
 
 
 # the routes ------------------------------------------------------------------------------------------------------------

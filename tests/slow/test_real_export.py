@@ -22,9 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def model():
-    torch.set_num_threads(2)
-    yield demo.real_model()
-    torch.set_num_threads(1)
+    return demo.real_model()
 
 
 @pytest.fixture(scope="module")

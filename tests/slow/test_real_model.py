@@ -24,9 +24,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def folder():
     """Out of its GGUF file on the first call (this is the test of loading one), from the cache afterwards."""
-    torch.set_num_threads(2)
-    yield demo.real_model()
-    torch.set_num_threads(1)
+    return demo.real_model()
 
 
 def shortest(count: int, split: str = "train"):

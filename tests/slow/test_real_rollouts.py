@@ -24,10 +24,8 @@ PROMPTS, TOKENS = int(os.environ.get("REAL_PROMPTS", "10")), 12  # 200 takes ten
 
 @pytest.fixture(scope="module")
 def real():
-    torch.set_num_threads(2)
     folder = demo.real_model()
-    yield load_model(folder, LoadOptions()).model.eval(), load_tokenizer(folder, None, False)
-    torch.set_num_threads(1)
+    return load_model(folder, LoadOptions()).model.eval(), load_tokenizer(folder, None, False)
 
 
 def asked(tokenizer, samples=1):

@@ -49,6 +49,8 @@ BETWEEN_PROCESSES = (
     ("grpo", "top_entropy"),  # a threshold over the micro-batches of all processes
 )
 """What a process has to know of the others is different for these, and for no other loss."""
+OF_ANY_MODEL = (("dpo", "sft"), ("dpo", "aot_unpaired"), ("grpo", "top_entropy"))
+"""Of those, losses that a neighbour of the same coupling covers for every adapter and dtype: by day they take one of each."""
 DEFAULT = "default"
 """The loss of a method of which nothing is known here but its entry of METHODS: with its default options, held against itself."""
 DPO_EXTRAS = ("ld", "wpo", "mpo", "forward_kl", "js_divergence", "alpha_divergence")
@@ -136,12 +138,17 @@ def _in_turn(row: tuple[Any, ...], axes: list[tuple[Any, ...]]) -> bool:
 
 @lru_cache
 def two_processes(nightly: bool = False) -> list[Cell]:
-    """Every pair of values for each denominator and coupling, and one cell of each other loss. Nightly: the rest."""
+    """Every pair of values for each denominator and coupling, those of one model where another loss takes the other models, and one
+    cell of each other loss. Nightly: the rest."""
     found = []
     for number, (method, loss) in enumerate(variants()):
         axes = [layouts(method), CHUNKS, tuple(SPLITS), (False, True), DTYPES, ((5, 3), (1, 0), (0, 1))]
         rows = pairwise(tuple(axes))
-        now = rows if (method, loss) in BETWEEN_PROCESSES else _of_one_model(rows, number)[number // 4 % 2 :][:1]
+        now = rows
+        if (method, loss) in OF_ANY_MODEL or (method, loss) not in BETWEEN_PROCESSES:
+            now = _of_one_model(rows, number)
+        if (method, loss) not in BETWEEN_PROCESSES:
+            now = now[number // 4 % 2 :][:1]
         found += [Cell(method, loss, *row) for row in rows if (row in now) != nightly]
     return found
 

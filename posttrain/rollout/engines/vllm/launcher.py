@@ -103,17 +103,14 @@ class ServerProcess:
                 self.client.use_token(self._token)
             environment = os.environ | self._environment | {TOKEN_VARIABLE: self._token}
             self.log_file.parent.mkdir(parents=True, exist_ok=True)
-            with self.log_file.open("ab") as output:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                )
+            self._process = self._spawned(command, environment)
             self.starts += 1
         log.info("Started the server %s as process %s; its output is in %s.", self.client.name, self.pid, self.log_file)
+
+    def _spawned(self, command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        with self.log_file.open("ab") as output:
+            streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT}
+            return subprocess.Popen(command, env=environment, start_new_session=True, **streams)
 
     def wait_until_healthy(self, give_up: threading.Event | None = None) -> None:
         """Until /health answers; ServerGone where the process ends first, ServerSlow where it takes too long."""
