@@ -7,10 +7,12 @@ import signal
 import threading
 import time
 
+import psutil
 import pytest
 
 from tests import forked
-from tests.forked import Child, run_command, run_function, start_group, wait_for_group
+from tests.forked import Child, ForkedProgram, run_command, run_function, start_group, wait_for_group
+from tests.waiting import eventually
 
 
 @pytest.mark.parametrize(
@@ -118,3 +120,18 @@ def test_a_server_that_does_not_answer_is_replaced(tmp_path, monkeypatch):
         with pytest.raises(TimeoutError, match=r"did not start a child within 0\.5 s"):
             Child(lambda: None, tmp_path / "second")
     assert Child(lambda: None, tmp_path / "third").wait() == 0
+
+
+def test_a_forked_program_ends_with_the_process_that_started_it(tmp_path):
+    def owner():
+        program = ForkedProgram(lambda: time.sleep(600), tmp_path / "program.log", os.environ)
+        (tmp_path / "pid.new").write_text(str(program.pid))
+        (tmp_path / "pid.new").rename(tmp_path / "pid")
+        time.sleep(600)
+
+    child = Child(owner, tmp_path / "log")
+    child.wait_until((tmp_path / "pid").exists, "its program had begun")
+    pid = int((tmp_path / "pid").read_text())
+    os.kill(pid, 0)
+    child.end()
+    eventually(lambda: not psutil.pid_exists(pid))
