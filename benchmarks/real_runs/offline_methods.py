@@ -3,9 +3,9 @@
     python -m benchmarks.real_runs.offline_methods MODEL [--steps 60] [--output runs/offline] [METHOD ...]
 
 KTO and BCO: answers that close with a courtesy are wanted, others are not; how well does the implicit reward tell held-out rows
-apart (area under the ROC curve)? Control: the same rows with shuffled labels, where rewards should stay near 0. CPO, SimPO, ORPO, TPO: an
-answer of one sentence is better than one of three; for how many held-out pairs is the mean log-prob of the better one higher?
-Control: the same pairs turned round.
+apart (area under the ROC curve)? Control: the same rows with shuffled labels, where rewards should stay near 0. CPO, SimPO, ORPO,
+TPO: an answer of one sentence is better than one of three; for how many held-out pairs is the mean log-prob of the better one
+higher? Control: the same pairs turned round.
 """
 
 from __future__ import annotations
