@@ -58,7 +58,17 @@ def use_liger_layers(innermost: nn.Module) -> None:
     _put_back(module, {name: value for name, value in before.items() if isinstance(value, type)})
     for name, function in dict(vars(module)).items():
         if "rotary" in name and function is not before.get(name):
-            setattr(module, name, on_copies_of_kept_products(function))
+            setattr(module, name, on_gpus(on_copies_of_kept_products(function), before[name]))
+
+
+def on_gpus(rotary: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Liger's function where it can run; the family's own for a model of it on the CPU of the same process."""
+
+    @functools.wraps(rotary)
+    def apply(queries: Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (plain if queries.device.type == "cpu" else rotary)(queries, *args, **kwargs)
+
+    return apply
 
 
 def on_copies_of_kept_products(rotary: Callable[..., Any]) -> Callable[..., Any]:
