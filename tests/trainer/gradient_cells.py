@@ -125,6 +125,8 @@ def _resembles_others(method: str, loss: str) -> bool:
     """Policy losses are presets of one objective, and most preference losses are formulas of the same margins."""
     if method in POLICY_METHODS:
         return True
+    if method in offline_cells.OPTIONS:  # the first loss of each method stands for the others
+        return loss != next(iter(offline_cells.OPTIONS[method]))
     preference = PREFERENCE_LOSSES.get(loss)
     of_margins = preference is not None and not preference.coupled and preference.per == "unit"
     return method == "dpo" and (of_margins or loss.endswith(("_kl", "_divergence")))
