@@ -22,6 +22,8 @@ CONTROL_WORDS = {EOS: "<eos>", PAD: "<pad>", 2: "<unk>"}
 LOADERS = {
     "sft": AutoModelForCausalLM,
     "dpo": AutoModelForCausalLM,
+    "kto": AutoModelForCausalLM,
+    "orpo": AutoModelForCausalLM,
     "reward": AutoModelForSequenceClassification,
     "grpo": AutoModelForCausalLM,
 }
@@ -134,6 +136,17 @@ def preferences(row: Row, steps: int) -> list[dict[str, Any]]:
     ]
 
 
+def rated(row: Row, steps: int) -> list[dict[str, Any]]:
+    """A prompt of its own for every answer, wanted and unwanted in turn."""
+    rng, made = np.random.default_rng(7), []
+    for place, length in enumerate(row.sequence_lengths(steps)):
+        side = "rejected" if place % 2 else "chosen"
+        prompt = token_ids(rng, row.lengths.prompt, row.shape.vocabulary)
+        answer = token_ids(rng, length - 1, row.shape.vocabulary, side)
+        made.append({"prompt": text_of(prompt) + " ", "completion": text_of(answer), "label": side == "chosen"})
+    return made
+
+
 def judged(row: Row, steps: int) -> list[dict[str, Any]]:
     """Ids with the prompt inside, as reward models read them."""
     return [{"chosen_ids": prompt + good, "rejected_ids": prompt + bad} for prompt, good, bad in pairs(row, steps)]
@@ -152,7 +165,14 @@ def prompts(row: Row, steps: int) -> list[dict[str, Any]]:
     return [{"prompt": text_of(prompt)} for prompt, _ in groups(row, steps)]
 
 
-MAKERS = {"sft": texts, "dpo": preferences, "reward": judged, "grpo": prompts}
+MAKERS = {
+    "sft": texts,
+    "dpo": preferences,
+    "kto": rated,
+    "orpo": preferences,
+    "reward": judged,
+    "grpo": prompts,
+}
 
 
 def dataset(row: Row, steps: int, sort_within_steps: bool) -> Dataset:
@@ -167,7 +187,7 @@ def dataset(row: Row, steps: int, sort_within_steps: bool) -> Dataset:
 def longest(one: dict[str, Any]) -> int:
     """Of the columns that are padded to the longest of a batch; in texts every word is a token."""
     sizes = (
-        value.count(" ") if isinstance(value, str) else len(value) for name, value in one.items() if name != "prompt"
+        value.count(" ") if isinstance(value, str) else len(value) for name, value in one.items() if name not in ("prompt", "label")
     )
     return max(sizes)
 
@@ -178,6 +198,6 @@ def step_tokens(row: Row, steps: int, written: list[int] | None = None) -> dict[
     `written` are the tokens of each step's completions, where the model wrote them.
     """
     sums = row.sequence_lengths(steps).reshape(steps, -1).sum(1) if written is None else np.asarray(written)
-    has_prompts = row.is_pairs or row.is_online
-    prompts = row.prompts * row.lengths.prompt if has_prompts else 0
-    return {"unique": (sums + prompts).tolist(), "as_fed": (sums + (row.group or 2) * prompts).tolist()}
+    prompts = row.prompts * row.lengths.prompt
+    answers = 2 if row.is_pairs else row.group or 1
+    return {"unique": (sums + prompts).tolist(), "as_fed": (sums + answers * prompts).tolist()}

@@ -12,7 +12,8 @@ import numpy as np
 
 FIRST_TOKEN = 300  # below it: control tokens of whatever tokenizer
 TABLE_STEPS = 40
-PAIR_METHODS = ("dpo", "reward")
+PAIR_METHODS = ("dpo", "orpo", "reward")
+REFERENCED_METHODS = ("dpo", "kto")
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,11 @@ class Row:
     @property
     def is_pairs(self) -> bool:
         return self.method in PAIR_METHODS
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether log-probs of a reference are part of the loss; both libraries can precompute them."""
+        return self.method in REFERENCED_METHODS
 
     @property
     def is_online(self) -> bool:
@@ -216,6 +222,8 @@ ROWS = (
         number="5",
         goal=(4, 2.5),
     ),
+    Row("kto-0.5b", "kto", QWEN_05B, 64, ANSWERS, 1e-6, micro(16, 32), steps=SHORT_DEFAULT, goal=(4, 2.5)),
+    Row("orpo-0.5b", "orpo", QWEN_05B, 64, ANSWERS, 1e-6, micro(8, 16, 32), steps=SHORT_DEFAULT, goal=(4, 2.5)),
     *UPDATES,
     WHOLE,
     Row(

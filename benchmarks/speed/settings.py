@@ -64,7 +64,7 @@ def trl_tuned(row: Row, device: str, tiny: bool) -> list[Setting]:
         options["use_liger_kernel"] = True
     if device == "cuda" and not row.is_online:
         options |= {"dataloader_num_workers": 2, "dataloader_persistent_workers": True}
-    if row.method == "dpo":
+    if row.has_reference:
         options["precompute_ref_log_probs"] = True
     return [_tuned(row, device, {**options, **candidate}) for candidate in row.tuned]
 
@@ -96,7 +96,7 @@ def trl_packed(row: Row, device: str, tiny: bool) -> list[Setting]:
 
 def ours_default(row: Row, device: str, tiny: bool) -> list[Setting]:
     """posttrain as it comes, the whole step as one micro-batch; smaller ones only if that does not fit."""
-    options = {"precompute_ref_log_probs": True} if row.method == "dpo" else {}
+    options = {"precompute_ref_log_probs": True} if row.has_reference else {}
     weights = "bfloat16" if device == "cuda" else "float32"
     sizes = (row.rows, row.rows // 2, row.rows // 4, row.rows // 8) if device == "cuda" else (row.rows,)
     return [Setting("ours", "posttrain", {"per_device_train_batch_size": size, **options}, weights) for size in sizes]
@@ -106,7 +106,7 @@ def ours_matched(row: Row, device: str, tuned_options: dict[str, Any]) -> list[S
     """posttrain with the micro-batch and the checkpointing of TRL tuned: for the comparison of memory."""
     names = ("per_device_train_batch_size", "gradient_checkpointing")
     options = {name: tuned_options[name] for name in names if name in tuned_options}
-    if row.method == "dpo":
+    if row.has_reference:
         options["precompute_ref_log_probs"] = True
     weights = "bfloat16" if device == "cuda" else "float32"
     return [Setting("matched", "posttrain", options, weights, sort_within_steps=True)]
