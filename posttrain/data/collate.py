@@ -218,14 +218,15 @@ def _shared(units: Sequence[Unit], lengths: np.ndarray, multiple: int | None) ->
 
 
 def shared_prefix(unit: Unit) -> int:
-    """Tokens with which all samples of a unit begin, none of them trained, and after which each of them continues.
+    """Tokens with which all samples of a unit begin, and after which each of them continues.
 
-    The last shared position may predict a trained token of each: it is computed once and asked several times. Samples with
-    images share nothing, since the model matches images and tokens by their order.
+    A shared position may predict a trained token of several samples: it is computed once and asked by each. One sample may be
+    trained on the prompt as well (ORPO's chosen one), so the prefix ends where the last of them begins its answer. Samples
+    with images share nothing, since the model matches images and tokens by their order.
     """
     if len(unit) < 2 or any(sample.media for sample in unit):
         return 0
-    limit = min(_first_trained(sample) for sample in unit)
+    limit = min(max(_first_trained(sample) for sample in unit), min(map(len, unit)) - 1)
     first = unit[0].input_ids[:limit]
     differs = np.zeros(limit, dtype=bool)
     for sample in unit[1:]:

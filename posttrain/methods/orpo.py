@@ -24,7 +24,7 @@ class ORPOConfig(OlderPairOptions, SharedPromptsConfig, BaseConfig):
     beta: float = option(0.1, "Weight of the odds ratio beside the nll: the paper's lambda.")
     prompt_nll: bool = option(
         True,
-        "The nll runs over the prompt, too, as in the authors' code. False: the answer only; prompts can be shared.",
+        "The nll runs over the prompt, too, as in the authors' code. False: the answer only.",
     )
 
     def __post_init__(self) -> None:
