@@ -120,8 +120,9 @@ def texts(row: Row, steps: int) -> list[dict[str, Any]]:
 def pairs(row: Row, steps: int) -> list[tuple[list[int], list[int], list[int]]]:
     """(prompt, chosen, rejected) of each pair; answers end with the end-of-sequence token."""
     rng, made = np.random.default_rng(7), []
-    for chosen, rejected in row.sequence_lengths(steps).reshape(-1, 2):
-        prompt = token_ids(rng, row.lengths.prompt, row.shape.vocabulary)
+    answers = row.sequence_lengths(steps).reshape(-1, 2)
+    for (chosen, rejected), asked in zip(answers, row.prompt_lengths(steps), strict=True):
+        prompt = token_ids(rng, asked, row.shape.vocabulary)
         good = token_ids(rng, chosen - 1, row.shape.vocabulary)
         bad = token_ids(rng, rejected - 1, row.shape.vocabulary, "rejected")
         made.append((prompt, [*good, EOS], [*bad, EOS]))
@@ -139,9 +140,9 @@ def preferences(row: Row, steps: int) -> list[dict[str, Any]]:
 def rated(row: Row, steps: int) -> list[dict[str, Any]]:
     """A prompt of its own for every answer, wanted and unwanted in turn."""
     rng, made = np.random.default_rng(7), []
-    for place, length in enumerate(row.sequence_lengths(steps)):
+    for place, (length, asked) in enumerate(zip(row.sequence_lengths(steps), row.prompt_lengths(steps), strict=True)):
         side = "rejected" if place % 2 else "chosen"
-        prompt = token_ids(rng, row.lengths.prompt, row.shape.vocabulary)
+        prompt = token_ids(rng, asked, row.shape.vocabulary)
         answer = token_ids(rng, length - 1, row.shape.vocabulary, side)
         made.append({"prompt": text_of(prompt) + " ", "completion": text_of(answer), "label": side == "chosen"})
     return made
@@ -155,8 +156,9 @@ def judged(row: Row, steps: int) -> list[dict[str, Any]]:
 def groups(row: Row, steps: int) -> list[tuple[list[int], list[list[int]]]]:
     """(prompt, its completions) of each group; completions end with the end-of-sequence token."""
     rng, made = np.random.default_rng(7), []
-    for lengths in row.sequence_lengths(steps).reshape(-1, row.group):
-        prompt = token_ids(rng, row.lengths.prompt, row.shape.vocabulary)
+    completions = row.sequence_lengths(steps).reshape(-1, row.group)
+    for lengths, asked in zip(completions, row.prompt_lengths(steps), strict=True):
+        prompt = token_ids(rng, asked, row.shape.vocabulary)
         made.append((prompt, [[*token_ids(rng, n - 1, row.shape.vocabulary), EOS] for n in lengths]))
     return made
 
@@ -185,11 +187,14 @@ def dataset(row: Row, steps: int, sort_within_steps: bool) -> Dataset:
 
 
 def longest(one: dict[str, Any]) -> int:
-    """Of the columns that are padded to the longest of a batch; in texts every word is a token."""
-    sizes = (
-        value.count(" ") if isinstance(value, str) else len(value) for name, value in one.items() if name not in ("prompt", "label")
-    )
-    return max(sizes)
+    """Of what is padded to the longest of a batch, prompts included; in texts every word is a token."""
+    sizes = {
+        name: value.count(" ") if isinstance(value, str) else len(value)
+        for name, value in one.items()
+        if name != "label"
+    }
+    prompt = sizes.pop("prompt", 0)
+    return prompt + max(sizes.values())
 
 
 def step_tokens(row: Row, steps: int, written: list[int] | None = None) -> dict[str, list[int]]:
@@ -198,6 +203,6 @@ def step_tokens(row: Row, steps: int, written: list[int] | None = None) -> dict[
     `written` are the tokens of each step's completions, where the model wrote them.
     """
     sums = row.sequence_lengths(steps).reshape(steps, -1).sum(1) if written is None else np.asarray(written)
-    prompts = row.prompts * row.lengths.prompt
+    prompts = row.prompt_lengths(steps).reshape(steps, -1).sum(1)
     answers = 2 if row.is_pairs else row.group or 1
     return {"unique": (sums + prompts).tolist(), "as_fed": (sums + answers * prompts).tolist()}

@@ -30,9 +30,9 @@ class Shape:
 
 @dataclass(frozen=True)
 class Lengths:
-    """exp(normal(ln `median`, `spread`)) clipped to `low` .. `high`; pairs have a prompt of `prompt` tokens besides.
+    """exp(normal(ln `median`, `spread`)) clipped to `low` .. `high`; answers have a prompt of `prompt` tokens besides.
 
-    With `spread` 0 the lengths are uniform over the range.
+    With `spread` 0 the lengths are uniform over the range. With `prompt_spread`, `prompt` is the longest, and they are drawn.
     """
 
     median: float
@@ -41,6 +41,15 @@ class Lengths:
     high: int
     prompt: int = 0
     seed: int = 1
+    prompt_median: float = 0.0
+    prompt_spread: float = 0.0
+
+    def draw_prompts(self, count: int) -> np.ndarray:
+        if not self.prompt_spread:
+            return np.full(count, self.prompt)
+        return replace(
+            self, median=self.prompt_median, spread=self.prompt_spread, low=8, high=self.prompt, seed=self.seed + 100
+        ).draw(count)
 
     def draw(self, count: int) -> np.ndarray:
         rng = np.random.default_rng(self.seed)
@@ -97,6 +106,10 @@ class Row:
         each = 2 if self.is_pairs else 1
         return self.lengths.draw(each * self.rows * TABLE_STEPS)[: each * self.rows * steps]
 
+    def prompt_lengths(self, steps: int) -> np.ndarray:
+        """Of the different prompts of the first `steps` optimizer steps."""
+        return self.lengths.draw_prompts(self.prompts * TABLE_STEPS)[: self.prompts * steps]
+
     @property
     def is_pairs(self) -> bool:
         return self.method in PAIR_METHODS
@@ -123,6 +136,8 @@ SMALL_135M = Shape(576, 30, 1536, (9, 3), vocabulary=49_152)
 
 TEXTS = Lengths(403, 0.8, 16, 2048)
 ANSWERS = Lengths(200, 0.7, 16, 512, prompt=512, seed=2)
+HARMLESS = Lengths(30, 0.95, 3, 512, prompt=1024, seed=5, prompt_median=98, prompt_spread=0.98)
+"""As the 2,312 pairs of Anthropic's HH (harmless, test) are distributed in tokens of SmolLM2."""
 COMPLETIONS = Lengths(280, 0.7, 16, 1024, prompt=512, seed=3)
 SHORT_DEFAULT = {"default": Steps(3, 4)}
 CPU_STEPS = {name: Steps(2, 3) for name in ("default", "tuned", "ours", "matched")}
@@ -222,8 +237,8 @@ ROWS = (
         number="5",
         goal=(4, 2.5),
     ),
-    Row("kto-0.5b", "kto", QWEN_05B, 64, ANSWERS, 1e-6, micro(16, 32), steps=SHORT_DEFAULT, goal=(4, 2.5)),
-    Row("orpo-0.5b", "orpo", QWEN_05B, 64, ANSWERS, 1e-6, micro(8, 16, 32), steps=SHORT_DEFAULT, goal=(4, 2.5)),
+    Row("kto-0.5b", "kto", QWEN_05B, 256, HARMLESS, 1e-6, micro(32, 64), steps=SHORT_DEFAULT, goal=(4, 2.5)),
+    Row("orpo-0.5b", "orpo", QWEN_05B, 256, HARMLESS, 1e-6, micro(16, 32), steps=SHORT_DEFAULT, goal=(4, 2.5)),
     *UPDATES,
     WHOLE,
     Row(
@@ -313,6 +328,7 @@ def tiny(row: Row) -> Row:
         low=max(4, row.lengths.low // scale),
         high=row.lengths.high // scale,
         prompt=row.lengths.prompt // scale,
+        prompt_median=row.lengths.prompt_median / scale,
     )
     small = replace(row, shape=shape, lengths=lengths, seconds={})
     if not row.is_online:
