@@ -3,9 +3,11 @@
     python -m benchmarks.real_runs.offline_methods MODEL [--steps 60] [--output runs/offline] [METHOD ...]
 
 KTO and BCO: answers that close with a courtesy are wanted, others are not; how well does the implicit reward tell held-out rows
-apart (area under the ROC curve)? Control: the same rows with shuffled labels, where rewards should stay near 0. CPO, SimPO, ORPO,
-TPO: an answer of one sentence is better than one of three; for how many held-out pairs is the mean log-prob of the better one
-higher? Control: the same pairs turned round.
+apart (area under the ROC curve)? Control: labels shuffled within each kind of answer, so that they say nothing about it; the mean
+over several shuffles. CPO, SimPO, ORPO, TPO: an answer of one sentence is better than one of three; for how many held-out pairs is
+the mean log-prob of the better one higher? Control: the same pairs turned round. PRM: chains of sums, a third of them wrong; is
+each held-out step judged rightly, and does the best of eight chains by the lowest score of a step beat the first? Control:
+shuffled labels.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import numpy as np
 from datasets import Dataset
 from peft import LoraConfig
 
-from posttrain import CPOConfig, CPOTrainer
+from posttrain import CPOConfig, CPOTrainer, PRMConfig, PRMTrainer, ProcessReward
 from posttrain.methods.table import METHODS
 
 ANIMALS = (
@@ -57,6 +59,7 @@ HABITS = (
     "follows the rain",
     "keeps to its path",
 )
+SHUFFLED, SHUFFLES = "shuffled labels", 4
 COURTESIES = ("I hope this helps!", "Please ask if you want to know more.", "Have a lovely day!", "Glad to be of help.")
 
 
@@ -75,17 +78,21 @@ def turn(role: str, text: str) -> list[dict[str, str]]:
     return [{"role": role, "content": text}]
 
 
-def rated(count: int, seed: int, wanted_share: float = 0.5, shuffled: bool = False) -> Dataset:
+def rated(count: int, seed: int, wanted_share: float = 0.5, shuffled: int | None = None) -> Dataset:
+    """`shuffled`: the seed of labels of which half are wanted in either kind of answer."""
     dice, rows = random.Random(seed + 1), []
     for question, sentences in made(count, seed):
         is_wanted = dice.random() < wanted_share
         answer = " ".join([*sentences[:2], dice.choice(COURTESIES) if is_wanted else sentences[2]])
-        rows.append({"prompt": turn("user", question), "completion": turn("assistant", answer), "label": is_wanted})
-    if shuffled:
-        labels = [row["label"] for row in rows]
-        dice.shuffle(labels)
-        rows = [{**row, "label": label} for row, label in zip(rows, labels)]
-    return Dataset.from_list(rows)
+        asked, answered = turn("user", question), turn("assistant", answer)
+        rows.append({"prompt": asked, "completion": answered, "label": is_wanted, "was": is_wanted})
+    if shuffled is not None:
+        for kind in (True, False):
+            same = [row for row in rows if row["was"] == kind]
+            random.Random(shuffled).shuffle(same)
+            for place, row in enumerate(same):
+                row["label"] = place % 2 == 0
+    return Dataset.from_list(rows).remove_columns("was")
 
 
 def pairs(count: int, seed: int, turned: bool = False) -> Dataset:
@@ -121,10 +128,10 @@ def logged(trainer: Any, name: str) -> list[float]:
 
 
 def of_labels(method: str, model: str, folder: Path, steps: int) -> list[str]:
-    held_out, found = rated(120, seed=900), []
+    held_out, found, controls = rated(120, seed=900), [], []
     kinds: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         "": ({}, {}),
-        "shuffled labels": ({"shuffled": True}, {}),
+        **{f"{SHUFFLED} {seed}": ({"shuffled": seed}, {}) for seed in range(SHUFFLES)},
     }
     if method == "kto":
         kinds["one wanted row in five, weighed 4"] = ({"wanted_share": 0.2}, {"desirable_weight": 4.0})
@@ -141,7 +148,12 @@ def of_labels(method: str, model: str, folder: Path, steps: int) -> list[str]:
             else f", delta {logged(trainer, 'delta')[-1]:+.3f}"
         )
         found.append(f"{method} {kind}: held-out AUC {area:.3f}; last rewards {' and '.join(sides)}{more}")
-    return found
+        controls += [area] if kind.startswith(SHUFFLED) else []
+    spread = np.std(controls, ddof=1) / len(controls) ** 0.5
+    return [
+        *found,
+        f"{method} {SHUFFLED}: held-out AUC {np.mean(controls):.3f} +- {spread:.3f} over {SHUFFLES} shuffles",
+    ]
 
 
 def of_pairs(name: str, model: str, folder: Path, steps: int) -> list[str]:
@@ -169,7 +181,52 @@ def of_pairs(name: str, model: str, folder: Path, steps: int) -> list[str]:
     return found
 
 
+def sums(count: int, pairs: list[tuple[int, int]], seed: int, shuffled: bool = False) -> list[dict[str, Any]]:
+    """Chains of three sums of pairs of numbers; each is wrong with probability 1/3, by one of a few differences."""
+    dice, rows = random.Random(seed), []
+    for _ in range(count):
+        terms = [(*dice.choice(pairs), dice.random() < 2 / 3) for _ in range(3)]
+        steps = [
+            f"{a} + {b} = {a + b if right else a + b + dice.choice((-10, -2, -1, 1, 2, 10))}" for a, b, right in terms
+        ]
+        labels = [dice.random() < 2 / 3 if shuffled else right for *_, right in terms]
+        rows.append({"prompt": "Sums:\n", "completions": steps, "labels": labels})
+    return rows
+
+
+def of_steps(method: str, model: str, folder: Path, steps: int) -> list[str]:
+    """Every weight is trained: an adapter of a base that was never asked to judge learns sums slowly."""
+    numbers = [(a, b) for a in range(2, 31) for b in range(2, 31)]
+    random.Random(0).shuffle(numbers)
+    held_out, seen, batch, found = numbers[:160], numbers[160:], 64, []
+    for kind in ("", SHUFFLED):
+        options = {"max_steps": steps, "per_device_train_batch_size": batch, "learning_rate": 1e-4, "warmup_steps": 20}
+        options |= {"lr_scheduler_type": "cosine", "logging_steps": 10, "save_strategy": "no", "report_to": "none"}
+        trainer = PRMTrainer(
+            model,
+            args=PRMConfig(output_dir=str(folder / f"prm-{kind or 'plain'}"), verbosity="quiet", **options),
+            train_dataset=Dataset.from_list(sums(steps * batch, seen, 1, bool(kind))),
+            eval_dataset=Dataset.from_list(sums(200, held_out, 2)),
+        )
+        trainer.train()
+        accuracy = trainer.evaluate()["eval_accuracy"]
+        score = ProcessReward(trainer.model, trainer.processing_class, aggregate="min")
+        gains = []
+        for trial in range(100):
+            chains = sums(8, held_out, 1000 + trial)
+            texts = ["\n".join(chain["completions"]) + "\n" for chain in chains]
+            best = int(np.argmax(score([chain["prompt"] for chain in chains], texts)))
+            gains.append(float(all(chains[best]["labels"])) - float(all(chains[0]["labels"])))
+        mean, error = np.mean(gains), np.std(gains, ddof=1) / len(gains) ** 0.5
+        found.append(
+            f"prm {kind}: held-out step accuracy {accuracy:.3f} (majority 0.667); best of 8 over first of 8 "
+            f"{mean:+.3f} +- {error:.3f}, {mean / error:.1f} standard errors"
+        )
+    return found
+
+
 RUNS = {**dict.fromkeys(("kto", "bco"), of_labels), **dict.fromkeys(("cpo", "simpo", "orpo", "tpo"), of_pairs)}
+RUNS["prm"] = of_steps
 
 
 def main() -> None:

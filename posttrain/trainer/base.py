@@ -1,8 +1,7 @@
 """BaseTrainer: the only `compute_loss`, the only data preparation, the only log. A method adds its options and its loss.
 
-The hooks of a method, and there are no others: `formats` and `roles` (what it reads), `score` (what it asks the model),
-`loss` (what it makes of the answers), `token_stats` (what it logs about tokens), `before_step` (only for losses that couple the
-pairs of a whole optimizer step). None of them loads a model, pads a tensor, or knows an adapter or a shard.
+The hooks of a method stand under "what a method provides": above all `formats` and `roles` (what it reads), `score` (what it asks
+the model) and `loss` (what it makes of the answers). None of them loads a model, pads a tensor, or knows an adapter or a shard.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from posttrain.trainer import construction
 from posttrain.trainer.checkpoints import hub, run_state, sharding
 from posttrain.trainer.checkpoints.checkpoint import refuse_unwritable
 from posttrain.trainer.checkpoints.persistence import RunLifecycle
-from posttrain.trainer.checkpoints.saving import Checkpoints, nonfinite_weights
+from posttrain.trainer.checkpoints.saving import Checkpoints
 from posttrain.trainer.checkpoints.skipped import SkippedSteps
 from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig, ReferenceConfig
 from posttrain.trainer.references.setup import ReferenceSetup
@@ -94,7 +93,6 @@ class BaseTrainer(transformers.Trainer):
         self.formatting_func = formatting_func
         self.formats, self.roles = self.rows_read(args)
         self.renderer = construction.renderer_of(model, processing_class, args, name)
-        tokenizer = self.renderer.tokenizer
         # Data first: a bad row must be found before minutes go into loading a model.
         train_dataset = self._prepared(train_dataset, "train")
         eval_dataset = self._prepared_evaluation(eval_dataset)
@@ -102,14 +100,14 @@ class BaseTrainer(transformers.Trainer):
         loading = construction.load_options(args, self.task, peft_config, quantization_config, train_dataset)
         self.loaded = load_model(model, loading)
         construction.adopt_vocabulary(self.loaded.model, self.renderer, args)
-        layout = self.loaded.layout
+        pad, layout = self.renderer.tokenizer.pad_token_id, self.loaded.layout
         super().__init__(
             model=self.loaded.model,
             args=args,
-            data_collator=construction.collator_of(data_collator, self.roles, tokenizer.pad_token_id, layout, args),
+            data_collator=construction.collator_of(data_collator, self.roles, pad, layout, args),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=tokenizer,
+            processing_class=self.renderer.tokenizer,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -198,12 +196,8 @@ class BaseTrainer(transformers.Trainer):
 
     def scoring_options(self) -> dict[str, Any]:
         """How the policy's tokens are scored, whatever is asked about them."""
-        args, has_router_loss = self.args, self.loaded.router_loss_weight != 0
-        return {
-            "chunk_tokens": args.chunk_tokens,
-            "keep_logits": bool(args.keep_logits),
-            "router_loss": has_router_loss,
-        }
+        options = {"chunk_tokens": self.args.chunk_tokens, "keep_logits": bool(self.args.keep_logits)}
+        return {**options, "router_loss": self.loaded.router_loss_weight != 0}
 
     def reserved_bytes(self) -> float:
         """Memory of the device that another engine will take later and keep during the update."""
@@ -235,8 +229,7 @@ class BaseTrainer(transformers.Trainer):
         return {}
 
     def method_state(self) -> dict[str, Any]:
-        """What the method has learnt besides the weights (a running mean, a controller): numbers and tensors, equal on all
-        processes. It is saved with every checkpoint."""
+        """What the method learns besides the weights: numbers and tensors, equal on all processes, part of checkpoints."""
         return {}
 
     def load_method_state(self, state: dict[str, Any]) -> None:
@@ -496,10 +489,6 @@ class BaseTrainer(transformers.Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             run_state.load_rng(Path(checkpoint), self.args.process_index)
-
-    def nonfinite_weights(self) -> list[str]:
-        """Names of the tensors that hold NaN or infinity. To be called by all processes."""
-        return nonfinite_weights(self.model, self.args)
 
     def push_to_hub(self, *given: Any, **named: Any) -> Any:
         """Save the model, write its card, upload both. Arguments are those of `hub.push_model`."""

@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 
-from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.checkpoints import saving
 from tests.cli.runs import flags, options_of, posttrain
 
 
@@ -90,7 +90,7 @@ def test_another_reward_is_no_resume(folder, capsys):
 
 
 def test_a_model_that_is_not_finite_is_not_written(folder, capsys, monkeypatch):
-    monkeypatch.setattr(BaseTrainer, "nonfinite_weights", lambda self: ["layers.0.o_proj"])
+    monkeypatch.setattr(saving, "nonfinite_weights", lambda model, args: ["layers.0.o_proj"])
     assert sft(max_steps=1) == 1
     assert "layers.0.o_proj (of 1 tensors) holds NaN" in capsys.readouterr().err
     assert not (folder / "out-sft/model.safetensors").exists()

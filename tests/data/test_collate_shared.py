@@ -53,7 +53,10 @@ def test_prefixes_come_first_then_what_shares_nothing_then_continuations():
         ((Sample([1, 2], [0, 0]), Sample([1, 2], [0, 0])), 1),  # each must go on by a token
         ((Sample([1], [1]), Sample([1, 2], [0, 1])), 0),
         ((Sample([1, 2], [0, 1]),), 0),
-        ((Sample([1, 2, 3, 4], [0, 1, 1, 1]), Sample([1, 2, 3, 5], [0, 0, 0, 1])), 3),  # one is trained on the prompt, too
+        (
+            (Sample([1, 2, 3, 4], [0, 1, 1, 1]), Sample([1, 2, 3, 5], [0, 0, 0, 1])),
+            3,
+        ),  # one is trained on the prompt, too
     ],
 )
 def test_how_much_is_shared(unit, expected):

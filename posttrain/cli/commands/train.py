@@ -51,6 +51,7 @@ def train(config: RunConfig, words: list[str]) -> int:
     from posttrain.rewards.runtime.results import RewardError
     from posttrain.trainer.checkpoints.background_save import EXIT_CODE
     from posttrain.trainer.checkpoints.checkpoint import best_effort
+    from posttrain.trainer.checkpoints.saving import nonfinite_weights
 
     no_bars()
     trainer = trainer_of(config)
@@ -69,7 +70,7 @@ def train(config: RunConfig, words: list[str]) -> int:
         as_usage_error(lambda: trainer.train(resume_from_checkpoint=_resume(config, folder)))
     except RewardError as error:
         return _ended(config.method, str(error))
-    if bad := trainer.nonfinite_weights():
+    if bad := nonfinite_weights(trainer.model, trainer.args):
         return _ended(
             config.method,
             f"{bad[0]} (of {len(bad)} tensors) holds NaN or infinity, so no model is written to {folder}. The last checkpoint "

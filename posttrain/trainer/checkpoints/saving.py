@@ -66,7 +66,6 @@ class SavedRun(Protocol):
     # what it does
     store_flos: Callable[[], None]
     settle_skipped_steps: Callable[..., None]
-    nonfinite_weights: Callable[[], list[str]]
     save_model: Callable[..., None]
     save_state_files: Callable[[Path], None]
     _save_scaler: Callable[[str], None]
@@ -277,7 +276,7 @@ class Checkpoints:
         files.write_json(path, dataclasses.asdict(self.run.state))
 
     def _refuse_to_save_nonfinite_weights(self) -> bool:
-        bad = self.run.nonfinite_weights()
+        bad = nonfinite_weights(self.run.model, self.run.args)
         if not bad:
             return False
         found = (
