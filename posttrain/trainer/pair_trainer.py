@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.data.rows.formats import PREFERENCE, TOKENISED_PREFERENCE
 from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.construction import refuse_arguments
 
 SIDES = ("chosen", "rejected")
 
@@ -38,3 +40,30 @@ class PairTrainer(BaseTrainer):
     def predictions(self, batch: TokenBatch, policy: TokenScores, output: LossOutput) -> tuple[Tensor, Tensor]:
         rewards = torch.stack([output.metrics[f"rewards/{name}"] for name in SIDES], dim=1)
         return rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)  # column 0 should win
+
+
+class ReferenceFreePairTrainer(PairTrainer):
+    """A method of pairs without a reference model, whose constructor has TRL's older order of arguments."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable | None = None,
+        peft_config: Any = None,
+        compute_metrics: Callable | None = None,
+        **named: Any,
+    ) -> None:
+        refused = {"model_init": model_init, "preprocess_logits_for_metrics": preprocess_logits_for_metrics}
+        refuse_arguments(type(self).__name__, model, **refused)
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, optimizers,
+            peft_config=peft_config, **named,
+        )  # fmt: skip
