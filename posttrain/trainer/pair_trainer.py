@@ -18,6 +18,7 @@ from posttrain.losses.named_options import call, function_name, unused_options
 from posttrain.losses.pair import Coupling, Pair, coupled_coefficients
 from posttrain.losses.preference import PREFERENCE_LOSSES, preference_loss
 from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.construction import refuse_arguments
 from posttrain.trainer.options.preference import LOSS_OPTIONS
 from posttrain.trainer.step.gathering import gathered_rows
 
@@ -52,6 +53,33 @@ class PairTrainer(Pairs, BaseTrainer):
     """A method whose rows hold a chosen and a rejected answer."""
 
     formats = (PREFERENCE, TOKENISED_PREFERENCE)
+
+
+class ReferenceFreePairTrainer(PairTrainer):
+    """A method of pairs without a reference model, whose constructor has TRL's older order of arguments."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        model_init: Callable | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable | None = None,
+        peft_config: Any = None,
+        compute_metrics: Callable | None = None,
+        **named: Any,
+    ) -> None:
+        refused = {"model_init": model_init, "preprocess_logits_for_metrics": preprocess_logits_for_metrics}
+        refuse_arguments(type(self).__name__, model, **refused)
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, optimizers,
+            peft_config=peft_config, **named,
+        )  # fmt: skip
 
 
 class PreferenceLosses:
