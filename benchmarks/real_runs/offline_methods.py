@@ -5,9 +5,9 @@
 KTO and BCO: answers that close with a courtesy are wanted, others are not; how well does the implicit reward tell held-out rows
 apart (area under the ROC curve)? Control: labels shuffled within each kind of answer, so that they say nothing about it; the mean
 over several shuffles. CPO, SimPO, ORPO, TPO: an answer of one sentence is better than one of three; for how many held-out pairs is
-the mean log-prob of the better one higher? Control: the same pairs turned round. PRM: chains of steps
-that name the kind of a thing, a third of them wrong; is each step about an unseen thing judged rightly, and does the best of eight chains by the lowest score of a step beat the first? Control:
-shuffled labels.
+the mean log-prob of the better one higher? Control: the same pairs turned round. PRM: chains of steps that name the kind of a
+thing, a third of them wrong; is each step about an unseen thing judged rightly, and does the best of eight chains by the lowest
+score of a step beat the first? Control: shuffled labels.
 """
 
 from __future__ import annotations
