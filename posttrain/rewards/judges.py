@@ -236,18 +236,11 @@ class JudgeReward:
         pairs = [pair for members in groups for pair in itertools.combinations(members, 2)]
         asked = [prompts[i] for i, _ in pairs], [[completions[i], completions[j]] for i, j in pairs]
         found: list[list[Verdict]] = [[] for _ in prompts]
-        for (i, j), verdict in zip(pairs, self._verdicts(*asked) if pairs else ()):
+        verdicts = verdicts_of(self.judge, *asked, self.shuffle_order, self.soft, self.seconds) if pairs else ()
+        for (i, j), verdict in zip(pairs, verdicts):
             found[i].append(verdict)
             found[j].append(verdict.swapped())
         return found
-
-    def _verdicts(self, prompts: list[Any], pairs: list[list[Any]]) -> list[Verdict]:
-        if isinstance(self.judge, ScoringJudge):
-            found = self.judge.verdicts(prompts, pairs, self.shuffle_order, self.soft, seconds=self.seconds)
-            return found if self.soft else [one if one.is_failure else Verdict(1 - one.winner) for one in found]
-        more = {"return_scores": True} if self.soft else {}
-        answers = entries_of(self.judge.judge(prompts, pairs, self.shuffle_order, **more), len(pairs))
-        return [_decided(answer, None if self.soft else (0, TIE, 1), falling=not self.soft) for answer in answers]
 
     def _ranked(self, prompts: list[Any], completions: list[Any], groups: list[list[int]]) -> list[list[Verdict]]:
         found: list[list[Verdict]] = [[] for _ in prompts]
@@ -269,6 +262,23 @@ class JudgeReward:
     def beside(self) -> Callable[..., Any]:
         """The same as an async function, for judges that wait for servers: several groups at once."""
         return _Beside(self)
+
+
+def verdicts_of(
+    judge: BasePairwiseJudge,
+    prompts: Sequence[Any],
+    pairs: Sequence[Sequence[Any]],
+    shuffle_order: bool = True,
+    soft: bool = False,
+    seconds: float | None = None,
+) -> list[Verdict]:
+    """What any pairwise judge says of these pairs; where it is not asked for probabilities, 1, 0 or TIE."""
+    if isinstance(judge, ScoringJudge):
+        found = judge.verdicts(prompts, pairs, shuffle_order, soft, seconds=seconds)
+        return found if soft else [one if one.is_failure else Verdict(1 - one.winner) for one in found]
+    more = {"return_scores": True} if soft else {}
+    answers = entries_of(judge.judge([*prompts], [*pairs], shuffle_order, **more), len(pairs))
+    return [_decided(answer, None if soft else (0, TIE, 1), falling=not soft) for answer in answers]
 
 
 ALONE = "it is the only completion of its prompt that can be judged, and a judge compares completions."
