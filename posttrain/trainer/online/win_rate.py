@@ -41,6 +41,7 @@ from posttrain.trainer.report.progress import cut, show_table, table_to_wandb
 logger = logging.getLogger(__name__)
 
 FOLDER = "win_rate"
+OWN_SEED = 0x317  # other numbers are drawn than in training, and the same ones for the reference and in each evaluation
 TOP_K = 50
 """What transformers' `generate` takes where a GenerationConfig that samples has no `top_k`."""
 
@@ -259,7 +260,8 @@ def sampling_of(config: GenerationConfig | None, args: Any, stop_ids: tuple[int,
     """The same in the words of our engines; what they cannot do is refused."""
     if config is None:
         if hasattr(args, "sampling"):  # an online method
-            return args.sampling(stop_ids)
+            params = args.sampling(stop_ids)
+            return replace(params, seed=params.seed ^ OWN_SEED)
         return SamplingParams(DEFAULT_NEW_TOKENS, temperature=0.0, stop_ids=stop_ids, seed=args.seed)
     given = {name: value for name, value in config.to_diff_dict().items() if name not in IGNORED and value is not None}
     if unknown := given.keys() - READ:
