@@ -115,7 +115,7 @@ class ChatJudge(ScoringJudge):
         max_requests: int | None = None,
         timeout: float = 30.0,
         deadline: float = 600.0,
-        retries: int = 3,
+        retries: int = 5,
         backoff: float = 0.5,
         concurrency: int = 8,
         orders: str = ONE,

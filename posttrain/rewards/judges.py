@@ -31,6 +31,7 @@ from posttrain.rewards.judging import (
     Verdict,
     checked_pairs,
     plain_lines,
+    refuse_without_scores,
 )
 from posttrain.rewards.runtime.invoke import ERROR, INVALID
 from posttrain.rewards.runtime.options import RewardOptions
@@ -174,6 +175,8 @@ def judge_reward(judge: BaseJudge, *, soft: bool | None = None, shuffle_order: b
         raise TypeError(
             f"{type(judge).__name__} is neither a rank judge nor a pairwise or a binary one: subclass one of these."
         )
+    if soft:
+        refuse_without_scores(judge)
     return JudgeReward(judge, getattr(judge, "soft", False) if soft is None else soft, shuffle_order)
 
 
@@ -199,11 +202,12 @@ class JudgeReward:
         prompts: list[Any],
         completions: list[Any],
         gold_completions: list[Any] | None = None,
-        groups: list[int] | None = None,
+        group_numbers: list[int] | None = None,
         log_metric: Callable[[str, float], None] | None = None,
         log_failure: Callable[[int, str, str], None] | None = None,
     ) -> list[float | None]:
-        """`groups`: which completions belong together; None: those of equal prompts. `gold_completions` are for binary judges."""
+        """`group_numbers`: which completions belong together; None: those of equal prompts. `gold_completions` are for binary
+        judges."""
         if not self.judge.reads_messages:
             prompts, completions = [plain_lines(one) for one in prompts], [plain_lines(one) for one in completions]
         if isinstance(self.judge, BaseBinaryJudge):
@@ -211,10 +215,8 @@ class JudgeReward:
             found = [[_decided(answer, (0, 1))] for answer in entries_of(answers, len(prompts))]
         else:
             members: dict[Any, list[int]] = {}
-            for place, prompt in enumerate(prompts):
-                members.setdefault(json.dumps(prompt, default=str) if groups is None else groups[place], []).append(
-                    place
-                )
+            for place, number in enumerate(group_numbers or [json.dumps(prompt, default=str) for prompt in prompts]):
+                members.setdefault(number, []).append(place)
             how = self._ranked if isinstance(self.judge, BaseRankJudge) else self._won
             found = how(prompts, completions, [*members.values()])
             self._log_ties(found, log_metric)
@@ -311,11 +313,12 @@ class _Beside:
         from concurrent.futures import Future
 
         outcome: Future[list[float | None]] = Future()
+        outcome.set_running_or_notify_cancel()  # from here on it gets its result, whether or not somebody still waits for it
 
         def run() -> None:
             try:
                 outcome.set_result(self.reward(prompts, completions, log_metric=log_metric, log_failure=log_failure))
-            except BaseException as error:  # raised by whoever waits, unless nobody does any more
+            except BaseException as error:  # raised where it is waited for
                 outcome.set_exception(error)
 
         threading.Thread(target=run, daemon=True, name="judge of a group").start()

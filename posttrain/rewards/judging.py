@@ -9,6 +9,7 @@ Workers that run a judge of the user's import this module: it needs the standard
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import math
 from abc import ABC, abstractmethod
@@ -119,6 +120,12 @@ class ScoringJudge(BasePairwiseJudge):
         """0, 1, TIE or FAILED; with `return_scores` the probability that the first is better, NaN where the judge failed."""
         found = self.verdicts(prompts, completions, shuffle_order, return_scores, temperature)
         return [verdict.first_wins if return_scores else verdict.winner for verdict in found]
+
+
+def refuse_without_scores(judge: BaseJudge) -> None:
+    """Where a judge is to give probabilities and cannot."""
+    if "return_scores" not in inspect.signature(judge.judge).parameters:
+        raise ValueError(f"{type(judge).__name__} gives no probabilities: its `judge` takes no `return_scores`.")
 
 
 def checked_pairs(prompts: Sequence[Any], completions: Sequence[Sequence[Any]]) -> list[tuple[Any, Any, Any]]:

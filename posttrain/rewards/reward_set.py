@@ -270,7 +270,7 @@ class RewardRound:
         for reward in self._last if self._samples else ():
             call = Call(reward, [*range(len(self._samples))], self._samples, self._outcomes)
             self._runner.take(
-                call, invoke(reward.function, reward.wants, {**all_arguments(call), "groups": self._groups})
+                call, invoke(reward.function, reward.wants, {**all_arguments(call), "group_numbers": self._groups})
             )
 
     def _check_arguments(self, group: list[Judged]) -> None:

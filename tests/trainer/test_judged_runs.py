@@ -127,20 +127,25 @@ class Coin(BasePairwiseJudge):
         return [int(is_swapped(1, prompt, *pair)) for prompt, pair in zip(prompts, completions)]
 
 
-@pytest.mark.parametrize(
-    ("judge", "lowest", "highest"), [(More(), 0.7, 1.0), (Coin(), 0.3, 0.7)], ids=["judge", "coin"]
-)
-def test_a_policy_trained_on_a_judge_wins_against_its_beginning_and_one_trained_on_coins_does_not(
-    tmp_path, judge, lowest, highest
-):
+def rate_after(folder, judge, seed):
+    """Win rate of a policy trained on a judge, as `More` sees it."""
     made = grpo(
-        tmp_path, judge, reward_workers=0, max_steps=20, per_device_train_batch_size=32, num_generations=4, beta=0.0,
+        folder, judge, reward_workers=0, max_steps=20, per_device_train_batch_size=32, num_generations=4, beta=0.0, seed=seed,
         eval_strategy="steps", eval_steps=20, eval_dataset=rows(128),
     )  # fmt: skip
     made.add_callback(WinRateCallback(More(), made))
     made.train()
-    (rate,) = [entry["eval_win_rate"] for entry in logged(tmp_path) if "eval_win_rate" in entry]
-    assert lowest <= rate <= highest
+    (rate,) = [entry["eval_win_rate"] for entry in logged(folder) if "eval_win_rate" in entry]
+    return rate
+
+
+def test_a_policy_trained_on_a_judge_wins_against_its_beginning(tmp_path):
+    assert rate_after(tmp_path, More(), 1) > 0.7
+
+
+def test_a_policy_trained_on_coins_does_not(tmp_path):
+    """A random walk goes somewhere, so it is the mean of several."""
+    assert 0.35 < np.mean([rate_after(tmp_path / str(seed), Coin(), seed) for seed in range(1, 4)]) < 0.65
 
 
 # ---- win rates ---------------------------------------------------------------------------------------------------------

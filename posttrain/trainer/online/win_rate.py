@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from posttrain.evaluation.run import stop_ids
 from posttrain.models.inference import evaluating
 from posttrain.models.load.reference import FrozenCopy
 from posttrain.rewards.judges import verdicts_of
-from posttrain.rewards.judging import TIE, BasePairwiseJudge, Verdict, plain_lines
+from posttrain.rewards.judging import TIE, BasePairwiseJudge, Verdict, plain_lines, refuse_without_scores
 from posttrain.rewards.runtime.invoke import ERROR, described
 from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
 from posttrain.rollout.episodes.episode import SingleTurn, run_episodes
@@ -89,10 +88,8 @@ class WinRateCallback(TrainerCallback):
     ) -> None:
         if not isinstance(judge, BasePairwiseJudge):
             raise TypeError(f"A win rate needs a pairwise judge; {type(judge).__name__} is not one.")
-        if use_soft_judge and "return_scores" not in inspect.signature(judge.judge).parameters:
-            raise ValueError(
-                f"{type(judge).__name__} gives no probabilities (`return_scores`): leave `use_soft_judge` off."
-            )
+        if use_soft_judge:
+            refuse_without_scores(judge)
         if num_prompts is not None:
             check_range("num_prompts", num_prompts, 1)
         self.judge, self.trainer = judge, trainer
