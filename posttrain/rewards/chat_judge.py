@@ -51,7 +51,7 @@ THOUGHT = re.compile(r"<think>.*?(</think>|\Z)", re.DOTALL)
 
 
 class JudgeError(RuntimeError):
-    """A judge cannot go on at all; the message says why."""
+    """A judge cannot continue; the message says why."""
 
 
 class _Failed(Exception):

@@ -11,7 +11,8 @@ number, or None for "does not apply", for each completion; what else it may retu
 with one group at a time. When such a call raises, hangs or kills its worker, the samples of the group are called one by one,
 so that only the guilty one is lost. In a worker `trainer_state` is a copy of the state's plain fields. `environments` are live
 objects of the trainer's process: a function that names this argument runs there; one that takes **kwargs alone runs in a worker
-without them.
+without them. One that names `log_failure` may call it with (place, message, kind) for samples that it could not judge; they fail
+as if it had raised for them alone.
 
 Reward models run in the trainer's process when the round is finished, in micro-batches by tokens.
 

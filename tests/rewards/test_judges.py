@@ -224,6 +224,16 @@ def test_what_may_pass_is_tried_again_and_is_counted_once(fault):
         assert judge.requests == 1
 
 
+def test_a_late_answer_is_a_failure_and_is_not_taken_for_that_of_the_next_question():
+    def behave(asked):
+        return late(5.0, lambda _: said("0"))(asked) if asked.prompt == "late" else said("1")
+
+    with ChatServer(behave) as server:
+        judge = ChatJudge(server.url, "m", concurrency=1, timeout=3.0, **SOON)
+        judged = judge.judge(["on time", "late", "next"], [["a", "b"]] * 3, shuffle_order=False)
+        assert judged == [1, -1, 1]
+
+
 @pytest.mark.parametrize("status", [400, 401, 404, 422])
 def test_a_refusal_that_will_not_pass_is_not_tried_again(status):
     with ChatServer(lambda asked: (status, {"error": "no"})) as server:

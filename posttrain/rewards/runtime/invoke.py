@@ -14,7 +14,16 @@ from typing import Any
 
 from posttrain.rewards.runtime.values import InvalidAnswer, InvalidValue, entries_of, number_of
 
-OURS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+OURS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "log_failure",
+    "environments",
+)
 """Arguments that the runtime makes; every other one is a column of the dataset."""
 
 ERROR, TIMEOUT, INVALID, CRASH = "error", "timeout", "invalid", "crash"
@@ -76,7 +85,11 @@ class CallLog:
 
     def log_failure(self, place: int, message: str, kind: str = ERROR) -> None:
         """The sample at `place` could not be judged, whatever stands there in the answer."""
-        self.failures[place] = (kind, message)
+        if kind not in (ERROR, TIMEOUT, INVALID) or not 0 <= place < self.count:
+            raise ValueError(
+                f"log_failure({place}, ..., {kind!r}) is not about one of the {self.count} samples, or of no known kind."
+            )
+        self.failures[place] = (kind, str(message))
 
 
 def plain(value: Any) -> Any:
