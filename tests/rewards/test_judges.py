@@ -365,6 +365,8 @@ def test_a_failed_comparison_leaves_the_others_their_share():
 def test_a_judge_of_trl_runs_in_a_worker_by_whole_groups_and_its_failures_are_masked_and_counted():
     groups = [group("p", "a", "bb"), group("fail", "a", "bb"), group("p", "cc", "b", "ddd")]  # equal prompts stay apart
     groups += [group(f"p{n}", "a", "bb") for n in range(3)]
+    with RewardSet(Shorter()) as rewards:
+        assert rewards.notes == []  # it travels: it does not stay in this process
     results = judged_by(Shorter(), *groups)
     assert results.values[:7, 0].tolist() == [1, 0, pytest.approx(math.nan, nan_ok=True)] + [
         pytest.approx(math.nan, nan_ok=True),
@@ -390,6 +392,21 @@ def test_a_judge_that_raises_fails_its_group_which_is_never_split():
     results = judged_by(Raises(), *groups)
     assert results.masked.tolist() == [True] * 3 + [False] * 6
     assert all("RuntimeError: no judgement today" in failure.message for failure in results.failures)
+
+
+class Hangs(BasePairwiseJudge):
+    def judge(self, prompts, completions, shuffle_order=True):
+        if "hang" in prompts[0]:
+            threading.Event().wait(600)
+        return [0] * len(prompts)
+
+
+def test_a_judge_of_trl_that_hangs_is_ended_with_its_group():
+    results = judged_by(Hangs(), group("hang", "a", "bb"), *[group(f"p{n}", "a", "bb") for n in range(3)], timeout=3.0)
+    assert results.masked.tolist() == [True] * 2 + [False] * 6
+    assert [str(failure) for failure in results.failures] == [
+        f"Reward Hangs, sample {n} (timeout): it ran longer than 3 s." for n in (0, 1)
+    ]
 
 
 def test_a_chat_judge_masks_what_a_faulty_server_does_to_it_and_says_why():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from posttrain import (
 )
 from posttrain.rewards.judging import Verdict, is_swapped
 from posttrain.rollout.schedule import Schedule
+from posttrain.trainer.online import win_rate
 from posttrain.trainer.online.win_rate import sampling_of, win_rates
 from tests import tiny
 from tests.rewards.chat_server import DROP, HANG, ChatServer, longer, said
@@ -292,6 +294,24 @@ def test_a_judge_that_raises_does_not_end_the_run(tmp_path, caplog):
     (found,) = [entry for entry in logged(tmp_path) if "eval_judge_failed" in entry]
     assert found["eval_judge_failed"] == 1.0
     assert "RuntimeError: not today" in caplog.text
+
+
+def test_a_judge_that_hangs_does_not_hold_up_the_run(tmp_path, caplog, monkeypatch):
+    over = threading.Event()
+
+    class Hangs(BasePairwiseJudge):
+        def judge(self, prompts, completions, shuffle_order=True):
+            over.wait(600)
+            return [0] * len(prompts)
+
+    monkeypatch.setattr(win_rate, "SPARE", 0.1)
+    made = sft(tmp_path, max_steps=1, eval_strategy="steps", eval_steps=1)
+    made.add_callback(WinRateCallback(Hangs(), made, num_prompts=2, judge_timeout=0.5))
+    made.train()
+    over.set()
+    (found,) = [entry for entry in logged(tmp_path) if "eval_judge_failed" in entry]
+    assert found["eval_judge_failed"] == 1.0
+    assert "it did not answer within 0.5 s" in caplog.text
 
 
 def test_how_answers_are_written(tmp_path):

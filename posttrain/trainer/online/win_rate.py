@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,12 +20,13 @@ from posttrain.evaluation.run import stop_ids
 from posttrain.models.inference import evaluating
 from posttrain.models.load.reference import FrozenCopy
 from posttrain.rewards.judges import verdicts_of
-from posttrain.rewards.judging import TIE, BasePairwiseJudge, Verdict, plain_lines, refuse_without_scores
-from posttrain.rewards.runtime.invoke import ERROR, described
+from posttrain.rewards.judging import CALLER, TIE, BasePairwiseJudge, Verdict, plain_lines, refuse_without_scores
+from posttrain.rewards.runtime.invoke import ERROR, TIMEOUT, described
 from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
 from posttrain.rollout.episodes.episode import SingleTurn, run_episodes
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import Request
+from posttrain.serve.wire.collective import in_background
 from posttrain.trainer.online.log_completions import (
     DEFAULT_NEW_TOKENS,
     PRINTED_CHARACTERS,
@@ -41,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "win_rate"
 OWN_SEED = 0x317  # other numbers are drawn than in training, and the same ones for the reference and in each evaluation
+SPARE = 5.0  # seconds in which a judge that keeps the time itself hands over what it has
 TOP_K = 50
 """What transformers' `generate` takes where a GenerationConfig that samples has no `top_k`."""
 
@@ -73,6 +76,7 @@ class WinRateCallback(TrainerCallback):
         shuffle_order: whether the judge is shown either answer first.
         use_soft_judge: ask for probabilities.
         prompts: texts or conversations in the place of the evaluation set's.
+        judge_timeout: seconds after which a judge that has not answered has failed.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class WinRateCallback(TrainerCallback):
         use_soft_judge: bool = False,
         *,
         prompts: Sequence[Any] | None = None,
+        judge_timeout: float = 600.0,
     ) -> None:
         if not isinstance(judge, BasePairwiseJudge):
             raise TypeError(f"A win rate needs a pairwise judge; {type(judge).__name__} is not one.")
@@ -92,8 +97,9 @@ class WinRateCallback(TrainerCallback):
             refuse_without_scores(judge)
         if num_prompts is not None:
             check_range("num_prompts", num_prompts, 1)
+        check_range("judge_timeout", judge_timeout, 0, open_low=True)
         self.judge, self.trainer = judge, trainer
-        self.shuffle_order, self.soft = shuffle_order, use_soft_judge
+        self.shuffle_order, self.soft, self.judge_timeout = shuffle_order, use_soft_judge, judge_timeout
         self.engine = RunEngine(trainer, "win rate")
         self.rows = evaluation_prompts(trainer, prompts, num_prompts)
         ends = getattr(trainer, "stop_ids", None) or stop_ids(trainer.model, trainer.processing_class)
@@ -193,7 +199,10 @@ class WinRateCallback(TrainerCallback):
         prompts = [show(self.rows[n].prompt) for n in places]
         pairs = [[show(self.reference[n]), show(policy[n])] for n in places]
         try:
-            answers = verdicts_of(self.judge, prompts, pairs, self.shuffle_order, self.soft) if pairs else []
+            answers = self._asked(prompts, pairs) if pairs else []
+        except TimeoutError:
+            reason = f"it did not answer within {self.judge_timeout:g} s."
+            answers = [Verdict(kind=TIMEOUT, reason=reason)] * len(pairs)
         except Exception as error:  # a judge is the user's, or a server's
             answers = [Verdict(kind=ERROR, reason=described(error))] * len(pairs)
         found = [Verdict(kind=ERROR, reason="an answer could not be written.")] * len(policy)
@@ -205,6 +214,13 @@ class WinRateCallback(TrainerCallback):
                 f"{failures[0].reason}"
             )
         return found
+
+    def _asked(self, prompts: list[Any], pairs: list[list[Any]]) -> list[Verdict]:
+        """On a thread that can be left behind, but for judges that use the device of the run."""
+        ask = partial(
+            verdicts_of, self.judge, prompts, pairs, self.shuffle_order, self.soft, seconds=self.judge_timeout
+        )
+        return ask() if self.judge.runs == CALLER else in_background(ask, "judge").result(self.judge_timeout + SPARE)
 
     def _keep(self, step: int, policy: list[Any], verdicts: list[Verdict]) -> None:
         args = self.trainer.args
