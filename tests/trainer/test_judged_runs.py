@@ -33,7 +33,9 @@ from posttrain.rollout.schedule import Schedule
 from posttrain.trainer.online import win_rate
 from posttrain.trainer.online.win_rate import sampling_of, win_rates
 from tests import tiny
+from tests.forked import start_group, wait_for_group
 from tests.rewards.chat_server import DROP, HANG, ChatServer, longer, said
+from tests.trainer import sharded_answers
 
 QUICK = {
     "max_steps": 2, "per_device_train_batch_size": 16, "report_to": "none", "logging_steps": 1, "use_cpu": True,
@@ -312,6 +314,22 @@ def test_a_judge_that_hangs_does_not_hold_up_the_run(tmp_path, caplog, monkeypat
     (found,) = [entry for entry in logged(tmp_path) if "eval_judge_failed" in entry]
     assert found["eval_judge_failed"] == 1.0
     assert "it did not answer within 0.5 s" in caplog.text
+
+
+@pytest.mark.slow
+def test_two_processes_under_fsdp_write_and_judge_what_one_does(tmp_path):
+    homes = [tmp_path / "one", tmp_path / "two"]
+    for processes, home in enumerate(homes, 1):
+        group = start_group(
+            processes, lambda rank, home=home: sharded_answers.main(home), tmp_path / f"rank{processes}"
+        )
+        assert wait_for_group(group) == [0] * processes
+    for method in sharded_answers.METHODS:
+        for name in ("reference", "step_2"):
+            assert table(homes[0] / method, name) == table(homes[1] / method, name), (method, name)
+        scores = [[e["evals/said/score"] for e in logged(home / method) if "evals/said/score" in e] for home in homes]
+        assert scores[0] == scores[1]
+        assert len(scores[0]) == 2  # before the first step, and after the last
 
 
 def test_how_answers_are_written(tmp_path):

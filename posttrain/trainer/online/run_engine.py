@@ -38,6 +38,8 @@ class RunEngine:
             raise ValueError("Answers are written with whole weights; under DeepSpeed they are in pieces. Use FSDP.")
         self.trainer = trainer
         self._engine: RolloutEngine | None = None
+        if trainer.is_fully_sharded and getattr(trainer, "engine", None) is None:
+            self._engine = self._made(trainer.model)  # now: a model that is in pieces cannot be copied
 
     @contextmanager
     def writing(self) -> Iterator[RolloutEngine]:
@@ -50,7 +52,7 @@ class RunEngine:
 
     @contextmanager
     def writing_of(self, model: nn.Module) -> Iterator[RolloutEngine]:
-        """Of another model than the one that is trained, once."""
+        """Of another model than the one that is trained, once. It must be whole."""
         engine = self._made(model)
         engine.load_weights(None, 0)
         engine.wake()
@@ -60,7 +62,9 @@ class RunEngine:
             engine.sleep()
 
     def close(self) -> None:
-        self._engine = None
+        """Until it is needed again."""
+        if not self.trainer.is_fully_sharded:
+            self._engine = None
 
     def _ready(self) -> RolloutEngine:
         trainer, step = self.trainer, self.trainer.state.global_step

@@ -56,6 +56,7 @@ class JudgedRun(WritingRun, AnsweringRun, Protocol):
     state: TrainerState
     model: nn.Module
     processing_class: Any
+    is_fully_sharded: bool
     reference: Any
     log: Callable[[dict[str, float]], None]
 
@@ -101,6 +102,7 @@ class WinRateCallback(TrainerCallback):
         self.judge, self.trainer = judge, trainer
         self.shuffle_order, self.soft, self.judge_timeout = shuffle_order, use_soft_judge, judge_timeout
         self.engine = RunEngine(trainer, "win rate")
+        reference_model(trainer)  # may refuse
         self.rows = evaluation_prompts(trainer, prompts, num_prompts)
         ends = getattr(trainer, "stop_ids", None) or stop_ids(trainer.model, trainer.processing_class)
         self.sampling = sampling_of(generation_config, trainer.args, ends)
@@ -264,9 +266,18 @@ def win_rates(verdicts: Sequence[Verdict], soft: bool) -> dict[str, float]:
 
 
 def reference_model(trainer: JudgedRun) -> nn.Module | None:
-    """A reference of the run that is a model of its own; every other kind is the trained model before its first step."""
+    """A reference that is another model than the trained one as it is now; None: it is that one, or nothing else is there."""
     reference = getattr(trainer, "live", None) or trainer.reference
-    return reference.model if isinstance(reference, FrozenCopy) else None
+    if not isinstance(reference, FrozenCopy) or not (reference.is_given or trainer.state.global_step):
+        return None
+    if not trainer.is_fully_sharded:
+        return reference.model
+    if reference.is_given:
+        raise ValueError(
+            "Under FSDP a win rate is measured against the model before training, and this run was given another one as "
+            "`ref_model`, which is in pieces. Leave WinRateCallback out, or train without sharding."
+        )
+    return None
 
 
 def sampling_of(config: GenerationConfig | None, args: Any, stop_ids: tuple[int, ...]) -> SamplingParams:
