@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import math
 import threading
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet
 import pytest
 from datasets import Dataset
+from torch import nn
 from transformers import GenerationConfig
 
 from posttrain import (
@@ -28,10 +31,11 @@ from posttrain import (
     SFTTrainer,
     WinRateCallback,
 )
+from posttrain.models.load.reference import frozen_copy
 from posttrain.rewards.judging import Verdict, is_swapped
 from posttrain.rollout.schedule import Schedule
 from posttrain.trainer.online import win_rate
-from posttrain.trainer.online.win_rate import sampling_of, win_rates
+from posttrain.trainer.online.win_rate import reference_model, sampling_of, win_rates
 from tests import tiny
 from tests.forked import start_group, wait_for_group
 from tests.rewards.chat_server import DROP, HANG, ChatServer, longer, said
@@ -314,6 +318,21 @@ def test_a_judge_that_hangs_does_not_hold_up_the_run(tmp_path, caplog, monkeypat
     (found,) = [entry for entry in logged(tmp_path) if "eval_judge_failed" in entry]
     assert found["eval_judge_failed"] == 1.0
     assert "it did not answer within 0.5 s" in caplog.text
+
+
+def test_which_model_is_the_reference():
+    own, given = frozen_copy(nn.Linear(1, 1)), replace(frozen_copy(nn.Linear(1, 1)), is_given=True)
+
+    def run(reference, step=0, sharded=False):
+        state = SimpleNamespace(global_step=step)
+        return SimpleNamespace(reference=reference, state=state, is_fully_sharded=sharded)
+
+    assert reference_model(run(None)) is reference_model(run(own)) is None  # the policy, before its first step
+    assert reference_model(run(own, step=3)) is own.model  # resumed without the file of its answers
+    assert reference_model(run(given)) is given.model
+    assert reference_model(run(own, step=3, sharded=True)) is None
+    with pytest.raises(ValueError, match="Under FSDP a win rate is measured against the model before training"):
+        reference_model(run(given, sharded=True))
 
 
 @pytest.mark.slow
