@@ -118,6 +118,8 @@ class OnlineTrainer(BaseTrainer):
             report=self.loaded.notes.append,
             watch=False,  # the log of rollouts looks at those of all processes
         )
+        if self.rewards.compares_groups:
+            self.args.refuse_lone_completions(self.rewards.names[0])
         fit_memory(self)
         self.engine = engine if engine is not None else self._make_engine()
         if self.corrects_sampler:

@@ -232,6 +232,17 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
         """Completions of a micro-batch whose size is this by the options."""
         return batch_size
 
+    def refuse_lone_completions(self, judge: str) -> None:
+        """Where a judge, which compares the completions of a prompt, would not see them together."""
+        if self.schedule().splits_groups:
+            raise ValueError(
+                f"{judge} compares the completions of a prompt, which here lie on several processes: make "
+                "`per_device_train_batch_size` x `gradient_accumulation_steps` a multiple of `num_generations`."
+            )
+        for name in ("num_generations", "num_generations_eval"):
+            if getattr(self, name) == 1:
+                raise ValueError(f"{judge} compares the completions of a prompt, and `{name}` is 1: make it 2 or more.")
+
     def window_rules(self) -> WindowRules:
         return WindowRules(self.drop_zero_variance, self.refill_rounds, self.mask_truncated_completions)
 
