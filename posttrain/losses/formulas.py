@@ -112,7 +112,13 @@ ADVANTAGE_FORMULAS = {
     "/ (std_group(r_k) + 1e-4))",
     "rloo": "r - mean of the other {others} of the group",
 }
-"""Value of `scale_rewards` (or the name of another rule) -> the advantage A."""
+"""Value of `scale_rewards` (or the name of another rule) -> the advantage A; `std` is the sample's."""
+
+
+def advantage_formula(rule: str, std: str) -> str:
+    """With another standard deviation than the sample's, the line says so."""
+    line = ADVANTAGE_FORMULAS[rule]
+    return line if std == "sample" else line.replace("std_", f"{std}_std_")
 
 
 @dataclass(frozen=True)

@@ -310,16 +310,17 @@ class PolicyLoss:
 def policy_loss(name: str, tokens: PolicyTokens, options: Any, reference_logps: Tensor | None = None) -> LossOutput:
     """The loss `name` of these completions, with its metrics. `options` is a config or a mapping.
 
-    With `reference_logps`, (N,), the loss has the KL term `beta * k3`, divided as its policy term is. An option that is
-    None stands for the loss's own default.
+    With `reference_logps`, (N,), the loss has the KL term `beta * k3`, divided as its policy term is; with `beta` 0 the
+    divergence is logged and nothing more. An option that is None stands for the loss's own default.
     """
     loss = POLICY_LOSSES[name]
     ratios = RATIOS[call(chosen_level, name, loss, options=options)](tokens)
     values, metrics = call(loss.surrogate, tokens, ratios, options=options)
     values = tokens.weighted(values, corrected=loss.folds_correction)
     if reference_logps is not None and loss.has_kl:
-        penalty, kl = call(kl_penalty, tokens, ratios, reference_logps, options=options)
-        values, metrics = values + penalty, {**metrics, "kl": kl}
+        penalty, measured = call(kl_penalty, tokens, ratios, reference_logps, options=options)
+        values = values if penalty is None else values + penalty
+        metrics = {**metrics, **measured}
     term = call(loss.normaliser, tokens.batch, values, options=options)
     real = {"token": tokens.batch.num_trained, "sequence": tokens.batch.num_samples, "batch": tokens.batch.num_units}
     # A pass of a micro-batch is a part of its mean: the log puts the parts together by their tokens.
@@ -329,17 +330,27 @@ def policy_loss(name: str, tokens: PolicyTokens, options: Any, reference_logps: 
 
 
 def kl_penalty(
-    tokens: PolicyTokens, ratios: Ratios, reference_logps: Tensor, *, beta: float, use_bias_correction_kl: bool = True
-) -> tuple[Tensor, Tensor]:
-    """(N,) beta * k3, and (N,) k3 itself for the log.
+    tokens: PolicyTokens,
+    ratios: Ratios,
+    reference_logps: Tensor,
+    *,
+    beta: float,
+    use_bias_correction_kl: bool = True,
+    kl_clip: float | None = None,
+) -> tuple[Tensor | None, Metrics]:
+    """(N,) beta * k3, None where beta is 0, and k3 itself for the log.
 
     The tokens were drawn from the old policy: times rho, k3 is an unbiased estimate also after the policy has moved
-    (DeepSeek-V3.2).
+    (DeepSeek-V3.2). What a token adds is at most `kl_clip`; above it, it has no gradient.
     """
     divergences = k3(tokens.logps, reference_logps)
     if use_bias_correction_kl:
         divergences = divergences * ratios.tokens
-    return beta * divergences, divergences.detach()
+    metrics = {}
+    if kl_clip is not None:
+        metrics["kl_clip_ratio"] = _shares(divergences.detach() > kl_clip, divergences)
+        divergences = divergences.clamp(max=kl_clip)
+    return (beta * divergences if beta else None), metrics | {"kl": divergences.detach()}
 
 
 def chosen_level(name: str, loss: PolicyLoss, *, importance_sampling_level: str | None = None) -> str:

@@ -12,7 +12,7 @@ from posttrain.core.batch import Passes, TokenBatch, passes_of
 from posttrain.core.results import LossOutput, Metrics, TokenScores
 from posttrain.losses.advantages import REWARD_SCALES, group_normalised, normalised_then_summed
 from posttrain.losses.entropy import EntropyController, entropy_bonus, entropy_threshold, top_entropy_mask
-from posttrain.losses.formulas import ADVANTAGE_FORMULAS, Formula, Totals, number, policy_formula
+from posttrain.losses.formulas import Formula, Totals, advantage_formula, number, policy_formula
 from posttrain.losses.importance import check_correction, off_policy_mask, sampler_correction, sampling_metrics
 from posttrain.losses.policy import POLICY_LOSSES, PolicyTokens, check_policy_loss, policy_loss
 from posttrain.models.scoring.token_scores import score_tokens
@@ -21,19 +21,21 @@ from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
 from posttrain.trainer.online.agents import make_agents, refuse_agent_options
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import check_choice, check_range, option
-from posttrain.trainer.options.online import OnlineConfig
+from posttrain.trainer.options.online import GroupConfig
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.step.gathering import gathered_values
 
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 LOSS_OPTIONS = tuple(
-    sorted(set().union(*(loss.options for loss in POLICY_LOSSES.values())) - {"beta", "max_completion_length"})
+    sorted(
+        set().union(*(loss.options for loss in POLICY_LOSSES.values())) - {"beta", "kl_clip", "max_completion_length"}
+    )
 )
 """Options that only some losses read; setting one that the chosen loss does not read is an error."""
 
 
 @dataclass
-class GRPOConfig(OnlineConfig):
+class GRPOConfig(GroupConfig):
     """Options of group relative policy optimisation."""
 
     loss_type: str = option("dapo", f"Which objective: {', '.join(name for name in POLICY_LOSSES if name != 'rloo')}.")
@@ -136,6 +138,9 @@ class GRPOConfig(OnlineConfig):
         ignored = sorted((set(LOSS_OPTIONS) & self.set_by_user()) - POLICY_LOSSES[self.loss_type].options)
         if ignored:
             raise ValueError(f"`{ignored[0]}` is set, but the loss {self.loss_type!r} does not read it. Leave it out.")
+        is_scaled = self.scale_rewards != "none" or self.multi_objective_aggregation == "normalize_then_sum"
+        if not is_scaled and "advantage_std" in self.set_by_user():
+            raise ValueError("`advantage_std` is set, but with `scale_rewards='none'` no advantage is scaled.")
         if self.loss_type == "vespo" and self.vllm_importance_sampling_mode.startswith("sequence"):
             if "vllm_importance_sampling_mode" in self.set_by_user():
                 raise ValueError("vespo has the ratio of whole completions already: use token_truncate or token_mask.")
@@ -179,8 +184,8 @@ class GRPOTrainer(OnlineTrainer):
     def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
         if self.args.multi_objective_aggregation == "normalize_then_sum":
             weights = torch.tensor(self.rewards.weights, dtype=torch.float64)
-            return normalised_then_summed(table.rewards, table.groups, weights, table.masked)
-        return group_normalised(totals, table.groups, self.args.scale_rewards)
+            return normalised_then_summed(table.rewards, table.groups, weights, table.masked, ddof=self.args.ddof)
+        return group_normalised(totals, table.groups, self.args.scale_rewards, ddof=self.args.ddof)
 
     @property
     def corrects_sampler(self) -> bool:
@@ -324,11 +329,13 @@ class GRPOTrainer(OnlineTrainer):
         credit = (
             args.scale_rewards if args.multi_objective_aggregation == "sum_then_normalize" else "normalize_then_sum"
         )
-        made = policy_formula(args.loss_type, args, totals, ADVANTAGE_FORMULAS[credit])
+        made = policy_formula(args.loss_type, args, totals, advantage_formula(credit, args.advantage_std))
         terms, names, divided = list(made.terms), list(made.names), list(made.divided_by)
         if args.beta:
             factor = "rho * " if args.use_bias_correction_kl else ""
-            terms.append(f"{number(args.beta)} * {factor}(p_ref / p - log(p_ref / p) - 1)")
+            divergence = f"{factor}(p_ref / p - log(p_ref / p) - 1)"
+            bounded = divergence if args.kl_clip is None else f"min({divergence}, {number(args.kl_clip)})"
+            terms.append(f"{number(args.beta)} * {bounded}")
             names.append(("p_ref", "probability under the reference"))
         if args.entropy_coef or args.use_adaptive_entropy:
             moving = ", which adapts" if args.use_adaptive_entropy else ""

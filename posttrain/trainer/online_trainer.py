@@ -158,7 +158,7 @@ class OnlineTrainer(BaseTrainer):
 
     @property
     def needs_reference(self) -> bool:
-        return self.args.beta != 0.0
+        return self.args.has_reference
 
     @property
     def needs_old_logps(self) -> bool:

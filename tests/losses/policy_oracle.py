@@ -171,9 +171,9 @@ def naive_loss(name: str, tokens: PolicyTokens, reference: torch.Tensor | None, 
             value = value * one.keep[t] * (1.0 if name == "vespo" else one.correction[t])
             if reference is not None and name != "rloo":
                 d = one.reference[t] - one.logps[t]
-                value = value + o["beta"] * (torch.exp(d) - d - 1) * (
-                    ratios[t] if o.get("use_bias_correction_kl", True) else 1
-                )
+                kl = (torch.exp(d) - d - 1) * (ratios[t] if o.get("use_bias_correction_kl", True) else 1)
+                bound = o.get("kl_clip")
+                value = value + o["beta"] * (kl if bound is None or kl.item() < bound else bound)
             total = total + value
         sums.append(total)
         means.append(total / max(len(one.logps), 1))

@@ -153,6 +153,27 @@ def test_golden_kl(golden):
         assert metrics["kl"].tolist() == pytest.approx(values, abs=1e-11)
 
 
+def test_golden_clamped_kl(golden):
+    """At most 0.12 of a token: 0.108197662162 keeps its slope 0.608197662162, 0.153426409720 becomes 0.12 without one."""
+    options = {"beta": 0.1, "kl_clip": 0.12}
+    plain, policy, _ = loss_and_gradient("dapo", golden, {})
+    loss, gradient, metrics = loss_and_gradient("dapo", golden, options, golden.old_logps)
+    assert loss - plain == pytest.approx(0.1 * (0.108197662162 + 0.12 + 0.12) / 3, abs=1e-11)
+    assert (gradient - policy).tolist() == pytest.approx([0.1 * 0.608197662162 / 3, 0, 0], abs=1e-11)
+    assert metrics["kl"].tolist() == pytest.approx([0.108197662162, 0.12, 0.12], abs=1e-11)
+    assert metrics["kl_clip_ratio"].tolist() == [0, 1, 1]
+
+
+def test_a_divergence_without_weight_is_logged_and_nothing_more(golden):
+    """beta 0 with a reference a long way off, whose divergence overflows float32: loss and gradient are those without it."""
+    far = golden.old_logps - 200
+    plain, policy, _ = loss_and_gradient("dapo", golden, {})
+    loss, gradient, metrics = loss_and_gradient("dapo", golden, {}, far)
+    assert (loss, gradient.tolist()) == (plain, policy.tolist())
+    ratios = numbers(1.5, 0.5, 0.5)
+    assert metrics["kl"].tolist() == pytest.approx((ratios * (200 + ratios.log() - 1)).tolist())
+
+
 def test_estimators_of_the_divergence():
     """log p = ln 0.5, log reference = ln 0.25: k1 = ln 2, k3 = 0.5 + ln 2 - 1."""
     found = [estimate(numbers(0.5).log(), numbers(0.25).log()).item() for estimate in (k1, k3)]
@@ -206,7 +227,7 @@ CASES = [
     for level in (None, *loss.levels)
     for options in option_sets(name)
 ]
-KL = [None, {"beta": 0.3}, {"beta": 0.3, "use_bias_correction_kl": False}]
+KL = [None, {"beta": 0.3}, {"beta": 0.3, "use_bias_correction_kl": False}, {"beta": 0.3, "kl_clip": 0.05}]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -389,7 +410,7 @@ def test_float32_agrees_with_float64(name):
 
 
 def test_a_loss_says_which_options_it_takes():
-    kl = {"beta", "use_bias_correction_kl"}
+    kl = {"beta", "use_bias_correction_kl", "kl_clip"}
     clip = {"epsilon", "epsilon_high", "delta"}
     level = {"importance_sampling_level"}
     assert POLICY_LOSSES["dapo"].options == kl | clip | level

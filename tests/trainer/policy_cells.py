@@ -35,6 +35,7 @@ GRPO_VARIANTS: dict[str, dict[str, Any]] = {
     "delta": {"loss_type": "dapo", "delta": 1.3, "epsilon_high": 0.28},
     "kl": {"loss_type": "dapo", "beta": 0.1},
     "kl_plain": {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
+    "kl_clip": {"loss_type": "dapo", "beta": 0.1, "kl_clip": 0.02},
     "entropy": {"loss_type": "grpo", "entropy_coef": 0.3},
     "masked": {"loss_type": "dapo", "off_policy_mask_threshold": 0.02},
     "correction": {"loss_type": "dapo", **CORRECTED, "vllm_importance_sampling_clip_max": 1.5},
