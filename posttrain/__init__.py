@@ -38,6 +38,16 @@ _HOMES = {
     ),
     "posttrain.data.render.renderer": ("Conversation", "RenderError", "Renderer"),
     "posttrain.evaluation.spec": ("EvalSpec",),
+    "posttrain.methods.grpo_relatives": (
+        "DPPOConfig",
+        "DPPOTrainer",
+        "GFPOConfig",
+        "GFPOTrainer",
+        "GMPOConfig",
+        "GMPOTrainer",
+        "GRPOWithReplayBufferConfig",
+        "GRPOWithReplayBufferTrainer",
+    ),
     "posttrain.migration.script_arguments": (
         "DatasetMixtureConfig",
         "ModelConfig",

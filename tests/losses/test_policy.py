@@ -12,7 +12,13 @@ import torch
 from posttrain.core.batch import StepTotals
 from posttrain.losses.extrema import highest, lowest
 from posttrain.losses.kl import k1, k3
-from posttrain.losses.policy import POLICY_LOSSES, PolicyTokens, check_policy_loss, policy_loss
+from posttrain.losses.policy import (
+    POLICY_LOSSES,
+    TRUST_DIVERGENCES,
+    PolicyTokens,
+    check_policy_loss,
+    policy_loss,
+)
 from tests.losses.policy_oracle import SURROGATES, naive_loss, random_tokens, token_batch, values_of
 
 NEEDED = {"beta": 0.0, "max_completion_length": 16}
@@ -134,6 +140,70 @@ def test_golden_gmpo(golden):
     check(golden, "gmpo", (-2 * w + math.exp(-0.4)) / 2, [0, -w / 2, 0])
 
 
+@pytest.mark.parametrize(
+    ("kind", "advantage", "epsilon", "is_kept"),
+    [
+        ("binary_tv", 1, None, False),  # |0.5 - 0.3| = 0.2 > 0.15
+        ("binary_tv", 1, 0.2000001, True),
+        ("binary_tv", -1, None, True),  # the step leads back to the sampler
+        ("binary_kl", 1, 0.15, True),  # 0.082283
+        ("binary_kl", 1, None, False),  # > 0.05
+        ("binary_kl", 1, 0.0823, True),
+        (
+            "topk_tv",
+            1,
+            None,
+            False,
+        ),  # sampler 0.3, 0.4, rest 0.3; policy 0.5, 0.1, rest 0.4: (0.2 + 0.3 + 0.1) / 2 = 0.3
+        ("topk_tv", 1, 0.301, True),
+        ("topk_kl", 1, 0.314965, False),  # 0.3 ln 0.6 + 0.4 ln 4 + 0.3 ln 0.75 = 0.31496543
+        ("topk_kl", 1, 0.314966, True),
+    ],
+)
+def test_golden_dppo(kind, advantage, epsilon, is_kept):
+    """mu 0.3, p 0.5: the weight is 5/3, the gradient -5/3 A where the token is kept and 0 where it is masked."""
+    logp = numbers(0.5).log().requires_grad_()
+    likeliest = numbers(0.3, 0.4).log()[None], numbers(0.5, 0.1).log()[None]
+    tokens = PolicyTokens(
+        token_batch([1]),
+        logp,
+        numbers(0.9).log(),
+        numbers(advantage),
+        sampling_logps=numbers(0.3).log(),
+        likeliest=likeliest,
+    )
+    value, gradient, metrics = loss_and_gradient("dppo", tokens, {"divergence_type": kind, "epsilon": epsilon})
+    slope = -advantage * 5 / 3 if is_kept else 0
+    assert (value, gradient.item()) == pytest.approx((slope * math.log(0.5), slope), abs=1e-11)
+    assert metrics["mask_ratio/overall_mean"].tolist() == [not is_kept]
+    assert metrics["prob_diff/mean"].tolist() == pytest.approx([0.2])
+    assert [len(metrics[f"mask_ratio/{sign}_adv_mean"]) for sign in ("positive", "negative")] == (
+        [1, 0] if advantage > 0 else [0, 1]
+    )
+
+
+def test_dppo_keeps_what_the_sampler_did_not_say_and_bounds_its_weights():
+    """Unknown mu: the old policy's, 0.1, is far from p = 0.9, and the token is kept; its weight 9 is bounded by 4."""
+    tokens = PolicyTokens(
+        token_batch([1]),
+        numbers(0.9).log().requires_grad_(),
+        numbers(0.1).log(),
+        numbers(1),
+        sampling_logps=numbers(math.nan),
+    )
+    assert loss_and_gradient("dppo", tokens, {})[1].item() == pytest.approx(-9)
+    assert loss_and_gradient("dppo", tokens, {"clip_ratio_c": 4.0})[1].item() == pytest.approx(-4)
+    known = replace(tokens, sampling_logps=tokens.old_logps)
+    assert loss_and_gradient("dppo", known, {})[1].item() == 0
+    for wrong, sentence in (
+        ({"divergence_type": "js"}, "take one of binary_tv, binary_kl, topk_tv, topk_kl"),
+        ({"clip_ratio_c": 0.5}, "at least 1; got 0.5"),
+        ({"divergence_type": "topk_tv"}, "likeliest is not set"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            loss_and_gradient("dppo", tokens, wrong)
+
+
 def test_golden_kl(golden):
     """With reference = old, d = -log rho: k3 = 1 / rho + ln rho - 1. rho 1.5: 0.072131774775; 0.5: 0.306852819440.
     Times rho: 0.108197662162 and 0.153426409720. beta 0.1 over 3 tokens. Slope of k3 by log p: 1 - 1 / rho = 1/3 and -1;
@@ -218,6 +288,10 @@ def option_sets(name):
         "sapo": [{}, {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 2.0}],
         "vespo": [{}, {"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.7, "vespo_k_neg": 0.4, "vespo_lambda_neg": 1.5}],
         "gmpo": [{}, {"epsilon": 0.1, "epsilon_high": 0.2}],
+        "dppo": [
+            *({"divergence_type": kind} for kind in TRUST_DIVERGENCES),
+            {"epsilon": 0.05, "epsilon_high": 0.02, "clip_ratio_c": 1.1},
+        ],
     }[name]
 
 
@@ -368,7 +442,8 @@ def part_of(tokens, reference, first, stop):
     """The completions `first` to `stop` as a micro-batch of their own, which shares the leaf `logps`."""
     starts = [0, *tokens.batch.counts.cumsum(0).tolist()]
     at = slice(starts[first], starts[stop])
-    cut = {n: getattr(tokens, n)[at] for n in ("logps", "old_logps", "advantages", "correction", "keep")}
+    names = ("logps", "old_logps", "advantages", "correction", "keep", "sampling_logps")
+    cut = {n: getattr(tokens, n)[at] for n in names}
     return PolicyTokens(batch=token_batch(tokens.batch.counts[first:stop].tolist()), **cut), reference[at]
 
 

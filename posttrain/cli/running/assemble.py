@@ -118,7 +118,7 @@ def parts_of(config: RunConfig) -> dict[str, Any]:
 
 
 def rewards_of(config: RunConfig) -> dict[str, Any]:
-    """`reward_funcs`, `tools`, `environment_factory` and `rollout_func` of the trainer, imported."""
+    """`reward_funcs`, `tools`, `environment_factory`, `group_filter_func` and `rollout_func` of the trainer, imported."""
     from posttrain.cli.running.named_objects import callable_named, reward_named
 
     options = config.table.options
@@ -131,7 +131,7 @@ def rewards_of(config: RunConfig) -> dict[str, Any]:
         found["reward_funcs"] = [*functions, *models]
     if "tools" in options and config.get("tools"):
         found["tools"] = [callable_named(name, "tools") for name in config.get("tools")]
-    for name in ("environment_factory", "rollout_func"):
+    for name in ("environment_factory", "group_filter_func", "rollout_func"):
         if name in options and config.get(name):
             found[name] = callable_named(config.get(name), name)
     if "reward_funcs" not in found and "environment_factory" not in found:
