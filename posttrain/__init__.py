@@ -38,6 +38,7 @@ _HOMES = {
     ),
     "posttrain.data.render.renderer": ("Conversation", "RenderError", "Renderer"),
     "posttrain.evaluation.spec": ("EvalSpec",),
+    "posttrain.exporting.model_merging": ("MergeConfig", "merge_models"),
     "posttrain.methods.grpo_relatives": (
         "DPPOConfig",
         "DPPOTrainer",
@@ -68,6 +69,8 @@ _HOMES = {
     ),
     "posttrain.rewards.process_reward": ("ProcessReward",),
     "posttrain.trainer.base": ("BaseTrainer",),
+    "posttrain.trainer.checkpoints.hub": ("upload_model_to_hf",),
+    "posttrain.trainer.checkpoints.merge_callback": ("MergeModelCallback",),
     "posttrain.trainer.online.log_completions": ("LogCompletionsCallback",),
     "posttrain.trainer.online_trainer": ("OnlineTrainer",),
     "posttrain.trainer.options.base": ("BaseConfig", "option"),
