@@ -60,6 +60,10 @@ class MergeConfig:
     seed: int = 0  # dare_ties
 
     def __post_init__(self) -> None:
+        self.check()
+
+    def check(self) -> None:
+        """ValueError for numbers without meaning; asked again before a merge, since scripts set attributes later."""
         if self.method not in MERGES:
             raise ValueError(f"The merge method {self.method!r} is unknown; take one of {', '.join(MERGES)}.")
         for name, low, high in (
@@ -94,6 +98,7 @@ def write_merge(
     config: MergeConfig, policy: nn.Module, tokenizer: Any, output: Path, trust_remote_code: bool = False
 ) -> Path:
     """Write the merge of a model in memory; the folder appears when it has been verified, or not at all."""
+    config.check()
     if output.exists():
         raise ValueError(f"{output} exists already; a merge is written into a new folder.")
     if config.target_model_path is None:

@@ -47,6 +47,7 @@ class MergeModelCallback(TrainerCallback):
                 "MergeModelCallback merges whole weights; under FSDP and DeepSpeed they are sharded. Leave it out, and merge the "
                 "model afterwards with merge_models(MergeConfig(policy_model_path=...), folder)."
             )
+        self.merge_config.check()
         if self.push_to_hub and not args.hub_model_id:
             raise ValueError("MergeModelCallback(push_to_hub=True) names its repository after `hub_model_id`: set it.")
         if state.is_world_process_zero:
