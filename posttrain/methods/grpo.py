@@ -424,6 +424,9 @@ class GRPOTrainer(OnlineTrainer):
             bounded = divergence if args.kl_clip is None else f"min({divergence}, {number(args.kl_clip)})"
             terms.append(f"{number(args.beta)} * {bounded}")
             names.append(("p_ref", "probability under the reference"))
+        if args.num_remains_in_group is not None:
+            kept = f"the {args.num_remains_in_group} of {args.num_generations} completions of a prompt that are scored highest"
+            names.append(("group", kept))
         if args.loss_type == "dppo":
             names.append(("mu", "probability with which the sampler drew the token"))
         if args.entropy_coef or args.use_adaptive_entropy:

@@ -31,22 +31,28 @@ class GroupFilter:
         known = ~(table.masked | totals.isnan())
         groups = [(known & (table.groups == number)).nonzero()[:, 0].tolist() for number in table.groups.unique()]
         groups = [members for members in groups if members]
-        scores, problem = None, None
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            try:
-                scores = self._scores(
-                    [[completions[i] for i in m] for m in groups], [totals[m].tolist() for m in groups]
-                )
-            except Exception as error:  # the other processes wait for the answer, and are given this one
-                problem = error
-        scores, problem = of_every_process((scores, problem), world_size)[0]
-        if problem is not None:
-            raise problem
+        scores = self._agreed(
+            [[completions[i] for i in m] for m in groups], [totals[m].tolist() for m in groups], world_size
+        )
         kept = torch.zeros_like(known)
         for members, numbers in zip(groups, scores):
             best = sorted(range(len(members)), key=lambda i: -numbers[i])[: self.remain]
             kept[[members[i] for i in best]] = True
         return kept
+
+    def _agreed(self, completions: list[list[Any]], rewards: list[list[float]], world_size: int) -> list[list[float]]:
+        """What the first process finds, on all of them: a function with noise would tell each something else."""
+        if world_size > 1 and torch.distributed.get_rank() > 0:
+            scores, problem = of_every_process((None, None), world_size)[0]
+            if problem is not None:
+                raise RuntimeError(f"The group filter failed on the first process: {problem}")
+            return scores
+        try:
+            scores = self._scores(completions, rewards)
+        except Exception as error:  # the others wait for an answer
+            of_every_process((None, f"{type(error).__name__}: {error}"), world_size)
+            raise
+        return of_every_process((scores, None), world_size)[0][0]
 
     def _scores(self, completions: list[list[Any]], rewards: list[list[float]]) -> list[list[float]]:
         """What the function says, checked: a number for each completion."""

@@ -202,6 +202,12 @@ def test_by_hand():
     close(replay_scores(group_normalised(rewards, groups, "none"), rewards, groups), [2 * 2**0.5, 4 * 3**0.5])
 
 
+def test_what_a_replay_buffer_ranks_by_by_hand():
+    """Rewards 1, 0, 0, 1: std sqrt(1 / 3) = 0.577350, four times |A| = 0.5 / 0.577450; the product with the std is 1.999654."""
+    rewards, groups = numbers(1, 0, 0, 1), torch.zeros(4, dtype=torch.long)
+    assert replay_scores(group_normalised(rewards, groups), rewards, groups).item() == pytest.approx(1.999654, abs=5e-7)
+
+
 def test_the_population_s_deviation_by_hand():
     """Groups {1, 3} and {2, 2, 5}: squares 2 and 6, over 2 and 3 members: stds 1 and sqrt 2; of all five sqrt(9.2 / 5).
 

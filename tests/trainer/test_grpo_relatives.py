@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,6 +36,38 @@ def gfpo(folder, group_filter_func=shortest, **options):
         **{"num_remains_in_group": 2, "max_steps": 1, **options},
     )  # fmt: skip
     return GFPOTrainer(tiny.causal_lm(), numbered, args, rows(), rows(4), tiny.tokenizer(), None, group_filter_func)
+
+
+# ---- learning ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["binary_tv", "topk_kl"])
+def test_what_is_rewarded_becomes_more_frequent_under_dppo(tmp_path, kind):
+    """As under GRPO (test_online.py), and few tokens are masked."""
+    made = trainer(
+        tmp_path, cls=DPPOTrainer, config=DPPOConfig, max_steps=25, per_device_train_batch_size=32, num_generations=8,
+        learning_rate=2e-2, lr_scheduler_type="constant", divergence_type=kind, num_iterations=2,
+    )  # fmt: skip
+    made.train()
+    found = [entry for entry in logged(tmp_path) if "reward" in entry]
+    rewards = [entry["reward"] for entry in found]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.2
+    assert np.mean([entry["mask_ratio/overall_mean"] for entry in found]) < 0.2
+
+
+def extremes(group_completions, group_rewards):
+    return [[abs(reward - np.mean(group)) for reward in group] for group in group_rewards]
+
+
+def test_what_is_rewarded_becomes_more_frequent_under_gfpo(tmp_path):
+    """On half of the completions, those that tell most."""
+    made = trainer(
+        tmp_path, max_steps=25, per_device_train_batch_size=32, num_generations=8, learning_rate=2e-2,
+        lr_scheduler_type="constant", num_remains_in_group=4, group_filter_func=extremes,
+    )  # fmt: skip
+    made.train()
+    found = [entry["reward"] for entry in logged(tmp_path) if "reward" in entry]
+    assert np.mean(found[-5:]) > np.mean(found[:5]) + 0.2
 
 
 # ---- GFPO ----------------------------------------------------------------------------------------------------------------
@@ -153,7 +186,7 @@ def on_two_processes(rank, folder):
     kept = GroupFilter(lengths, 2).kept(collected(texts, rank), 2).tolist()
     try:
         GroupFilter(lambda *_: 1 / 0, 2).kept(collected(texts, rank), 2)
-    except ZeroDivisionError as error:
+    except (ZeroDivisionError, RuntimeError) as error:
         (folder / f"{rank}.json").write_text(json.dumps([kept, calls, str(error)]))
     torch.distributed.destroy_process_group()
 
@@ -166,7 +199,8 @@ def test_a_group_that_lies_on_two_processes_is_filtered_as_one(tmp_path):
     assert first[0] == second[0] == [True, True, True, True, False, False]
     assert first[1] == [[[["aaa", "dd", "e"], ["b", "cc"]], [[0, 3, 4], [1, 2]]]]
     assert second[1] == []
-    assert first[2] == second[2] == "division by zero"
+    assert first[2] == "division by zero"
+    assert second[2] == "The group filter failed on the first process: ZeroDivisionError: division by zero"
 
 
 # ---- DPPO ----------------------------------------------------------------------------------------------------------------

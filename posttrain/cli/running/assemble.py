@@ -134,6 +134,10 @@ def rewards_of(config: RunConfig) -> dict[str, Any]:
     for name in ("environment_factory", "group_filter_func", "rollout_func"):
         if name in options and config.get(name):
             found[name] = callable_named(config.get(name), name)
+    if "group_filter_func" in options and ("group_filter_func" in found) != (
+        config.get("num_remains_in_group") is not None
+    ):
+        raise UsageError("--group_filter_func and --num_remains_in_group need each other: give both, or neither.")
     if "reward_funcs" not in found and "environment_factory" not in found:
         raise UsageError(
             f"posttrain {config.method} needs a reward: --reward_funcs with a built-in name, my_module.function or "
