@@ -43,7 +43,7 @@ METHODS: dict[str, Method] = {
     "reward": Method("posttrain.methods.reward_model", "RewardTrainer", "RewardConfig", "Bradley-Terry reward models"),
     "prm": Method("posttrain.methods.prm", "PRMTrainer", "PRMConfig", "Process reward models, which judge each step"),
     "grpo": Method(
-        "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 9 losses"
+        "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 10 losses"
     ),
     "rloo": Method("posttrain.methods.rloo", "RLOOTrainer", "RLOOConfig", "REINFORCE with a leave-one-out baseline"),
 }

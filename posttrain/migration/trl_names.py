@@ -26,7 +26,13 @@ UNSUPPORTED: dict[str, str] = {
     "DataCollatorForCompletionOnlyLM": "SFTConfig(completion_only_loss=True) on prompt and completion columns does that",
 }
 """Names that scripts import often and that are not there -> what to do."""
+SHARED: dict[str, tuple[str, ...]] = {
+    "gspo_token": ("GRPOTrainer",),  # GRPO with `importance_sampling_level="sequence_token"`, which ours has
+    "bema_for_ref_model": ("DPOTrainer",),  # DPO whose reference BEMACallback may move, which ours lets it
+}
+"""Module of trl.experimental -> trainers that it has under the name of another module's and that are ours of that name."""
 ROOT = "trl"
+EXPERIMENTAL = f"{ROOT}.experimental."
 MODULES = ("chat_template_utils", "data_utils", "extras", "import_utils", "models", "rewards", "scripts", "trainer")
 """Modules that `import trl` alone gives, as attributes."""
 
@@ -63,7 +69,13 @@ class _Module(ModuleType):
 
 
 def found(name: str, module: str = ROOT) -> Any:
-    """posttrain's object of that name."""
+    """posttrain's object of that name. The experimental modules of TRL have trainers of their own under names of stable ones."""
+    part, plain = module.removeprefix(EXPERIMENTAL).partition(".")[0], name.removesuffix("Trainer")
+    is_own = plain.lower() == part.replace("_", "") or name in SHARED.get(part, ())
+    if module.startswith(EXPERIMENTAL) and name != plain and not is_own:
+        raise UnsupportedByPosttrain(
+            f"The script imports {name} from {module}, which is another trainer than the {name} that posttrain may have."
+        )
     if name in PLACES:
         return getattr(importlib.import_module(PLACES[name]), RENAMED.get(name, name))
     if name in posttrain.__all__:

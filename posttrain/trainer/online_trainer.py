@@ -42,6 +42,7 @@ from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.rollout.episodes.writing import Writer
 from posttrain.rollout.eval_loader import EvalRolloutLoader
+from posttrain.rollout.group_filter import GroupFilter
 from posttrain.rollout.loader import RolloutLoader
 from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts, StreamOrder
 from posttrain.rollout.replay_buffer import ReplayBuffer
@@ -78,6 +79,7 @@ class OnlineTrainer(BaseTrainer):
 
     agents: Agents | None = None  # methods with tools set it before they call this class's __init__
     replay: ReplayBuffer | None = None
+    group_filter: GroupFilter | None = None
     live: ModelReference | None = None
     collector: RolloutCollector | None = None  # there is none where a run is only explained
     loader: RolloutLoader | None = None
@@ -160,7 +162,7 @@ class OnlineTrainer(BaseTrainer):
 
     @property
     def needs_reference(self) -> bool:
-        return self.args.beta != 0.0
+        return self.args.has_reference
 
     @property
     def scoring_temperature(self) -> float:
@@ -289,14 +291,17 @@ class OnlineTrainer(BaseTrainer):
 
     def annotate(self, samples: list[Sample]) -> None:
         """The trainer's own log-probs, and the reference's, written on the samples."""
+        if self.has_old_logps:
+            self.write_logps(samples, OLD_LOGPS, self._policy_logps)
+        if self.live is not None:
+            self.write_logps(samples, PRECOMPUTED, lambda batch: self.live.scores(batch).logps)
+        self.annotated(samples)
+
+    def write_logps(self, samples: list[Sample], name: str, logps_of: Callable[[TokenBatch], Tensor]) -> None:
+        """As the function of that name, with this run's batches."""
         collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
         passes = (lambda count: most_of_any_process(count, self.args)) if self.is_fully_sharded else int
-        how = (collator, self.args.device, passes)
-        if self.has_old_logps:
-            write_logps(samples, OLD_LOGPS, self._policy_logps, *how)
-        if self.live is not None:
-            write_logps(samples, PRECOMPUTED, lambda batch: self.live.scores(batch).logps, *how)
-        self.annotated(samples)
+        write_logps(samples, name, logps_of, collator, self.args.device, passes)
 
     def annotated(self, samples: list[Sample]) -> None:
         """A method may write further numbers on samples that have their log-probs."""
@@ -345,7 +350,7 @@ class OnlineTrainer(BaseTrainer):
     def _rollout_loader(self, rows: Any, is_training: bool) -> Any:
         params = None if self.collector is None else self.args.sampling(self.stop_ids)
         how = (self.args, self.data_collator, self.collector, params)
-        return rollout_loader(rows, *how, is_training, self.replay)
+        return rollout_loader(rows, *how, is_training, self.replay, self.group_filter)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -435,6 +440,7 @@ def rollout_loader(
     params: SamplingParams | None,
     is_training: bool,
     replay: ReplayBuffer | None = None,
+    group_filter: GroupFilter | None = None,
 ) -> RolloutLoader | EvalRolloutLoader:
     """`collector` and `params` are None where a run is only explained: what such a loader would yield is counted, not generated."""
     rules = args.window_rules()
@@ -449,7 +455,8 @@ def rollout_loader(
         order = PromptStream(len(rows), args.seed, args.shuffle_dataset)
     schedule = args.schedule()
     prompts = Prompts(order, schedule, args.process_index)
-    source = prompts if collector is None else RolloutSource(prompts, rows, params, collector, rules, replay)
+    how = (collector, rules, replay, group_filter)
+    source = prompts if collector is None else RolloutSource(prompts, rows, params, *how)
     collator = replace(collator, max_tokens=args.max_tokens_per_pass)
     return RolloutLoader(source, schedule, collator, args.dataloader_pin_memory and args.device.type == "cuda")
 
@@ -463,7 +470,7 @@ def write_logps(
     device: torch.device,
     passes: Callable[[int], int] = lambda needed: needed,
 ) -> None:
-    """Write `logps_of` each trained token into `per_token[name]` of its sample; 0 where nothing is trained.
+    """Write `logps_of` each trained token, (n,) or (n, k), into `per_token[name]` of its sample; 0 where nothing is trained.
 
     Passes have a bounded number of tokens: many rollouts need no more memory than an update. `passes` says how many are run where
     this process needs so many: a sharded model is asked equally often by all.
@@ -477,6 +484,6 @@ def write_logps(
         found = logps_of(batch.to(device)).float().cpu().numpy()
         ends = np.cumsum(batch.counts.numpy())
         for sample, end, size in zip((s for unit in part for s in unit), ends, batch.counts.tolist()):
-            column = np.zeros(len(sample), dtype=np.float32)
+            column = np.zeros((len(sample), *found.shape[1:]), dtype=np.float32)
             column[1:][sample.trained[1:]] = found[end - size : end]
             sample.per_token[name] = column

@@ -324,6 +324,7 @@ def windows(cell: Cell) -> list[list[list[tuple[Sample, ...]]]]:
     """The units of each micro-batch, for each process."""
     rows, place, found = units(cell.method, cell.lora and is_online(cell.method)), 0, []
     rows = offline_cells.rows_of(cell.method, cell.loss) if cell.method in offline_cells.OPTIONS else rows
+    rows = policy_cells.rows_of(cell.loss, rows) if is_online(cell.method) else rows
     bounds = np.concatenate([[0], np.cumsum(cell.shares)]) / sum(cell.shares)
     for size in SPLITS[cell.split]:
         window = rows[place : place + size]

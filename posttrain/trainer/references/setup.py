@@ -64,13 +64,21 @@ class SyncRefModelCallback(TrainerCallback):
 
     def save_state_files(self, folder: Path) -> None:
         """A reference that has moved is a part of the run's state."""
-        files.save_tree(Path(folder) / MOVED_REFERENCE, dict(self.reference.model.named_parameters()))
+        save_moved(self.reference, Path(folder))
 
     def load_state_files(self, folder: Path) -> None:
-        saved = files.load_tree(Path(folder) / MOVED_REFERENCE)
-        with torch.no_grad():
-            for name, parameter in self.reference.model.named_parameters():
-                parameter.copy_(saved[name])
+        load_moved(self.reference, Path(folder))
+
+
+def save_moved(reference: ModelReference, folder: Path) -> None:
+    files.save_tree(folder / MOVED_REFERENCE, dict(reference.model.named_parameters()))
+
+
+@torch.no_grad()
+def load_moved(reference: ModelReference, folder: Path) -> None:
+    saved = files.load_tree(folder / MOVED_REFERENCE)
+    for name, parameter in reference.model.named_parameters():
+        parameter.copy_(saved[name])
 
 
 @dataclass
