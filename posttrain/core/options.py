@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -30,6 +31,17 @@ def option(default: Any, help: str) -> Any:
 def refused(default: Any, sentence: str) -> Any:
     """A config field that may only have its default."""
     return dataclasses.field(default=default, metadata={"help": RefusedHelp(sentence)})
+
+
+def values_of(value: float | Sequence[float]) -> list[float]:
+    """Of an option that is a number, or one for each epoch."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def by_epoch(value: float | Sequence[float], epoch: float | None) -> float:
+    """A number, or that of the epoch in a list; the last one stands for all further epochs."""
+    values = values_of(value)
+    return values[min(int(epoch or 0), len(values) - 1)]
 
 
 def is_ours(field: dataclasses.Field) -> bool:
