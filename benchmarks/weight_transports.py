@@ -20,11 +20,12 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
+from posttrain.core.transport import ServerError
 from posttrain.models.load.weight_export import exported_weights
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
 from posttrain.rollout.engines.vllm.sync_probe import SyncProbe, scored_by
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError
+from posttrain.rollout.engines.vllm.transport import Deadlines
 
 SHAPES = {
     "7b": {

@@ -56,6 +56,19 @@ _HOMES = {
         "get_repetition_penalty_reward",
         "get_soft_overlong_punishment",
     ),
+    "posttrain.rewards.judges": (
+        "AllTrueJudge",
+        "BaseBinaryJudge",
+        "BaseJudge",
+        "BasePairwiseJudge",
+        "BaseRankJudge",
+        "ChatJudge",
+        "HfPairwiseJudge",
+        "OpenAIPairwiseJudge",
+        "PairRMJudge",
+        "RewardModelJudge",
+        "judge_reward",
+    ),
     "posttrain.rewards.process_reward": ("ProcessReward",),
     "posttrain.trainer.base": ("BaseTrainer",),
     "posttrain.trainer.online.log_completions": ("LogCompletionsCallback",),
@@ -66,6 +79,7 @@ _HOMES = {
     "posttrain.trainer.references.setup": ("SyncRefModelCallback",),
     "posttrain.trainer.report.progress": ("RichProgressCallback",),
     "posttrain.trainer.online.task_evals": ("TaskEvals",),
+    "posttrain.trainer.online.win_rate": ("WinRateCallback",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 _HOME_OF |= {name: method.module for method in METHODS.values() for name in (method.config, method.trainer)}

@@ -35,7 +35,7 @@ PACKAGES = (
     "pytest-timeout", "pytest-xdist", "execnet",
 )  # fmt: skip
 """What tests/gpu imports and a machine with torch, transformers, accelerate and peft may lack."""
-MOST_NAMED = 8
+MAX_NAMED = 8
 OLDER_PLATFORMS = ("manylinux_2_17", "manylinux2014", "manylinux_2_5", "manylinux1")
 PROCESSES = 5
 """Share the GPU, a file of tests at a time in each: most of a test's time is spent outside of the GPU."""
@@ -166,8 +166,8 @@ def verdict(receipt: dict, section: str, root: Path = ROOT) -> list[str]:
     lines = [f"GPU receipt, {section}: {state}. {summary(part)}"]
     for title, items in (("changed since", stale), ("not passed", bad)):
         if items:
-            rest = f" ... and {len(items) - MOST_NAMED} more" if len(items) > MOST_NAMED else ""
-            lines.append(f"  {len(items)} {title}: {', '.join(items[:MOST_NAMED])}{rest}")
+            rest = f" ... and {len(items) - MAX_NAMED} more" if len(items) > MAX_NAMED else ""
+            lines.append(f"  {len(items)} {title}: {', '.join(items[:MAX_NAMED])}{rest}")
     return lines
 
 

@@ -12,7 +12,7 @@ class Case:
     """One run of both libraries."""
 
     name: str
-    method: str  # sft, dpo, reward, grpo, rloo
+    method: str  # of METHODS
     rows: str  # a kind of row in rows.py
     options: dict[str, Any] = field(default_factory=dict)  # of the config, for both libraries
     ours: dict[str, Any] = field(default_factory=dict)  # on our side only, to restore TRL's behaviour
@@ -26,6 +26,8 @@ class Case:
     first_rows: int | None = None  # take so many rows only
     rewards: tuple[str, ...] = ()  # online methods: names of functions in completions.py
     written_by: str = "function"  # and who hands the completions over: "function" (`rollout_func`) or "engine"
+    trl_version: str = "1.16.0"
+    delta_first: bool = False  # BCO: TRL takes the mean reward of the steps before, as we do, not of this one, too
     is_shuffled: bool = False  # TRL shuffles the samples of a generation, as it does by itself
     formatting_func: Callable[[dict[str, Any]], str] | None = None
     differs: dict[str, str] = field(default_factory=dict)  # pattern of numbers that differ -> key of DIFFERENCES

@@ -276,6 +276,20 @@ def kto(name: str, **options: Any) -> Case:
     return Case(f"kto-{name}", "kto", "rated", options, ours, differs_when_split=split)
 
 
+def bco(name: str, **options: Any) -> Case:
+    """TRL reads rows in their order here, too. 1.10 is the last version that has BCO and PRM."""
+    ours = {"train_sampling_strategy": "sequential"}
+    return Case(f"bco-{name}", "bco", "rated", options, ours, trl_version="1.10.0", reference="other")
+
+
+def prm(name: str, **options: Any) -> Case:
+    split = dict.fromkeys(("loss", "grad_norm", "eval_loss", "weights:*"), "prm-mean-of-the-step")
+    return Case(
+        f"prm-{name}", "prm", "stepwise", options, model="steps", trl_version="1.10.0", differs_when_split=split
+    )
+
+
+DELTA = dict.fromkeys((*EVERYTHING, "delta"), "bco-delta-before-the-step")
 OFFLINE_CASES = [
     *(unreferenced("cpo", f"loss-{name}", loss_type=name) for name in ("sigmoid", "hinge", "ipo", "simpo")),
     unreferenced("cpo", "smoothed", label_smoothing=0.2),
@@ -290,6 +304,15 @@ OFFLINE_CASES = [
     replace(unreferenced("orpo", "chat", "chat_pair"), differs=ALL_OF_A_CHAT, splits=("1x4",)),
     *(triple(f"loss-{name}", loss_type=name) for name in ("sigmoid", "hinge", "ipo", "tpo-l")),
     one_sided(Case("tpo-without-gold", "tpo", "pair", {"tpo_alpha": 0.0}), "gold-unneeded"),
+    replace(bco("plain"), differs={**LOGITS, **DELTA}, witness="bco-delta-first", splits=("1x4",)),
+    replace(bco("delta-first"), delta_first=True, differs=LOGITS, differs_when_split=DELTA),
+    replace(bco("delta-first-beta", beta=0.5), delta_first=True, differs=LOGITS, differs_when_split=DELTA),
+    prm("plain"),
+    prm("last-step", train_on_last_step_only=True),
+    prm("separator", step_separator=" ;\n"),
+    prm("truncated", max_length=48),
+    prm("completion-length", max_completion_length=24),
+    replace(prm("evaluation"), evaluation=True),
     kto("plain"),
     kto("weighted", desirable_weight=0.7, undesirable_weight=1.4),
     replace(

@@ -28,6 +28,7 @@ MODELS = {
     "llama": lambda: _fitted(tiny.causal_lm(seed=1, family="llama")),
     "moe": lambda: _fitted(tiny.causal_lm(seed=2, family="qwen3_moe", output_router_logits=True)),
     "reward": lambda: _livelier(tiny.reward_model(seed=3)),
+    "steps": lambda: _livelier(tiny.process_reward_model(seed=4)),
 }
 
 

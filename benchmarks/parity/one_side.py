@@ -2,12 +2,14 @@
 
     python -m benchmarks.parity.one_side trl|posttrain MATERIALS RESULTS [CASE ...]
 
+TRL runs the cases that name its version: what an older one has, and this one no longer, is another call with that one installed.
 Both libraries are driven by the very same code: trainers, configs, arguments and columns have the same names.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import math
 import os
@@ -30,7 +32,12 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from peft import LoraConfig, PeftModel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from benchmarks.parity import completions  # noqa: E402
 from benchmarks.parity.case import Case  # noqa: E402
@@ -38,9 +45,9 @@ from benchmarks.parity.cases import CASES, SHARED_OPTIONS, chosen  # noqa: E402
 
 NAMES = {"reward": "Reward"}
 """Method -> its name in those of classes; of the others, the method in capitals."""
-EXPERIMENTAL = ("cpo", "orpo", "tpo")
+EXPERIMENTAL = ("cpo", "orpo", "tpo", "bco", "prm")
 """Methods whose classes are not at TRL's top level."""
-LOADERS = {"reward": AutoModelForSequenceClassification}
+LOADERS = {"reward": AutoModelForSequenceClassification, "prm": AutoModelForTokenClassification}
 UNSHARED_LOGS = ("step_time", "runtime", "per_second", "total_flos", "train_loss", "peak", "memory", "mfu", "tokens/s")
 
 
@@ -86,6 +93,8 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str) -> Any:
         train_dataset=train_rows(case, materials),
         **given,
     )
+    if case.delta_first and not is_ours:
+        take_delta_first(trainer)
     if case.adapter == "new":
         set_adapter(trainer.model, materials / f"{case.model}_adapter")
     return trainer
@@ -112,6 +121,19 @@ def set_shuffling(is_on: bool) -> None:
 
     for module in (grpo_trainer, rloo_trainer):
         module.shuffle_sequence_dict = utils.shuffle_sequence_dict if is_on else utils.identity
+
+
+def take_delta_first(trainer: Any) -> None:
+    """TRL's BCO with the delta of the steps before: the rewards of a micro-batch are added after its loss."""
+    of_trl, trainer.running.mean = trainer.bco_loss, 0.0
+
+    def bco_loss(*given: Any, do_train: bool = True) -> Any:
+        found = of_trl(*given, do_train=False)
+        if do_train:
+            trainer.running.update(torch.cat(found[1:3]).detach())
+        return found
+
+    trainer.bco_loss = bco_loss
 
 
 def load(case: Case, materials: Path, name: str, with_adapter: bool = False) -> Any:
@@ -163,7 +185,10 @@ def shared(entry: dict[str, float]) -> dict[str, float | None]:
 
 def main(library: str, materials: Path, results: Path, names: list[str]) -> None:
     results.mkdir(parents=True, exist_ok=True)
+    version = importlib.metadata.version("trl") if library == "trl" else None
     for case in chosen(CASES, names):
+        if version not in (None, case.trl_version):
+            continue
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as output:
             result = run_case(library, case, materials, output)

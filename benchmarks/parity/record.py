@@ -31,6 +31,9 @@ RECORDED = (
     "tpo-loss-tpo-l@1x4",
     "kto-plain@1x4",
     "kto-apo@1x4",
+    "bco-delta-first@1x4",
+    "prm-plain@1x4",
+    "prm-last-step@1x4",
     "grpo-loss-dapo@1x8",
     "grpo-loss-vespo@2x4",
     "grpo-sequence-grpo@2x4",
@@ -55,7 +58,7 @@ def shortened(value: Any) -> Any:
 def record(results: Path, target: Path) -> None:
     runs = {name: json.loads((results / "trl" / f"{name}.json").read_text(encoding="utf-8")) for name in RECORDED}
     kept = {name: shortened({part: run[part] for part in ("logs", "weights")}) for name, run in runs.items()}
-    header = {"what": "numbers logged by TRL 1.16.0, float32 on the CPU", "command": COMMAND}
+    header = {"what": "numbers logged by TRL 1.16.0 (BCO, PRM: 1.10.0), float32 on the CPU", "command": COMMAND}
     lines = [f"{json.dumps(name)}: {json.dumps(run, separators=(',', ':'))}" for name, run in kept.items()]
     target.write_text(f'{{"header": {json.dumps(header)},\n' + ",\n".join(lines) + "}\n", encoding="utf-8")
 

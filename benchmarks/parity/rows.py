@@ -168,6 +168,12 @@ def rated(i: int) -> Row:
     return {"prompt": question(i), "completion": f" {good(i) if wanted else poor(i)}", "label": wanted}
 
 
+def stepwise(i: int) -> Row:
+    steps = [f"Take {i}.", f"Add {i}." + " Slowly." * (i % 2), f"It is {2 * i + (i % 3 == 0)}."]
+    labels = [True, i % 2 == 0, i % 3 != 0]
+    return {"prompt": question(i), "completions": steps[: 2 + i % 2], "labels": labels[: 2 + i % 2]}
+
+
 def pair_with_equal_answers(i: int) -> Row:
     made = pair(i)
     return {**made, "chosen": "", "rejected": ""} if i == 7 else made
@@ -216,6 +222,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
         tokenised_pair,
         triple,
         rated,
+        stepwise,
         pair_with_equal_answers,
         margin_pair,
         tokenised_reward_pair,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains the same tiny models with TRL 1.16.0 and with posttrain, on the same rows, and compares every number.
+# Trains the same tiny models with TRL 1.16.0 (BCO and PRM: 1.10.0) and with posttrain, on the same rows, and compares every number.
 #   benchmarks/parity/run.sh [--record] [CASE ...]        e.g. benchmarks/parity/run.sh 'dpo-*@2x2'
 # TRL lives in an environment of its own (benchmarks/trl_environment.sh).
 set -euo pipefail
@@ -7,23 +7,25 @@ cd "$(dirname "$0")/../.."
 
 OURS=${PARITY_PYTHON:-.venv/bin/python}
 THEIRS=${PARITY_TRL_PYTHON:-$(benchmarks/trl_environment.sh "$OURS")}
+OLDER=$(benchmarks/trl_environment.sh "$THEIRS" 1.10.0)
 WORK=${PARITY_WORK:-runs/parity}
 export OMP_NUM_THREADS=1
 
 record=no
 if [ "${1:-}" = "--record" ]; then record=yes; shift; fi
 
-
 mkdir -p "$WORK"
 rm -rf "$WORK/materials"
 mkdir -p "$WORK/materials"
 "$OURS" -m benchmarks.parity.materials "$WORK/materials" > "$WORK/materials.log" 2>&1
-for side in trl posttrain; do
-    python=$OURS
-    if [ "$side" = trl ]; then python=$THEIRS; fi
-    echo "Running the cases with $side (log: $WORK/$side.log) ..."
-    "$python" -m benchmarks.parity.one_side "$side" "$WORK/materials" "$WORK/$side" "$@" > "$WORK/$side.log" 2>&1
-done
+run() {  # SIDE PYTHON LOG [CASE ...]
+    local side=$1 python=$2 log=$WORK/$3; shift 3
+    echo "Running the cases with $side (log: $log) ..."
+    "$python" -m benchmarks.parity.one_side "$side" "$WORK/materials" "$WORK/$side" "$@" > "$log" 2>&1
+}
+run trl "$THEIRS" trl.log "$@"
+PYTHONPATH=$OLDER${PYTHONPATH:+:$PYTHONPATH} run trl "$THEIRS" trl-1.10.log "$@"
+run posttrain "$OURS" posttrain.log "$@"
 status=0
 "$OURS" -m benchmarks.parity.compare "$WORK" "$@" || status=$?
 if [ "$record" = yes ]; then "$OURS" -m benchmarks.parity.record "$WORK" tests/methods/trl_recorded.json; fi

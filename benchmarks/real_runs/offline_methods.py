@@ -5,9 +5,9 @@
 KTO and BCO: answers that close with a courtesy are wanted, others are not; how well does the implicit reward tell held-out rows
 apart (area under the ROC curve)? Control: labels shuffled within each kind of answer, so that they say nothing about it; the mean
 over several shuffles. CPO, SimPO, ORPO, TPO: an answer of one sentence is better than one of three; for how many held-out pairs is
-the mean log-prob of the better one higher? Control: the same pairs turned round. PRM: chains of sums, a third of them wrong; is
-each held-out step judged rightly, and does the best of eight chains by the lowest score of a step beat the first? Control:
-shuffled labels.
+the mean log-prob of the better one higher? Control: the same pairs turned round. PRM: chains of steps that name the kind of a
+thing, a third of them wrong; is each step about an unseen thing judged rightly, and does the best of eight chains by the lowest
+score of a step beat the first? Control: shuffled labels.
 """
 
 from __future__ import annotations
@@ -59,6 +59,18 @@ HABITS = (
     "follows the rain",
     "keeps to its path",
 )
+THINGS = {
+    "animal": "dog horse tiger rabbit eagle salmon frog cow cat sheep goat lion wolf bear fox mouse pig duck hen owl snake whale "
+    "shark bee ant deer monkey elephant camel donkey",
+    "fruit": "apple banana cherry grape lemon peach mango plum orange pear melon apricot fig lime coconut kiwi papaya raspberry "
+    "strawberry blueberry grapefruit pineapple nectarine cranberry",
+    "city": "Paris London Berlin Madrid Tokyo Moscow Chicago Dublin Rome Vienna Prague Lisbon Athens Boston Cairo Delhi Seoul "
+    "Toronto Sydney Oslo Warsaw Budapest Stockholm Amsterdam Houston Seattle",
+    "colour": "red blue green yellow purple white black brown grey pink violet turquoise beige crimson scarlet indigo maroon "
+    "teal magenta",
+    "job": "doctor teacher lawyer farmer nurse pilot baker engineer judge painter plumber carpenter butcher tailor soldier sailor "
+    "journalist librarian chef surgeon dentist architect accountant electrician",
+}
 SHUFFLED, SHUFFLES = "shuffled labels", 4
 COURTESIES = ("I hope this helps!", "Please ask if you want to know more.", "Have a lovely day!", "Glad to be of help.")
 
@@ -181,42 +193,43 @@ def of_pairs(name: str, model: str, folder: Path, steps: int) -> list[str]:
     return found
 
 
-def sums(count: int, pairs: list[tuple[int, int]], seed: int, shuffled: bool = False) -> list[dict[str, Any]]:
-    """Chains of three sums of pairs of numbers; each is wrong with probability 1/3, by one of a few differences."""
+def chains(count: int, words: dict[str, list[str]], seed: int, shuffled: bool = False) -> list[dict[str, Any]]:
+    """Chains of three steps, each of which names the kind of a thing; each is wrong with probability 1/3."""
     dice, rows = random.Random(seed), []
     for _ in range(count):
-        terms = [(*dice.choice(pairs), dice.random() < 2 / 3) for _ in range(3)]
-        steps = [
-            f"{a} + {b} = {a + b if right else a + b + dice.choice((-10, -2, -1, 1, 2, 10))}" for a, b, right in terms
-        ]
-        labels = [dice.random() < 2 / 3 if shuffled else right for *_, right in terms]
-        rows.append({"prompt": "Sums:\n", "completions": steps, "labels": labels})
+        steps, labels = [], []
+        for _ in range(3):
+            kind, right = dice.choice(list(words)), dice.random() < 2 / 3
+            named = kind if right else dice.choice([other for other in words if other != kind])
+            steps.append(f"{dice.choice(words[kind])}: {named}")
+            labels.append(dice.random() < 2 / 3 if shuffled else right)
+        rows.append({"prompt": "Sort these words.\n", "completions": steps, "labels": labels})
     return rows
 
 
 def of_steps(method: str, model: str, folder: Path, steps: int) -> list[str]:
-    """Every weight is trained: an adapter of a base that was never asked to judge learns sums slowly."""
-    numbers = [(a, b) for a in range(2, 31) for b in range(2, 31)]
-    random.Random(0).shuffle(numbers)
-    held_out, seen, batch, found = numbers[:160], numbers[160:], 64, []
+    """Every weight is trained; words that are judged in the end were never seen with a label."""
+    held_out = {kind: words.split()[:8] for kind, words in THINGS.items()}
+    seen = {kind: words.split()[8:] for kind, words in THINGS.items()}
+    batch, found = 16, []
     for kind in ("", SHUFFLED):
-        options = {"max_steps": steps, "per_device_train_batch_size": batch, "learning_rate": 1e-4, "warmup_steps": 20}
+        options = {"max_steps": steps, "per_device_train_batch_size": batch, "learning_rate": 5e-5, "warmup_steps": 20}
         options |= {"lr_scheduler_type": "cosine", "logging_steps": 10, "save_strategy": "no", "report_to": "none"}
         trainer = PRMTrainer(
             model,
             args=PRMConfig(output_dir=str(folder / f"prm-{kind or 'plain'}"), verbosity="quiet", **options),
-            train_dataset=Dataset.from_list(sums(steps * batch, seen, 1, bool(kind))),
-            eval_dataset=Dataset.from_list(sums(200, held_out, 2)),
+            train_dataset=Dataset.from_list(chains(steps * batch, seen, 1, bool(kind))),
+            eval_dataset=Dataset.from_list(chains(200, held_out, 2)),
         )
         trainer.train()
         accuracy = trainer.evaluate()["eval_accuracy"]
         score = ProcessReward(trainer.model, trainer.processing_class, aggregate="min")
         gains = []
         for trial in range(100):
-            chains = sums(8, held_out, 1000 + trial)
-            texts = ["\n".join(chain["completions"]) + "\n" for chain in chains]
-            best = int(np.argmax(score([chain["prompt"] for chain in chains], texts)))
-            gains.append(float(all(chains[best]["labels"])) - float(all(chains[0]["labels"])))
+            eight = chains(8, held_out, 1000 + trial)
+            texts = ["\n".join(chain["completions"]) + "\n" for chain in eight]
+            best = int(np.argmax(score([chain["prompt"] for chain in eight], texts)))
+            gains.append(float(all(eight[best]["labels"])) - float(all(eight[0]["labels"])))
         mean, error = np.mean(gains), np.std(gains, ddof=1) / len(gains) ** 0.5
         found.append(
             f"prm {kind}: held-out step accuracy {accuracy:.3f} (majority 0.667); best of 8 over first of 8 "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-MOST_BYTES = 1 << 20
-MOST_VALUES = 1 << 18
+MAX_BYTES = 1 << 20
+MAX_VALUES = 1 << 18
 """With every alias written out; nine lines of aliases of aliases are a billion."""
 ENVIRONMENT = "env"
 VARIABLES = frozenset((
@@ -39,10 +39,8 @@ def read_config(path: str) -> tuple[dict[str, Any], dict[str, str]]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigFileError(f"There is no file {path}. Give a YAML file of options, or options as --name value.")
-    if file.stat().st_size > MOST_BYTES:
-        raise ConfigFileError(
-            f"{path} has {file.stat().st_size:,} bytes; a file of options has at most {MOST_BYTES:,}."
-        )
+    if file.stat().st_size > MAX_BYTES:
+        raise ConfigFileError(f"{path} has {file.stat().st_size:,} bytes; a file of options has at most {MAX_BYTES:,}.")
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -64,8 +62,8 @@ def parsed(text: str, path: str) -> Any:
 
         def get_single_node(self) -> Any:
             node = super().get_single_node()
-            if node is not None and _values(node, {}, path) > MOST_VALUES:
-                raise ConfigFileError(f"{path} has more than {MOST_VALUES:,} values, counting what its aliases repeat.")
+            if node is not None and _values(node, {}, path) > MAX_VALUES:
+                raise ConfigFileError(f"{path} has more than {MAX_VALUES:,} values, counting what its aliases repeat.")
             return node
 
         def compose_node(self, parent: Any, index: Any) -> Any:

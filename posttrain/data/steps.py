@@ -60,7 +60,7 @@ class StepRule:
 
     def __post_init__(self) -> None:
         if self.name not in STEP_RULES:
-            raise ValueError(f"There is no step rule {self.name!r}; it must be one of {', '.join(STEP_RULES)}.")
+            raise ValueError(f"Unknown step rule {self.name!r}; known: {', '.join(STEP_RULES)}.")
         if not self.separator:
             raise ValueError("The separator of steps is empty.")
         if self.max_steps is not None and self.max_steps < 1:

@@ -19,7 +19,7 @@ from posttrain.core.sample import KEEP_END, KEEP_START, Sample, Unit
 from posttrain.data.loader import ORDERS, EpochBatches
 from posttrain.data.store.row_store import DatasetView
 
-MOST_CANDIDATES = 64
+MAX_CANDIDATES = 64
 """Rows among which a partner with another prompt is looked for; a dataset of few prompts would be searched whole for each row."""
 Key = int | tuple[int, np.ndarray]
 """A row, and the rows of its optimizer step in their order; a row alone has the whole dataset for its step."""
@@ -79,12 +79,13 @@ class Partners:
         Where there is none, or where the prompt leaves no room for an answer, the twin trains nothing and counts for nothing.
         """
         prompt, _ = parted(sample)
-        for other in itertools.islice(others, MOST_CANDIDATES):
+        for other in itertools.islice(others, MAX_CANDIDATES):
             its_prompt, answer = parted(other)
             if not np.array_equal(its_prompt.input_ids, prompt.input_ids):
                 twin = prompt.append(answer.input_ids, trained=False)
                 twin.trained = np.concatenate([prompt.trained, answer.trained])
-                mode = KEEP_END if self.truncation_mode == KEEP_END else KEEP_START  # a long twin is no bad row
+                # A twin is cut even under `error` and `drop`: its length says nothing about the row.
+                mode = KEEP_END if self.truncation_mode == KEEP_END else KEEP_START
                 return replace(sample, twin=twin.truncate(self.max_length, mode))
         return replace(sample, twin=Sample(sample.input_ids[:1], [False], row=sample.row))
 

@@ -18,6 +18,7 @@ from posttrain.data.store.row_store import DatasetView
 from posttrain.data.unpaired import parted
 from posttrain.losses.formulas import UNPAIRED_FORMULAS, Formula, Totals, filled, number
 from posttrain.losses.unpaired import LogisticRegression, Unpaired, bco, density_ratios
+from posttrain.trainer.construction import refuse_arguments
 from posttrain.trainer.options.base import (
     BaseConfig,
     OlderPairOptions,
@@ -89,25 +90,37 @@ class BCOTrainer(UnpairedTrainer):
 
     def __init__(
         self,
-        model: Any,
+        model: Any = None,
         ref_model: Any = None,
         args: Any = None,
         train_dataset: Any = None,
         eval_dataset: Any = None,
         processing_class: Any = None,
         data_collator: Any = None,
-        *,
+        model_init: Callable | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable | None = None,
+        peft_config: Any = None,
+        compute_metrics: Callable | None = None,
+        model_adapter_name: str | None = None,
+        ref_adapter_name: str | None = None,
         embedding_func: Callable[..., Tensor] | None = None,
         embedding_tokenizer: Any = None,
         **named: Any,
     ) -> None:
-        """As BaseTrainer, and `embedding_func(input_ids, attention_mask) -> (B, D)` with its tokenizer, for the density ratio."""
+        """As KTOTrainer, and `embedding_func(input_ids, attention_mask) -> (B, D)` with its tokenizer, for the density ratio."""
+        refused = {"model_init": model_init, "preprocess_logits_for_metrics": preprocess_logits_for_metrics}
+        refused |= {"model_adapter_name": model_adapter_name, "ref_adapter_name": ref_adapter_name}
+        refuse_arguments(type(self).__name__, model, **refused)
         if (embedding_func is None) != (embedding_tokenizer is None):
             raise ValueError("`embedding_func` and `embedding_tokenizer` go together: give both or neither.")
         self.rewards, self._pending = RunningRewards(), None
         self.embed, self.embedding_tokenizer, self.classifier = embedding_func, embedding_tokenizer, None
-        data = {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
-        super().__init__(model, ref_model, args, data_collator, **data, **named)
+        super().__init__(
+            model, ref_model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks,
+            optimizers, peft_config=peft_config, **named,
+        )  # fmt: skip
         if embedding_func is not None and self.train_dataset is not None:
             self._weigh_rows()
 

@@ -10,7 +10,7 @@ from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.losses.formulas import Formula, Totals, number, of_answers, reference_free_line
 from posttrain.losses.reference_free import REFERENCE_FREE_LOSSES, Answers, check_reference_free, reference_free_loss
 from posttrain.trainer.options.base import BaseConfig, OlderPairOptions, SharedPromptsConfig, check_range, option
-from posttrain.trainer.pair_trainer import PairTrainer
+from posttrain.trainer.pair_trainer import ReferenceFreePairTrainer
 from posttrain.trainer.report.model_card import Paper
 
 LOSSES = ("sigmoid", "hinge", "ipo", "simpo")
@@ -46,7 +46,7 @@ class CPOConfig(OlderPairOptions, SharedPromptsConfig, BaseConfig):
         check_reference_free(self.loss_type, LOSSES, self, self.set_by_user())
 
 
-class CPOTrainer(PairTrainer):
+class CPOTrainer(ReferenceFreePairTrainer):
     """Contrastive preference optimisation (arXiv:2401.08417), SimPO (arXiv:2405.14734) and AlphaPO (arXiv:2501.03884)."""
 
     method, title = "cpo", "contrastive preference optimisation"

@@ -12,7 +12,7 @@ from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.losses.formulas import ODDS_RATIO_FORMULA, Formula, Totals, filled
 from posttrain.losses.reference_free import Answers, log_odds_ratio
 from posttrain.trainer.options.base import BaseConfig, OlderPairOptions, SharedPromptsConfig, check_range, option
-from posttrain.trainer.pair_trainer import PairTrainer
+from posttrain.trainer.pair_trainer import ReferenceFreePairTrainer
 from posttrain.trainer.report.model_card import Paper
 
 
@@ -32,7 +32,7 @@ class ORPOConfig(OlderPairOptions, SharedPromptsConfig, BaseConfig):
         check_range("beta", self.beta, 0)
 
 
-class ORPOTrainer(PairTrainer):
+class ORPOTrainer(ReferenceFreePairTrainer):
     """Odds ratio preference optimisation (arXiv:2403.07691)."""
 
     method, title = "orpo", "odds ratio preference optimisation"

@@ -17,6 +17,7 @@ from posttrain.losses.reward import step_cross_entropy, step_metrics
 from posttrain.models.load.model import TOKEN_LABELS, innermost_model
 from posttrain.models.scoring.heads import score_labels
 from posttrain.trainer.base import BaseTrainer
+from posttrain.trainer.construction import refuse_arguments
 from posttrain.trainer.options.base import BaseConfig, check_range, option
 from posttrain.trainer.report.model_card import Paper
 
@@ -69,16 +70,19 @@ class PRMTrainer(BaseTrainer):
         eval_dataset: Any = None,
         processing_class: Any = None,
         model_init: Callable | None = None,
-        *given: Any,
+        compute_metrics: Callable | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Callable | None = None,
+        peft_config: Any = None,
         **named: Any,
     ) -> None:
-        """As BaseTrainer, but for `model_init`, which TRL has in this place."""
-        if model is None or model_init is not None:
-            raise ValueError(
-                "PRMTrainer trains the model it is given: pass it, or its name, as `model`, and leave `model_init` out. "
-                "`posttrain sweep` tries several settings, each from a fresh model."
-            )
-        super().__init__(model, args, data_collator, train_dataset, eval_dataset, processing_class, *given, **named)
+        """As BaseTrainer, with the arguments in TRL's order; `preprocess_logits_for_metrics` is given the logits of the steps."""
+        refuse_arguments(type(self).__name__, model, model_init=model_init)
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, optimizers,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics, peft_config=peft_config, **named,
+        )  # fmt: skip
         innermost_model(self.model).config.step_separator = self.args.step_separator  # saved for those who score by it
 
     def prepare_options(self, is_training: bool) -> dict[str, Any]:

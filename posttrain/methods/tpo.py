@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,26 @@ class TPOTrainer(PairTrainer):
     config_class = TPOConfig
     formats = (TRIPLE_PREFERENCE,)
     roles = ("chosen", "rejected", "reference")
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        **named: Any,
+    ) -> None:
+        """As BaseTrainer, with the arguments in TRL's order."""
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, optimizers,
+            peft_config=peft_config, **named,
+        )  # fmt: skip
 
     @classmethod
     def rows_read(cls, args: Any) -> tuple[tuple[RowFormat, ...], tuple[str, ...]]:

@@ -157,7 +157,7 @@ def model_reward(reward: Any, tokenizer: Any = None, **loading: Any) -> ModelRew
         return ProcessReward(name, tokenizer, **options, **loading)
     if options:
         raise ValueError(
-            f"{reward}: {name} is not a process reward model, and takes no option {next(iter(options))!r}."
+            f"{reward}: the option {next(iter(options))!r} needs a process reward model, and {name} is not one."
         )
     return ModelReward(name, tokenizer, **loading)
 
@@ -171,7 +171,7 @@ def check_options(
 ) -> None:
     """Those of ProcessReward, before a model is loaded."""
     if aggregate not in AGGREGATES:
-        raise ValueError(f"There is no aggregate {aggregate!r}; it must be one of {', '.join(AGGREGATES)}.")
+        raise ValueError(f"Unknown aggregate {aggregate!r}; known: {', '.join(AGGREGATES)}.")
     if threshold is not None and aggregate != "share_above":
         raise ValueError(f"`threshold` is {threshold}, and {aggregate} has none: leave it out, or take share_above.")
     if isinstance(rule, str):
@@ -186,7 +186,7 @@ def named_reward(text: str) -> tuple[str, dict[str, Any]]:
     try:
         given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
         if unknown := [option for option in given if option not in NAMED_OPTIONS]:
-            raise ValueError(f"there is no option {unknown[0]!r}; it must be one of {', '.join(NAMED_OPTIONS)}.")
+            raise ValueError(f"Unknown option {unknown[0]!r}; known: {', '.join(NAMED_OPTIONS)}.")
         options = {option: NAMED_OPTIONS[option](value) for option, value in given.items()}
         check_options(**options)
     except ValueError as error:

@@ -11,9 +11,12 @@ number, or None for "does not apply", for each completion; what else it may retu
 with one group at a time. When such a call raises, hangs or kills its worker, the samples of the group are called one by one,
 so that only the guilty one is lost. In a worker `trainer_state` is a copy of the state's plain fields. `environments` are live
 objects of the trainer's process: a function that names this argument runs there; one that takes **kwargs alone runs in a worker
-without them.
+without them. One that names `log_failure` may call it with (place, message, kind) for samples that it could not judge; they fail
+as if it had raised for them alone.
 
 Reward models run in the trainer's process when the round is finished, in micro-batches by tokens.
+
+A judge (`judges.py`) is a reward as well, and then the only one: its numbers are places within a group, no amounts.
 """
 
 from __future__ import annotations
@@ -35,8 +38,10 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 import numpy as np
 
-from posttrain.rewards.runtime.invoke import OURS, Wants
-from posttrain.rewards.runtime.options import ALL_AT_ONCE, AUTO, BY_SAMPLE, IN_PROCESS, RewardOptions
+from posttrain.rewards.judges import NAMED, JudgeReward, RewardModelJudge, judge_reward, named_judge
+from posttrain.rewards.judging import BESIDE, CALLER, BaseJudge
+from posttrain.rewards.runtime.invoke import OURS, Wants, invoke
+from posttrain.rewards.runtime.options import ALL_AT_ONCE, AUTO, BY_GROUP, BY_SAMPLE, IN_PROCESS, RewardOptions
 from posttrain.rewards.runtime.results import (
     Judged,
     Outcomes,
@@ -45,7 +50,7 @@ from posttrain.rewards.runtime.results import (
     RewardResults,
     too_many_failures,
 )
-from posttrain.rewards.runtime.runner import Call, FunctionReward, Runner, stays_in_process
+from posttrain.rewards.runtime.runner import Call, FunctionReward, Runner, all_arguments, stays_in_process
 from posttrain.rewards.runtime.statistics import RewardWatch
 
 if TYPE_CHECKING:
@@ -77,7 +82,7 @@ class RewardSet:
     """The rewards of a run and their workers, which live until `close`.
 
     `rewards` are functions, or classifiers of sequences or tokens (process rewards) as ids, paths or modules, or ModelReward
-    and ProcessReward objects, which say more about how a model is run; `tokenizers` (one entry for each reward) and
+    and ProcessReward objects, which say more about how a model is run, or one judge; `tokenizers` (one entry for each reward) and
     `model_options` (arguments of ModelReward: device, dtype, max_tokens, ...) are for those given by id or module. `report`
     gets sentences about what was decided and, with `watch`, about rewards that look wrong (see `statistics.py`); they are kept
     in `notes` too.
@@ -103,6 +108,7 @@ class RewardSet:
         self.notes = self._say.sentences
         self._watch = RewardWatch() if watch else None
         self.weights = _checked_weights(weights, rewards, tokenizers)
+        refuse_beside_judge(rewards)
         self.rewards = [self._reward(key, *pair) for key, pair in enumerate(zip(rewards, tokenizers))]
         self.names = _distinct([reward.name for reward in self.rewards])
         for reward, name in zip(self.rewards, self.names):
@@ -137,7 +143,14 @@ class RewardSet:
         for sentence in self._watch.look(self.names, results.values[valid], lengths[valid]):
             self._say(sentence)
 
+    @property
+    def compares_groups(self) -> bool:
+        """Whether the completions of a prompt must come here together."""
+        return any(getattr(reward, "whole_groups", False) for reward in self.rewards)
+
     def _reward(self, key: int, reward: Any, tokenizer: Any) -> FunctionReward | ModelReward:
+        if is_judge(reward):
+            return self._judge(key, reward, tokenizer)
         if _is_model(reward):
             from posttrain.rewards.process_reward import model_reward  # torch and transformers, for who uses a model
 
@@ -150,6 +163,34 @@ class RewardSet:
         made = FunctionReward(key, reward_name(reward), reward, Wants(reward), None)
         made.packed = self._packed(made)
         return made
+
+    def _judge(self, key: int, judge: Any, tokenizer: Any) -> FunctionReward:
+        if isinstance(judge, str):
+            judge = named_judge(judge)
+        if isinstance(judge, str):
+            judge = RewardModelJudge(judge, tokenizer, **self._model_options)
+        reward = judge if isinstance(judge, JudgeReward) else judge_reward(judge)
+        if reward.whole_groups:
+            self._refuse_for_judge(reward)
+        runs, function = reward.judge.runs, reward
+        if runs == BESIDE:
+            reward.seconds, function = self.options.timeout, reward.beside()
+        made = FunctionReward(key, reward_name(reward), function, Wants(function), None, reward.whole_groups)
+        made.keeps_time, made.runs_last = runs == BESIDE, runs == CALLER
+        made.packed = None if runs in (BESIDE, CALLER) else self._packed(made)
+        return made
+
+    def _refuse_for_judge(self, reward: JudgeReward) -> None:
+        if self.options.reward_batching != BY_GROUP:
+            raise ValueError(
+                f"{reward_name(reward)} compares the completions of a prompt, and `reward_batching` is "
+                f"{self.options.reward_batching!r}: leave it at {BY_GROUP!r}."
+            )
+        if self.options.cache:
+            raise ValueError(
+                f"{reward_name(reward)} compares completions with each other, so that the value of one cannot be remembered: "
+                "leave `reward_cache` off."
+            )
 
     def _packed(self, reward: FunctionReward) -> bytes | None:
         if self.options.isolation == IN_PROCESS:
@@ -174,7 +215,10 @@ class RewardRound:
 
     def __init__(self, rewards: RewardSet, trainer_state: Any) -> None:
         self._set, self._runner = rewards, rewards._runner
-        self._functions = [reward for reward in rewards.rewards if isinstance(reward, FunctionReward)]
+        functions = [reward for reward in rewards.rewards if isinstance(reward, FunctionReward)]
+        self._functions = [reward for reward in functions if not reward.runs_last]
+        self._last = [reward for reward in functions if reward.runs_last]
+        self._groups: list[int] = []  # of each sample
         self._outcomes = Outcomes(rewards.names, rewards.options, trainer_state)
         self._samples: list[Judged] = []
         self._running: list[concurrent.futures.Future[None]] = []
@@ -185,6 +229,7 @@ class RewardRound:
             return
         numbers = list(range(len(self._samples), len(self._samples) + len(group)))
         self._samples += group
+        self._groups += [len(self._groups)] * len(group)
         self._check_arguments(group)
         if self._set.options.reward_batching != ALL_AT_ONCE:
             self._start(numbers, group)
@@ -223,6 +268,11 @@ class RewardRound:
         for key, reward in enumerate(self._set.rewards):
             if not isinstance(reward, FunctionReward):
                 reward.judge(key, self._samples, self._outcomes)
+        for reward in self._last if self._samples else ():
+            call = Call(reward, [*range(len(self._samples))], self._samples, self._outcomes)
+            self._runner.take(
+                call, invoke(reward.function, reward.wants, {**all_arguments(call), "group_numbers": self._groups})
+            )
 
     def _check_arguments(self, group: list[Judged]) -> None:
         columns = {name for sample in group for name in sample.columns}
@@ -257,6 +307,19 @@ def reward_name(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
+
+
+def is_judge(reward: Any) -> bool:
+    return isinstance(reward, BaseJudge | JudgeReward) or (isinstance(reward, str) and reward.startswith(NAMED))
+
+
+def refuse_beside_judge(rewards: Sequence[Any]) -> None:
+    """A judge says who is better, not by how much: its numbers cannot be added to those of another reward."""
+    if len(rewards) > 1 and any(map(is_judge, rewards)):
+        raise ValueError(
+            f"A judge is the only reward of a run, and there are {len(rewards)} rewards: what it says of a completion is its place "
+            "among the others of its prompt, which cannot be added to an amount. Use the judge alone, or functions and models."
+        )
 
 
 def _is_model(reward: Any) -> bool:

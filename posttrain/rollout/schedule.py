@@ -69,6 +69,15 @@ class Schedule:
         return [start + place for start in starts for place in range(run)]
 
     @property
+    def splits_groups(self) -> bool:
+        """Whether some group lies on several processes."""
+        owners: dict[int, set[int]] = {}
+        for rank in range(self.world_size):
+            for place in self.places(rank):
+                owners.setdefault(place // self.num_generations, set()).add(rank)
+        return any(len(ranks) > 1 for ranks in owners.values())
+
+    @property
     def samples(self) -> int:
         """Of a generation batch, over all processes."""
         return self.share * self.world_size

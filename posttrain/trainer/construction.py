@@ -42,6 +42,28 @@ def config_of(args: Any, config_class: type[BaseConfig], model: Any, trainer: st
     raise TypeError(f"`args` is a {type(args).__name__}; {trainer} takes a {config_class.__name__}.")
 
 
+REFUSED_ARGUMENTS = {
+    "model_init": "{trainer} trains the model it is given: pass it, or its name, as `model`, and leave `model_init` out. "
+    "`posttrain sweep` tries several settings, each from a fresh model.",
+    "preprocess_logits_for_metrics": "{trainer} keeps no logits that `preprocess_logits_for_metrics` could read: leave it out. "
+    "`compute_metrics` is given the rewards of the answers and their labels.",
+    "model_adapter_name": "{trainer} trains the active adapter of a PeftModel: leave `model_adapter_name` out and call "
+    "`model.set_adapter(...)` before.",
+    "ref_adapter_name": "{trainer} compares a PeftModel with a frozen copy of its active adapter: leave `ref_adapter_name` out. "
+    "Pass another reference as `ref_model`.",
+}
+"""Arguments of TRL's constructors that cannot be honoured, with the reason. They keep their position, for positional calls."""
+
+
+def refuse_arguments(trainer: str, model: Any, **given: Any) -> None:
+    """Raise for the first of REFUSED_ARGUMENTS that is given; a missing `model` counts as a `model_init`."""
+    if model is None:
+        given = {"model_init": "in the place of `model`"}
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(REFUSED_ARGUMENTS[name].format(trainer=trainer))
+
+
 def prepare_process(args: BaseConfig) -> None:
     """What holds for the whole process, before anything is loaded."""
     if args.n_gpu > 1:

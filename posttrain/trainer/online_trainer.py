@@ -119,6 +119,8 @@ class OnlineTrainer(BaseTrainer):
             report=self.loaded.notes.append,
             watch=False,  # the log of rollouts looks at those of all processes
         )
+        if self.rewards.compares_groups:
+            self.args.refuse_lone_completions(self.rewards.names[0])
         fit_memory(self)
         self.engine = engine if engine is not None else self._make_engine()
         if self.corrects_sampler:
@@ -170,6 +172,11 @@ class OnlineTrainer(BaseTrainer):
         return self.args.beta != 0.0
 
     @property
+    def scoring_temperature(self) -> float:
+        """What logits are divided by where policy and reference score tokens."""
+        return self.args.temperature
+
+    @property
     def needs_old_logps(self) -> bool:
         """Whether the trainer's own log-probs at the time of generation are computed in a pass of their own."""
         return not self.args.schedule().is_on_policy or self.replay is not None
@@ -189,7 +196,7 @@ class OnlineTrainer(BaseTrainer):
         self.live = references.live(ref_model, policy)
         if self.args.cast_lm_head_to_fp32:
             compute_head_in_float32(innermost_model(self.live.model))
-        self.live.temperature, self.live.chunk_tokens = self.args.temperature, self.args.chunk_tokens
+        self.live.temperature, self.live.chunk_tokens = self.scoring_temperature, self.args.chunk_tokens
         self.reference = ScoredWithRollouts(self.live)
         for callback in references.followers(self.live):
             self.add_callback(callback)
@@ -279,7 +286,7 @@ class OnlineTrainer(BaseTrainer):
 
         Of a micro-batch, or of so many `samples`.
         """
-        size, group = samples or self.args.per_device_train_batch_size, self.args.num_generations
+        size, group = samples or self.args.schedule().batch_size, self.args.num_generations
         prompt = getattr(self.train_dataset, "longest", self.args.max_length or 1024)
         completion = self.args.max_completion_length
         fits_evenly = size % group == 0 or group % size == 0
@@ -310,7 +317,7 @@ class OnlineTrainer(BaseTrainer):
     def _policy_logps(self, batch: TokenBatch) -> Tensor:
         with evaluating(self.model):
             return score_tokens(
-                self.model_wrapped, batch, temperature=self.args.temperature, chunk_tokens=self.args.chunk_tokens
+                self.model_wrapped, batch, temperature=self.scoring_temperature, chunk_tokens=self.args.chunk_tokens
             ).logps
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> StepTotals | None:
@@ -356,7 +363,7 @@ class OnlineTrainer(BaseTrainer):
     # ---- the step ----------------------------------------------------------------------------------------------------
 
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
-        return score_tokens(model, batch, stats, temperature=self.args.temperature, **self.scoring_options())
+        return score_tokens(model, batch, stats, temperature=self.scoring_temperature, **self.scoring_options())
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "learning_rate" in logs:
@@ -445,7 +452,7 @@ def rollout_loader(
     """`collector` and `params` are None where a run is only explained: what such a loader would yield is counted, not generated."""
     rules = args.window_rules()
     if not is_training:
-        size = (args.num_generations_eval or args.num_generations, args.eval_batch_size)
+        size = (args.num_generations_eval or args.num_generations, args.samples_of(args.eval_batch_size))
         params = params and replace(params, seed=params.seed ^ EVALUATION_SEED)
         return EvalRolloutLoader(rows, *size, params, collector, rules, collator, args.process_index, args.world_size)
     if isinstance(rows, StreamedPrompts):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -26,9 +27,27 @@ class UnpairedTrainer(BaseTrainer):
     roles = ("completion",)
     token_stats: ClassVar[tuple[str, ...]] = ("entropy", "mean_logit")
 
-    def __init__(self, model: Any, ref_model: Any = None, args: Any = None, *given: Any, **named: Any) -> None:
-        """As BaseTrainer, and `ref_model` (None: the policy as it is now)."""
-        super().__init__(model, args, *given, ref_model=ref_model, **named)
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        args: Any = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Callable | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        **named: Any,
+    ) -> None:
+        """As BaseTrainer, with the arguments in TRL's order, and `ref_model` (None: the policy as it is now)."""
+        super().__init__(
+            model, args, data_collator, train_dataset, eval_dataset, processing_class, compute_metrics, callbacks, optimizers,
+            quantization_config=quantization_config, peft_config=peft_config, ref_model=ref_model, **named,
+        )  # fmt: skip
 
     def _prepared(self, dataset: Any, name: str) -> Any:
         rows = super()._prepared(dataset, name)

@@ -526,9 +526,11 @@ def test_reward_models_lie_on_the_device_all_the_time(seven_billion):
 def test_a_process_reward_is_a_reward_model(seven_billion, tmp_path):
     tiny.process_reward_model().save_pretrained(tmp_path / "judge")
     weights = sum(parameter.numel() for parameter in tiny.process_reward_model().parameters())
-    named = {"reward_funcs": [f"{tmp_path / 'judge'}?aggregate=mean"]}
-    told = explained("grpo", "grpo", {**GROUPS, **seven_billion, **named})
-    assert {phase.terms["reward models"] for phase in told.memory.phases} == {2.0 * weights}
+    for name in (f"{tmp_path / 'judge'}?aggregate=mean", f"judge:{tmp_path / 'judge'}"):
+        told = explained("grpo", "grpo", {**GROUPS, **seven_billion, "reward_funcs": [name]})
+        assert {phase.terms["reward models"] for phase in told.memory.phases} == {2.0 * weights}
+    told = explained("grpo", "grpo", {**GROUPS, **seven_billion, "reward_funcs": ["judge:org/m@http://127.0.0.1:1/v1"]})
+    assert {phase.terms.get("reward models", 0.0) for phase in told.memory.phases} == {0.0}
 
 
 def test_a_colocated_vllm_has_its_share_and_gives_it_back_asleep(seven_billion):

@@ -100,7 +100,7 @@ def test_blank_text_has_no_step():
 
 
 def test_what_is_refused():
-    with pytest.raises(ValueError, match=r"no step rule 'paragraph'; it must be one of separator, blank_line"):
+    with pytest.raises(ValueError, match=r"Unknown step rule 'paragraph'; known: separator, blank_line"):
         StepRule("paragraph")
     with pytest.raises(ValueError, match=r"`max_steps` is 0"):
         StepRule(max_steps=0)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.sample import KEEP_END, Sample
 from posttrain.data.loader import StreamBatches
-from posttrain.data.unpaired import MOST_CANDIDATES, PartneredBatches, PartneredRows, Partners, parted
+from posttrain.data.unpaired import MAX_CANDIDATES, PartneredBatches, PartneredRows, Partners, parted
 
 
 def sample(prompt, answer, row=0):
@@ -45,7 +45,7 @@ def test_the_search_for_another_prompt_has_an_end():
     asked = itertools.count()
     others = (sample([1], [next(asked) % 200]) for _ in itertools.count())
     assert Partners().given(first, others).twin.num_trained == 0
-    assert next(asked) == MOST_CANDIDATES
+    assert next(asked) == MAX_CANDIDATES
 
 
 def test_twins_are_cut_like_rows_and_may_be_left_without_an_answer():

@@ -13,7 +13,7 @@ from tests.docs.local_hub import WITH_TEMPLATE
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-MOST_LINES = 60
+MAX_LINES = 60
 
 
 @pytest.mark.parametrize("path", [*SCRIPTS, *NOTEBOOKS], ids=lambda path: path.name)
@@ -25,7 +25,7 @@ def test_example_runs(path, runner):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_script_is_short_and_has_no_main_guard(script):
     source = script.read_text(encoding="utf-8")
-    assert len(source.splitlines()) <= MOST_LINES
+    assert len(source.splitlines()) <= MAX_LINES
     assert "__main__" not in source
 
 

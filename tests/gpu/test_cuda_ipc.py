@@ -22,11 +22,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from posttrain.core.transport import ServerError, ServerRefused
 from posttrain.rollout.engines.vllm import weight_stream
 from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.kept_weights import KeptWeights, spec_of
 from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused
+from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.weight_senders import _both
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire import block_sums

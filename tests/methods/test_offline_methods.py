@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
+from transformers import BitsAndBytesConfig
 
 from posttrain.methods.table import METHODS
 from tests import tiny
@@ -27,10 +30,10 @@ def triples(count=12):
     return [{**row, "reference": row["chosen"]} for row in tiny.pairs(count)]
 
 
-DATA = {"tpo": triples, "kto": rated, "bco": rated}
+DATA = {"tpo": triples, "kto": rated, "bco": rated, "prm": tiny.steps}
 
 
-def make(method, tmp_path, rows=None, *, eval_rows=None, given=None, **changes):
+def make(method, tmp_path, rows=None, *, model=None, eval_rows=None, given=None, **changes):
     options = {
         "output_dir": str(tmp_path),
         "max_steps": 2,
@@ -45,7 +48,7 @@ def make(method, tmp_path, rows=None, *, eval_rows=None, given=None, **changes):
     }
     rows = DATA.get(method, tiny.pairs)() if rows is None else rows
     return METHODS[method].trainer_class(
-        model=tiny.causal_lm(),
+        model=model or tiny.causal_lm(),
         args=METHODS[method].config_class(**options),
         train_dataset=Dataset.from_list(rows) if isinstance(rows, list) else rows,
         eval_dataset=Dataset.from_list(eval_rows) if isinstance(eval_rows, list) else eval_rows,
@@ -326,9 +329,30 @@ def test_methods_without_a_reference_refuse_one(tmp_path, method):
         make(method, tmp_path, given={"ref_model": tiny.causal_lm(1)})
 
 
-def test_lora_trains_against_the_base_model(tmp_path):
-    from peft import LoraConfig
+AT_THE_START = {"kto": 0.5, "bco": math.log(2)}
+"""The loss of a new adapter on its own base, from which nothing has moved."""
 
+
+@pytest.mark.parametrize("method", ["cpo", "orpo", "tpo", "kto", "bco", "prm"])
+def test_an_adapter_trains_on_a_4_bit_base_that_stays_as_it_is(tmp_path, method):
+    """QLoRA with bitsandbytes' CPU kernels; the reference of KTO and BCO is the quantised base itself."""
+    base = tiny.process_reward_model if method == "prm" else tiny.causal_lm
+    base(hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "base")
+    packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    given = {"quantization_config": packed, "peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+    one_batch = {"per_device_train_batch_size": 24, "max_steps": 4}
+    trainer = make(method, tmp_path / "run", model=str(tmp_path / "base"), given=given, **one_batch)
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if not p.requires_grad}
+    assert any(parameter.dtype == torch.uint8 for parameter in before.values())
+    trainer.train()
+    losses = logged(trainer, "loss")
+    assert losses[0] == pytest.approx(AT_THE_START.get(method, losses[0]), abs=1e-5)
+    assert losses[-1] < losses[0]
+    frozen = {name: parameter for name, parameter in trainer.model.named_parameters() if name in before}
+    assert all(torch.equal(before[name], parameter) for name, parameter in frozen.items())
+
+
+def test_lora_trains_against_the_base_model(tmp_path):
     trainer = make("kto", tmp_path, given={"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}, max_steps=2)
     trainer.train()
     assert logged(trainer, "loss")[0] == pytest.approx(0.5, abs=1e-6)

@@ -39,6 +39,11 @@ def inputs(tmp_path_factory):
     return folder
 
 
+JUDGES = ("trl", "trl.judges", "trl.trainer", "trl.trainer.judges", "trl.experimental.judges")
+WIN_RATES = ("trl", "trl.trainer", "trl.trainer.callbacks", "trl.experimental.winrate_callback")
+"""Where TRL had these, from 0.10 to 1.0."""
+
+
 def ran(script: Path, folder: Path, *words: str) -> subprocess.CompletedProcess:
     return run_command("run", str(script), *words, cwd=folder)
 
@@ -99,6 +104,15 @@ def test_modules_are_attributes(tmp_path):
     assert ended.stdout.split() == ["posttrain.rewards.builtin.accuracy", "SFTTrainer"]
     assert ended.returncode == 2
     assert "imports oddity from trl" in ended.stderr
+
+
+def test_judges_are_found_in_all_their_homes(tmp_path):
+    names = "AllTrueJudge BaseBinaryJudge BaseJudge BasePairwiseJudge BaseRankJudge HfPairwiseJudge OpenAIPairwiseJudge PairRMJudge"
+    lines = [f"from {home} import {', '.join(names.split())}" for home in JUDGES]
+    lines += [f"from {home} import WinRateCallback" for home in WIN_RATES]
+    (tmp_path / "script.py").write_text("\n".join([*lines, "print(BaseJudge.__module__, WinRateCallback.__module__)"]))
+    ended = ran(tmp_path / "script.py", tmp_path)
+    assert ended.stdout.split() == ["posttrain.rewards.judging", "posttrain.trainer.online.win_rate"], ended.stderr
 
 
 def test_an_error_of_the_script_keeps_its_traceback(tmp_path):

@@ -173,6 +173,23 @@ def test_wrong_length_costs_its_call():
     assert results.masked.tolist() == [False, False, True, True, True]
 
 
+@pytest.mark.parametrize("isolation", ["auto", "in_process"])
+def test_a_function_says_which_of_its_samples_it_could_not_judge(isolation):
+    def unsure(completions, log_failure):
+        log_failure(1, "nobody answered", "timeout")
+        return [1.0] * len(completions)
+
+    def wrong(completions, log_failure):
+        log_failure(9, "whoever that is")
+        return [2.0] * len(completions)
+
+    results, _ = judged([unsure], group("a", "b", "c"), isolation=isolation)
+    assert str(results.failures[0]) == "Reward unsure, sample 1 (timeout): nobody answered"
+    assert results.masked.tolist() == [False, True, False]
+    results, _ = judged([wrong], group("a", "b"), isolation=isolation)
+    assert "log_failure(9, ..., 'error') is not about one of the 1 samples" in results.failures[0].message
+
+
 def test_policy_default():
     results, _ = judged([acting], group("abc", "raise"), on_error="default", default_value=-1.0)
     assert results.values[:, 0].tolist() == [3, -1]

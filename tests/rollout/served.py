@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 import torch
 
+from posttrain.core.transport import ServerRefused
 from posttrain.rollout.engines.protocol import Prompt
 from posttrain.rollout.engines.vllm.client import ServerCompletion, ServerInfo
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerRefused
+from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.weight_stream import VersionStream
 from tests.forked import ForkedProgram
 from tests.serve import echo_server

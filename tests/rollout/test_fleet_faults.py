@@ -9,10 +9,11 @@ import weakref
 
 import pytest
 
+from posttrain.core.transport import ServerAnswer, ServerGone, ServerRefused, ServerSlow
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
 from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerAnswer, ServerGone, ServerRefused, ServerSlow
+from posttrain.rollout.engines.vllm.transport import Deadlines
 from tests.rollout.served import QUICK, FakeClient, echo_process, needs_uvicorn, numbered
 from tests.waiting import eventually
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core.transport import ServerRefused
 from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
-from posttrain.rollout.engines.vllm.transport import ServerRefused
 from tests.rollout.served import QUICK, echo_process, needs_uvicorn
 from tests.waiting import eventually
 

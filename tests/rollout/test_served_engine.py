@@ -13,11 +13,12 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 
+from posttrain.core.transport import ServerError, ServerGone, ServerRefused, ServerSlow
 from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Prompt, SamplingParams, generate
 from posttrain.rollout.engines.vllm import fleet
 from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerGone, ServerRefused, ServerSlow
+from posttrain.rollout.engines.vllm.transport import Deadlines
 from tests.forked import Child
 from tests.rollout.served import (
     INTERRUPTIONS,

@@ -13,12 +13,13 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from posttrain.cli.main import main
+from posttrain.core.transport import ServerGone, ServerRefused
 from posttrain.models.load.weight_export import exported_adapter, exported_weights
 from posttrain.rollout.engines.protocol import LENGTH, Prompt, SamplingParams, generate
 from posttrain.rollout.engines.vllm.launcher import ServerProcess, free_port
 from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
 from posttrain.rollout.engines.vllm.sync_probe import SyncProbe, WeightsDiffer, scored_by
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerGone, ServerRefused
+from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 from tests import tiny
 from tests.serve.test_vllm_server import NEW, PROMPTS, greedy, scores, tiny_model

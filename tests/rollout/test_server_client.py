@@ -13,24 +13,22 @@ import httpcore
 import pytest
 import torch
 
-from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
-from posttrain.rollout.engines.vllm import fleet
-from posttrain.rollout.engines.vllm.client import GenerateRequest, ServerClient, ServerCompletion, ServerInfo
-from posttrain.rollout.engines.vllm.fleet import Target
-from posttrain.rollout.engines.vllm.kept_weights import KeptWeights, common_checksum
-from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
-from posttrain.rollout.engines.vllm.transport import (
+from posttrain.core.transport import (
     Address,
-    Deadlines,
     ServerAnswer,
     ServerError,
     ServerGone,
     ServerRefused,
     ServerSlow,
     Transport,
-    in_parallel,
-    parallel_calls,
 )
+from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
+from posttrain.rollout.engines.vllm import fleet
+from posttrain.rollout.engines.vllm.client import GenerateRequest, ServerClient, ServerCompletion, ServerInfo
+from posttrain.rollout.engines.vllm.fleet import Target
+from posttrain.rollout.engines.vllm.kept_weights import KeptWeights, common_checksum
+from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
+from posttrain.rollout.engines.vllm.transport import Deadlines, in_parallel, parallel_calls
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 from posttrain.serve.weights.staging import Staging
 from posttrain.serve.wire import payload
@@ -143,8 +141,8 @@ def test_an_answer_that_is_none_is_a_typed_error_within_the_deadline(serve, answ
 
 def test_5000_mutations_of_an_answer_raise_typed_errors_or_are_right():
     """At the reader itself: bytes of a right answer changed, cut and doubled."""
+    from posttrain.core.transport import _read, checked
     from posttrain.rollout.engines.vllm.client import _written
-    from posttrain.rollout.engines.vllm.transport import _read, checked
 
     rng, right, taken = random.Random(0), json.dumps(RIGHT).encode(), 0
     for _ in range(5000):

@@ -11,12 +11,12 @@ import signal
 import pytest
 import torch
 
+from posttrain.core.transport import ServerRefused
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
 from posttrain.rollout.engines.vllm import weight_stream
 from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.kept_weights import KeptWeights, spec_of
 from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
-from posttrain.rollout.engines.vllm.transport import ServerRefused
 from posttrain.rollout.engines.vllm.weight_senders import STREAMERS
 from posttrain.serve.bodies import StreamPart
 from posttrain.serve.errors import Conflict, NotFound, PayloadError, ServeError, TransportFailed

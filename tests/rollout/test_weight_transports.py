@@ -13,12 +13,13 @@ import torch
 import torch.distributed as dist
 
 from posttrain import GRPOConfig
+from posttrain.core.transport import ServerError, ServerRefused
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
 from posttrain.rollout.engines.vllm import weight_senders
 from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.kept_weights import KeptWeights
 from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused
+from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 from posttrain.rollout.engines.vllm.weight_channel import TRANSPORTS, WeightChannel
 from posttrain.rollout.engines.vllm.weight_senders import PARALLEL_PARTS, SENDERS, STREAMERS, Sides, Wire

@@ -1,6 +1,6 @@
-"""One of two processes of an SFT run under DeepSpeed on the CPU (or the only one of a run without it).
+"""One of two processes of a run under DeepSpeed on the CPU (or the only one of a run without it).
 
-    python -m tests.trainer.deepspeed_run FOLDER STAGE
+    python -m tests.trainer.deepspeed_run FOLDER STAGE METHOD
 
 accelerate starts DeepSpeed on accelerators only; here its processes are told to be CPUs on gloo, before it looks.
 """
@@ -19,12 +19,13 @@ from accelerate.utils import DistributedType
 from datasets import Dataset
 from safetensors.torch import save_file
 
-from posttrain import SFTConfig, SFTTrainer
+from posttrain.methods.table import METHODS
 from posttrain.models.load.weight_export import exported_weights
 from tests import tiny
+from tests.trainer.fsdp_cells import DATA, Cell, model_of
 
 
-def trainer(folder: Path, stage: int, world: int) -> Any:
+def trainer(folder: Path, stage: int, method: str, world: int) -> Any:
     config = {
         "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,
@@ -33,11 +34,13 @@ def trainer(folder: Path, stage: int, world: int) -> Any:
         "gradient_accumulation_steps": "auto",
         "gradient_clipping": "auto",
     }
-    model = tiny.causal_lm(family="llama")  # before the options: a model that is made after them is partitioned at once
-    args = SFTConfig(
+    model = model_of(Cell(method))  # before the options: a model that is made after them is partitioned at once
+    args = METHODS[method].config_class(
         output_dir=str(folder),
         max_steps=4,
         save_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
         logging_steps=1,
         per_device_train_batch_size=2,
         gradient_accumulation_steps=4 // world,
@@ -49,15 +52,18 @@ def trainer(folder: Path, stage: int, world: int) -> Any:
         dataset_cache_dir=str(folder.parent / "cache"),
         **({"deepspeed": config} if world > 1 else {"use_cpu": True}),
     )
-    return SFTTrainer(model, args, train_dataset=Dataset.from_list(tiny.chats(11)), processing_class=tiny.tokenizer())
+    rows = Dataset.from_list(DATA.get(method, tiny.pairs)(11))
+    return METHODS[method].trainer_class(
+        model, args=args, train_dataset=rows, eval_dataset=rows, processing_class=tiny.tokenizer()
+    )
 
 
-def main(folder: Path, stage: int) -> None:
+def main(folder: Path, stage: int, method: str) -> None:
     torch.set_num_threads(1)
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     if world > 1:
         PartialState._prepare_backend = lambda self, *_, **__: ("gloo", DistributedType.MULTI_CPU)
-    made = trainer(folder, stage, world)
+    made = trainer(folder, stage, method, world)
     made.train()
     made.save_model(str(folder / "final"))
     exported = {name: tensor.clone() for name, tensor in exported_weights(made.model)}
@@ -73,10 +79,10 @@ def main(folder: Path, stage: int) -> None:
         shutil.copytree(folder / "checkpoint-2", resumed / "checkpoint-2")
     torch.distributed.barrier()
     unset_hf_deepspeed_config()
-    again = trainer(resumed, stage, world)
+    again = trainer(resumed, stage, method, world)
     again.train(resume_from_checkpoint=True)
     again.save_model(str(resumed / "final"))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

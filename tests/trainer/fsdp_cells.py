@@ -20,7 +20,7 @@ from transformers import TrainerCallback
 from posttrain.core import faults
 from posttrain.methods.table import METHODS
 from tests import tiny
-from tests.trainer import fsdp_on_cpu
+from tests.trainer import fsdp_on_cpu, resumable_run
 
 STEPS, SAVED = 4, 2
 ROWS = 11  # 4 + 4 + 3: the last window is uneven over two processes
@@ -67,6 +67,17 @@ CELLS = {
     "dpo-lora": Cell("dpo", {"precompute_ref_log_probs": False}, LORA),
     "reward": Cell("reward"),
     "reward-lora": Cell("reward", {}, LORA),
+    "cpo": Cell("cpo", {"loss_type": "simpo"}),
+    "orpo": Cell("orpo"),
+    "orpo-lora": Cell("orpo", {"prompt_nll": False}, LORA),
+    "tpo": Cell("tpo"),
+    "kto": Cell("kto", {"eval_strategy": "steps"}, resumes=True),
+    "kto-lora": Cell("kto", {}, LORA),
+    "kto-precomputed": Cell("kto", {"precompute_ref_log_probs": True}),
+    "bco": Cell("bco", {"eval_strategy": "steps"}, resumes=True),
+    "bco-lora": Cell("bco", {}, LORA),
+    "prm": Cell("prm", {"eval_strategy": "steps"}, resumes=True),
+    "prm-lora": Cell("prm", {}, LORA),
     "grpo": Cell("grpo", ONLINE | {"eval_strategy": "steps"}, resumes=True),
     "grpo-lora": Cell("grpo", ONLINE | {"max_tokens_per_pass": 40}, LORA, fsdp={"activation_checkpointing": True}),
 }
@@ -81,12 +92,21 @@ def prompts(rows: int) -> list[dict[str, Any]]:
     return [{"prompt": f"Say {number}" + " please" * (number % 3)} for number in range(rows)]
 
 
-DATA = {"sft": tiny.chats, "dpo": tiny.pairs, "reward": tiny.pairs, "grpo": prompts}
+def triples(rows: int) -> list[dict[str, Any]]:
+    return [{**row, "reference": row["chosen"]} for row in tiny.pairs(rows)]
+
+
+DATA = {
+    "sft": tiny.chats, "grpo": prompts, "tpo": triples, "kto": resumable_run.rated, "bco": resumable_run.rated,
+    "prm": tiny.steps,
+}  # fmt: skip
+"""The others read pairs."""
 
 
 def model_of(cell: Cell) -> Any:
-    if cell.method == "reward":
-        return tiny.reward_model(**cell.model)
+    heads = {"reward": tiny.reward_model, "prm": tiny.process_reward_model}
+    if cell.method in heads:
+        return heads[cell.method](**cell.model)
     return tiny.causal_lm(**{"family": "llama", **cell.model})
 
 
@@ -110,8 +130,10 @@ def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
             **changes,
         }
     )
-    data = DATA[cell.method](ROWS)
+    data = DATA.get(cell.method, tiny.pairs)(ROWS)
     more: dict[str, Any] = {"reward_funcs": checksum} if cell.method == "grpo" else {}
+    if cell.method == "bco":
+        more = {"embedding_func": resumable_run.embed, "embedding_tokenizer": tiny.tokenizer()}
     if cell.lora is not None:
         more["peft_config"] = peft.LoraConfig(**cell.lora)
     return METHODS[cell.method].trainer_class(

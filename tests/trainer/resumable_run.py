@@ -38,6 +38,18 @@ def checksum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     return [float(sum(ids) % 13) for ids in completion_ids]
 
 
+def rated(rows: int) -> list[dict[str, Any]]:
+    """Answers with a label that has something to do with the prompt, as a density ratio needs it."""
+    return [
+        {"prompt": row["prompt"], "completion": row["chosen" if i % 3 else "rejected"], "label": i % 3 > 0}
+        for i, row in enumerate(tiny.pairs(rows))
+    ]
+
+
+def embed(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+    return torch.stack([attention_mask.sum(1), (input_ids * attention_mask).sum(1) % 7], 1).float()
+
+
 def prompts(rows: int) -> list[dict[str, Any]]:
     return [{"prompt": f"Say {number}"} for number in range(rows)]
 
@@ -117,7 +129,7 @@ def main(
     tokenizer: Any = None,
     **options: Any,
 ):
-    """Make a trainer of `method` ("sft", "dpo-lora", "reward-bf16", ...) and train it in `folder`."""
+    """Make a trainer of `method` ("sft", "dpo-lora", "reward-bf16", "bco-udm", ...) and train it in `folder`."""
     trainer = make(method, folder, rows=rows, callbacks=callbacks, tokenizer=tokenizer, **options)
     trainer.train(resume_from_checkpoint=resume)
     return trainer
@@ -160,7 +172,9 @@ def make(
         model = model.to(torch.bfloat16)
     if "lora" in flags:
         extra["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.2)
-    data = DATA.get(name, tiny.pairs)(rows)
+    if "udm" in flags:
+        extra |= {"embedding_func": embed, "embedding_tokenizer": tiny.tokenizer()}
+    data = rated(rows) if "udm" in flags else DATA.get(name, tiny.pairs)(rows)
     order = RowOrder(Path(folder))
     trainer = METHODS[name].trainer_class(
         model=model,

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 import posttrain as callbacks
-from posttrain import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from posttrain import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from posttrain.models.load.reference import frozen_copy
 from posttrain.trainer.online.log_completions import MAX_PROMPTS, Answers, answer_marker, prompt_of, show
 from posttrain.trainer.report.progress import Pace, RichProgressCallback, RichView
@@ -272,6 +272,18 @@ def test_completions_change_nothing_about_the_run(tmp_path):
     assert losses[0] == losses[1]
     assert watched.processing_class.padding_side == "right"
     assert watched.model.training
+
+
+def test_completions_of_an_online_trainer_answer_its_evaluation_prompts(tmp_path):
+    prompts = Dataset.from_dict({"prompt": ["Say A.", "Say B."]})
+    args = GRPOConfig(**quiet(tmp_path, num_generations=2, per_device_train_batch_size=2, max_completion_length=4))
+    trainer = GRPOTrainer(tiny.causal_lm(), len, args, prompts, prompts, tiny.tokenizer())
+    model = trainer.model.eval()
+    answers = completions(trainer, freq=1).answer(model, 1)
+    assert answers.prompts == ["Say A.", "Say B."]
+    ids = trainer.processing_class("Say B.", return_tensors="pt")
+    alone = model.generate(**ids, do_sample=False, max_new_tokens=5, eos_token_id=256, pad_token_id=257)
+    assert answers.completions[1] == trainer.processing_class.decode(alone[0, ids["input_ids"].shape[1] :])
 
 
 def test_completions_need_a_frequency(tmp_path):

@@ -1,4 +1,4 @@
-"""SFT under ZeRO-2 and ZeRO-3 on two CPU processes: trained, saved whole, exported and resumed as without it.
+"""ZeRO-2 and ZeRO-3 on two CPU processes: trained, evaluated, saved whole, exported and resumed as without it.
 
 Needs DeepSpeed, in this environment or in that of the interpreter which POSTTRAIN_DEEPSPEED_PYTHON names.
 """
@@ -30,7 +30,7 @@ pytestmark = [
 ]
 
 
-def run(folder: Path, stage: int, processes: int) -> None:
+def run(folder: Path, method: str, stage: int, processes: int) -> None:
     folder.mkdir()
     started, port = [], free_port()
     for rank in range(processes):
@@ -39,29 +39,37 @@ def run(folder: Path, stage: int, processes: int) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
         environment |= {name: str(value) for name, value in place.items()} if processes > 1 else {}
         log = open(folder / f"{rank}.log", "w")  # noqa: SIM115
-        command = [PYTHON, "-m", "tests.trainer.deepspeed_run", str(folder), str(stage)]
+        command = [PYTHON, "-m", "tests.trainer.deepspeed_run", str(folder), str(stage), method]
         started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=log, stderr=log))
     for rank, process in enumerate(started):
         assert process.wait(timeout=250) == 0, (folder / f"{rank}.log").read_text()[-4000:]
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("deepspeed") / "one"
-    run(folder, 0, 1)
-    return folder
+def alone(tmp_path_factory):
+    """method -> the folder of a run of one process without DeepSpeed."""
+    made = {}
+
+    def of(method):
+        if method not in made:
+            made[method] = tmp_path_factory.mktemp("deepspeed") / "one"
+            run(made[method], method, 0, 1)
+        return made[method]
+
+    return of
 
 
 def losses(folder: Path) -> list[float]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line[key] for line in lines if "loss" in line for key in ("loss", "grad_norm")]
+    return [line[key] for line in lines for key in ("loss", "grad_norm", "kl", "delta", "eval_loss") if key in line]
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_ends_where_one_process_does(stage, one, tmp_path):
-    folder = tmp_path / "two"
-    run(folder, stage, 2)
-    assert losses(folder) == pytest.approx(losses(one), rel=1e-5)
+@pytest.mark.parametrize("method", ["sft", "dpo", "orpo", "kto", "bco", "prm"])
+def test_ends_where_one_process_does(method, stage, alone, tmp_path):
+    one, folder = alone(method), tmp_path / "two"
+    run(folder, method, stage, 2)
+    assert losses(folder) == pytest.approx(losses(one), rel=1e-5, abs=1e-7)
     expected = load_file(one / "final" / "model.safetensors")
     for found in ("final/model.safetensors", "exported.safetensors", "resumed/final/model.safetensors"):
         weights = load_file(folder / found)

@@ -22,7 +22,10 @@ from tests.trainer.fsdp_cells import CELLS, SAVED, STEPS, model_of
 
 pytestmark = pytest.mark.slow  # whole runs of several processes, or with every fault
 
-COMPARED = ("loss", "eval_loss", "grad_norm", "num_tokens", "entropy", "reward", "reward_std", "aux_loss", "kl")
+COMPARED = (
+    "loss", "eval_loss", "grad_norm", "num_tokens", "entropy", "reward", "reward_std", "aux_loss", "kl", "eval_kl", "delta",
+    "rewards/margins", "eval_rewards/margins", "nll_loss", "log_odds_ratio", "accuracy", "eval_accuracy",
+)  # fmt: skip
 
 
 def start(processes: int, home: Path) -> list[Child]:
@@ -63,7 +66,8 @@ def test_ends_where_one_process_does(name, homes):
     for line, other in zip(*(logged(home, name) for home in homes), strict=True):
         for key in {*COMPARED} & line.keys():
             seen.add(key)
-            assert other[key] == pytest.approx(line[key], rel=1e-4, abs=1e-6), key
+            near_zero = 1e-5 if "rewards" in key else 1e-6  # a reward is a difference of two sums of about 100
+            assert other[key] == pytest.approx(line[key], rel=1e-4, abs=near_zero), key
     assert {"loss", "grad_norm"} <= seen
 
 

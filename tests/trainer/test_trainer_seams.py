@@ -15,7 +15,9 @@ from posttrain.trainer.checkpoints.persistence import ResumableRun
 from posttrain.trainer.checkpoints.saving import SavedRun
 from posttrain.trainer.online.log_completions import AnsweringRun
 from posttrain.trainer.online.rollout_log import LoggedRun
+from posttrain.trainer.online.run_engine import WritingRun
 from posttrain.trainer.online.task_evals import EvaluatedRun
+from posttrain.trainer.online.win_rate import JudgedRun
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.report.display import ShownRun
 from posttrain.trainer.report.model_card import DescribedRun
@@ -65,10 +67,10 @@ OURS_INSTEAD = ("_save_optimizer_and_scheduler", "_save_rng_state", "_push_from_
 TRAINERS = (BaseTrainer, OnlineTrainer)
 PROTOCOLS = {
     SavedRun: "run", ResumableRun: "run", PushedRun: "run", ShownRun: "run", DescribedRun: "run", FittedRun: "run",
-    LoggedRun: "run", EvaluatedRun: "trainer", AnsweringRun: "trainer",
+    LoggedRun: "run", EvaluatedRun: "trainer", AnsweringRun: "trainer", WritingRun: "trainer", JudgedRun: "trainer",
 }  # fmt: skip
 """What an object reads of the run that it belongs to, and the name that it has for that run."""
-ASKED_WHERE_THERE_IS_ONE = {"engine", "weight_sync"}
+ASKED_WHERE_THERE_IS_ONE = {"engine", "weight_sync", "live", "stop_ids"}
 """Read behind a `hasattr` or `getattr`: not every trainer has them."""
 RELIED_ON = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 """Attributes of Trainer's loop that a resume restores."""

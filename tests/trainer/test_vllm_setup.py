@@ -12,9 +12,10 @@ import pytest
 from peft import LoraConfig, get_peft_model
 
 from posttrain import GRPOConfig, GRPOTrainer, RLOOTrainer
+from posttrain.core.transport import ServerRefused, ServerSlow
 from posttrain.rollout.engines.vllm.client import ServerClient, ServerInfo
 from posttrain.rollout.engines.vllm.params import PROCESSED, RAW
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerRefused, ServerSlow
+from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.trainer.online.vllm_setup import (

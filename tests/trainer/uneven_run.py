@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import datetime
 
+import pyarrow.parquet
+import pytest
 import torch.distributed as dist
 
-from posttrain import RLOOConfig, RLOOTrainer
+from posttrain import BasePairwiseJudge, RLOOConfig, RLOOTrainer, WinRateCallback
 from tests.trainer.test_online import logged, rows, trainer
 
 
@@ -75,7 +77,35 @@ def entropy(folder: str) -> None:
     assert resumed.state.global_step == 4
 
 
-SCENARIOS = {"metric": metric, "evaluation": evaluation, "rloo": rloo, "entropy": entropy}
+class FewerBytes(BasePairwiseJudge):
+    """Knows nothing of processes."""
+
+    def judge(self, prompts, completions, shuffle_order=True):
+        return [int(len(second) < len(first)) for first, second in completions]
+
+
+def judges(folder: str) -> None:
+    """Groups of two on each process, three prompts to evaluate, a judge on the first process alone; a split group is refused."""
+    options = {"max_steps": 1, "eval_strategy": "steps", "eval_steps": 1, "eval_dataset": rows(3)}
+    made = trainer(folder, rewards=FewerBytes(), num_generations=2, **options)
+    made.add_callback(WinRateCallback(FewerBytes(), made))
+    made.train()
+    dist.barrier()
+    found = [entry for entry in logged(folder) if "eval_judge_ties" in entry]
+    kept = pyarrow.parquet.read_table(f"{folder}/win_rate/step_1.parquet").to_pydict()
+    assert kept["prompt"] == ["Say 0", "Say 1", "Say 2"]
+    winners = [int(len(b) < len(a)) for a, b in zip(kept["reference_model"], kept["policy"])]
+    assert kept["winner_index"] == winners
+    assert [entry["eval_win_rate"] for entry in found] == [sum(winners) / 3]
+    assert made.state.log_history[-2]["eval_win_rate"] == sum(winners) / 3  # on both processes
+    split = {"num_generations": 4, "per_device_train_batch_size": 2, "max_steps": 1}
+    with pytest.raises(
+        ValueError, match="FewerBytes compares the completions of a prompt, which here lie on several processes"
+    ):
+        trainer(folder, rewards=FewerBytes(), **split)
+
+
+SCENARIOS = {"metric": metric, "evaluation": evaluation, "rloo": rloo, "entropy": entropy, "judges": judges}
 
 
 def main(scenario: str, folder: str) -> None:

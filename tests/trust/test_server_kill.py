@@ -18,7 +18,7 @@ pytestmark = needs_uvicorn
 LENGTHS = [pytest.param(3, id="short"), pytest.param(20, id="long", marks=pytest.mark.trust)]
 PHASES = {"generation": 0.6, "update": 0.04, "idle": 0.2}
 """What the trainer does, and about how long: a kill falls at a random instant of one of them."""
-MOST_LOST = 15.0
+MAX_LOST = 15.0
 
 
 class Assassin(threading.Thread):
@@ -87,10 +87,10 @@ def test_a_server_killed_at_random_instants_loses_no_prompt(kills, tmp_path, fig
         assert process.starts == kills + 1
         assert len(assassin.hit) == kills
     lost = max(assassin.down) - start_seconds
-    assert lost < MOST_LOST
+    assert lost < MAX_LOST
     figure(
         "SIGKILL of the rollout server",
         kills,
         f"{total} of {total} prompts once, in {step} steps; at most {lost:.1f} s lost beyond the restart",
-        f"all once, {MOST_LOST:g} s",
+        f"all once, {MAX_LOST:g} s",
     )

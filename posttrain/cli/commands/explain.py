@@ -89,7 +89,7 @@ class Explained:
         """What follows from the model's shape."""
         import torch
 
-        from posttrain.cli.running.named_objects import is_model
+        from posttrain.cli.running.named_objects import judging_model
         from posttrain.models.load.model import LoadOptions, model_without_weights
         from posttrain.models.load.saved_model import classifier_task
         from posttrain.models.memory.shape import Shape
@@ -109,9 +109,9 @@ class Explained:
         self.shape = Shape(side.model, None, quantised, args.fuse_lora)
         judges = []
         if self.counts.rollouts is not None:
-            judges = [one for one in config.get("reward_funcs") or () if is_model(one)]
-            judges += config.get("reward_model_name_or_path") or ()
-        judges = [judge.partition("?")[0] for judge in judges]  # options of a process reward follow
+            judges = [*map(judging_model, config.get("reward_funcs") or ())]
+            judges += [name.partition("?")[0] for name in config.get("reward_model_name_or_path") or ()]
+        judges = [judge for judge in judges if judge]
         judges = [model_without_weights(judge, LoadOptions(task=classifier_task(judge), **shared)) for judge in judges]
         run = PlannedModel(side, self.counts, self.shape, kind_of_reference(side, adapter is not None), judges)
         self.memory = RunMemory(run, self.gpu)

@@ -114,7 +114,7 @@ def local_files(job: argparse.Namespace, config: RunConfig) -> Iterator[tuple[st
     for name, value in config.values.items():
         for text in _texts(value):
             if name in REWARD_OPTIONS:
-                text = text.partition("?")[0]  # options of a process reward follow
+                text = text.removeprefix("judge:").partition("?")[0]  # options of a process reward or a judge follow
             path = Path(os.path.expanduser(re.sub(r"(\.py):\w+$", r"\1", text)))
             if name in CODE_OPTIONS and path.suffix != ".py" and text.partition(".")[0]:
                 package = Path(text.partition(".")[0])

@@ -41,7 +41,8 @@ class RewardOptions:
 
     reward_funcs: list[str] | None = option(
         None,
-        "Rewards: built-in names, dotted paths (my_package.rewards.exact), files (rewards.py:exact), or reward models as below.",
+        "Rewards: built-in names, dotted paths (my_package.rewards.exact), files (rewards.py:exact), reward models as below, or "
+        "one judge, as in judge:MODEL@http://HOST/v1 or judge:REWARD_MODEL.",
     )
     reward_model_name_or_path: list[str] | None = option(
         None,

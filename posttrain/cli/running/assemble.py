@@ -120,6 +120,7 @@ def parts_of(config: RunConfig) -> dict[str, Any]:
 def rewards_of(config: RunConfig) -> dict[str, Any]:
     """`reward_funcs`, `tools`, `environment_factory` and `rollout_func` of the trainer, imported."""
     from posttrain.cli.running.named_objects import callable_named, reward_named
+    from posttrain.rewards.reward_set import refuse_beside_judge
 
     options = config.table.options
     if "reward_funcs" not in options:
@@ -128,6 +129,7 @@ def rewards_of(config: RunConfig) -> dict[str, Any]:
     functions = [reward_named(name) for name in config.get("reward_funcs") or ()]
     models = list(config.get("reward_model_name_or_path") or ())
     if functions or models:
+        refuse_beside_judge([*functions, *models])
         found["reward_funcs"] = [*functions, *models]
     if "tools" in options and config.get("tools"):
         found["tools"] = [callable_named(name, "tools") for name in config.get("tools")]

@@ -1,4 +1,4 @@
-"""Functions and classes by name: my_package.rewards.exact, or rewards.py:exact, or the name of a built-in reward."""
+"""Functions and classes by name: my_package.rewards.exact, or rewards.py:exact, or the name of a built-in reward or a judge."""
 
 from __future__ import annotations
 
@@ -12,14 +12,19 @@ from typing import Any
 
 from posttrain.cli.errors import UsageError, nearest
 from posttrain.rewards import BUILT_IN_REWARDS
+from posttrain.rewards.judges import NAMED, named_judge
+from posttrain.rewards.judging import BaseJudge
 
 
 def reward_named(name: str, option: str = "reward_funcs") -> Any:
-    """A reward function by built-in name, dotted path or file.py:name; a reward model's folder or Hub id stays a name."""
+    """A reward function or a judge by built-in name, dotted path or file.py:name; judge:MODEL@URL is a chat judge; a reward model's
+    folder or Hub id stays a name, and so does judge: with one of them."""
     if name in BUILT_IN_REWARDS:
         module, arguments = BUILT_IN_REWARDS[name]
         found = getattr(_guarded(partial(importlib.import_module, module), name, option), name)
         return found if arguments is None else found(*arguments)
+    if name.startswith(NAMED):
+        return _checked_judge(name, option)
     if is_model(name):
         return _checked_model(name, option)
     if "." not in name and ":" not in name:
@@ -28,13 +33,30 @@ def reward_named(name: str, option: str = "reward_funcs") -> Any:
             or " A function of yours is named as my_module.function or file.py:function."
         )
         raise UsageError(f"`{option}`: there is no built-in reward {name!r}.{hint}")
-    return callable_named(name, option)
+    found = object_named(name, option)
+    if isinstance(found, type) and issubclass(found, BaseJudge):
+        return _guarded(found, name, option)
+    return found if isinstance(found, BaseJudge) else _checked_callable(found, name, option)
 
 
 def is_model(name: str) -> bool:
     """A folder that is there, or a Hub id: neither my_module.function nor file.py:function."""
     path = name.partition("?")[0]
-    return Path(path).expanduser().is_dir() or ("/" in path and ".py" not in path)
+    return not name.startswith(NAMED) and (Path(path).expanduser().is_dir() or ("/" in path and ".py" not in path))
+
+
+def judging_model(name: str) -> str | None:
+    """The reward model that a reward is, or by which it compares; None: another reward."""
+    path = name.removeprefix(NAMED)
+    return path.partition("?")[0] if is_model(path) and "@" not in path else None
+
+
+def _checked_judge(name: str, option: str) -> Any:
+    try:
+        judge = named_judge(name)
+    except ValueError as error:
+        raise UsageError(f"`{option}`: {error}") from error
+    return f"{NAMED}{_checked_model(judge, option)}" if isinstance(judge, str) else judge
 
 
 def _checked_model(name: str, option: str) -> str:
@@ -53,7 +75,10 @@ def _checked_model(name: str, option: str) -> str:
 
 
 def callable_named(name: str, option: str) -> Any:
-    found = object_named(name, option)
+    return _checked_callable(object_named(name, option), name, option)
+
+
+def _checked_callable(found: Any, name: str, option: str) -> Any:
     if not callable(found):
         raise UsageError(f"`{option}`: {name} is a {type(found).__name__}, which cannot be called.")
     return found

@@ -149,9 +149,8 @@ TOKENISED_SCORED_PREFERENCE = replace(
 )
 
 FORMATS = (
-    TOKENISED_PREFERENCE, TOKENISED_SCORED_PREFERENCE, TOKENISED_STEPWISE, TOKENISED, TRIPLE_PREFERENCE, PREFERENCE,
-    SCORED_PREFERENCE,
-    UNPAIRED_PREFERENCE, STEPWISE, PROMPT_COMPLETION, LANGUAGE_MODELLING, PROMPT_ONLY,
+    TOKENISED_PREFERENCE, TOKENISED_SCORED_PREFERENCE, TOKENISED_STEPWISE, TOKENISED, TRIPLE_PREFERENCE,
+    UNPAIRED_PREFERENCE, PREFERENCE, SCORED_PREFERENCE, STEPWISE, PROMPT_COMPLETION, LANGUAGE_MODELLING, PROMPT_ONLY,
 )  # fmt: skip
 """In the order in which they are looked for: the more a format asks for, the earlier."""
 
@@ -236,7 +235,7 @@ def detect_format(
         fmt = next((f for f in candidates if any(set(names) <= theirs.columns.keys() for names in f.required)), None)
         if fmt is not None and theirs.matches(kinds, rows):
             foreign[theirs.before_ours].append(_foreign_detection(theirs, fmt, kinds, has_template))
-    ours = [found for fmt in candidates if (found := _match(fmt, kinds, text_field)) is not None]
+    ours = _matches(candidates, kinds, text_field) or _matches(candidates, kinds, text_field, may_be_empty=True)
     detections = [*foreign[True], *ours, *foreign[False]]
     if detections:
         return detections[0]
@@ -317,12 +316,20 @@ def _near_column(name: str, kinds: dict[str, str], wanted: list[str]) -> str | N
     return next((spelled[other] for other in others if other in spelled), None)
 
 
-def _match(fmt: RowFormat, kinds: dict[str, str], text_field: str) -> Detection | None:
+def _matches(
+    candidates: list[RowFormat], kinds: dict[str, str], text_field: str, may_be_empty: bool = False
+) -> list[Detection]:
+    found = (_match(fmt, kinds, text_field, may_be_empty) for fmt in candidates)
+    return [detection for detection in found if detection is not None]
+
+
+def _match(fmt: RowFormat, kinds: dict[str, str], text_field: str, may_be_empty: bool) -> Detection | None:
+    """`may_be_empty`: also where a column that the format needs holds nothing in the rows that are looked at."""
     for names in fmt.required:
         columns = tuple(text_field if (name == "text" and fmt is LANGUAGE_MODELLING) else name for name in names)
         empty = [c for c in columns if kinds.get(c, NOTHING) == NOTHING]
         no_chat = columns == ("messages",) and kinds.get("messages") == TEXT  # and not the JSON of one
-        if not kinds.keys() >= set(columns) or no_chat or (empty and len(fmt.required) > 1):
+        if not kinds.keys() >= set(columns) or no_chat or (empty and not (may_be_empty and len(fmt.required) == 1)):
             continue
         decider = fmt.decided_by or columns[0]
         is_chat = not fmt.tokenised and kinds[decider] in (MESSAGES, SHAREGPT)

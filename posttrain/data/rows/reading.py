@@ -176,6 +176,10 @@ def triple_preference(row: Row, reading: Reading) -> Row:
 
 def unpaired_preference(row: Row, reading: Reading) -> Row:
     clean = prompt_completion(row, reading)
+    sides = [side for side in ("chosen", "rejected") if row.get(side) is not None]
+    if sides and row.get("completion") is not None:
+        reason = "is filled beside 'completion' and 'label': leave one of the two, the pair or the labelled answer"
+        reading.report("mixed_formats", sides[0], reason)
     return {**clean, "label": read_label(row.get("label"), "label", reading.found)}
 
 

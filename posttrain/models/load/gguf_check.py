@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 MAGIC, VERSIONS = b"GGUF", (2, 3)
 NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 TEXT, LIST = 8, 9
-MOST_ENTRIES, MOST_NAME, MOST_DIMENSIONS, ALIGNMENT = 1 << 20, 1 << 16, 4, "general.alignment"
+MAX_ENTRIES, MAX_NAME, MAX_DIMENSIONS, ALIGNMENT = 1 << 20, 1 << 16, 4, "general.alignment"
 NEEDED = "general.architecture"
 
 
@@ -81,8 +81,8 @@ def check_gguf_file(path: Path) -> None:
             raise reader.refuse(
                 f"version {version} of the format is not read here; {VERSIONS[0]} and {VERSIONS[1]} are."
             )
-        tensors = reader.count("the number of tensors", MOST_ENTRIES)
-        facts = _facts(reader, reader.count("the number of metadata entries", MOST_ENTRIES))
+        tensors = reader.count("the number of tensors", MAX_ENTRIES)
+        facts = _facts(reader, reader.count("the number of metadata entries", MAX_ENTRIES))
         described = [_tensor(reader) for _ in range(tensors)]
         _check_places(reader, facts.get(ALIGNMENT, 32), described)
 
@@ -90,7 +90,7 @@ def check_gguf_file(path: Path) -> None:
 def _facts(reader: _Reader, count: int) -> dict[str, Any]:
     facts: dict[str, Any] = {}
     for _ in range(count):
-        name = reader.text("the name of a metadata entry", MOST_NAME)
+        name = reader.text("the name of a metadata entry", MAX_NAME)
         if name in facts:
             raise reader.refuse(f"the metadata has {name!r} twice.")
         facts[name] = reader.value(reader.number("<I", f"the type of {name!r}"), f"the metadata {name!r}")
@@ -103,10 +103,10 @@ def _tensor(reader: _Reader) -> tuple[str, int, int]:
     """(name, offset, bytes)."""
     import gguf
 
-    name = reader.text("the name of a tensor", MOST_NAME)
+    name = reader.text("the name of a tensor", MAX_NAME)
     dimensions = reader.number("<I", f"the dimensions of {name!r}")
-    if not 1 <= dimensions <= MOST_DIMENSIONS:
-        raise reader.refuse(f"the tensor {name!r} has {dimensions} dimensions; 1 to {MOST_DIMENSIONS} are possible.")
+    if not 1 <= dimensions <= MAX_DIMENSIONS:
+        raise reader.refuse(f"the tensor {name!r} has {dimensions} dimensions; 1 to {MAX_DIMENSIONS} are possible.")
     shape = [reader.number("<Q", f"the shape of {name!r}") for _ in range(dimensions)]
     kind, offset = reader.number("<I", f"the type of {name!r}"), reader.number("<Q", f"the place of {name!r}")
     sizes = {int(known): size for known, size in gguf.GGML_QUANT_SIZES.items()}

@@ -39,7 +39,14 @@ from posttrain.models.layers.kernels import (
     fastest_kernels,
 )
 from posttrain.models.load.adapters import add_adapter, is_peft_model, is_prompt_learning, is_quantized
-from posttrain.models.scoring.heads import CAUSAL_LM, NUM_LABELS, SEQUENCE_REWARD, TOKEN_LABELS, sequence_head
+from posttrain.models.scoring.heads import (
+    CAUSAL_LM,
+    HEAD_NAMES,
+    NUM_LABELS,
+    SEQUENCE_REWARD,
+    TOKEN_LABELS,
+    sequence_head,
+)
 from posttrain.models.scoring.probe import why_not_its_own_labels, why_not_ragged, why_not_shared
 from posttrain.models.scoring.token_scores import install_scores
 
@@ -175,9 +182,19 @@ def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
         kwargs.setdefault("device_map", {"": options.device.index or 0})
     if options.task in NUM_LABELS:
         kwargs.setdefault("num_labels", NUM_LABELS[options.task])
+        if hasattr(kwargs.get("quantization_config"), "llm_int8_skip_modules"):
+            kwargs["quantization_config"] = _without_head(kwargs["quantization_config"])
     with _named("model", path):
         loaded = AUTO_CLASSES[options.task].from_pretrained(path, **kwargs)
     return _as_plain_weights(loaded) if "gguf_file" in kwargs else loaded
+
+
+def _without_head(quantization_config: Any) -> Any:
+    """A config of bitsandbytes that leaves the head as it is, since it is trained whole. By itself transformers spares the last
+    module, but does not recognise it where it has a bias, as the head of a token classifier does."""
+    changed = copy.deepcopy(quantization_config)
+    changed.llm_int8_skip_modules = [*(changed.llm_int8_skip_modules or ()), *HEAD_NAMES]
+    return changed
 
 
 def model_without_weights(model: str | Path, options: LoadOptions) -> nn.Module:

@@ -72,6 +72,8 @@ class ModelReference(Reference):
 class FrozenCopy(ModelReference):
     """A model of its own that never gets a gradient."""
 
+    is_given: bool = False  # by the user; else it is the policy before training
+
     def check_sync(self) -> None:
         """It can move."""
 

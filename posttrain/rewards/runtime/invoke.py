@@ -14,7 +14,16 @@ from typing import Any
 
 from posttrain.rewards.runtime.values import InvalidAnswer, InvalidValue, entries_of, number_of
 
-OURS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric", "environments")
+OURS = (
+    "prompts",
+    "completions",
+    "completion_ids",
+    "trainer_state",
+    "log_extra",
+    "log_metric",
+    "log_failure",
+    "environments",
+)
 """Arguments that the runtime makes; every other one is a column of the dataset."""
 
 ERROR, TIMEOUT, INVALID, CRASH = "error", "timeout", "invalid", "crash"
@@ -55,12 +64,13 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 class CallLog:
-    """What one call hands to `log_extra` and `log_metric`."""
+    """What one call hands to `log_extra` and `log_metric`, and to `log_failure` where it names that argument."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self.extras: dict[str, list[Any]] = {}
         self.metrics: list[tuple[str, float]] = []
+        self.failures: dict[int, tuple[str, str]] = {}
 
     def log_extra(self, column: str, values: Any) -> None:
         values = list(values)
@@ -72,6 +82,14 @@ class CallLog:
 
     def log_metric(self, name: str, value: Any) -> None:
         self.metrics.append((str(name), float(value)))
+
+    def log_failure(self, place: int, message: str, kind: str = ERROR) -> None:
+        """The sample at `place` could not be judged, whatever stands there in the answer."""
+        if kind not in (ERROR, TIMEOUT, INVALID) or not 0 <= place < self.count:
+            raise ValueError(
+                f"log_failure({place}, ..., {kind!r}) is not about one of the {self.count} samples, or of no known kind."
+            )
+        self.failures[place] = (kind, str(message))
 
 
 def plain(value: Any) -> Any:
@@ -89,6 +107,8 @@ def start_call(function: Callable[..., Any], wants: Wants, arguments: dict[str, 
     """Call the function with what it accepts; async functions give an awaitable."""
     offered = {**arguments, "log_extra": log.log_extra, "log_metric": log.log_metric}
     given = {name: value for name, value in offered.items() if wants.accepts(name)}
+    if "log_failure" in wants.names:  # not for **kwargs, which TRL's functions have
+        given["log_failure"] = log.log_failure
     first = [given.pop(name) for name in wants.positional if name in given]
     return function(*first, **given)
 
@@ -132,6 +152,8 @@ async def _awaited(awaitable: Any) -> Any:
 
 def _answer(returned: Any, log: CallLog, started: float) -> dict[str, Any]:
     values = [_entry(entry) for entry in entries_of(returned, log.count)]
+    for place, failure in log.failures.items():
+        values[place] = {"fault": failure}
     return {
         "values": values,
         "extras": log.extras,
@@ -144,7 +166,7 @@ def _entry(entry: Any) -> Any:
     try:
         return number_of(entry)
     except InvalidValue as error:
-        return {"invalid": str(error)}
+        return {"fault": (INVALID, str(error))}
 
 
 def _fault(error: BaseException, started: float) -> dict[str, Any]:

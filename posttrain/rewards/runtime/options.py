@@ -9,7 +9,7 @@ from typing import Any
 AUTO, PROCESS, IN_PROCESS = "auto", "process", "in_process"
 MASK, DEFAULT, FAIL = "mask", "default", "fail"
 BY_SAMPLE, BY_GROUP, ALL_AT_ONCE = "sample", "group", "all"
-MOST_WORKERS = 8
+MAX_WORKERS = 8
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class RewardOptions:
         if self.workers is not None:
             return self.workers
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, min(MOST_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        return max(1, min(MAX_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

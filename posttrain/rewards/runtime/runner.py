@@ -43,6 +43,11 @@ class FunctionReward:
     function: Callable[..., Any]
     wants: Wants
     packed: bytes | None  # None: it runs in this process
+    whole_groups: bool = (
+        False  # it compares the samples of a group: a call is never split, and its values are not remembered
+    )
+    keeps_time: bool = False  # it ends its calls itself when `timeout` is over
+    runs_last: bool = False  # it uses the device of the run: called on the trainer's thread when all is written
 
     @property
     def takes_environments(self) -> bool:
@@ -128,29 +133,32 @@ class Runner:
 
     async def _judge_unknown(self, call: Call, keys: list[bytes | None]) -> None:
         answer = await self._answer(call)
+        if "values" in answer or answer["fault"][0] == INVALID or not self._can_split(call):
+            self.take(call, answer, keys)
+            return
         call.outcomes.spent(call.reward.key, answer["seconds"])
-        if "values" in answer:
-            self._settle(call, answer, keys)
-            return
-        kind, message = answer["fault"]
-        cannot_split = len(call.samples) == 1 or self.options.reward_batching == ALL_AT_ONCE
-        if kind == INVALID or cannot_split:
-            for number in call.numbers:
-                call.outcomes.fail(call.reward.key, number, kind, message)
-            return
         # One of the samples is guilty. Each alone, so that the others keep their values.
         parts = [(call.part([place]), keys[place : place + 1]) for place in range(len(call.samples))]
         await _together([self._judge_unknown(part, key) for part, key in parts])
 
-    def _settle(self, call: Call, answer: dict[str, Any], keys: list[bytes | None]) -> None:
+    def _can_split(self, call: Call) -> bool:
+        return len(call.samples) > 1 and self.options.reward_batching != ALL_AT_ONCE and not call.reward.whole_groups
+
+    def take(self, call: Call, answer: dict[str, Any], keys: list[bytes | None] | None = None) -> None:
+        """Give the samples of a call the outcomes that its answer says."""
         outcomes, reward = call.outcomes, call.reward.key
+        outcomes.spent(reward, answer["seconds"])
+        if "fault" in answer:
+            for number in call.numbers:
+                outcomes.fail(reward, number, *answer["fault"])
+            return
         for place, (number, value) in enumerate(zip(call.numbers, answer["values"], strict=True)):
             if isinstance(value, dict):
-                outcomes.fail(reward, number, INVALID, value["invalid"])
+                outcomes.fail(reward, number, *value["fault"])
                 continue
             extras = {column: values[place] for column, values in answer["extras"].items()}
             outcomes.settle(reward, number, value, extras)
-            if self.cache is not None:
+            if self.cache is not None and keys is not None:
                 self.cache.put(keys[place], value, extras)
         for name, value in answer["metrics"]:
             outcomes.metric(reward, call.numbers[0], name, value)
@@ -158,7 +166,7 @@ class Runner:
     async def _answer(self, call: Call) -> dict[str, Any]:
         """The answer of a call; that about a sample alone after as many tries as `retries` allows."""
         answer = await self._try(call)
-        tries = self.options.retries if len(call.samples) == 1 or self.options.reward_batching == ALL_AT_ONCE else 0
+        tries = 0 if self._can_split(call) else self.options.retries
         while tries and "fault" in answer and answer["fault"][0] != INVALID:
             tries -= 1
             answer = await self._try(call)
@@ -170,7 +178,7 @@ class Runner:
         try:
             return await self._in_worker(call)
         except SuspectDied:
-            if len(call.samples) > 1 and self.options.reward_batching != ALL_AT_ONCE:
+            if self._can_split(call):
                 return {"fault": [ERROR, "a neighbour died"], "seconds": 0.0}  # its samples are called one by one
             call.alone = True
             return await self._in_worker(call)
@@ -200,9 +208,8 @@ class Runner:
         return await self._in_process(call)
 
     async def _in_process(self, call: Call) -> dict[str, Any]:
-        arguments = {**arguments_of(call, environments=True), "trainer_state": call.outcomes.trainer_state}
-        reward = call.reward
-        return await self.in_process.call(reward.key, reward.function, arguments, self.options.timeout)
+        reward, limit = call.reward, None if call.reward.keeps_time else self.options.timeout
+        return await self.in_process.call(reward.key, reward.function, all_arguments(call), limit)
 
     def _cache_key(self, call: Call, place: int) -> bytes | None:
         """Samples with an environment are never alike."""
@@ -237,6 +244,11 @@ def arguments_of(call: Call, environments: bool) -> dict[str, Any]:
     if environments and any(sample.environment is not None for sample in samples):
         arguments["environments"] = [sample.environment for sample in samples]
     return arguments
+
+
+def all_arguments(call: Call) -> dict[str, Any]:
+    """The same for a function that runs in this process."""
+    return {**arguments_of(call, environments=True), "trainer_state": call.outcomes.trainer_state}
 
 
 def stays_in_process(name: str, reason: str) -> str:
@@ -387,7 +399,7 @@ class InProcess:
         if self.loop is None:
             self.loop = asyncio.new_event_loop()
             threading.Thread(target=self.loop.run_forever, daemon=True, name="async rewards").start()
-        return AsyncLane(function, self.concurrency, self.loop)
+        return AsyncLane(function, getattr(function, "concurrency", self.concurrency), self.loop)
 
     @property
     def abandoned(self) -> int:

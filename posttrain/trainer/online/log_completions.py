@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import torch
@@ -18,6 +19,8 @@ from torch import nn
 from transformers import GenerationConfig, TrainerCallback
 
 from posttrain.core.sample import Sample
+from posttrain.data.render.byte_decoding import text_decoder
+from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.trainer.checkpoints.checkpoint import best_effort
 from posttrain.trainer.options.base import BaseConfig, check_range
 from posttrain.trainer.report.progress import cut, show_table, table_to_wandb
@@ -86,43 +89,10 @@ class LogCompletionsCallback(TrainerCallback):
         if trainer.args.sharding is not None:
             raise ValueError("LogCompletionsCallback generates on one process; sharded weights cannot. Leave it out.")
         self.generation = generation_config or GenerationConfig(do_sample=False, max_new_tokens=DEFAULT_NEW_TOKENS)
-        self.prompts = self._tokens_of(prompts) if prompts is not None else self._evaluation_prompts(num_prompts)
-
-    # ---- which prompts -----------------------------------------------------------------------------------------------
-
-    def _tokens_of(self, prompts: Sequence[Any]) -> list[list[int]]:
-        if not 1 <= len(prompts) <= MAX_PROMPTS:
+        if prompts is not None and len(prompts) > MAX_PROMPTS:
             raise ValueError(f"`prompts` holds {len(prompts)} prompts; it must hold 1 to {MAX_PROMPTS}.")
-        tokenizer = self.trainer.processing_class
-        return [
-            tokenizer(prompt)["input_ids"]
-            if isinstance(prompt, str)
-            else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
-            for prompt in prompts
-        ]
-
-    def _evaluation_prompts(self, num_prompts: int | None) -> list[list[int]]:
-        dataset = self.trainer.eval_dataset
-        if isinstance(dataset, dict):
-            dataset = next(iter(dataset.values()))
-        if dataset is None or not hasattr(dataset, "__len__"):
-            raise ValueError(
-                "There is no evaluation set of a known length to take prompts from: pass `prompts`, or give the trainer an "
-                "`eval_dataset`."
-            )
-        wanted = min(len(dataset), num_prompts or MAX_PROMPTS)
-        if num_prompts is None and len(dataset) > MAX_PROMPTS:
-            logger.info(
-                f"The first {MAX_PROMPTS} of {len(dataset)} evaluation prompts are answered; see `num_prompts`."
-            )
-        marker = answer_marker(self.trainer.processing_class)
-        found = [prompt_of(dataset[i][0], marker) for i in range(wanted)]
-        kept = [prompt for prompt in found if prompt]
-        if not kept:
-            raise ValueError(
-                "The evaluation rows are plain texts, in which nothing says where an answer begins: pass `prompts`."
-            )
-        return kept
+        rows = evaluation_prompts(trainer, prompts, num_prompts, MAX_PROMPTS)
+        self.prompts = [row.ids.tolist() for row in rows]
 
     # ---- the run -----------------------------------------------------------------------------------------------------
 
@@ -171,12 +141,66 @@ class LogCompletionsCallback(TrainerCallback):
 
     def write(self, answers: Answers, output_dir: Path) -> Path:
         path = output_dir / FOLDER / f"step_{answers.step}.parquet"
-        with best_effort(str(path)):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_name(f".{path.name}")
-            pyarrow.parquet.write_table(pyarrow.table(answers.columns()), unfinished)
-            unfinished.replace(path)
+        write_columns(path, answers.columns())
         return path
+
+
+def write_columns(path: Path, columns: dict[str, list[Any]]) -> None:
+    """A parquet file that is there whole or not at all; where it cannot be written, the run continues."""
+    with best_effort(str(path)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_name(f".{path.name}")
+        pyarrow.parquet.write_table(pyarrow.table(columns), unfinished)
+        unfinished.replace(path)
+
+
+# ---- which prompts are answered ------------------------------------------------------------------------------------------
+
+
+def evaluation_prompts(
+    trainer: AnsweringRun, prompts: Sequence[Any] | None, num_prompts: int | None, most: int | None = None
+) -> list[PromptRow]:
+    """The given prompts, else the first `num_prompts` (None: all, at most `most`) of the trainer's evaluation set."""
+    if prompts is not None:
+        return _given_prompts(trainer.processing_class, prompts)
+    dataset = trainer.eval_dataset
+    if isinstance(dataset, dict):
+        dataset = next(iter(dataset.values()))
+    if dataset is None or not hasattr(dataset, "__len__"):
+        raise ValueError(
+            "There is no evaluation set of a known length to take prompts from: pass `prompts`, or give the trainer an "
+            "`eval_dataset`."
+        )
+    wanted = min(len(dataset), num_prompts or most or len(dataset))
+    if num_prompts is None and wanted < len(dataset):
+        logger.info(f"The first {wanted} of {len(dataset)} evaluation prompts are answered; see `num_prompts`.")
+    marker, decode = answer_marker(trainer.processing_class), text_decoder(trainer.processing_class)
+    kept = [row for row in (_prompt_row(dataset[i], i, marker, decode) for i in range(wanted)) if len(row.ids)]
+    if not kept:
+        raise ValueError(
+            "The evaluation rows are plain texts, in which nothing says where an answer begins: pass `prompts`."
+        )
+    return kept
+
+
+def _given_prompts(tokenizer: Any, prompts: Sequence[Any]) -> list[PromptRow]:
+    if not prompts:
+        raise ValueError("`prompts` holds 0 prompts; give at least one.")
+    ids = [
+        tokenizer(prompt)["input_ids"]
+        if isinstance(prompt, str)
+        else tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+        for prompt in prompts
+    ]
+    return [PromptRow(np.asarray(one, np.int32), prompt, {}, i) for i, (one, prompt) in enumerate(zip(ids, prompts))]
+
+
+def _prompt_row(row: Any, number: int, marker: list[int], decode: Any) -> PromptRow:
+    """Of a row of an online trainer, which is one, or of an encoded unit, whose prompt is known by its tokens only."""
+    if isinstance(row, PromptRow):
+        return row
+    ids = prompt_of(row[0], marker)
+    return PromptRow(np.asarray(ids, np.int32), decode(ids), {}, number)
 
 
 def prompt_of(sample: Sample, marker: list[int]) -> list[int]:

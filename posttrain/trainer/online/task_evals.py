@@ -14,12 +14,10 @@ from transformers.trainer_utils import SaveStrategy
 from posttrain.core.console import say
 from posttrain.data.render.renderer import Renderer
 from posttrain.evaluation.result import EvalResult
-from posttrain.evaluation.run import TaskEvaluation, engine_for, stop_ids
+from posttrain.evaluation.run import TaskEvaluation, stop_ids
 from posttrain.evaluation.spec import EvalSpec
-from posttrain.models.load.model import CAUSAL_LM
-from posttrain.rollout.engines.gathered_engine import GatheredEngine
-from posttrain.rollout.engines.protocol import RolloutEngine
-from posttrain.trainer.options.base import DEEPSPEED, BaseConfig
+from posttrain.trainer.online.run_engine import RunEngine, WritingRun
+from posttrain.trainer.options.base import BaseConfig
 
 PREFIX = "evals"
 
@@ -44,17 +42,15 @@ def best_metric(args: Any, specs: Sequence[EvalSpec]) -> str | None:
     return named if named.startswith(f"{PREFIX}/") else None
 
 
-class EvaluatedRun(Protocol):
-    """What is asked of the trainer. An online one has besides an `engine` and a `weight_sync`, which are used."""
+class EvaluatedRun(WritingRun, Protocol):
+    """What is asked of the trainer, besides what its engine asks."""
 
-    task: str
     args: BaseConfig
     state: TrainerState
     model: nn.Module
     renderer: Renderer
     processing_class: Any
     callback_handler: CallbackHandler
-    is_fully_sharded: bool
     log: Callable[[dict[str, float]], None]
 
 
@@ -73,6 +69,7 @@ class TaskEvals(TrainerCallback):
     def __init__(self, trainer: EvaluatedRun, evals: Sequence[EvalSpec]) -> None:
         self.trainer, self.specs = trainer, [*evals]
         self._refuse_impossible()
+        self.engine = RunEngine(trainer, "task scores")
         args, renderer = trainer.args, trainer.renderer
         self.tasks = [
             TaskEvaluation(
@@ -85,7 +82,6 @@ class TaskEvals(TrainerCallback):
             )
             for spec in self.specs
         ]
-        self._engine: RolloutEngine | None = None
         self._scored: dict[str, tuple[int, dict[str, float]]] = {}  # name -> (step, metrics)
         # After transformers' own callback, which says what this step will do; before all that read metrics.
         trainer.callback_handler.callbacks.insert(1, self)
@@ -94,15 +90,9 @@ class TaskEvals(TrainerCallback):
         names = [spec.name for spec in self.specs]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"Two evaluations are named {twice[0]!r}; set `name` of one of them.")
-        if self.trainer.task != CAUSAL_LM:
-            raise ValueError(
-                f"{type(self.trainer).__name__} trains a model that writes nothing: it has no task scores."
-            )
         metric = best_metric(self.trainer.args, self.specs)
         if metric is not None and metric.split("/")[1] not in names:
             raise ValueError(f"`metric_for_best_model` is {metric!r}; the evaluations are named {', '.join(names)}.")
-        if self.trainer.args.sharding == DEEPSPEED:
-            raise ValueError("Answers are written with whole weights; under DeepSpeed they are in pieces. Use FSDP.")
 
     # ---- when ---------------------------------------------------------------------------------------------------------
 
@@ -132,7 +122,7 @@ class TaskEvals(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         for task in self.tasks:
             task.close()
-        self._engine = None
+        self.engine.close()
 
     # ---- what ---------------------------------------------------------------------------------------------------------
 
@@ -141,32 +131,11 @@ class TaskEvals(TrainerCallback):
         tasks = [task for task in tasks if self._scored.get(task.spec.name, (-1,))[0] != state.global_step]
         if not tasks:
             return
-        engine = self._ready_engine()
-        try:
+        with self.engine.writing() as engine:
             ends = stop_ids(self.trainer.model, self.trainer.processing_class)
             for task in tasks:
                 self._take(task, task(engine, ends, state), control)
-        finally:
-            if isinstance(engine, GatheredEngine) or getattr(engine, "is_foreign", False):
-                engine.sleep()
         self._keep_best(control)
-
-    def _ready_engine(self) -> RolloutEngine:
-        """An engine with the weights of this step: the trainer's own where it has one."""
-        trainer, step = self.trainer, self.trainer.state.global_step
-        if getattr(trainer, "engine", None) is not None:
-            trainer.weight_sync.ready(step)
-            return trainer.engine
-        if self._engine is None:
-            make = engine_for("native", trainer.processing_class)
-            args = trainer.args
-            if trainer.is_fully_sharded:
-                self._engine = GatheredEngine(trainer.model, make, args.device, args.compute_dtype)
-            else:
-                self._engine = make(trainer.model)
-        self._engine.load_weights(None, step)
-        self._engine.wake()
-        return self._engine
 
     def _take(self, task: TaskEvaluation, result: EvalResult, control: Any) -> None:
         spec, state = task.spec, self.trainer.state

@@ -168,8 +168,8 @@ def client_of(
 ) -> Any:
     """A client of whichever kind of server answers there, once one does. Without a token, that which a server of this user on
     this machine has left."""
+    from posttrain.core.transport import Address, ServerGone, ServerRefused, ServerSlow
     from posttrain.rollout.engines.vllm.client import ServerClient
-    from posttrain.rollout.engines.vllm.transport import Address, ServerGone, ServerRefused, ServerSlow
     from posttrain.rollout.engines.vllm.upstream import UpstreamClient
     from posttrain.rollout.engines.vllm.weight_senders import HTTP
 

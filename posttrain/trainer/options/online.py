@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.core.options import refused
+from posttrain.core.options import refused, values_of
 from posttrain.core.sample import KEEP_END
 from posttrain.rewards.runtime.options import AUTO, IN_PROCESS, RewardOptions
 from posttrain.rollout.engines.protocol import SamplingParams
@@ -173,7 +173,8 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
         if self.num_generations_eval is not None:
             check_range("num_generations_eval", self.num_generations_eval, 1)
         check_range("max_completion_length", self.max_completion_length, 1)
-        check_range("beta", self.beta, 0)
+        for value in values_of(self.beta):
+            check_range("beta", value, 0)
         if self.sync_ref_model and self.beta == 0:
             raise ValueError("`sync_ref_model` moves a reference; with `beta=0` there is none.")
         check_range("num_iterations", self.num_iterations, 1)
@@ -219,13 +220,28 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
         """How generation and optimisation interlock; raises where the numbers do not divide."""
         return Schedule.of(
             num_generations=self.num_generations,
-            batch_size=self.per_device_train_batch_size,
+            batch_size=self.samples_of(self.per_device_train_batch_size),
             world_size=self.world_size,
             accumulation=self.gradient_accumulation_steps,
             num_iterations=self.num_iterations,
             generation_batch_size=self.generation_batch_size,
             steps_per_generation=self.steps_per_generation,
         )
+
+    def samples_of(self, batch_size: int) -> int:
+        """Completions of a micro-batch whose size is this by the options."""
+        return batch_size
+
+    def refuse_lone_completions(self, judge: str) -> None:
+        """Where a judge, which compares the completions of a prompt, would not see them together."""
+        if self.schedule().splits_groups:
+            raise ValueError(
+                f"{judge} compares the completions of a prompt, which here lie on several processes: make "
+                "`per_device_train_batch_size` x `gradient_accumulation_steps` a multiple of `num_generations`."
+            )
+        for name in ("num_generations", "num_generations_eval"):
+            if getattr(self, name) == 1:
+                raise ValueError(f"{judge} compares the completions of a prompt, and `{name}` is 1: make it 2 or more.")
 
     def window_rules(self) -> WindowRules:
         return WindowRules(self.drop_zero_variance, self.refill_rounds, self.mask_truncated_completions)

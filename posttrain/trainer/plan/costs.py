@@ -208,7 +208,7 @@ def _share_trained(run: PlannedModel, batch: memory.BatchTokens) -> float:
     """Of the tokens of a pass, those that the head is asked about; all completions as long as they may be."""
     args, counted = run.side.args, run.counts.per_step
     if run.counts.rollouts is not None:
-        return min(args.per_device_train_batch_size * args.max_completion_length / max(batch.largest, 1), 1.0)
+        return min(args.schedule().batch_size * args.max_completion_length / max(batch.largest, 1), 1.0)
     if not run.counts.steps_counted:
         return 1.0
     return min(counted["trained"].total / max(counted["tokens"].total, 1) / laid_out_share(run.side), 1.0)

@@ -125,7 +125,7 @@ class ReferenceSetup:
             loaded = load_model(ref_model, replace(options, sharded=args.sharding is not None, **layout))
             if loaded.layout != policy.layout:  # the policy shares prefixes, this reference cannot
                 policy.layout = self.collator.layout = loaded.layout
-            return frozen_copy(self._placed(loaded.model))
+            return replace(frozen_copy(self._placed(loaded.model)), is_given=True)
         if is_peft_model(policy.model):
             if isinstance(source, nn.Module) and is_peft_model(source):  # an adapter that is trained further
                 return frozen_adapter(policy.model, freeze_copy_of_adapter(policy.model, policy.model.active_adapter))

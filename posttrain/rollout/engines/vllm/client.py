@@ -12,18 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.core.transport import ServerAnswer, ServerError, ServerRefused, Token, Transport, checked
 from posttrain.rollout.engines.protocol import LENGTH, STOP, SamplingParams
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights
-from posttrain.rollout.engines.vllm.transport import (
-    Deadlines,
-    ServerAnswer,
-    ServerError,
-    ServerRefused,
-    Token,
-    Transport,
-    checked,
-    parallel_calls,
-)
+from posttrain.rollout.engines.vllm.transport import Deadlines, parallel_calls
 from posttrain.rollout.engines.vllm.weight_channel import AUTO, NOT_OFFERED, WeightChannel
 from posttrain.rollout.engines.vllm.weight_senders import PARALLEL_PARTS, Sides, Streamer, Wire
 from posttrain.serve.errors import TransportFailed

@@ -18,18 +18,11 @@ from typing import TypeVar
 
 import torch
 
+from posttrain.core.transport import ServerAnswer, ServerError, ServerGone, ServerRefused, ServerSlow
 from posttrain.rollout.engines.vllm.client import DRAIN, NOT_OFFERED, ServerInfo
 from posttrain.rollout.engines.vllm.fleet_members import Member, Target
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights
-from posttrain.rollout.engines.vllm.transport import (
-    Deadlines,
-    ServerAnswer,
-    ServerError,
-    ServerGone,
-    ServerRefused,
-    ServerSlow,
-    in_parallel,
-)
+from posttrain.rollout.engines.vllm.transport import Deadlines, in_parallel
 from posttrain.rollout.engines.vllm.weight_stream import VersionStream
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+from posttrain.core.transport import ServerError
 from posttrain.rollout.engines.vllm.client import ServerClient, ServerInfo
 from posttrain.rollout.engines.vllm.kept_weights import KeptWeights
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
-from posttrain.rollout.engines.vllm.transport import ServerError
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 from posttrain.serve.wire.payload import TensorSpec
 

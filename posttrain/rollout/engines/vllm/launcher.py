@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import ClassVar
 
 import posttrain.serve
+from posttrain.core.transport import ServerError, ServerGone, ServerSlow
 from posttrain.rollout.engines.vllm.client import ServerClient
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerGone, ServerSlow
+from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.weight_channel import AUTO
 from posttrain.serve.auth import TOKEN_VARIABLE
 

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.core.transport import ServerError, ServerRefused, ServerSlow
 from posttrain.rollout.engines.protocol import Completion, Prompt, SamplingParams
 from posttrain.rollout.engines.request import Request, request_or_error
 from posttrain.rollout.engines.vllm.client import ABORT, ABORTED, DRAIN, NOT_OFFERED, GenerateRequest, ServerCompletion
@@ -34,7 +35,7 @@ from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeight
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.params import completion_logps, refuse_unknown_to_vllm, request_seed
 from posttrain.rollout.engines.vllm.sync_probe import BOUNDS
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerError, ServerRefused, ServerSlow
+from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.weight_stream import VersionStream
 from posttrain.serve.wire import block_sums
 from posttrain.serve.wire.collective import in_background

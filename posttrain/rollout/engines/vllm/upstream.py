@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from posttrain.core.transport import ServerAnswer, ServerRefused, Token
 from posttrain.rollout.engines.protocol import LENGTH, STOP, SamplingParams
 from posttrain.rollout.engines.vllm.client import (
     NOT_OFFERED,
@@ -30,7 +31,7 @@ from posttrain.rollout.engines.vllm.client import (
 )
 from posttrain.rollout.engines.vllm.kept_weights import KeptWeights
 from posttrain.rollout.engines.vllm.params import RAW
-from posttrain.rollout.engines.vllm.transport import Deadlines, ServerAnswer, ServerRefused, Token
+from posttrain.rollout.engines.vllm.transport import Deadlines
 
 NAME = re.compile(r"posttrain-(\d{1,16})-([0-9a-f]{32})")
 LARGEST_BIAS = 100.0

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from posttrain.rollout.engines.vllm.transport import ServerError, ServerRefused
+from posttrain.core.transport import ServerError, ServerRefused
 from posttrain.rollout.engines.vllm.weight_senders import (
     HTTP,
     SENDERS,

@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from posttrain.core.transport import ServerError
 from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.kept_weights import dtype_of
-from posttrain.rollout.engines.vllm.transport import (
-    ServerError,
-    in_parallel,
-)
+from posttrain.rollout.engines.vllm.transport import in_parallel
 from posttrain.serve.errors import TransportFailed
 from posttrain.serve.wire import block_sums
 from posttrain.serve.wire.payload import STREAM_ALIGNMENT, TensorSpec, combined, fingerprint
