@@ -33,6 +33,9 @@ class MethodHooks(Protocol):
 
     state: Any  # of the run: rewards are shown it, and its `global_step` is the version of the weights
 
+    def author_of(self, request: Request) -> str:
+        """Who writes this request: POLICY, REFERENCE or MIXTURE."""
+
     def annotate(self, samples: list[Sample]) -> None:
         """Write old and reference log-probs, and whatever else is known of finished samples, on them."""
 
@@ -112,7 +115,8 @@ class RolloutCollector:
         pending = PendingRewards(requests)
         with self.rewards.open(state) as judged:
             pending.reward_round = judged
-            took = self.writer.write(rows, requests, params, state.global_step, pending.on_finished)
+            authors = [self.method.author_of(request) for request in requests]
+            took = self.writer.write(rows, requests, params, state.global_step, pending.on_finished, authors)
             written = time.perf_counter()
             results = judged.finish()
         scored = time.perf_counter()

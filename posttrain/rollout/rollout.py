@@ -16,6 +16,8 @@ POLICY_LOGPS = "policy_logps"
 OLD_LOGPS = "old_logps"
 """log-prob of each token under the trainer's weights at the time of generation, computed by the trainer."""
 ADVANTAGES = "advantages"
+POLICY, REFERENCE, MIXTURE = "policy", "reference", "mixture"
+"""Who writes a completion. Its log-probs are those of who wrote it."""
 
 
 @dataclass(frozen=True)

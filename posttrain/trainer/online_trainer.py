@@ -46,12 +46,13 @@ from posttrain.rollout.group_filter import GroupFilter
 from posttrain.rollout.loader import RolloutLoader
 from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts, StreamOrder
 from posttrain.rollout.replay_buffer import ReplayBuffer
-from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, POLICY, Request, Rollout
 from posttrain.rollout.source import Prompts, PromptStream, RolloutSource
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
 from posttrain.trainer.online.agents import Agents, rows_for
+from posttrain.trainer.online.authors import other_authors
 from posttrain.trainer.online.rollout_log import RolloutLog
 from posttrain.trainer.online.rollout_metrics import as_tensors, rollout_metrics
 from posttrain.trainer.online.vllm_setup import refuse_correction_without_logps, vllm_engine
@@ -160,6 +161,14 @@ class OnlineTrainer(BaseTrainer):
         """The units that are trained on; None for what takes part in nothing. As many for each group."""
         return [None if rollout.masked else (rollout.sample,) for group in groups for rollout in group]
 
+    def author_of(self, request: Request) -> str:
+        """Who writes this request: POLICY, REFERENCE or MIXTURE. It may depend on its sample, not on its row or number."""
+        return POLICY
+
+    def mixture_weight(self) -> float:
+        """Of the reference, where MIXTURE writes."""
+        raise NotImplementedError
+
     @property
     def needs_reference(self) -> bool:
         return self.args.has_reference
@@ -232,11 +241,14 @@ class OnlineTrainer(BaseTrainer):
                 f"The {self.args.rollout_engine!r} engine reads whole weights; under DeepSpeed they are in pieces. Use FSDP "
                 "(`fsdp=True`), or one process per GPU without sharding."
             )
-        slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
-        make = functools.partial(ENGINES[self.args.rollout_engine], decode=self.decode_exactly, **slots)
         if self.is_fully_sharded:
-            return GatheredEngine(self.model, make, self.args.device, self.args.compute_dtype)
-        return make(self.model)
+            return GatheredEngine(self.model, self.local_engine, self.args.device, self.args.compute_dtype)
+        return self.local_engine(self.model)
+
+    def local_engine(self, model: nn.Module, **options: Any) -> RolloutEngine:
+        """One that reads the weights of `model` in place."""
+        slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
+        return ENGINES[self.args.rollout_engine](model, decode=self.decode_exactly, **slots, **options)
 
     def _make_collector(self) -> RolloutCollector:
         """It owns what a window needs; of this trainer it calls what is the method's (MethodHooks)."""
@@ -247,6 +259,7 @@ class OnlineTrainer(BaseTrainer):
             None if agents is None else agents.episodes(self.renderer, self.engine, self.args),
             self.rollout_func,
             self,
+            other_authors(self),
         )
         has_environments = agents is not None and agents.environments is not None
         release = {"release": agents.environments.give_back} if has_environments else {}

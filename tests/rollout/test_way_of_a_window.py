@@ -103,7 +103,7 @@ def test_a_window_is_asked_for_floor_by_floor(calls):
 
 def test_nothing_calls_up_but_the_hooks_of_the_method(calls):
     up = {edge for edge in calls.edges if edge[0].startswith(BELOW) and edge[1].startswith(ABOVE)}
-    assert {function for *_, function in up} == HOOKS == {"annotate", "credit", "spread", "arranged"}
+    assert {function for *_, function in up} == HOOKS == {"author_of", "annotate", "credit", "spread", "arranged"}
     assert {caller for caller, *_ in up} == {"posttrain.rollout.collector", "posttrain.rollout.source"}
 
 

@@ -24,7 +24,8 @@ def _native(
     if reason is None:
         return engine
     logger.warning(f"{type(engine.innermost).__name__} is generated from by transformers, which is slower: {reason}.")
-    return _transformers(model, options.get("max_slots"), decode=decode, max_context=max_context)
+    shared = {name: value for name, value in options.items() if name in ("max_slots", "mixture")}
+    return _transformers(model, decode=decode, max_context=max_context, **shared)
 
 
 def _transformers(model: nn.Module, max_slots: int | None = None, **options: Any) -> RolloutEngine:

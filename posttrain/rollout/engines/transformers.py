@@ -10,7 +10,7 @@ import inspect
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from posttrain.models.inference import context_length, evaluating, inference
 from posttrain.models.load.model import innermost_model
+from posttrain.rollout.engines.mixture import Mixture, mixed
 from posttrain.rollout.engines.native import probe
 from posttrain.rollout.engines.noise import words
 from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, SamplingParams
@@ -40,7 +41,9 @@ class TransformersEngine:
         decode: Decode | None = None,
         batch_size: int = BATCH_SIZE,
         max_context: int | None = None,
+        mixture: Mixture | None = None,
     ) -> None:
+        """`mixture`: a second model that takes part in every draw; it is run as this one is."""
         innermost = innermost_model(model)
         if getattr(innermost.config, "is_encoder_decoder", False):
             raise ValueError(
@@ -48,7 +51,7 @@ class TransformersEngine:
             )
         self.version = 0
         self.model, self.decode, self.batch_size = model, decode, batch_size
-        self.context = context_length(innermost, max_context)
+        self.context, self.mixture = context_length(innermost, max_context), mixture
         self.vocabulary = innermost.config.get_text_config().vocab_size
         self.takes_positions = "position_ids" in inspect.signature(type(innermost).forward).parameters
         # A recurrent state has seen the padding in front of a row: only prompts of one length go together.
@@ -63,6 +66,12 @@ class TransformersEngine:
                 f"answers differ from those of a full forward by {gap:.2g} ({allowed:.1g} is rounding), so that log-probs would be "
                 "wrong. Use vLLM if it runs this family (`use_vllm=True`), or another model."
             )
+        if mixture is not None:
+            mixture.check(innermost)
+            with mixture.context():
+                self.second = TransformersEngine(mixture.model, decode, batch_size, max_context)
+            self.pads = self.pads and self.second.pads
+            self.context = min(filter(None, (self.context, self.second.context)), default=None)
 
     def _difference(self) -> tuple[float, float]:
         """How far two short prompts, continued token by token, are from a full forward, and what rounding may amount to."""
@@ -85,7 +94,7 @@ class TransformersEngine:
 
     @contextmanager
     def session(self, params: SamplingParams) -> Iterator[PlainSession]:
-        with evaluating(self.model):
+        with evaluating(self.model), nullcontext() if self.mixture is None else evaluating(self.mixture.model):
             yield PlainSession(self, params)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
@@ -127,7 +136,8 @@ class PlainSession:
     def advance(self) -> list[tuple[int, Completion]]:
         finished, self._failed = self._failed, []
         if self._waiting:
-            batch = PlainBatch(self._engine, self._params, self._end, self._grammar, self._next_batch())
+            asked = (self._params, self._end, self._grammar, self._next_batch())
+            batch = (PlainBatch if self._engine.mixture is None else MixedBatch)(self._engine, *asked)
             with inference(batch.device):
                 finished += batch.run()
         return finished
@@ -235,3 +245,18 @@ class PlainBatch:
         for row, request in enumerate(self.requests):
             seen[row, torch.from_numpy(request.prompt.ids.astype(np.int64)).to(self.device)] = True
         return seen
+
+
+class MixedBatch(PlainBatch):
+    """The same rows through two models, each with a cache of its own; both are fed every token that is drawn."""
+
+    def __init__(self, engine: TransformersEngine, *asked: Any) -> None:
+        super().__init__(engine, *asked)
+        self.second = PlainBatch(engine.second, *asked)
+        self.second.ids = self.ids  # how a batch knows that it is fed its prompts
+        self.weight = torch.tensor(engine.mixture.share(), device=self.device)
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        own = super().logits(inputs)
+        with self.engine.mixture.context():
+            return mixed(own, self.second.logits(inputs), self.weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,11 @@ import numpy as np
 from posttrain.core import faults
 from posttrain.core.sample import Sample
 from posttrain.models.inference import evaluating
-from posttrain.rollout.engines.protocol import SamplingParams
+from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
 from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.rollout.episodes.episode import Decode, Episode, SingleTurn, as_completion, run_episodes
 from posttrain.rollout.prompt_rows import PromptRow, PromptRows, StreamedPrompts
-from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout
+from posttrain.rollout.rollout import POLICY, POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout
 
 AnyRows = PromptRows | StreamedPrompts
 MakeEpisodes = Callable[[Sequence[PromptRow], Sequence[Request], SamplingParams], Sequence[Episode]]
@@ -30,12 +30,14 @@ class Writer:
         episodes: MakeEpisodes | None = None,
         function: Callable[[list[Any], Any], dict[str, Any]] | None = None,
         trainer: Any = None,
+        others: Mapping[str, RolloutEngine] | None = None,
     ) -> None:
         """`weight_sync` has the engine, wakes it and gives it the weights of a step. `episodes` makes those with tools or
-        environments; `function`, which is given `trainer`, writes in the place of engine and episodes."""
+        environments; `function`, which is given `trainer`, writes in the place of engine and episodes. `others` are the engines
+        of authors besides the policy."""
         self.weight_sync, self.decode, self.trainer = weight_sync, decode, trainer
         self.episodes = episodes or self._single_turns
-        self.function = function
+        self.function, self.others = function, dict(others or {})
 
     def write(
         self,
@@ -44,9 +46,10 @@ class Writer:
         params: SamplingParams,
         version: int,
         on_finished: Callable[[int, Rollout], None],
+        authors: Sequence[str] | None = None,
     ) -> dict[str, float]:
         """Hand each rollout over as soon as it is finished, with the number of its request; returns what it took to send the
-        weights. `version` is that of the weights which write."""
+        weights. `version` is that of the weights which write. `authors`: who writes each request; None: the policy all."""
         faults.fault_point("generate")
         known = rows.take(request.row for request in requests)
         mine = [known[request.row] for request in requests]
@@ -55,7 +58,8 @@ class Writer:
             took = self.weight_sync.ready(version)
             try:
                 if self.function is None:
-                    run_episodes(engine, self.episodes(mine, requests, params), params, on_finished)
+                    for author, indices in _by_author(authors or [POLICY] * len(requests)).items():
+                        self._write_as(author, indices, mine, requests, params, version, on_finished)
                 else:
                     answer = self.function([row.prompt for row in mine], self.trainer)
                     found = rollouts_from_function(answer, mine, requests, self.decode, params.stop_ids)
@@ -66,10 +70,41 @@ class Writer:
         faults.fault_point("score")
         return took
 
+    def _write_as(
+        self,
+        author: str,
+        indices: Sequence[int],
+        rows: Sequence[PromptRow],
+        requests: Sequence[Request],
+        params: SamplingParams,
+        version: int,
+        on_finished: Callable[[int, Rollout], None],
+    ) -> None:
+        """The requests of one author; rollouts are handed over under their numbers among all requests."""
+        is_policy = author == POLICY
+        engine = self.weight_sync.engine if is_policy else self.others[author]
+        if not is_policy:
+            engine.load_weights(None, version)
+            engine.wake()
+        try:
+            episodes = self.episodes([rows[i] for i in indices], [requests[i] for i in indices], params)
+            run_episodes(engine, episodes, params, lambda place, rollout: on_finished(indices[place], rollout))
+        finally:
+            if not is_policy:
+                engine.sleep()
+
     def _single_turns(
         self, rows: Sequence[PromptRow], requests: Sequence[Request], params: SamplingParams
     ) -> list[SingleTurn]:
         return [SingleTurn(row, request, self.decode) for row, request in zip(rows, requests)]
+
+
+def _by_author(authors: Sequence[str]) -> dict[str, list[int]]:
+    """The numbers of each author's requests. The policy comes first, with or without requests: engines may be collective."""
+    found: dict[str, list[int]] = {POLICY: []}
+    for index, author in enumerate(authors):
+        found.setdefault(author, []).append(index)
+    return found
 
 
 NEEDED = ("prompt_ids", "completion_ids")

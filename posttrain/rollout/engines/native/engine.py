@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,15 @@ from posttrain.models.inference import context_length, evaluating, inference
 from posttrain.models.load.model import innermost_model
 from posttrain.models.memory.fit import free_memory
 from posttrain.models.triton_support import runs_triton
+from posttrain.rollout.engines.mixture import Mixture
 from posttrain.rollout.engines.native import probe
-from posttrain.rollout.engines.native.attention import Prefill, Segments, ShapeReader
+from posttrain.rollout.engines.native.attention import Segments, ShapeReader
 from posttrain.rollout.engines.native.cache import PAGE, KeyValueStore, PagePool, pages_for
 from posttrain.rollout.engines.native.graphs import StepGraphs
 from posttrain.rollout.engines.native.packed_weights import PackedWeights
 from posttrain.rollout.engines.native.rows import Rows
 from posttrain.rollout.engines.native.scheduler import Prefix, Running, Scheduler
-from posttrain.rollout.engines.native.step import DecodeProgram, Sampler
+from posttrain.rollout.engines.native.step import DecodeProgram, MixedProgram, Program, Sampler
 from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, SamplingParams
 from posttrain.rollout.engines.request import EndOfText, Request, request_or_error
 from posttrain.rollout.engines.sampling import DrawRule
@@ -54,8 +55,9 @@ class NativeEngine:
         prefill_tokens: int | None = None,
         steps_per_look: int | None = None,
         use_graphs: bool = True,
+        mixture: Mixture | None = None,  # a second model that takes part in every draw
     ) -> None:
-        self.version = 0
+        self.version, self.mixture = 0, mixture
         self.model, self.decode, self.kv_memory = model, decode, kv_memory
         self.innermost = innermost_model(model)
         self.device = next(model.parameters()).device
@@ -63,16 +65,26 @@ class NativeEngine:
         self.max_slots = max_slots or MAX_SLOTS[kind]
         self.steps_per_look = steps_per_look or STEPS_PER_LOOK[kind]
         self.prefill_tokens = prefill_tokens or PREFILL_TOKENS[kind]
-        self.context = context_length(self.innermost, max_context) or LONGEST_CONTEXT
+        if mixture is not None:
+            mixture.check(self.innermost)
+        self._models = [self.innermost, *([mixture.innermost] if mixture is not None else [])]
+        self.context = min(context_length(model, max_context) or LONGEST_CONTEXT for model in self._models)
         self.vocabulary = self.innermost.config.get_text_config().vocab_size
         self.use_graphs = use_graphs and runs_triton(next(model.parameters()))
-        self._made: tuple[DecodeProgram, StepGraphs] | None = None
-        self.packed = PackedWeights(self.innermost)
+        self._made: tuple[Program, StepGraphs] | None = None
+        self.packed = [PackedWeights(model) for model in self._models]
         self._samplers: dict[Any, Sampler] = {}
         self._in_session = False
 
     def why_not(self) -> str | None:
-        """None when the native engine gives this model's own answers; else the reason, as the end of a sentence."""
+        """None when the native engine gives this model's own answers; else the reason, as the end of a sentence.
+
+        Of a mixture each of the two models is asked by itself.
+        """
+        if self.mixture is not None:
+            alone = NativeEngine(self.model, max_context=self.context).why_not()
+            with self.mixture.context():
+                return alone or NativeEngine(self.mixture.model, max_context=self.context).why_not()
         reason = probe.why_not_by_config(self.model, self.innermost)
         if reason is not None:
             return reason
@@ -112,46 +124,59 @@ class NativeEngine:
             raise RuntimeError("This engine has an open session already; add to that one, or close it first.")
         self._in_session = True
         try:
-            with evaluating(self.model), self._memory() as (program, graphs):
+            with ExitStack() as stack:
+                for model in (self.model, *([self.mixture.model] if self.mixture is not None else [])):
+                    stack.enter_context(evaluating(model))
+                program, graphs = stack.enter_context(self._memory())
                 yield NativeSession(self, params, program, graphs, PagePool())
         finally:
             self._in_session = False
 
     @contextmanager
-    def _memory(self) -> Iterator[tuple[DecodeProgram, StepGraphs]]:
+    def _memory(self) -> Iterator[tuple[Program, StepGraphs]]:
         if self._made is None:
             self._made = self._make()
         try:
             yield self._made
         finally:
             self._made[0].free()
-            self.packed.free()
+            for packed in self.packed:
+                packed.free()
 
     @contextmanager
     def running(self) -> Iterator[None]:
         """The model as a session runs it; it is unchanged outside of the block."""
-        with (
-            inference(self.device),
-            probe.cached_attention(self.innermost),
-            self.packed.in_use(self.version),
-        ):
+        with inference(self.device), ExitStack() as stack:
+            for model, packed in zip(self._models, self.packed):  # the same model twice changes nothing the second time
+                stack.enter_context(probe.cached_attention(model))
+                stack.enter_context(packed.in_use(self.version))
             yield
 
-    def _make(self) -> tuple[DecodeProgram, StepGraphs]:
+    def _make(self) -> tuple[Program, StepGraphs]:
         rows = Rows(self.max_slots, pages_for(self.context) + 2, self.steps_per_look, self.device)
-        program = DecodeProgram(self.innermost, KeyValueStore({}, self.device), rows)
+        program = self._program(self.innermost, rows)
+        if self.mixture is None:
+            return program, StepGraphs(self.model, program)
+        with self.mixture.context():
+            second = self._program(self.mixture.innermost, rows)
+        both = nn.ModuleList([self.model, self.mixture.model])  # graphs bake in the addresses of both
+        mixed = MixedProgram(program, second, self.mixture)
+        return mixed, StepGraphs(both, mixed)
+
+    def _program(self, innermost: nn.Module, rows: Rows) -> DecodeProgram:
+        program = DecodeProgram(innermost, KeyValueStore({}, self.device), rows)
         ids = torch.arange(1, 1 + SHAPE_TOKENS, device=self.device)
         bounds = torch.tensor([0, SHAPE_TOKENS], dtype=torch.int32, device=self.device)
         reader = ShapeReader(Segments(bounds, SHAPE_TOKENS))
-        with inference(self.device), probe.cached_attention(self.innermost):
+        with inference(self.device), probe.cached_attention(innermost):
             program.hidden(ids, ids - 1, reader)
-        layers = self.innermost.config.get_text_config().num_hidden_layers
+        layers = innermost.config.get_text_config().num_hidden_layers
         if len(reader.shapes) != layers:
             raise NotImplementedError(f"{len(reader.shapes)} of {layers} layers attend to keys and values of their own")
         # transformers' SDPA attention leaves out soft-caps: then so does the policy that is being trained.
-        softcaps = self.innermost.config._attn_implementation != "sdpa"
+        softcaps = innermost.config._attn_implementation != "sdpa"
         program.store = KeyValueStore(reader.shapes, self.device, softcaps)
-        return program, StepGraphs(self.model, program)
+        return program
 
     def sampler(self, params: SamplingParams) -> Sampler:
         """The same object for the same way to draw: graphs read its tensors."""
@@ -168,14 +193,14 @@ class NativeEngine:
 
     def page_budget(self) -> int:
         """Pages that a session may have, page 0 included."""
-        store = self._made[0].store
+        program = self._made[0]
         if self.kv_memory is not None:
             budget = self.kv_memory
         elif self.device.type == "cuda":
-            budget = int(SHARE_OF_FREE_MEMORY * free_memory(self.device)) + store.pages * store.page_bytes
+            budget = int(SHARE_OF_FREE_MEMORY * free_memory(self.device)) + program.pages * program.page_bytes
         else:
             budget = CPU_KV_BYTES
-        return max(budget // store.page_bytes, 3)
+        return max(budget // program.page_bytes, 3)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         if weights is not None:
@@ -198,7 +223,7 @@ class NativeSession:
         self,
         engine: NativeEngine,
         params: SamplingParams,
-        program: DecodeProgram,
+        program: Program,
         graphs: StepGraphs | None,
         pool: PagePool,
     ) -> None:
@@ -212,7 +237,7 @@ class NativeSession:
             graphs.begin(self.sampler)
         self.steps = 1 if self.grammar is not None else engine.steps_per_look
         self.budget = engine.page_budget()
-        program.dense_bytes = int(DENSE_SHARE * self.budget * program.store.page_bytes)
+        program.begin(dense_bytes=int(DENSE_SHARE * self.budget * program.page_bytes))
         self._failed: list[tuple[int, Completion]] = []
         self._tickets = 0
         self._laid_out, self._width = -1, 0  # the scheduler's count of changes when the rows were laid out
@@ -268,7 +293,7 @@ class NativeSession:
         return self.scheduler.has_spare_pages and self.scheduler.changes == self._laid_out
 
     def grow(self, pages: int) -> None:
-        self.program.store.grow(pages)
+        self.program.grow(pages)
         self.pool.grow(pages)
 
     def prefill(self, prefixes: list[Prefix]) -> None:
@@ -302,8 +327,7 @@ class NativeSession:
             for parts in ([prefix.ids for prefix in prefixes], places, pages)
         )
         bounds = torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
-        cache = Prefill(self.program.store, Segments(bounds, max(lengths)), pages, positions % PAGE)
-        self.program.hidden(ids, positions, cache)
+        self.program.prefill(ids, positions, Segments(bounds, max(lengths)), pages, positions % PAGE)
 
     def _decode(self) -> list[tuple[int, Completion]]:
         """Some steps of everyone who runs, then one look at what they drew."""

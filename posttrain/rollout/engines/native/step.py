@@ -6,13 +6,15 @@ Everything the step reads and writes lies in tensors that stay where they are, s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from posttrain.models.scoring.token_scores import LanguageHead
 from posttrain.models.triton_support import runs_triton
-from posttrain.rollout.engines.native.attention import DecodeStep, Pass, Prefill, ShapeReader
+from posttrain.rollout.engines.mixture import Mixture, mixed
+from posttrain.rollout.engines.native.attention import DecodeStep, Pass, Prefill, Segments, ShapeReader
 from posttrain.rollout.engines.native.cache import KeyValueStore
 from posttrain.rollout.engines.native.dense_rows import DenseRows, columns_for
 from posttrain.rollout.engines.native.rows import Rows
@@ -34,7 +36,60 @@ class Sampler:
         return None if tensor is None else tensor[:rows]
 
 
-class DecodeProgram:
+class Program:
+    """A step over rows and their pages, of whichever models."""
+
+    rows: Rows
+    innermost: nn.Module
+    page_bytes: int  # of all keys and values that one page has
+    pages: int  # that there is memory for
+
+    def begin(self, dense_bytes: int) -> None:
+        """A session begins; dense rows may take so much memory."""
+        raise NotImplementedError
+
+    def grow(self, pages: int) -> None:
+        """Memory for `pages`; what is there stays."""
+        raise NotImplementedError
+
+    def prefill(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, *places: Tensor) -> None:
+        """Whole prefixes as one ragged row; `places` are the page and the offset of each token."""
+        raise NotImplementedError
+
+    def lay_out(self, rows: int, table_width: int, steps: int, are_others: bool) -> None:
+        """Before `steps` steps: the rows side by side, where the device is a CPU and they fit. `are_others`: than before."""
+        raise NotImplementedError
+
+    def keep(self) -> None:
+        """After the steps: what they have written goes to its pages, if it is not there already."""
+        raise NotImplementedError
+
+    def free(self) -> None:
+        """The session is over."""
+        raise NotImplementedError
+
+    def logits(self, rows: int, table_width: int) -> Tensor:
+        """(rows, V) of the next token."""
+        raise NotImplementedError
+
+    def run(self, rows: int, table_width: int, sampler: Sampler) -> None:
+        """One step: the drawn tokens and their log-probs go to the next line of the results, rows move on by one."""
+        logits = self.logits(rows, table_width)
+        if runs_triton(logits) and sampler.rule.is_plain and sampler.allowed is None:
+            from posttrain.rollout.engines.native.sampling_triton import draw_and_advance_triton
+
+            draw_and_advance_triton(logits, self.rows, rows, sampler.rule.temperature, sampler.stop_ids)
+        else:
+            noise = words(self.rows.field("bases", rows), self.rows.field("numbers", rows))
+            seen, allowed = (sampler.part(x, rows) for x in (sampler.seen, sampler.allowed))
+            drawn = draw(logits, noise, sampler.rule, sampler.bias, seen, allowed)
+            advance_rows(self.rows, rows, drawn, sampler.stop_ids)
+            if seen is not None:
+                seen.scatter_(1, drawn.ids[:, None], True)
+        self.rows.step += 1
+
+
+class DecodeProgram(Program):
     """The step of one model over one store."""
 
     def __init__(self, innermost: nn.Module, store: KeyValueStore, rows: Rows) -> None:
@@ -44,8 +99,24 @@ class DecodeProgram:
         self.dense: DenseRows | None = None
         self.dense_bytes = 0  # that dense rows may take, on a CPU; with 0 its steps attend to pages
 
+    @property
+    def page_bytes(self) -> int:
+        return self.store.page_bytes
+
+    @property
+    def pages(self) -> int:
+        return self.store.pages
+
+    def begin(self, dense_bytes: int) -> None:
+        self.dense_bytes = dense_bytes
+
+    def grow(self, pages: int) -> None:
+        self.store.grow(pages)
+
+    def prefill(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, *places: Tensor) -> None:
+        self.hidden(input_ids, position_ids, Prefill(self.store, segments, *places))
+
     def lay_out(self, rows: int, table_width: int, steps: int, are_others: bool) -> None:
-        """Before `steps` steps: the rows side by side, where the device is a CPU and they fit. `are_others`: than before."""
         if not are_others and (self.dense is None or self.dense.column + steps <= self.dense.columns):
             return
         self.dense = None  # frees it before the next is made
@@ -57,7 +128,6 @@ class DecodeProgram:
             self.dense = DenseRows(self.store, table, positions, prefixes, steps)
 
     def keep(self) -> None:
-        """After the steps: what they have written goes to its pages, if it is not there already."""
         if self.dense is not None:
             self.dense.keep()
 
@@ -75,7 +145,6 @@ class DecodeProgram:
         return output.last_hidden_state[0]
 
     def logits(self, rows: int, table_width: int) -> Tensor:
-        """(rows, V) of the next token."""
         positions, prefixes, remaining = (self.rows.field(n, rows) for n in ("positions", "prefixes", "remaining"))
         table = self.rows.table[:rows, :table_width]
         cache = DecodeStep(self.store, table, positions, prefixes, remaining, self.dense)
@@ -84,21 +153,56 @@ class DecodeProgram:
             self.dense.advance()
         return LanguageHead.of(self.innermost)(hidden)
 
-    def run(self, rows: int, table_width: int, sampler: Sampler) -> None:
-        """One step: the drawn tokens and their log-probs go to the next line of the results, rows move on by one."""
-        logits = self.logits(rows, table_width)
-        if runs_triton(logits) and sampler.rule.is_plain and sampler.allowed is None:
-            from posttrain.rollout.engines.native.sampling_triton import draw_and_advance_triton
 
-            draw_and_advance_triton(logits, self.rows, rows, sampler.rule.temperature, sampler.stop_ids)
-        else:
-            noise = words(self.rows.field("bases", rows), self.rows.field("numbers", rows))
-            seen, allowed = (sampler.part(x, rows) for x in (sampler.seen, sampler.allowed))
-            drawn = draw(logits, noise, sampler.rule, sampler.bias, seen, allowed)
-            advance_rows(self.rows, rows, drawn, sampler.stop_ids)
-            if seen is not None:
-                seen.scatter_(1, drawn.ids[:, None], True)
-        self.rows.step += 1
+class MixedProgram(Program):
+    """Two models in one step: the same rows, tokens and pages, each with keys and values of its own under the same tables."""
+
+    def __init__(self, policy: DecodeProgram, second: DecodeProgram, mixture: Mixture) -> None:
+        self.parts, self.mixture = (policy, second), mixture
+        self.rows, self.innermost = policy.rows, policy.innermost
+        # Graphs read the weight where it lies: it may change from session to session.
+        self.weight = torch.zeros((), device=policy.store.device)
+
+    @property
+    def page_bytes(self) -> int:
+        return sum(part.page_bytes for part in self.parts)
+
+    @property
+    def pages(self) -> int:
+        return self.parts[0].pages
+
+    def begin(self, dense_bytes: int) -> None:
+        self.weight.fill_(self.mixture.share())
+        for part in self.parts:
+            part.begin(dense_bytes * part.page_bytes // self.page_bytes)
+
+    def grow(self, pages: int) -> None:
+        for part in self.parts:
+            part.grow(pages)
+
+    def prefill(self, *prefixes: Any) -> None:
+        policy, second = self.parts
+        policy.prefill(*prefixes)
+        with self.mixture.context():
+            second.prefill(*prefixes)
+
+    def lay_out(self, *rows: Any) -> None:
+        for part in self.parts:
+            part.lay_out(*rows)
+
+    def keep(self) -> None:
+        for part in self.parts:
+            part.keep()
+
+    def free(self) -> None:
+        for part in self.parts:
+            part.free()
+
+    def logits(self, rows: int, table_width: int) -> Tensor:
+        policy, second = self.parts
+        own = policy.logits(rows, table_width)
+        with self.mixture.context():
+            return mixed(own, second.logits(rows, table_width), self.weight)
 
 
 def advance_rows(rows: Rows, count: int, drawn: Drawn, stop_ids: Tensor) -> None:

@@ -1,0 +1,83 @@
+"""Who writes besides the policy: engines for the reference and for its mixture with the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+
+from posttrain.rollout.engines.mixture import Mixture
+from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams, Session
+from posttrain.rollout.rollout import MIXTURE, POLICY, REFERENCE, Request
+
+
+class EngineInContext:
+    """An engine that runs inside of a context only: the policy's own model, with its adapter off or another one on.
+
+    It is not the policy's engine in that context: what an engine packs or captures of its weights is then never another's.
+    """
+
+    def __init__(self, make: Callable[[], RolloutEngine], context: Callable[[], Any]) -> None:
+        self._context = context
+        with context():  # engines try a model out before they take it
+            self.engine = make()
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    @contextmanager
+    def session(self, params: SamplingParams) -> Iterator[Session]:
+        with self._context(), self.engine.session(params) as session:
+            yield session
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
+        self.engine.load_weights(weights, version)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    def wake(self) -> None:
+        self.engine.wake()
+
+
+def other_authors(trainer: Any) -> dict[str, RolloutEngine]:
+    """Engines of those who write besides the policy in this trainer's method; a sentence where one of them cannot."""
+    args, live = trainer.args, trainer.live
+    samples = range(max(args.num_generations, args.num_generations_eval or 0))
+    wanted = {trainer.author_of(Request(row=0, number=0, sample=sample)) for sample in samples} - {POLICY}
+    unknown = wanted - {REFERENCE, MIXTURE}
+    if unknown:
+        raise ValueError(f"`author_of` returned {sorted(unknown)[0]!r}; known are {POLICY}, {REFERENCE} and {MIXTURE}.")
+    if not wanted:
+        return {}
+    _refuse(trainer, " and ".join(sorted(wanted)))
+    mixture = lambda: Mixture(live.model, trainer.mixture_weight, live.context)  # noqa: E731
+    engines: dict[str, Callable[[], RolloutEngine]] = {
+        REFERENCE: lambda: EngineInContext(lambda: trainer.local_engine(live.model), live.context),
+        MIXTURE: lambda: trainer.local_engine(trainer.model, mixture=mixture()),
+    }
+    return {author: engines[author]() for author in sorted(wanted)}
+
+
+def _refuse(trainer: Any, wanted: str) -> None:
+    """Where only the policy can write."""
+    name = type(trainer).__name__
+    if trainer.live is None:
+        raise ValueError(f"{name} needs completions of the {wanted}, and there is no reference: set `beta` above 0.")
+    if trainer.rollout_func is not None:
+        raise ValueError(
+            f"{name} needs completions of the {wanted}; a `rollout_func` writes the policy's alone. Leave it out."
+        )
+    if getattr(trainer.engine, "is_foreign", False):
+        raise ValueError(
+            f"{name} needs completions of the {wanted}, and vLLM has the policy's weights alone. Leave `use_vllm` out: the native "
+            "engine has both models."
+        )
+    if trainer.is_fully_sharded:
+        raise ValueError(
+            f"{name} needs completions of the {wanted}, and under FSDP only the policy's weights are gathered for generation. "
+            "Use one process per GPU without sharding."
+        )
