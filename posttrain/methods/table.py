@@ -46,15 +46,25 @@ METHODS: dict[str, Method] = {
         "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 10 losses"
     ),
     "rloo": Method("posttrain.methods.rloo", "RLOOTrainer", "RLOOConfig", "REINFORCE with a leave-one-out baseline"),
+    "online_dpo": Method(
+        "posttrain.methods.online_dpo",
+        "OnlineDPOTrainer",
+        "OnlineDPOConfig",
+        "DPO on pairs of the model's own completions",
+    ),
+    "xpo": Method(
+        "posttrain.methods.xpo",
+        "XPOTrainer",
+        "XPOConfig",
+        "Exploratory preference optimisation: online DPO with a bonus",
+    ),
 }
 
 _ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
 _TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
 PLANNED: dict[str, tuple[str, str]] = {
     "ppo": ("PPO", _ONLINE),
-    "online_dpo": ("Online DPO", _ONLINE),
     "nash_md": ("Nash-MD", _ONLINE),
-    "xpo": ("XPO", _ONLINE),
     "gkd": ("GKD", _TEACHER),
     "gold": ("GOLD", _TEACHER),
     "minillm": ("MiniLLM", _TEACHER),

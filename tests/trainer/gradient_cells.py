@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from posttrain.data.collate import Collator
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES
 from posttrain.methods.table import METHODS
+from posttrain.models.load.reference import PRECOMPUTED
 from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS
 from posttrain.trainer.online_trainer import OnlineTrainer
 from tests import tiny
@@ -34,6 +35,9 @@ SMOOTHING = {"exo_pair": 0.1, "robust": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
 SFT_LOSSES = ("nll", "dft", "smoothed")
 REWARD_LOSSES = ("plain", "margin", "centred")
 POLICY_METHODS = ("grpo", "rloo")
+ONLINE_PAIRS = {"online_dpo": ("sigmoid", "ipo", "aot"), "xpo": ("sigmoid",)}
+"""Method of pairs that the policy writes -> losses; the reference's log-probs travel with the samples."""
+XPO_ALPHA = 0.03
 WHOLE_PRODUCT = (("sft", "nll"), ("dpo", "sigmoid"))
 BETWEEN_PROCESSES = (
     ("sft", "nll"),  # divided by tokens
@@ -85,6 +89,7 @@ def variants() -> list[tuple[str, str]]:
         ("prm", "steps"),
         *(("grpo", loss) for loss in policy_cells.GRPO_VARIANTS),
         ("rloo", "rloo"),
+        *((method, loss) for method, losses in ONLINE_PAIRS.items() for loss in losses),
         *((method, loss) for method, losses in offline_cells.OPTIONS.items() for loss in losses),
         *((method, DEFAULT) for method in METHODS if method not in ORACLES),
     ]
@@ -181,6 +186,8 @@ def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
 
     The two samples of a pair begin with the same prompt, but for those of row 5, which have nothing in common.
     """
+    if method in ONLINE_PAIRS:
+        return [tuple(_with_reference(s, place) for place, s in enumerate(pair)) for pair in units("dpo")]
     if is_online(method):  # what a policy said before is near what it says now: this depends on its adapter
         policy, reference = oracle_models(method, lora)[0], oracle_models("dpo", False)[1]
         with torch.no_grad():
@@ -205,6 +212,19 @@ def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
     return made
 
 
+@torch.no_grad()
+def _with_reference(sample: Sample, place: int) -> Sample:
+    """A copy with log-probs near those of DPO's reference, on a grid on which float32, in which they travel, adds without rounding.
+
+    Of every other pair the reference wrote the second.
+    """
+    rows, targets = _log_probs(oracle_models("dpo", False)[1], sample)
+    column = np.zeros(len(sample), dtype=np.float32)
+    column[1:][sample.trained[1:]] = [round(row[target].item() * 1024) / 1024 for row, target in zip(rows, targets)]
+    scalars = {"score": 0.0, "ended": 1.0, "by_reference": float((sample.row + place) % 2)}
+    return replace(sample, per_token={PRECOMPUTED: column}, scalars=scalars)
+
+
 def packed(samples: list[tuple[Sample, ...]]) -> list[tuple[Sample, ...]]:
     """Two neighbouring samples share a block; the rows of a micro-batch stay the same."""
     flat = [sample for unit in samples for sample in unit]
@@ -225,6 +245,8 @@ def options(cell: Cell) -> dict[str, Any]:
         return offline_cells.OPTIONS[cell.method][cell.loss]
     if cell.method == "reward":
         return {"centred": {"center_rewards_coefficient": 0.3}}.get(cell.loss, {})
+    if cell.method == "xpo":
+        return {"loss_type": [cell.loss], "alpha": XPO_ALPHA}
     special = {
         "ld": {"ld_alpha": 0.4},
         "wpo": {"use_weighting": True},
@@ -324,7 +346,7 @@ def windows(cell: Cell) -> list[list[list[tuple[Sample, ...]]]]:
     """The units of each micro-batch, for each process."""
     rows, place, found = units(cell.method, cell.lora and is_online(cell.method)), 0, []
     rows = offline_cells.rows_of(cell.method, cell.loss) if cell.method in offline_cells.OPTIONS else rows
-    rows = policy_cells.rows_of(cell.loss, rows) if is_online(cell.method) else rows
+    rows = policy_cells.rows_of(cell.loss, rows) if cell.method in POLICY_METHODS else rows
     bounds = np.concatenate([[0], np.cumsum(cell.shares)]) / sum(cell.shares)
     for size in SPLITS[cell.split]:
         window = rows[place : place + size]
@@ -419,13 +441,13 @@ def _dpo_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
         name: [] for name in ("c", "r", "ref_c", "ref_r", "len_c", "len_r", "nll", "weight")
     }
     chosen_tokens = 0
-    for pair in units("dpo"):
+    bonus = 0.0
+    for pair in units(cell.method):
         own = [_log_probs(policy, sample) for sample in pair]
-        with torch.no_grad():
-            ref = [_log_probs(reference, sample) for sample in pair]
         shorter = min(len(targets) for _, targets in own)
         picked = [[row[t] for row, t in zip(*side)] for side in own]
-        ref_picked = [[row[t] for row, t in zip(*side)] for side in ref]
+        ref_picked = [_reference_logps(reference, sample) for sample in pair]
+        bonus = bonus + sum(s.scalars.get("by_reference", 0.0) * sum(side) for s, side in zip(pair, picked))
         weigh = [1.0 if cell.loss != "ld" or i < shorter else 0.4 for i in range(20)]
         fields["c"].append(sum(w * x for w, x in zip(weigh, picked[0])))
         fields["r"].append(sum(w * x for w, x in zip(weigh, picked[1])))
@@ -456,7 +478,16 @@ def _dpo_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     if cell.loss == "wpo":
         single = [naive_total(made.units(i, i + 1), "sigmoid", 0.1, 0.0, 0.05) for i in range(len(made))]
         return sum(weight * value for weight, value in zip(fields["weight"], single)) / len(made)
-    return one(cell.loss if cell.loss in PREFERENCE_LOSSES else "sigmoid")
+    explored = XPO_ALPHA * bonus / len(made) if cell.method == "xpo" else 0.0
+    return one(cell.loss if cell.loss in PREFERENCE_LOSSES else "sigmoid") + explored
+
+
+@torch.no_grad()
+def _reference_logps(reference: Any, sample: Sample) -> list[torch.Tensor]:
+    """Of the trained tokens: those that the sample carries, or of the model."""
+    if PRECOMPUTED in sample.per_token:
+        return list(torch.from_numpy(sample.per_token[PRECOMPUTED].astype(np.float64))[1:][sample.trained[1:]])
+    return [row[target] for row, target in zip(*_log_probs(reference, sample))]
 
 
 def _reward_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
@@ -511,6 +542,7 @@ ORACLES = {
     "prm": _prm_oracle,
     "grpo": _policy_oracle,
     "rloo": _policy_oracle,
+    **dict.fromkeys(ONLINE_PAIRS, _dpo_oracle),
     **dict.fromkeys(offline_cells.OPTIONS, _offline_oracle),
 }
 
