@@ -167,9 +167,10 @@ class GRPOConfig(GroupConfig):
             raise ValueError(
                 "`divergence_topk` is set, but only `divergence_type` topk_tv and topk_kl of dppo read it."
             )
-        if self.loss_type == "dppo" and self.vllm_importance_sampling_correction:
+        corrections = sorted(name for name in self.set_by_user() if name.startswith("vllm_importance_sampling"))
+        if self.loss_type == "dppo" and corrections and self.vllm_importance_sampling_correction is not False:
             raise ValueError(
-                "dppo weighs tokens by their ratio to the sampler: leave `vllm_importance_sampling_correction` out."
+                f"dppo weighs tokens by their ratio to the sampler, as `clip_ratio_c` says: leave `{corrections[0]}` out."
             )
         is_scaled = self.scale_rewards != "none" or self.multi_objective_aggregation == "normalize_then_sum"
         if not is_scaled and "advantage_std" in self.set_by_user():

@@ -266,7 +266,8 @@ def test_only_an_engine_of_ours_makes_the_likeliest_tokens_known(tmp_path):
     ("options", "sentence"),
     [
         ({"divergence_topk": 5}, "only `divergence_type` topk_tv and topk_kl of dppo read it"),
-        ({"vllm_importance_sampling_correction": True}, "dppo weighs tokens by their ratio to the sampler"),
+        ({"vllm_importance_sampling_correction": True}, "leave `vllm_importance_sampling_correction` out"),
+        ({"vllm_importance_sampling_mode": "token_mask"}, "leave `vllm_importance_sampling_mode` out"),
         ({"divergence_type": "js"}, "divergence_type 'js' is unknown"),
         ({"delta": 2.0}, "the loss 'dppo' does not read it"),
         ({"loss_type": "dapo", "clip_ratio_c": 3.0}, "the loss 'dapo' does not read it"),
