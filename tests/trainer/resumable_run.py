@@ -22,7 +22,8 @@ from tests import tiny
 CACHE = tempfile.mkdtemp(prefix="posttrain-tokens-")
 
 
-ONLINE = ("grpo", "rloo")
+ONLINE = ("grpo", "rloo", "online_dpo", "xpo")
+PAIRS = ("online_dpo", "xpo")
 ONLINE_OPTIONS = {
     "num_generations": 4,
     "max_completion_length": 5,
@@ -57,8 +58,7 @@ def prompts(rows: int) -> list[dict[str, Any]]:
 DATA = {
     "sft": tiny.chats,
     "baseline": tiny.chats,
-    "grpo": prompts,
-    "rloo": prompts,
+    **dict.fromkeys(ONLINE, prompts),
     "prm": tiny.steps,
 }  # the others read pairs
 
@@ -164,7 +164,7 @@ def make(
         **options,
     }
     if name in ONLINE:
-        chosen = {**ONLINE_OPTIONS, **chosen}
+        chosen = {**ONLINE_OPTIONS, **({"num_generations": 2} if name in PAIRS else {}), **chosen}
     extra: dict[str, Any] = {"args": METHODS[name].config_class(**chosen)}
     if name in ONLINE:
         extra["reward_funcs"] = checksum
