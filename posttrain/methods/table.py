@@ -46,6 +46,12 @@ METHODS: dict[str, Method] = {
         "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 9 losses"
     ),
     "rloo": Method("posttrain.methods.rloo", "RLOOTrainer", "RLOOConfig", "REINFORCE with a leave-one-out baseline"),
+    "nash_md": Method(
+        "posttrain.methods.nash_md",
+        "NashMDTrainer",
+        "NashMDConfig",
+        "Nash-MD: preferred to a mixture with the reference",
+    ),
 }
 
 _ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
@@ -53,7 +59,6 @@ _TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
 PLANNED: dict[str, tuple[str, str]] = {
     "ppo": ("PPO", _ONLINE),
     "online_dpo": ("Online DPO", _ONLINE),
-    "nash_md": ("Nash-MD", _ONLINE),
     "xpo": ("XPO", _ONLINE),
     "gkd": ("GKD", _TEACHER),
     "gold": ("GOLD", _TEACHER),

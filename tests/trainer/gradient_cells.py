@@ -33,7 +33,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 SMOOTHING = {"exo_pair": 0.1, "robust": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
 SFT_LOSSES = ("nll", "dft", "smoothed")
 REWARD_LOSSES = ("plain", "margin", "centred")
-POLICY_METHODS = ("grpo", "rloo")
+POLICY_METHODS = ("grpo", "rloo", "nash_md")
 WHOLE_PRODUCT = (("sft", "nll"), ("dpo", "sigmoid"))
 BETWEEN_PROCESSES = (
     ("sft", "nll"),  # divided by tokens
@@ -85,6 +85,7 @@ def variants() -> list[tuple[str, str]]:
         ("prm", "steps"),
         *(("grpo", loss) for loss in policy_cells.GRPO_VARIANTS),
         ("rloo", "rloo"),
+        *(("nash_md", level) for level in policy_cells.NASH_LEVELS),
         *((method, loss) for method, losses in offline_cells.OPTIONS.items() for loss in losses),
         *((method, DEFAULT) for method in METHODS if method not in ORACLES),
     ]
@@ -503,6 +504,11 @@ def _offline_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     return offline_cells.step_loss(cell.method, cell.loss, partial(picked, policy), partial(picked, reference))
 
 
+def _nash_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
+    samples = [sample for unit in units("nash_md", cell.lora) for sample in unit]
+    return policy_cells.nash_step_loss(cell.loss, samples, partial(_log_probs, policy))
+
+
 ORACLES = {
     "sft": _sft_oracle,
     "dpo": _dpo_oracle,
@@ -510,6 +516,7 @@ ORACLES = {
     "prm": _prm_oracle,
     "grpo": _policy_oracle,
     "rloo": _policy_oracle,
+    "nash_md": _nash_oracle,
     **dict.fromkeys(offline_cells.OPTIONS, _offline_oracle),
 }
 

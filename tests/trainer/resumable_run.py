@@ -22,7 +22,7 @@ from tests import tiny
 CACHE = tempfile.mkdtemp(prefix="posttrain-tokens-")
 
 
-ONLINE = ("grpo", "rloo")
+ONLINE = ("grpo", "rloo", "nash_md")
 ONLINE_OPTIONS = {
     "num_generations": 4,
     "max_completion_length": 5,
@@ -31,6 +31,8 @@ ONLINE_OPTIONS = {
     "beta": 0.1,
     "reward_workers": 0,
 }
+NOT_TAKEN = {"nash_md": ("num_generations", "num_iterations")}
+"""Of those, options that a method has no choice about."""
 
 
 def checksum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -59,6 +61,7 @@ DATA = {
     "baseline": tiny.chats,
     "grpo": prompts,
     "rloo": prompts,
+    "nash_md": prompts,
     "prm": tiny.steps,
 }  # the others read pairs
 
@@ -164,7 +167,8 @@ def make(
         **options,
     }
     if name in ONLINE:
-        chosen = {**ONLINE_OPTIONS, **chosen}
+        own = {option: value for option, value in ONLINE_OPTIONS.items() if option not in NOT_TAKEN.get(name, ())}
+        chosen = {**own, **chosen}
     extra: dict[str, Any] = {"args": METHODS[name].config_class(**chosen)}
     if name in ONLINE:
         extra["reward_funcs"] = checksum
