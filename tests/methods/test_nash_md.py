@@ -15,7 +15,7 @@ from peft import LoraConfig
 from posttrain import NashMDConfig, NashMDTrainer
 from posttrain.core.results import TokenScores
 from posttrain.methods.nash_md import KL_LEVELS
-from posttrain.models.scoring.token_scores import install_scores, score_tokens
+from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rewards.judging import BasePairwiseJudge
 from posttrain.rollout.collector import GroupTable
 from posttrain.rollout.rollout import ADVANTAGES, MIXTURE, POLICY, SAMPLING_LOGPS, Request
@@ -137,10 +137,8 @@ def test_log_probs_of_the_loss_are_those_at_temperature_1(tmp_path):
     )
     made.train()
     batch, policy, reference = seen[0]
-    model = tiny.causal_lm()
-    install_scores(model)
-    with torch.no_grad():
-        wanted, at_half = (score_tokens(model, batch, temperature=t).logps for t in (1.0, 0.5))
+    with torch.no_grad():  # the frozen copy is what the policy was
+        wanted, at_half = (score_tokens(made.live.model, batch, temperature=t).logps for t in (1.0, 0.5))
     assert torch.allclose(policy.logps.detach(), reference.logps, atol=1e-5)
     assert torch.allclose(policy.logps.detach(), wanted, atol=1e-5)
     assert torch.allclose(batch.per_token[SAMPLING_LOGPS], at_half, atol=1e-5)
