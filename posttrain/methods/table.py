@@ -58,13 +58,18 @@ METHODS: dict[str, Method] = {
         "XPOConfig",
         "Exploratory preference optimisation: online DPO with a bonus",
     ),
+    "nash_md": Method(
+        "posttrain.methods.nash_md",
+        "NashMDTrainer",
+        "NashMDConfig",
+        "Nash-MD: preferred to a mixture with the reference",
+    ),
 }
 
 _ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
 _TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
 PLANNED: dict[str, tuple[str, str]] = {
     "ppo": ("PPO", _ONLINE),
-    "nash_md": ("Nash-MD", _ONLINE),
     "gkd": ("GKD", _TEACHER),
     "gold": ("GOLD", _TEACHER),
     "minillm": ("MiniLLM", _TEACHER),

@@ -28,8 +28,8 @@ SCORE, ENDED = "score", "ended"
 
 
 @dataclass
-class OnlinePairConfig(PreferenceLossConfig, OnlineConfig):
-    """Options of methods that make pairs of what the model itself writes."""
+class ComparedConfig(OnlineConfig):
+    """Options of methods that compare the completions of a prompt with each other."""
 
     learning_rate: float = option(5e-7, "Initial learning rate of AdamW.")
     disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
@@ -72,12 +72,14 @@ class OnlinePairConfig(PreferenceLossConfig, OnlineConfig):
         return batch_size * self.num_generations
 
 
-class OnlinePairTrainer(PreferenceLosses, Pairs, OnlineTrainer):
-    """Makes a pair of each group: the completion with the highest score against that with the lowest.
+@dataclass
+class OnlinePairConfig(PreferenceLossConfig, ComparedConfig):
+    """Options of methods that make pairs of what the model itself writes."""
 
-    Log-probs are those at temperature 1, since the implicit reward beta log(policy / reference) is that of the models
-    themselves and not of the way they are sampled.
-    """
+
+class ComparedTrainer(OnlineTrainer):
+    """Scores completions to compare them. Log-probs are those at temperature 1: those of the models themselves, and not of the
+    way they are sampled."""
 
     scoring_temperature = 1.0
     needs_reference = True
@@ -124,15 +126,19 @@ class OnlinePairTrainer(PreferenceLosses, Pairs, OnlineTrainer):
         """(N,) rewards less the penalty of completions that were cut off."""
         return totals - (self.args.missing_eos_penalty or 0.0) * table.truncated
 
-    def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
-        """Score less the mean of the others': 0 throughout a group of equal ones, which teaches nothing."""
-        return leave_one_out(self.scores(table, totals), table.groups)
-
     def spread(self, rollouts: list[Rollout]) -> None:
         penalty = self.args.missing_eos_penalty or 0.0
         for rollout in rollouts:
             rollout.sample.scalars[SCORE] = rollout.reward - penalty * rollout.is_truncated
             rollout.sample.scalars[ENDED] = float(not rollout.is_truncated)
+
+
+class OnlinePairTrainer(PreferenceLosses, Pairs, ComparedTrainer):
+    """Makes a pair of each group: the completion with the highest score against that with the lowest."""
+
+    def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
+        """Score less the mean of the others': 0 throughout a group of equal ones, which teaches nothing."""
+        return leave_one_out(self.scores(table, totals), table.groups)
 
     def arranged(self, groups: list[list[Rollout]]) -> list[Unit | None]:
         return [self.pair_in(group) for group in groups]

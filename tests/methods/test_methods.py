@@ -350,6 +350,8 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         "rloo": "disable_dropout num_generations max_completion_length steps_per_generation temperature beta num_iterations "
         "epsilon epsilon_high reward_weights normalize_advantages reward_clip_range mask_truncated_completions sync_ref_model "
         "log_completions num_completions_to_print log_unique_prompts",
+        "nash_md": "disable_dropout beta mixture_coef max_new_tokens max_length temperature top_p top_k min_p missing_eos_penalty "
+        "reward_weights reward_model_path sync_ref_model",
         "cpo": "disable_dropout max_completion_length beta label_smoothing loss_type cpo_alpha simpo_gamma alpha "
         "generate_during_eval is_encoder_decoder",
         "orpo": "disable_dropout max_completion_length beta padding_value generate_during_eval is_encoder_decoder",

@@ -34,7 +34,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 SMOOTHING = {"exo_pair": 0.1, "robust": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
 SFT_LOSSES = ("nll", "dft", "smoothed")
 REWARD_LOSSES = ("plain", "margin", "centred")
-POLICY_METHODS = ("grpo", "rloo")
+POLICY_METHODS = ("grpo", "rloo", "nash_md")
 ONLINE_PAIRS = {"online_dpo": ("sigmoid", "ipo", "aot"), "xpo": ("sigmoid",)}
 """Method of pairs that the policy writes -> losses; the reference's log-probs travel with the samples."""
 XPO_ALPHA = 0.03
@@ -90,6 +90,7 @@ def variants() -> list[tuple[str, str]]:
         *(("grpo", loss) for loss in policy_cells.GRPO_VARIANTS),
         ("rloo", "rloo"),
         *((method, loss) for method, losses in ONLINE_PAIRS.items() for loss in losses),
+        *(("nash_md", level) for level in policy_cells.NASH_LEVELS),
         *((method, loss) for method, losses in offline_cells.OPTIONS.items() for loss in losses),
         *((method, DEFAULT) for method in METHODS if method not in ORACLES),
     ]
@@ -535,6 +536,11 @@ def _offline_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     return offline_cells.step_loss(cell.method, cell.loss, partial(picked, policy), partial(picked, reference))
 
 
+def _nash_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
+    samples = [sample for unit in units("nash_md", cell.lora) for sample in unit]
+    return policy_cells.nash_step_loss(cell.loss, samples, partial(_log_probs, policy))
+
+
 ORACLES = {
     "sft": _sft_oracle,
     "dpo": _dpo_oracle,
@@ -543,6 +549,7 @@ ORACLES = {
     "grpo": _policy_oracle,
     "rloo": _policy_oracle,
     **dict.fromkeys(ONLINE_PAIRS, _dpo_oracle),
+    "nash_md": _nash_oracle,
     **dict.fromkeys(offline_cells.OPTIONS, _offline_oracle),
 }
 

@@ -53,11 +53,15 @@ GRPO_VARIANTS: dict[str, dict[str, Any]] = {
     "correction_vespo": {"loss_type": "vespo", **TOKEN_CORRECTED},
 }
 """Name of a variant -> options of GRPOConfig."""
+NASH_LEVELS = ("to_go", "sequence", "token")
+NASH_BETA = 0.1
 DEPEND_ON_THE_CUT = ("bnpo", "top_entropy")
 """A mean over the tokens of each micro-batch, by process; a threshold over those of each, of all processes."""
 
 
 def options(method: str, loss: str) -> dict[str, Any]:
+    if method == "nash_md":
+        return {**SHARED_OPTIONS, "kl_level": loss, "beta": NASH_BETA}
     return {**SHARED_OPTIONS, **({"beta": 0.0} if method == "rloo" else GRPO_VARIANTS[loss])}
 
 
@@ -146,6 +150,23 @@ def step_loss(method: str, loss: str, windows: Windows, policy_scores: Any) -> t
         share = chosen["top_entropy_quantile"]
         keep = [kept for window in micro_batches for kept in _undecided([scored[id(s)] for s in window], share)]
     return _whole(name, samples, [scored[id(s)] for s in samples], chosen, keep)
+
+
+def nash_step_loss(level: str, samples: Sequence[Sample], policy_scores: Any) -> torch.Tensor:
+    """sum over samples of [beta K - (P - 1/2) sum_t log p_t] / samples; the advantage of a sample is P - 1/2."""
+    total = 0.0
+    for sample in samples:
+        rows, tokens = policy_scores(sample)
+        logps = [row[token] for row, token in zip(rows, tokens)]
+        ratios = [lp.item() - ref for lp, ref in zip(logps, sample.per_token[PRECOMPUTED][sample.trained].tolist())]
+        weights = {
+            "to_go": [math.fsum(ratios[place:]) for place in range(len(ratios))],
+            "sequence": [math.fsum(ratios)] * len(ratios),
+            "token": ratios,
+        }[level]
+        advantage = float(sample.per_token[ADVANTAGES][-1])
+        total = total + sum((NASH_BETA * weight - advantage) * lp for weight, lp in zip(weights, logps))
+    return total / len(samples)
 
 
 def _undecided(scored: list[Scored], share: float) -> list[bool]:

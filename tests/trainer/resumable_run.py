@@ -22,8 +22,7 @@ from tests import tiny
 CACHE = tempfile.mkdtemp(prefix="posttrain-tokens-")
 
 
-ONLINE = ("grpo", "rloo", "online_dpo", "xpo")
-PAIRS = ("online_dpo", "xpo")
+ONLINE = ("grpo", "rloo", "online_dpo", "xpo", "nash_md")
 ONLINE_OPTIONS = {
     "num_generations": 4,
     "max_completion_length": 5,
@@ -32,6 +31,12 @@ ONLINE_OPTIONS = {
     "beta": 0.1,
     "reward_workers": 0,
 }
+NOT_TAKEN = {
+    "online_dpo": ("num_generations",),
+    "xpo": ("num_generations",),
+    "nash_md": ("num_generations", "num_iterations"),
+}
+"""Of those, options that a method has no choice about."""
 
 
 def checksum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -164,7 +169,8 @@ def make(
         **options,
     }
     if name in ONLINE:
-        chosen = {**ONLINE_OPTIONS, **({"num_generations": 2} if name in PAIRS else {}), **chosen}
+        own = {option: value for option, value in ONLINE_OPTIONS.items() if option not in NOT_TAKEN.get(name, ())}
+        chosen = {**own, **chosen}
     extra: dict[str, Any] = {"args": METHODS[name].config_class(**chosen)}
     if name in ONLINE:
         extra["reward_funcs"] = checksum
