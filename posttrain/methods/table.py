@@ -45,13 +45,18 @@ METHODS: dict[str, Method] = {
     "grpo": Method(
         "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 9 losses"
     ),
+    "ppo": Method(
+        "posttrain.methods.ppo",
+        "PPOTrainer",
+        "PPOConfig",
+        "Proximal policy optimisation with a critic, a head or a model",
+    ),
     "rloo": Method("posttrain.methods.rloo", "RLOOTrainer", "RLOOConfig", "REINFORCE with a leave-one-out baseline"),
 }
 
 _ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
 _TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
 PLANNED: dict[str, tuple[str, str]] = {
-    "ppo": ("PPO", _ONLINE),
     "online_dpo": ("Online DPO", _ONLINE),
     "nash_md": ("Nash-MD", _ONLINE),
     "xpo": ("XPO", _ONLINE),

@@ -16,6 +16,8 @@ POLICY_LOGPS = "policy_logps"
 OLD_LOGPS = "old_logps"
 """log-prob of each token under the trainer's weights at the time of generation, computed by the trainer."""
 ADVANTAGES = "advantages"
+VALUES, RETURNS = "values", "returns"
+"""What a critic said about each token at the time of generation, and what it should have said."""
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,10 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
         if self.num_generations_eval is not None:
             check_range("num_generations_eval", self.num_generations_eval, 1)
         check_range("max_completion_length", self.max_completion_length, 1)
-        check_range("beta", self.beta, 0)
-        if self.sync_ref_model and self.beta == 0:
-            raise ValueError("`sync_ref_model` moves a reference; with `beta=0` there is none.")
+        weight = getattr(self, self.reference_weight)
+        check_range(self.reference_weight, weight, 0)
+        if self.sync_ref_model and weight == 0:
+            raise ValueError(f"`sync_ref_model` moves a reference; with `{self.reference_weight}=0` there is none.")
         check_range("num_iterations", self.num_iterations, 1)
         check_range("refill_rounds", self.refill_rounds, 0)
         check_choice("rollout_engine", self.rollout_engine, tuple(ENGINES))
@@ -214,6 +215,8 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
             self.truncation_mode = KEEP_END
 
     smallest_group = 2
+    reference_weight = "beta"  # the option that weighs the divergence from the reference; at 0 there is none
+    permutes_windows = False  # whether each pass over a generation has an order of its own
 
     def schedule(self) -> Schedule:
         """How generation and optimisation interlock; raises where the numbers do not divide."""
