@@ -202,7 +202,7 @@ class PPOConfig(OnlineConfig):
         if schedule.micro_batches != self.gradient_accumulation_steps * parts:
             raise ValueError(
                 f"A generation feeds {schedule.micro_batches} micro-batches, an optimizer step takes "
-                f"{self.gradient_accumulation_steps}, and `num_mini_batches` says that a generation is {parts} steps. Leave "
+                f"{self.gradient_accumulation_steps}, and `num_mini_batches` says that a generation is cut into {parts}. Leave "
                 "`steps_per_generation` and `generation_batch_size` out: a generation is then `gradient_accumulation_steps` "
                 "micro-batches."
             )

@@ -33,6 +33,19 @@ ONLINE_OPTIONS = {
 }
 
 
+PPO_OPTIONS = {
+    "max_completion_length": 5,
+    "gradient_accumulation_steps": 4,  # a generation; two optimizer steps, twice
+    "num_mini_batches": 2,
+    "num_ppo_epochs": 2,
+    "adap_kl_ctrl": True,
+    "kl_coef": 0.2,
+    "target": 0.01,
+    "horizon": 100.0,
+    "reward_workers": 0,
+}
+
+
 def checksum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """A reward that any other completion would change."""
     return [float(sum(ids) % 13) for ids in completion_ids]
@@ -47,6 +60,7 @@ DATA = {
     "baseline": tiny.chats,
     "grpo": prompts,
     "rloo": prompts,
+    "ppo": prompts,
     "prm": tiny.steps,
 }  # the others read pairs
 
@@ -153,9 +167,13 @@ def make(
     }
     if name in ONLINE:
         chosen = {**ONLINE_OPTIONS, **chosen}
+    if name == "ppo":
+        chosen = {**chosen, **PPO_OPTIONS, **options}
     extra: dict[str, Any] = {"args": METHODS[name].config_class(**chosen)}
-    if name in ONLINE:
+    if name in (*ONLINE, "ppo"):
         extra["reward_funcs"] = checksum
+    if "critic" in flags:
+        extra["value_model"] = tiny.reward_model(3)
     if "bf16" in flags:
         model = model.to(torch.bfloat16)
     if "lora" in flags:

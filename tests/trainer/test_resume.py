@@ -38,8 +38,16 @@ MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_al
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("sft-bf16-lora", {}), ("dpo", MOVING), ("kto", {}), ("bco", {}), ("prm", {"disable_dropout": False})],
-    ids=["bf16-lora", "moving-reference", "kto", "bco", "token-head"],
+    [
+        ("sft-bf16-lora", {}),
+        ("dpo", MOVING),
+        ("kto", {}),
+        ("bco", {}),
+        ("prm", {"disable_dropout": False}),
+        ("ppo-bf16-lora", {}),
+        ("ppo-critic", {}),
+    ],
+    ids=["bf16-lora", "moving-reference", "kto", "bco", "token-head", "ppo-head", "ppo-value-model"],
 )
 def test_killed_at_a_step_boundary_and_resumed_is_bit_identical(method, options, tmp_path):
     """SIGKILL right after step 5 of 8; checkpoints every 2 steps, logs every 3 (out of step with them on purpose).

@@ -107,7 +107,9 @@ def quiet_run(method: str, folder: Path, **options: Any) -> tuple[dict[str, int]
 
 def without_timings(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: without_timings(item) for name, item in value.items() if not name.endswith(TIMINGS)}
+        return {
+            name: without_timings(item) for name, item in value.items() if not name.endswith(TIMINGS) and name != "eps"
+        }
     return [without_timings(item) for item in value] if isinstance(value, list) else value
 
 
