@@ -348,3 +348,32 @@ def test_the_best_checkpoint_has_policy_and_critic_of_one_step(tmp_path):
     assert torch.equal(made.critic.weight, saved["weight"])
     policy = load_file(f"{made.state.best_model_checkpoint}/model.safetensors")
     assert torch.equal(made.model.model.norm.weight, policy["model.norm.weight"])
+
+
+# ---- learning ------------------------------------------------------------------------------------------------------------
+
+
+def low_bytes(completion_ids: list[list[int]], bonus: list[float], **kwargs: Any) -> list[float]:
+    """What the policy can raise, and what only the prompt decides: a critic should foresee that part."""
+    return [sum(i < 64 for i in ids) / len(ids) + more for ids, more in zip(completion_ids, bonus)]
+
+
+@pytest.mark.parametrize("vf_coef", [0.5, 0.0], ids=["learns", "control"])
+def test_rewards_rise_and_values_foresee_them(vf_coef, tmp_path):
+    rows = [{"prompt": ("evil", "good")[number % 2], "bonus": float(number % 2)} for number in range(64)]
+    options = {
+        "per_device_train_batch_size": 32, "gradient_accumulation_steps": 1, "num_mini_batches": 2, "num_ppo_epochs": 4,
+        "max_steps": 96, "learning_rate": 1e-2, "lr_scheduler_type": "constant", "vf_coef": vf_coef, "cliprange_value": 0.5,
+        "temperature": 1.0, "kl_coef": 0.01, "response_length": 6, "disable_tqdm": True,
+    }  # fmt: skip
+    made = trainer(tmp_path, reward=low_bytes, options=options, train_dataset=Dataset.from_list(rows))
+    made.train()
+    generations = [entry for entry in made.state.log_history if "reward" in entry]
+    rewards = [entry["reward"] for entry in generations]
+    explained = [entry["val/explained_variance"] for entry in generations]
+    assert explained[0] == 0
+    if vf_coef:
+        assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15, rewards
+        assert min(explained[-3:]) > 0.5, explained
+    else:
+        assert max(explained) < 0.1, explained
