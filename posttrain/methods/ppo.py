@@ -269,6 +269,13 @@ class PPOTrainer(OnlineTrainer):
         target = self.args.target if self.args.adap_kl_ctrl else None
         self.controller = KLController(self.args.kl_coef, target, self.args.horizon)
 
+    def step(self, *given: Any, **named: Any) -> None:
+        """Of the trainer that TRL had up to 0.11."""
+        raise TypeError(
+            "PPOTrainer.step(queries, responses, scores) is the program that TRL had up to 0.11. This trainer writes and scores "
+            "completions itself: give it prompts and a reward, and call `train()`."
+        )
+
     # ---- the critic --------------------------------------------------------------------------------------------------
 
     @property
