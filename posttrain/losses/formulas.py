@@ -105,6 +105,16 @@ RATIO_FORMULAS = {
 }
 """Value of `importance_sampling_level` -> the ratio rho."""
 
+PPO_FORMULAS = {
+    "policy": SURROGATE_FORMULAS["clipped"],
+    "value": "{vf_coef} * max((v - R)**2, (clip(v, V - {cliprange_value}, V + {cliprange_value}) - R)**2) / 2",
+    "advantage": "whitened over the generation: sum_k ({gamma} * {lam})^k * (r_(t+k) + {gamma} * V_(t+k+1) - V_(t+k)), "
+    "V = 0 after the last token",
+    "k1": "-{kl_coef} * log(p_old / p_ref) + ",
+    "k3": "-{kl_coef} * (p_ref / p_old - log(p_ref / p_old) - 1) + ",
+}
+"""Parts of PPO: the terms of a token, of value v and return R, and what A and r are made of."""
+
 NORMALISERS = {
     "per_token": "sum over tokens / {tokens} trained tokens of the step",
     "mean_of_token_means": "mean over the tokens of a completion, sum over completions / {sequences} completions of the step",

@@ -259,7 +259,7 @@ class GRPOTrainer(OnlineTrainer):
     def annotated(self, samples: list[Sample]) -> None:
         """Our engines draw from the weights that are here now: these say what the likeliest tokens were."""
         if self.args.compares_likeliest:
-            self.write_logps(samples, LIKELIEST, self._likeliest)
+            self.write_columns(samples, lambda batch: {LIKELIEST: self._likeliest(batch)})
 
     def _likeliest(self, batch: TokenBatch) -> Tensor:
         # Aligned with anything, it is computed where several numbers of a token may be.

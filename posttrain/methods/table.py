@@ -45,6 +45,12 @@ METHODS: dict[str, Method] = {
     "grpo": Method(
         "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 10 losses"
     ),
+    "ppo": Method(
+        "posttrain.methods.ppo",
+        "PPOTrainer",
+        "PPOConfig",
+        "Proximal policy optimisation with a critic, a head or a model",
+    ),
     "rloo": Method("posttrain.methods.rloo", "RLOOTrainer", "RLOOConfig", "REINFORCE with a leave-one-out baseline"),
     "online_dpo": Method(
         "posttrain.methods.online_dpo",
@@ -69,7 +75,6 @@ METHODS: dict[str, Method] = {
 _ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
 _TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
 PLANNED: dict[str, tuple[str, str]] = {
-    "ppo": ("PPO", _ONLINE),
     "gkd": ("GKD", _TEACHER),
     "gold": ("GOLD", _TEACHER),
     "minillm": ("MiniLLM", _TEACHER),

@@ -16,11 +16,20 @@ from posttrain.methods.table import PLANNED
 PLACES: dict[str, str] = {
     "DatasetConfig": "posttrain.migration.script_arguments",
     "disable_dropout_in_model": "posttrain.models.load.model",
+    "PPOv2Config": "posttrain.methods.ppo",
+    "PPOv2Trainer": "posttrain.methods.ppo",
 }
 """Names of TRL's that `posttrain` itself does not have -> where they are."""
-RENAMED = {"disable_dropout_in_model": "disable_dropout"}
+RENAMED = {
+    "disable_dropout_in_model": "disable_dropout",
+    "PPOv2Config": "PPOConfig",
+    "PPOv2Trainer": "PPOTrainer",
+}
+_VALUE_HEAD = "PPOTrainer puts a value head on a plain causal model itself: load it with AutoModelForCausalLM"
 UNSUPPORTED: dict[str, str] = {
-    "AutoModelForCausalLMWithValueHead": "the value head belongs to PPO, which posttrain does not have yet",
+    "AutoModelForCausalLMWithValueHead": _VALUE_HEAD,
+    "AutoModelForSeq2SeqLMWithValueHead": "encoder-decoder models are not supported",
+    "PreTrainedModelWrapper": _VALUE_HEAD,
     "WeaveCallback": "posttrain writes every rollout to parquet: `posttrain view RUN` shows them",
     "setup_chat_format": "it is gone from TRL, too: use_chat_format(model, tokenizer, 'chatml')",
     "DataCollatorForCompletionOnlyLM": "SFTConfig(completion_only_loss=True) on prompt and completion columns does that",

@@ -23,7 +23,7 @@ from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LAB
 from posttrain.trainer.online_trainer import OnlineTrainer
 from tests import tiny
 from tests.losses.test_preference_oracle import naive_total
-from tests.trainer import offline_cells, policy_cells
+from tests.trainer import offline_cells, policy_cells, ppo_cells
 
 PACKED = "packed"
 CHUNKS = (1, 7, None)
@@ -91,6 +91,7 @@ def variants() -> list[tuple[str, str]]:
         ("rloo", "rloo"),
         *((method, loss) for method, losses in ONLINE_PAIRS.items() for loss in losses),
         *(("nash_md", level) for level in policy_cells.NASH_LEVELS),
+        *(("ppo", loss) for loss in ppo_cells.OPTIONS),
         *((method, loss) for method, losses in offline_cells.OPTIONS.items() for loss in losses),
         *((method, DEFAULT) for method in METHODS if method not in ORACLES),
     ]
@@ -129,7 +130,7 @@ def _of_one_model(rows: list[tuple[Any, ...]], number: int) -> list[tuple[Any, .
 
 def _resembles_others(method: str, loss: str) -> bool:
     """Policy losses are presets of one objective, and most preference losses are formulas of the same margins."""
-    if method in POLICY_METHODS:
+    if method in POLICY_METHODS or loss == "value_model":
         return True
     if method in offline_cells.OPTIONS:  # the first loss of each method stands for the others
         return loss != next(iter(offline_cells.OPTIONS[method]))
@@ -192,7 +193,8 @@ def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
     if is_online(method):  # what a policy said before is near what it says now: this depends on its adapter
         policy, reference = oracle_models(method, lora)[0], oracle_models("dpo", False)[1]
         with torch.no_grad():
-            return policy_cells.groups(partial(_log_probs, policy), partial(_log_probs, reference))
+            made = policy_cells.groups(partial(_log_probs, policy), partial(_log_probs, reference))
+            return ppo_cells.with_values(made) if method == "ppo" else made
     if method in offline_cells.OPTIONS:
         return offline_cells.units(method)
     rng = np.random.default_rng(7)
@@ -242,6 +244,8 @@ def options(cell: Cell) -> dict[str, Any]:
         return {"nll": {}, "dft": {"loss_type": "dft"}, "smoothed": {"label_smoothing_factor": 0.2}}[cell.loss]
     if cell.method in POLICY_METHODS:
         return policy_cells.options(cell.method, cell.loss)
+    if cell.method == "ppo":
+        return {**policy_cells.SHARED_OPTIONS, **ppo_cells.OPTIONS[cell.loss]}
     if cell.method in offline_cells.OPTIONS:
         return offline_cells.OPTIONS[cell.method][cell.loss]
     if cell.method == "reward":
@@ -309,7 +313,11 @@ def trainer(method: str, loss: str, lora: bool, dtype: torch.dtype) -> Any:
     )
     extra = {"ref_model": reference} if reference is not None else {}
     extra |= policy_cells.arguments() if is_online(method) else {}
-    return METHODS[method].trainer_class(model=policy, args=args, processing_class=tiny.tokenizer(), **extra)
+    extra |= {"value_model": ppo_cells.critic(loss, dtype)} if loss == "value_model" else {}
+    made = METHODS[method].trainer_class(model=policy, args=args, processing_class=tiny.tokenizer(), **extra)
+    if loss == "value_head":  # at its initialisation the body would have no gradient of the values
+        made.critic.load_state_dict(ppo_cells.critic(loss, dtype).state_dict())
+    return made
 
 
 def gradient(cell: Cell, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
@@ -394,6 +402,8 @@ def own(method: str, loss: str, lora: bool) -> dict[str, torch.Tensor]:
 @lru_cache
 def oracle(cell: Cell) -> dict[str, torch.Tensor]:
     policy, reference = oracle_models(cell.method, cell.lora)
+    if cell.method == "ppo":
+        ppo_cells.attach(policy, cell.loss)
     named = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     # The graph stays: what the policy says of the rows is computed once for all losses.
     found = torch.autograd.grad(
@@ -526,6 +536,10 @@ def _policy_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     return policy_cells.step_loss(cell.method, cell.loss, windows(cell), partial(_log_probs, policy))
 
 
+def _ppo_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
+    return ppo_cells.step_loss(cell.loss, units("ppo", cell.lora), partial(_log_probs, policy), policy)
+
+
 def _offline_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     if cell.loss == "clamped":
         reference = tiny.with_exact_norms(tiny.causal_lm(3, torch.float64))
@@ -550,6 +564,7 @@ ORACLES = {
     "rloo": _policy_oracle,
     **dict.fromkeys(ONLINE_PAIRS, _dpo_oracle),
     "nash_md": _nash_oracle,
+    "ppo": _ppo_oracle,
     **dict.fromkeys(offline_cells.OPTIONS, _offline_oracle),
 }
 

@@ -47,6 +47,8 @@ MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_al
         ("online_dpo", {"beta": [0.1, 0.3]}),
         ("xpo-lora", {}),
         ("nash_md-lora", {"mixture_coef": [0.5, 0.2]}),  # inside of a generation that feeds two steps
+        ("ppo-bf16-lora", {}),
+        ("ppo-critic", {}),
     ],
     ids=[
         "bf16-lora",
@@ -57,6 +59,8 @@ MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_al
         "pairs-inside-a-window",
         "two-writers",
         "nash_md",
+        "ppo-head",
+        "ppo-value-model",
     ],
 )
 def test_killed_at_a_step_boundary_and_resumed_is_bit_identical(method, options, tmp_path):

@@ -174,10 +174,10 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
         if self.num_generations_eval is not None:
             check_range("num_generations_eval", self.num_generations_eval, 1)
         check_range("max_completion_length", self.max_completion_length, 1)
-        for value in values_of(self.beta):
-            check_range("beta", value, 0)
+        for value in values_of(getattr(self, self.reference_weight)):
+            check_range(self.reference_weight, value, 0)
         if self.sync_ref_model and not self.has_reference:
-            raise ValueError("`sync_ref_model` moves a reference; with `beta=0` there is none.")
+            raise ValueError(f"`sync_ref_model` moves a reference; with `{self.reference_weight}=0` there is none.")
         check_range("num_iterations", self.num_iterations, 1)
         check_range("refill_rounds", self.refill_rounds, 0)
         check_choice("rollout_engine", self.rollout_engine, tuple(ENGINES))
@@ -216,11 +216,13 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
             self.truncation_mode = KEEP_END
 
     smallest_group = 2
+    reference_weight = "beta"  # the option that weighs the divergence from the reference; at 0 there is none
+    permutes_windows = False  # whether each pass over a generation has an order of its own
 
     @property
     def has_reference(self) -> bool:
         """Whether the policy is compared with another one."""
-        return self.beta != 0.0
+        return any(values_of(getattr(self, self.reference_weight)))
 
     def schedule(self) -> Schedule:
         """How generation and optimisation interlock; raises where the numbers do not divide."""
