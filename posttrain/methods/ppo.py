@@ -64,7 +64,7 @@ class PPOConfig(OnlineConfig):
     response_length: int | None = option(None, "TRL's name of `max_completion_length`.")
     temperature: float = option(0.7, "Divides the logits, in sampling and in training.")
     stop_token: str | None = option(
-        None, "'eos', or nothing: a completion ends at the tokenizer's end of text either way."
+        None, "Only 'eos', which is what ends a completion where nothing is set, too: the tokenizer's end of text."
     )
     stop_token_id: int | None = option(None, "Another token that ends a completion, besides the end of text.")
     total_episodes: int | None = option(
@@ -144,14 +144,13 @@ class PPOConfig(OnlineConfig):
 
     def _take_old_names(self) -> None:
         super()._take_old_names()
-        for old, new in (("response_length", "max_completion_length"), ("init_kl_coef", "kl_coef")):
-            value = getattr(self, old)
+        names = {"max_completion_length": "response_length", "kl_coef": "init_kl_coef"}
+        for (new, old), value in zip(names.items(), (self.response_length, self.init_kl_coef)):
             if value is None:
                 continue
             if new in self.set_by_user() and getattr(self, new) != value:
-                raise ValueError(
-                    f"`{old}` is {value!r} and `{new}`, its new name, is {getattr(self, new)!r}: give one of them."
-                )
+                known = getattr(self, new)
+                raise ValueError(f"`{old}` is {value!r} and `{new}`, its new name, is {known!r}: give one of them.")
             setattr(self, new, value)
 
     def _cut_into_mini_batches(self) -> None:
@@ -251,18 +250,20 @@ class PPOTrainer(OnlineTrainer):
         **named: Any,
     ) -> None:
         """`reward_model` is a classifier (id, folder or module); `reward_funcs` are rewards of any kind, as GRPO takes them."""
-        model = getattr(args, "sft_model_path", None) if model is None else model
-        if model is None:
-            raise ValueError("PPOTrainer trains the model that it is given: pass it, or its name, as `model`.")
         if data_collator is not None:
             raise ValueError("PPOTrainer makes batches of its own completions: leave `data_collator` out.")
-        rewards = reward_funcs if reward_model is None else reward_model
         if reward_model is not None and reward_funcs is not None:
             raise ValueError("Give `reward_model` or `reward_funcs`; a list of rewards may hold models and functions.")
-        rewards = getattr(args, "reward_model_path", None) if rewards is None else rewards
+        rewards = reward_funcs if reward_model is None else reward_model
+        if isinstance(args, PPOConfig):
+            model = args.sft_model_path if model is None else model
+            rewards = args.reward_model_path if rewards is None else rewards
+            value_model = args.value_model_path if value_model is None else value_model
+        if model is None:
+            raise ValueError("PPOTrainer trains the model that it is given: pass it, or its name, as `model`.")
         if isinstance(reward_model, nn.Module) and reward_processing_classes is None:
             reward_processing_classes = [processing_class]
-        self._value_source = getattr(args, "value_model_path", None) if value_model is None else value_model
+        self._value_source = value_model
         data = (train_dataset, eval_dataset, processing_class, reward_processing_classes)
         loading = {"peft_config": peft_config, "ref_model": ref_model, **named}
         super().__init__(model, rewards, args, *data, callbacks, optimizers, **loading)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
-from posttrain.models.load.model import innermost_model
+from posttrain.models.load.model import LoadOptions, innermost_model, model_without_weights
 from posttrain.models.scoring.heads import HeadQuestion, sequence_head
 from posttrain.models.scoring.token_scores import Question, ScoreRequest, forward_kwargs
 from posttrain.models.sharding import reshard, whole
@@ -48,6 +48,12 @@ def attach_critic(policy: nn.Module, critic: nn.Module) -> None:
     setattr(innermost, CRITIC, critic)
     names = {f"{CRITIC}.{name}" for name in critic.state_dict()}
     innermost._keys_to_ignore_on_save = {*(innermost._keys_to_ignore_on_save or ()), *names}
+
+
+def attach_planned(policy: nn.Module, named: str, options: LoadOptions) -> None:
+    """Of a run that is only planned: the critic on the meta device, so that its weights are counted."""
+    head = saved_head(named) is not None
+    attach_critic(policy, value_head(policy) if head else model_without_weights(classifier_folder(named), options))
 
 
 def as_critic(model: nn.Module) -> nn.Module:

@@ -112,6 +112,11 @@ CASES = {
         "grpo",
         {**GROUPS, "steps_per_generation": 3, "gradient_accumulation_steps": 2, "num_iterations": 1, "reward_batching": "all"},
     ),
+    "ppo: mini-batches, epochs": (
+        "ppo",
+        "grpo",
+        {**GROUPS, "num_generations": 1, "gradient_accumulation_steps": 2, "num_mini_batches": 2, "num_ppo_epochs": 2},
+    ),
     "rloo: evaluation": (
         "rloo",
         "grpo",

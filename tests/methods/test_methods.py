@@ -367,11 +367,11 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
             "cache_implementation missing_eos_penalty beta loss_type disable_dropout use_vllm vllm_gpu_memory_utilization "
             "ds3_gather_for_generation reward_weights",
         ),
-        "ppo": "num_ppo_epochs num_mini_batches total_episodes response_length temperature stop_token stop_token_id "
-        "missing_eos_penalty kl_coef kl_estimator cliprange vf_coef cliprange_value gamma lam whiten_rewards "
-        "local_rollout_forward_batch_size num_sample_generations model_adapter_name ref_adapter_name "
-        "ds3_gather_for_generation num_total_batches micro_batch_size local_batch_size batch_size "
-        "local_mini_batch_size mini_batch_size",
+        "ppo": "num_ppo_epochs num_mini_batches total_episodes local_rollout_forward_batch_size num_sample_generations "
+        "response_length stop_token stop_token_id temperature missing_eos_penalty sft_model_path num_total_batches "
+        "micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size reward_model_path "
+        "model_adapter_name ref_adapter_name whiten_rewards kl_coef kl_estimator cliprange vf_coef cliprange_value gamma lam "
+        "ds3_gather_for_generation adap_kl_ctrl init_kl_coef target horizon",
         "prm": "max_completion_length disable_dropout step_separator train_on_last_step_only",
         "reward": "chat_template_path disable_dropout eos_token center_rewards_coefficient activation_offloading pad_token",
     }[method].split()

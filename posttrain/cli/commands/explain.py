@@ -90,9 +90,11 @@ class Explained:
         import torch
 
         from posttrain.cli.running.named_objects import judging_model
+        from posttrain.models.critic import attach_planned
         from posttrain.models.load.model import LoadOptions, model_without_weights
         from posttrain.models.load.saved_model import classifier_task
         from posttrain.models.memory.shape import Shape
+        from posttrain.models.scoring.heads import SEQUENCE_REWARD
         from posttrain.trainer.plan.costs import PlannedModel, RunMemory, Work
         from posttrain.trainer.references.setup import kind_of_reference
 
@@ -105,6 +107,8 @@ class Explained:
         shared = {"dtype": getattr(torch, dtype), "trust_remote_code": args.trust_remote_code}
         own = LoadOptions(task=side.task, model_init_kwargs=args.model_init_kwargs or {}, peft_config=adapter, **shared)
         side.model = model_without_weights(self.model, own)
+        if named := getattr(args, "value_model_path", None):
+            attach_planned(side.model, named, LoadOptions(task=SEQUENCE_REWARD, **shared))
         quantised = next((name for name in ("load_in_4bit", "load_in_8bit") if config.get(name)), None)
         self.shape = Shape(side.model, None, quantised, args.fuse_lora)
         judges = []

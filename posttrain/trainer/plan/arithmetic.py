@@ -132,7 +132,8 @@ def counting_loaders(side: BaseTrainer, loader: Any, rollouts: Rollouts | None) 
     collate = Counted(**vars(side.data_collator) | {"max_tokens": args.max_tokens_per_pass})
     if rollouts is not None:
         prompts = [Prompts(loader.source.order, loader.schedule, rank) for rank in ranks]
-        return [RolloutLoader(PlannedWindows(mine, side, rollouts), loader.schedule, collate) for mine in prompts]
+        how = (loader.schedule, collate, False, loader.permutation_seed)
+        return [RolloutLoader(PlannedWindows(mine, side, rollouts), *how) for mine in prompts]
     if isinstance(dataset, IterableDataset):
         return [StreamBatches(dataset, args.train_batch_size, rank, args.world_size, collate) for rank in ranks]
     known = np.array([collate([dataset[row]]) for row in range(len(dataset))])  # once, however many epochs there are
@@ -157,8 +158,10 @@ class PlannedWindows:
         self.lengths = None if is_written else getattr(prepared, "unit_lengths", None)  # None: not known before the run
         if self.lengths is None:
             found.prompt_tokens = found.most_tokens = None
+        self.window_start = 0
 
     def next_window(self) -> Window:
+        self.window_start = self.prompts.taken
         requests, found, longest = self.prompts.take_window(), self.found, self.args.max_completion_length
         prompts = [0 if self.lengths is None else int(self.lengths[request.row]) for request in requests]
         found.completions += len(requests)
