@@ -115,6 +115,19 @@ def test_engines_draw_the_same_tokens_and_log_probs_are_the_mixtures(family):
         assert np.array_equal(completion.sampling_logps, completion.policy_logps)
 
 
+def test_rows_that_are_put_back_for_want_of_memory_are_computed_again_in_both_models():
+    model = loaded("llama")
+    mixture, asked = Mixture(moved(model), 0.4), prompts(10, samples=3)
+    params = SamplingParams(max_tokens=40, temperature=TEMPERATURE, seed=3)
+    wanted = texts(generate(NativeEngine(model, mixture=mixture), asked, params))
+    engine = NativeEngine(model, max_slots=30, mixture=mixture)
+    with engine.session(params):
+        page = engine._made[0].page_bytes
+    assert page == 2 * NativeEngine(model)._make()[0].page_bytes  # keys and values of two models
+    engine.kv_memory = 24 * page
+    assert texts(generate(engine, asked, params)) == wanted
+
+
 @pytest.mark.parametrize("make", [NativeEngine, TransformersEngine])
 def test_weights_at_the_ends_are_the_models_themselves(make):
     model = loaded("llama")
