@@ -55,6 +55,16 @@ class Sample:
         trained = np.arange(len(ids)) >= len(prompt_ids)
         return cls(ids, trained, scalars=dict(scalars), row=row)
 
+    def read_trained(self, name: str) -> np.ndarray:
+        """(num_trained,) numbers about the tokens that can be predicted."""
+        return self.per_token[name][1:][self.trained[1:]]
+
+    def write_trained(self, name: str, values: np.ndarray) -> None:
+        """What `read_trained` reads; 0 at all other tokens."""
+        column = np.zeros((len(self), *values.shape[1:]), dtype=values.dtype)
+        column[1:][self.trained[1:]] = values
+        self.per_token[name] = column
+
     def append(self, tokens: Any, trained: bool, **per_token: Any) -> Sample:
         """This sample followed by `tokens`; numbers that are not given for the new tokens are 0."""
         tokens = np.asarray(tokens, dtype=np.int32)

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -175,15 +176,31 @@ def _own_dtype(saved: SavedModel) -> str:
 
 def _write_merged(wanted: Export, model: nn.Module, folder: Path, written_as: str) -> Callable[[], None]:
     dtype = getattr(torch, written_as)
-    sums = write_weights(folder, exported_weights(model, dtype))
+    tokenizer = wanted.saved.tokenizer(wanted.trust_remote_code)
+    sums = write_model(folder, model, exported_weights(model, dtype), tokenizer, dtype)
+    return lambda: _check_folder(wanted, folder, sums)
+
+
+def write_model(
+    folder: Path,
+    model: nn.Module,
+    weights: Iterable[tuple[str, Tensor]],
+    tokenizer: Any,
+    dtype: torch.dtype | None = None,
+) -> dict[str, str]:
+    """A folder to load: `weights` under the names of `exported_weights(model)`, and what else says how to use them.
+
+    Name -> checksum of each tensor. `dtype` is theirs, where it is not the model's own.
+    """
+    sums = write_weights(folder, weights)
     innermost = innermost_model(model)
     config = copy.deepcopy(innermost.config)
-    config.dtype, config.architectures = dtype, [type(innermost).__name__]
+    config.dtype, config.architectures = dtype or innermost.dtype, [type(innermost).__name__]
     if untied_weights(model):
         config.tie_word_embeddings = False
     config.save_pretrained(folder)
-    _write_companions(wanted, innermost, folder)
-    return lambda: _check_folder(wanted, folder, sums)
+    _write_companions(tokenizer, innermost, folder)
+    return sums
 
 
 def _write_adapter(wanted: Export, model: nn.Module, folder: Path, written_as: str) -> Callable[[], None]:
@@ -196,7 +213,7 @@ def _write_adapter(wanted: Export, model: nn.Module, folder: Path, written_as: s
     config["base_model_name_or_path"] = str(Path(base).resolve()) if Path(base).exists() else base
     config |= {"inference_mode": True, "auto_mapping": None}  # the latter would be a name of code to import
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    _write_companions(wanted, None, folder)
+    _write_companions(wanted.saved.tokenizer(wanted.trust_remote_code), None, folder)
     return lambda: _check_folder(wanted, folder, sums)
 
 
@@ -228,9 +245,8 @@ def _check_folder(wanted: Export, folder: Path, sums: dict[str, str]) -> None:
         raise ExportRefused("The chat template that is loaded from the export is not that of the run.")
 
 
-def _write_companions(wanted: Export, innermost: nn.Module | None, folder: Path) -> None:
+def _write_companions(tokenizer: Any, innermost: nn.Module | None, folder: Path) -> None:
     """Tokenizer with its chat template, and a generation config that ends where the tokenizer says."""
-    tokenizer = wanted.saved.tokenizer(wanted.trust_remote_code)
     tokenizer.save_pretrained(folder)
     generation = getattr(innermost, "generation_config", None)
     if generation is None:

@@ -17,6 +17,8 @@ from torch import Tensor
 
 EPSILON = 1e-4
 """Added to a standard deviation before dividing by it."""
+DEVIATIONS = {"sample": 1, "population": 0}
+"""Value of `advantage_std` -> `ddof`: a variance is the sum of squares over the number of rewards less this."""
 
 
 def weighted_rewards(rewards: Tensor, weights: Tensor | None = None, masked: Tensor | None = None) -> Tensor:
@@ -26,15 +28,17 @@ def weighted_rewards(rewards: Tensor, weights: Tensor | None = None, masked: Ten
     return summed.masked_fill(rewards.isnan().all(dim=1), float("nan"))
 
 
-def group_normalised(rewards: Tensor, groups: Tensor, scale: str = "group", epsilon: float = EPSILON) -> Tensor:
-    """GRPO, arXiv:2402.03300 section 4.1.2: A = (r - mean of its group) / (std + epsilon), with the sample std.
+def group_normalised(
+    rewards: Tensor, groups: Tensor, scale: str = "group", epsilon: float = EPSILON, ddof: int = 1
+) -> Tensor:
+    """GRPO, arXiv:2402.03300 section 4.1.2: A = (r - mean of its group) / (std + epsilon), with the sample std (`ddof` 1).
 
     `scale` says whose std: that of the "group", of the whole "batch" (arXiv:2508.08221), or of nobody: "none" leaves the
     difference as it is (Dr. GRPO, arXiv:2503.20783). (N,) rewards -> (N,) advantages.
     """
     if scale not in REWARD_SCALES:
         raise ValueError(f"scale_rewards {scale!r} is unknown; take one of {', '.join(REWARD_SCALES)}.")
-    table = _Groups.of(rewards, groups)
+    table = _Groups.of(rewards, groups, ddof)
     return table.differences / REWARD_SCALES[scale](table, epsilon)
 
 
@@ -44,6 +48,7 @@ def normalised_then_summed(
     weights: Tensor | None = None,
     masked: Tensor | None = None,
     epsilon: float = EPSILON,
+    ddof: int = 1,
 ) -> Tensor:
     """GDPO, arXiv:2601.05242: each reward is normalised in its group before they are summed. (N, K) -> (N,).
 
@@ -51,9 +56,10 @@ def normalised_then_summed(
     with mean and std over the batch. A function without opinion adds nothing to its row.
     """
     rewards = _without(rewards, masked)
-    columns = torch.stack([group_normalised(column, groups, "group", epsilon) for column in rewards.unbind(1)], dim=1)
+    scaled = [group_normalised(column, groups, "group", epsilon, ddof) for column in rewards.unbind(1)]
+    columns = torch.stack(scaled, dim=1)
     summed = (columns if weights is None else columns * weights.to(columns)).sum(dim=1)
-    return batch_normalised(summed, rewards.isnan().all(dim=1), epsilon)
+    return batch_normalised(summed, rewards.isnan().all(dim=1), epsilon, ddof)
 
 
 def leave_one_out(rewards: Tensor, groups: Tensor) -> Tensor:
@@ -72,15 +78,17 @@ def incomparable(rewards: Tensor, groups: Tensor) -> Tensor:
     return ~table.valid | (table.sizes < 2)[table.index]
 
 
-def batch_normalised(advantages: Tensor, masked: Tensor | None = None, epsilon: float = EPSILON) -> Tensor:
-    """(A - mean) / (std + epsilon) over the batch, with the sample std; 0 for masked rows, which are in no statistic.
+def batch_normalised(
+    advantages: Tensor, masked: Tensor | None = None, epsilon: float = EPSILON, ddof: int = 1
+) -> Tensor:
+    """(A - mean) / (std + epsilon) over the batch, with the sample std (`ddof` 1); 0 for masked rows, which are in no statistic.
 
     For advantages that compare completions with their group: these sum to 0 in every group, so their mean is 0 and is not computed.
     What rounding leaves of it would be an advantage for groups that teach nothing.
     """
     known = advantages if masked is None else advantages.masked_fill(masked, 0)
-    others = len(known) - 1 if masked is None else (~masked).sum() - 1
-    std = (known.square().sum() / torch.as_tensor(others).clamp(min=1)).sqrt()
+    number = torch.as_tensor(len(known)) if masked is None else (~masked).sum()
+    std = (known.square().sum() / (number - ddof).clamp(min=1)).sqrt()
     return known / (std + epsilon)
 
 
@@ -108,9 +116,10 @@ class _Groups:
     sizes: Tensor  # (G,) members that have a reward
     constant: Tensor  # (G,) bool
     differences: Tensor  # (N,) r - mean of the group; exactly 0 in constant groups and without a reward
+    ddof: int = 1  # of the deviations
 
     @classmethod
-    def of(cls, rewards: Tensor, groups: Tensor) -> _Groups:
+    def of(cls, rewards: Tensor, groups: Tensor, ddof: int = 1) -> _Groups:
         if rewards.ndim != 1 or rewards.shape != groups.shape:
             raise ValueError(f"One reward and one group for each completion: got {rewards.shape} and {groups.shape}.")
         rewards = rewards if rewards.is_floating_point() else rewards.to(torch.get_default_dtype())
@@ -126,7 +135,7 @@ class _Groups:
         rounding = torch.finfo(known.dtype).eps * zeros.index_add(0, index, known.abs())
         mean = mean.where(mean.abs() > rounding, 0)
         differences = (known - mean[index]).where(valid & ~constant[index], 0)
-        return cls(known, valid, index, sizes, constant, differences)
+        return cls(known, valid, index, sizes, constant, differences, ddof)
 
     def summed(self, values: Tensor) -> Tensor:
         """(N,) -> (G,)."""
@@ -134,15 +143,15 @@ class _Groups:
 
     @property
     def std(self) -> Tensor:
-        """(G,) sample std."""
-        return (self.summed(self.differences**2) / (self.sizes - 1).clamp(min=1)).sqrt()
+        """(G,) std of the members' rewards."""
+        return (self.summed(self.differences**2) / (self.sizes - self.ddof).clamp(min=1)).sqrt()
 
     @property
     def batch_std(self) -> Tensor:
-        """() sample std of all rewards, whatever their group."""
+        """() std of all rewards, whatever their group."""
         number = self.valid.sum()
         differences = (self.known - self.known.sum() / number.clamp(min=1)).where(self.valid, 0)
-        return ((differences**2).sum() / (number - 1).clamp(min=1)).sqrt()
+        return ((differences**2).sum() / (number - self.ddof).clamp(min=1)).sqrt()
 
 
 def _without(rewards: Tensor, masked: Tensor | None) -> Tensor:

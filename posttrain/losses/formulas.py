@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.losses.policy import CISPO_CAP, POLICY_LOSSES, chosen_level, clip_range
+from posttrain.losses.policy import CISPO_CAP, POLICY_LOSSES, chosen_level, clip_range, trust_radius
 
 SUPERVISED_FORMULAS = {
     "nll": "-log(p)",
@@ -84,8 +84,18 @@ SURROGATE_FORMULAS = {
     "vespo": "-sg(phi) * A * log(p) where w = prod_t(rho); k = choose(A >= 0, {vespo_k_pos}, {vespo_k_neg}); "
     "c = choose(A >= 0, {vespo_lambda_pos}, {vespo_lambda_neg}); phi = exp(c + k * log(w) - c * w)",
     "gmpo": "-exp(mean_t(c)) * A where c = choose(A >= 0, min(log(rho), {high}), max(log(rho), -{low}))",
+    "dppo": "-sg(M * min(p / mu, {clip_ratio_c})) * A * log(p) where D = {divergence}; "
+    "M = choose(A > 0, 1 - (p > mu) * (D > {high}), 1 - (p < mu) * (D > {low}))",
 }
 """Function of losses/policy -> what a token adds: rho its ratio, A its advantage, p its probability."""
+
+TRUST_FORMULAS = {
+    "binary_tv": "abs(p - mu)",
+    "binary_kl": "mu * log(mu / p) + (1 - mu) * log((1 - mu) / (1 - p))",
+    "topk_tv": "sum_k(abs(p_k - mu_k)) / 2",
+    "topk_kl": "sum_k(mu_k * log(mu_k / p_k))",
+}
+"""Value of `divergence_type` -> how far the policy is from the sampler, which drew the token with the probability mu."""
 
 RATIO_FORMULAS = {
     "token": "p / p_old",
@@ -94,6 +104,16 @@ RATIO_FORMULAS = {
     "sequence_sum": "exp(sum_t(log(p / p_old)))",
 }
 """Value of `importance_sampling_level` -> the ratio rho."""
+
+PPO_FORMULAS = {
+    "policy": SURROGATE_FORMULAS["clipped"],
+    "value": "{vf_coef} * max((v - R)**2, (clip(v, V - {cliprange_value}, V + {cliprange_value}) - R)**2) / 2",
+    "advantage": "whitened over the generation: sum_k ({gamma} * {lam})^k * (r_(t+k) + {gamma} * V_(t+k+1) - V_(t+k)), "
+    "V = 0 after the last token",
+    "k1": "-{kl_coef} * log(p_old / p_ref) + ",
+    "k3": "-{kl_coef} * (p_ref / p_old - log(p_ref / p_old) - 1) + ",
+}
+"""Parts of PPO: the terms of a token, of value v and return R, and what A and r are made of."""
 
 NORMALISERS = {
     "per_token": "sum over tokens / {tokens} trained tokens of the step",
@@ -112,7 +132,13 @@ ADVANTAGE_FORMULAS = {
     "/ (std_group(r_k) + 1e-4))",
     "rloo": "r - mean of the other {others} of the group",
 }
-"""Value of `scale_rewards` (or the name of another rule) -> the advantage A."""
+"""Value of `scale_rewards` (or the name of another rule) -> the advantage A; `std` is the sample's."""
+
+
+def advantage_formula(rule: str, std: str) -> str:
+    """With another standard deviation than the sample's, the line says so."""
+    line = ADVANTAGE_FORMULAS[rule]
+    return line if std == "sample" else line.replace("std_", f"{std}_std_")
 
 
 @dataclass(frozen=True)
@@ -183,5 +209,8 @@ def surrogate_line(name: str, args: Any) -> str:
         kind = "clipped" if values.get("delta") is None else "clipped with delta"
     if kind == "gmpo":
         values["low"], values["high"] = clip_range(*given, 0.4)
+    if kind == "dppo":
+        values["divergence"] = TRUST_FORMULAS[values["divergence_type"]]
+        values["low"], values["high"] = clip_range(*given, trust_radius(values["divergence_type"]))
     values["cap"] = CISPO_CAP if given[1] is None else given[1]
     return filled(SURROGATE_FORMULAS[kind], values)

@@ -26,6 +26,7 @@ from posttrain.losses.named_options import call, options_taken
 
 CISPO_CAP = 5.0
 SMALLEST_WEIGHT, LARGEST_LOG_WEIGHT = 1e-8, 20.0  # of a completion, in VESPO
+SMALLEST_REST = 1e-7  # probability of all tokens that are not looked at, in DPPO: float32 knows no smaller one beside 1
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,12 @@ class PolicyTokens:
     advantages: Tensor  # (N,)
     correction: Tensor | None = None  # (N,) weight of trainer against sampler, detached: see losses/importance
     keep: Tensor | None = None  # (N,) bool or numbers: tokens that have a part in the policy term
+    sampling_logps: Tensor | None = (
+        None  # (N,) under the distribution that it was drawn from; NaN: not known. None: old
+    )
+    likeliest: tuple[Tensor, Tensor] | None = (
+        None  # (N, k) twice, of the sampler's k likeliest tokens: its log-probs, ours
+    )
 
     @cached_property
     def sequence_advantages(self) -> Tensor:
@@ -215,6 +222,86 @@ def gmpo(
     return -weights * tokens.advantages, _clip_shares(tokens.batch, _shares(below, measured), _shares(above, measured))
 
 
+def dppo(
+    tokens: PolicyTokens,
+    ratios: Ratios,
+    *,
+    divergence_type: str = "binary_tv",
+    clip_ratio_c: float = 20.0,
+    epsilon: float | None = None,
+    epsilon_high: float | None = None,
+) -> tuple[Tensor, Metrics]:
+    """DPPO, arXiv:2602.04879: -sg(min(p / mu, c)) M A log p, where mu is the probability with which the *sampler* drew the token.
+
+    M = 0 where a step would lead the policy further away from the sampler than it may be: A > 0, p > mu and D > epsilon_high,
+    or A <= 0, p < mu and D > epsilon. D is a divergence of the two distributions (TRUST_DIVERGENCES). `epsilon` is 0.15 for a
+    total variation and 0.05 for a KL where it is not given. A token that nobody knows the mu of has the old policy's, and M = 1.
+    """
+    if divergence_type not in TRUST_DIVERGENCES:
+        raise ValueError(f"divergence_type {divergence_type!r} is unknown; take one of {', '.join(TRUST_DIVERGENCES)}.")
+    if clip_ratio_c < 1:
+        raise ValueError(f"clip_ratio_c is the largest weight of a token, and at least 1; got {clip_ratio_c}.")
+    low, high = clip_range(epsilon, epsilon_high, trust_radius(divergence_type))
+    given = tokens.old_logps if tokens.sampling_logps is None else tokens.sampling_logps
+    drawn_logps = given.where(~given.isnan(), tokens.old_logps)
+    ours = tokens.logps.detach()
+    p, mu = ours.exp(), drawn_logps.exp()
+    divergence = TRUST_DIVERGENCES[divergence_type](tokens, drawn_logps, ours)
+    improves = tokens.advantages > 0
+    is_far = torch.where(improves, (p > mu) & (divergence > high), (p < mu) & (divergence > low)) & ~given.isnan()
+    weights = bounded_exp(ours - drawn_logps).clamp(max=clip_ratio_c) * ~is_far
+    masked, difference = _shares(is_far, p), p - mu
+    metrics = {
+        "prob_diff/mean": difference,
+        "prob_diff/max": highest(difference),
+        "prob_diff/min": lowest(difference),
+        "mask_ratio/overall_mean": masked,
+        "mask_ratio/positive_adv_mean": masked[improves],
+        "mask_ratio/negative_adv_mean": masked[tokens.advantages < 0],
+    }
+    return -weights * tokens.advantages * tokens.logps, metrics
+
+
+def trust_radius(divergence_type: str) -> float:
+    """How far the policy may be from the sampler where nobody says it."""
+    return 0.15 if divergence_type.endswith("tv") else 0.05
+
+
+def _of_two(tokens: PolicyTokens, drawn_logps: Tensor, logps: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, 2) twice: log-probs of the token and of all others together, of the sampler and of the policy."""
+    return _with_rest(drawn_logps[:, None]), _with_rest(logps[:, None])
+
+
+def _of_likeliest(tokens: PolicyTokens, *_: Tensor) -> tuple[Tensor, Tensor]:
+    """(N, k + 1) twice: log-probs of the sampler's k likeliest tokens and of all others together."""
+    if tokens.likeliest is None:
+        raise ValueError("A divergence over the likeliest tokens needs them: PolicyTokens.likeliest is not set.")
+    sampler, policy = tokens.likeliest
+    return _with_rest(sampler), _with_rest(policy)
+
+
+def _with_rest(logps: Tensor) -> Tensor:
+    rest = 1 - logps.exp().sum(-1, keepdim=True)
+    return torch.cat([logps, rest.clamp(min=SMALLEST_REST).log()], -1)
+
+
+def _total_variation(sampler: Tensor, policy: Tensor) -> Tensor:
+    return (sampler.exp() - policy.exp()).abs().sum(-1) / 2
+
+
+def _kl(sampler: Tensor, policy: Tensor) -> Tensor:
+    return (sampler.exp() * (sampler - policy)).sum(-1)
+
+
+TRUST_DIVERGENCES: dict[str, Callable[[PolicyTokens, Tensor, Tensor], Tensor]] = {
+    "binary_tv": lambda *of: _total_variation(*_of_two(*of)),
+    "binary_kl": lambda *of: _kl(*_of_two(*of)),
+    "topk_tv": lambda *of: _total_variation(*_of_likeliest(*of)),
+    "topk_kl": lambda *of: _kl(*_of_likeliest(*of)),
+}
+"""Value of `divergence_type` -> (N,) how far the policy is from the sampler at each token."""
+
+
 def clip_range(epsilon: float | None, epsilon_high: float | None, default: float) -> tuple[float, float]:
     """(lower, upper) distance from no change; what is not given is the loss's default, and the lower one."""
     low = default if epsilon is None else epsilon
@@ -310,16 +397,17 @@ class PolicyLoss:
 def policy_loss(name: str, tokens: PolicyTokens, options: Any, reference_logps: Tensor | None = None) -> LossOutput:
     """The loss `name` of these completions, with its metrics. `options` is a config or a mapping.
 
-    With `reference_logps`, (N,), the loss has the KL term `beta * k3`, divided as its policy term is. An option that is
-    None stands for the loss's own default.
+    With `reference_logps`, (N,), the loss has the KL term `beta * k3`, divided as its policy term is; with `beta` 0 the
+    divergence is logged and nothing more. An option that is None stands for the loss's own default.
     """
     loss = POLICY_LOSSES[name]
     ratios = RATIOS[call(chosen_level, name, loss, options=options)](tokens)
     values, metrics = call(loss.surrogate, tokens, ratios, options=options)
     values = tokens.weighted(values, corrected=loss.folds_correction)
     if reference_logps is not None and loss.has_kl:
-        penalty, kl = call(kl_penalty, tokens, ratios, reference_logps, options=options)
-        values, metrics = values + penalty, {**metrics, "kl": kl}
+        penalty, measured = call(kl_penalty, tokens, ratios, reference_logps, options=options)
+        values = values if penalty is None else values + penalty
+        metrics = {**metrics, **measured}
     term = call(loss.normaliser, tokens.batch, values, options=options)
     real = {"token": tokens.batch.num_trained, "sequence": tokens.batch.num_samples, "batch": tokens.batch.num_units}
     # A pass of a micro-batch is a part of its mean: the log puts the parts together by their tokens.
@@ -329,17 +417,27 @@ def policy_loss(name: str, tokens: PolicyTokens, options: Any, reference_logps: 
 
 
 def kl_penalty(
-    tokens: PolicyTokens, ratios: Ratios, reference_logps: Tensor, *, beta: float, use_bias_correction_kl: bool = True
-) -> tuple[Tensor, Tensor]:
-    """(N,) beta * k3, and (N,) k3 itself for the log.
+    tokens: PolicyTokens,
+    ratios: Ratios,
+    reference_logps: Tensor,
+    *,
+    beta: float,
+    use_bias_correction_kl: bool = True,
+    kl_clip: float | None = None,
+) -> tuple[Tensor | None, Metrics]:
+    """(N,) beta * k3, None where beta is 0, and k3 itself for the log.
 
     The tokens were drawn from the old policy: times rho, k3 is an unbiased estimate also after the policy has moved
-    (DeepSeek-V3.2).
+    (DeepSeek-V3.2). What a token adds is at most `kl_clip`; above it, it has no gradient.
     """
     divergences = k3(tokens.logps, reference_logps)
     if use_bias_correction_kl:
         divergences = divergences * ratios.tokens
-    return beta * divergences, divergences.detach()
+    metrics = {}
+    if kl_clip is not None:
+        metrics["kl_clip_ratio"] = _shares(divergences.detach() > kl_clip, divergences)
+        divergences = divergences.clamp(max=kl_clip)
+    return (beta * divergences if beta else None), metrics | {"kl": divergences.detach()}
 
 
 def chosen_level(name: str, loss: PolicyLoss, *, importance_sampling_level: str | None = None) -> str:
@@ -361,7 +459,8 @@ def check_policy_loss(name: str, options: Any) -> None:
         RAGGED, one[None], one[None], one, one, counts=one, lengths=one, ends=one, num_units=1, roles=("sample",),
         rows=(0,), num_tokens=1, num_trained=1,
     )  # fmt: skip
-    policy_loss(name, PolicyTokens(batch, zero, zero, zero), options, zero)
+    likeliest = zero[None], zero[None]
+    policy_loss(name, PolicyTokens(batch, zero, zero, zero, likeliest=likeliest), options, zero)
 
 
 POLICY_LOSSES: dict[str, PolicyLoss] = {
@@ -374,6 +473,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "luspo": PolicyLoss(clipped, mean_of_token_sums, ("sequence", "token", "sequence_token")),
     "vespo": PolicyLoss(vespo, per_token, ("token",), folds_correction=True),
     "gmpo": PolicyLoss(gmpo, mean_of_token_means, ("token",)),
+    "dppo": PolicyLoss(dppo, per_token, ("token",), folds_correction=True),
     "rloo": PolicyLoss(clipped, mean_of_token_means, ("sequence_sum",), has_kl=False),
 }
 """Value of `loss_type` -> the loss. `rloo` is REINFORCE with clipping of whole completions, arXiv:2402.14740."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,30 +11,38 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import Passes, TokenBatch, passes_of
 from posttrain.core.results import LossOutput, Metrics, TokenScores
+from posttrain.core.sample import Sample
 from posttrain.losses.advantages import REWARD_SCALES, group_normalised, normalised_then_summed
 from posttrain.losses.entropy import EntropyController, entropy_bonus, entropy_threshold, top_entropy_mask
-from posttrain.losses.formulas import ADVANTAGE_FORMULAS, Formula, Totals, number, policy_formula
+from posttrain.losses.formulas import Formula, Totals, advantage_formula, number, policy_formula
 from posttrain.losses.importance import check_correction, off_policy_mask, sampler_correction, sampling_metrics
-from posttrain.losses.policy import POLICY_LOSSES, PolicyTokens, check_policy_loss, policy_loss
-from posttrain.models.scoring.token_scores import score_tokens
-from posttrain.rollout.collector import GroupTable
+from posttrain.losses.policy import POLICY_LOSSES, TRUST_DIVERGENCES, PolicyTokens, check_policy_loss, policy_loss
+from posttrain.models.inference import evaluating
+from posttrain.models.scoring.token_scores import Measure, likeliest_tokens, logps_of_tokens, score_tokens
+from posttrain.rollout.collector import Collected, GroupTable
+from posttrain.rollout.group_filter import GroupFilter, GroupScores
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
 from posttrain.trainer.online.agents import make_agents, refuse_agent_options
+from posttrain.trainer.online.rollout_metrics import deviation
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import check_choice, check_range, option
-from posttrain.trainer.options.online import OnlineConfig
+from posttrain.trainer.options.online import GroupConfig
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.step.gathering import gathered_values
 
+LIKELIEST = "sampler_likeliest"
+"""What a Sample knows of the distribution that each of its tokens was drawn from: see `likeliest_tokens`."""
 AGGREGATIONS = ("sum_then_normalize", "normalize_then_sum")
 LOSS_OPTIONS = tuple(
-    sorted(set().union(*(loss.options for loss in POLICY_LOSSES.values())) - {"beta", "max_completion_length"})
+    sorted(
+        set().union(*(loss.options for loss in POLICY_LOSSES.values())) - {"beta", "kl_clip", "max_completion_length"}
+    )
 )
 """Options that only some losses read; setting one that the chosen loss does not read is an error."""
 
 
 @dataclass
-class GRPOConfig(OnlineConfig):
+class GRPOConfig(GroupConfig):
     """Options of group relative policy optimisation."""
 
     loss_type: str = option("dapo", f"Which objective: {', '.join(name for name in POLICY_LOSSES if name != 'rloo')}.")
@@ -43,7 +52,11 @@ class GRPOConfig(OnlineConfig):
     use_bias_correction_kl: bool = option(
         True, "Multiply the divergence by the ratio: unbiased after the policy has moved."
     )
-    epsilon: float | None = option(None, "The ratio is clipped at 1 - epsilon. None: 0.2 (gmpo, in log space: 0.4).")
+    epsilon: float | None = option(
+        None,
+        "The ratio is clipped at 1 - epsilon; dppo: the divergence where masking begins. None: 0.2 (gmpo, in log space: 0.4; "
+        "dppo: 0.15, of a KL 0.05).",
+    )
     epsilon_high: float | None = option(
         None, "And at 1 + epsilon_high; cispo: the largest ratio itself. None: epsilon (cispo: 5)."
     )
@@ -59,6 +72,11 @@ class GRPOConfig(OnlineConfig):
     vespo_lambda_pos: float = option(3.0, "vespo: decay where the advantage is not negative.")
     vespo_k_neg: float = option(3.0, "vespo: exponent where the advantage is negative.")
     vespo_lambda_neg: float = option(2.0, "vespo: decay where the advantage is negative.")
+    divergence_type: str = option(
+        "binary_tv", f"dppo: how far the policy is from the sampler, {', '.join(TRUST_DIVERGENCES)}."
+    )
+    divergence_topk: int = option(20, "dppo: tokens that topk_tv and topk_kl look at, the sampler's likeliest.")
+    clip_ratio_c: float = option(20.0, "dppo: largest weight of a token, its ratio to the sampler.")
 
     # ---- advantages
     scale_rewards: str | bool = option(
@@ -68,7 +86,10 @@ class GRPOConfig(OnlineConfig):
         "sum_then_normalize", "Several rewards: 'sum_then_normalize', or 'normalize_then_sum' (GDPO)."
     )
 
-    # ---- which tokens
+    # ---- which completions and tokens
+    num_remains_in_group: int | None = option(
+        None, "GFPO: completions of each group that are trained on, by the scores of `group_filter_func`. None: all."
+    )
     top_entropy_quantile: float = option(
         1.0, "Train only on this share of the tokens, those of highest entropy. 1: on all."
     )
@@ -136,10 +157,33 @@ class GRPOConfig(OnlineConfig):
         ignored = sorted((set(LOSS_OPTIONS) & self.set_by_user()) - POLICY_LOSSES[self.loss_type].options)
         if ignored:
             raise ValueError(f"`{ignored[0]}` is set, but the loss {self.loss_type!r} does not read it. Leave it out.")
+        if self.num_remains_in_group is not None and not 2 <= self.num_remains_in_group < self.num_generations:
+            raise ValueError(
+                f"`num_remains_in_group` is {self.num_remains_in_group}; of `num_generations`={self.num_generations} completions "
+                "at least 2 and not all must remain."
+            )
+        check_range("divergence_topk", self.divergence_topk, 1)
+        if "divergence_topk" in self.set_by_user() and not self.compares_likeliest:
+            raise ValueError(
+                "`divergence_topk` is set, but only `divergence_type` topk_tv and topk_kl of dppo read it."
+            )
+        corrections = sorted(name for name in self.set_by_user() if name.startswith("vllm_importance_sampling"))
+        if self.loss_type == "dppo" and corrections and self.vllm_importance_sampling_correction is not False:
+            raise ValueError(
+                f"dppo weighs tokens by their ratio to the sampler, as `clip_ratio_c` says: leave `{corrections[0]}` out."
+            )
+        is_scaled = self.scale_rewards != "none" or self.multi_objective_aggregation == "normalize_then_sum"
+        if not is_scaled and "advantage_std" in self.set_by_user():
+            raise ValueError("`advantage_std` is set, but with `scale_rewards='none'` no advantage is scaled.")
         if self.loss_type == "vespo" and self.vllm_importance_sampling_mode.startswith("sequence"):
             if "vllm_importance_sampling_mode" in self.set_by_user():
                 raise ValueError("vespo has the ratio of whole completions already: use token_truncate or token_mask.")
             self.vllm_importance_sampling_mode = "token_truncate"
+
+    @property
+    def compares_likeliest(self) -> bool:
+        """Whether the loss looks at the sampler's likeliest tokens."""
+        return self.loss_type == "dppo" and self.divergence_type.startswith("topk")
 
 
 class GRPOTrainer(OnlineTrainer):
@@ -157,11 +201,25 @@ class GRPOTrainer(OnlineTrainer):
 
     entropy: EntropyController | None = None
 
-    def __init__(self, *given: Any, tools: Any = None, environment_factory: Any = None, **named: Any) -> None:
-        """`tools` are functions that the model may call; `environment_factory` makes objects whose methods it may call."""
+    def __init__(
+        self,
+        *given: Any,
+        tools: Any = None,
+        environment_factory: Any = None,
+        group_filter_func: GroupScores | None = None,
+        **named: Any,
+    ) -> None:
+        """`tools` are functions that the model may call; `environment_factory` makes objects whose methods it may call.
+
+        `group_filter_func(group_completions, group_rewards)` scores completions; see `num_remains_in_group`.
+        """
         self.agents = make_agents(tools, environment_factory, named.get("rollout_func"))
         super().__init__(*given, **named)
         args = self.args
+        if (group_filter_func is None) != (args.num_remains_in_group is None):
+            raise ValueError("`group_filter_func` and `num_remains_in_group` need each other: give both, or neither.")
+        if group_filter_func is not None:
+            self.group_filter = GroupFilter(group_filter_func, args.num_remains_in_group)
         if self.agents is None:
             refuse_agent_options(args)
         if args.use_adaptive_entropy:
@@ -173,14 +231,19 @@ class GRPOTrainer(OnlineTrainer):
                 args.entropy_coef_max,
             )
         self._step_entropy: list[Tensor] = []
+        if args.compares_likeliest and (getattr(self.engine, "is_foreign", False) or self.rollout_func is not None):
+            raise ValueError(
+                f"`divergence_type` is {args.divergence_type!r}, which compares the sampler's likeliest tokens: only our own "
+                "engines, which draw from this model's weights, make them known. Use binary_tv or binary_kl."
+            )
 
     # ---- advantages --------------------------------------------------------------------------------------------------
 
     def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
         if self.args.multi_objective_aggregation == "normalize_then_sum":
             weights = torch.tensor(self.rewards.weights, dtype=torch.float64)
-            return normalised_then_summed(table.rewards, table.groups, weights, table.masked)
-        return group_normalised(totals, table.groups, self.args.scale_rewards)
+            return normalised_then_summed(table.rewards, table.groups, weights, table.masked, ddof=self.args.ddof)
+        return group_normalised(totals, table.groups, self.args.scale_rewards, ddof=self.args.ddof)
 
     @property
     def corrects_sampler(self) -> bool:
@@ -190,6 +253,20 @@ class GRPOTrainer(OnlineTrainer):
     @property
     def needs_old_logps(self) -> bool:
         return super().needs_old_logps or self.corrects_sampler
+
+    # ---- the sampler's likeliest tokens ------------------------------------------------------------------------------
+
+    def annotated(self, samples: list[Sample]) -> None:
+        """Our engines draw from the weights that are here now: these say what the likeliest tokens were."""
+        if self.args.compares_likeliest:
+            self.write_columns(samples, lambda batch: {LIKELIEST: self._likeliest(batch)})
+
+    def _likeliest(self, batch: TokenBatch) -> Tensor:
+        # Aligned with anything, it is computed where several numbers of a token may be.
+        measures = {LIKELIEST: Measure(partial(likeliest_tokens, count=self.args.divergence_topk), (batch.targets,))}
+        how = {"temperature": self.args.temperature, "chunk_tokens": self.args.chunk_tokens}
+        with evaluating(self.model):
+            return score_tokens(self.model_wrapped, batch, measures=measures, **how).stats[LIKELIEST]
 
     # ---- the loss ----------------------------------------------------------------------------------------------------
 
@@ -212,6 +289,9 @@ class GRPOTrainer(OnlineTrainer):
             tuple(name for name in stats if not (wants_gradient and name == "entropy")),
             temperature=args.temperature,
             differentiable_stats=self.differentiable_stats() if wants_gradient else (),
+            measures={LIKELIEST: Measure(logps_of_tokens, (self._sampler(batch)[0],))}
+            if args.compares_likeliest
+            else None,
             **self.scoring_options(),
         )
 
@@ -223,7 +303,8 @@ class GRPOTrainer(OnlineTrainer):
         correction, mismatch = self._correction(batch, old_logps, sampling_logps)
         drawn_logps = sampling_logps.where(~sampling_logps.isnan(), old_logps)  # where it is unknown, the trainer's own
         keep = self._kept_tokens(batch, policy, drawn_logps, advantages)
-        tokens = PolicyTokens(batch, logps, old_logps, advantages, correction, keep)
+        likeliest = (self._sampler(batch)[1], policy.stats[LIKELIEST]) if self.args.compares_likeliest else None
+        tokens = PolicyTokens(batch, logps, old_logps, advantages, correction, keep, sampling_logps, likeliest)
         output = policy_loss(self.args.loss_type, tokens, self.args, None if reference is None else reference.logps)
         output.metrics |= mismatch
         if self.entropy_coefficient and "entropy" in policy.stats:
@@ -233,6 +314,12 @@ class GRPOTrainer(OnlineTrainer):
         if self.entropy is not None and torch.is_grad_enabled():
             self._step_entropy.append(policy.stats["entropy"].detach())
         return output
+
+    def _sampler(self, batch: TokenBatch) -> tuple[Tensor, Tensor]:
+        """(N, k) ids of the sampler's likeliest tokens, and their log-probs; a pass without tokens has none."""
+        nothing = torch.zeros(batch.num_trained, 2 * self.args.divergence_topk, device=batch.device)
+        ids, logps = batch.per_token.get(LIKELIEST, nothing).chunk(2, -1)
+        return ids.long(), logps
 
     def _correction(
         self, batch: TokenBatch, old_logps: Tensor, sampling_logps: Tensor
@@ -262,6 +349,12 @@ class GRPOTrainer(OnlineTrainer):
             trusted = off_policy_mask(batch, policy.logps, drawn_logps, advantages, args.off_policy_mask_threshold)
             keep = trusted if keep is None else keep & trusted
         return keep
+
+    def _measure(self, collected: Collected, mode: str) -> None:
+        if self.args.loss_type == "dppo":
+            known = collected.advantages[~collected.table.masked]
+            collected.numbers |= {"advantages/mean": known.mean().item(), "advantages/std": deviation(known)}
+        super()._measure(collected, mode)
 
     # ---- the entropy that a token needs ------------------------------------------------------------------------------
 
@@ -324,12 +417,19 @@ class GRPOTrainer(OnlineTrainer):
         credit = (
             args.scale_rewards if args.multi_objective_aggregation == "sum_then_normalize" else "normalize_then_sum"
         )
-        made = policy_formula(args.loss_type, args, totals, ADVANTAGE_FORMULAS[credit])
+        made = policy_formula(args.loss_type, args, totals, advantage_formula(credit, args.advantage_std))
         terms, names, divided = list(made.terms), list(made.names), list(made.divided_by)
         if args.beta:
             factor = "rho * " if args.use_bias_correction_kl else ""
-            terms.append(f"{number(args.beta)} * {factor}(p_ref / p - log(p_ref / p) - 1)")
+            divergence = f"{factor}(p_ref / p - log(p_ref / p) - 1)"
+            bounded = divergence if args.kl_clip is None else f"min({divergence}, {number(args.kl_clip)})"
+            terms.append(f"{number(args.beta)} * {bounded}")
             names.append(("p_ref", "probability under the reference"))
+        if args.num_remains_in_group is not None:
+            kept = f"the {args.num_remains_in_group} of {args.num_generations} completions of a prompt that are scored highest"
+            names.append(("group", kept))
+        if args.loss_type == "dppo":
+            names.append(("mu", "probability with which the sampler drew the token"))
         if args.entropy_coef or args.use_adaptive_entropy:
             moving = ", which adapts" if args.use_adaptive_entropy else ""
             terms.append(f"-{number(args.entropy_coef)} * entropy")

@@ -17,9 +17,7 @@ from posttrain.core.results import LossOutput, TokenScores
 from posttrain.core.sample import Sample, Unit
 from posttrain.losses.formulas import Formula, Totals, number
 from posttrain.rollout.collector import GroupTable
-from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.rollout.rollout import ADVANTAGES, MIXTURE, POLICY, Request, Rollout
-from posttrain.trainer.construction import refuse_arguments
 from posttrain.trainer.online_pair_trainer import ENDED, SCORE, ComparedConfig, ComparedTrainer
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import check_choice, check_range, option
@@ -119,24 +117,13 @@ class NashMDTrainer(ComparedTrainer):
         optimizers: tuple[Any, Any] = (None, None),
         preprocess_logits_for_metrics: Any = None,
         *,
-        judge: Any = None,
         reward_processing_classes: Any = None,
-        quantization_config: Any = None,
-        engine: RolloutEngine | None = None,
+        **named: Any,
     ) -> None:
-        """`reward_funcs` are functions, reward models or one judge, which may also be given as `judge`."""
-        name = type(self).__name__
-        refuse_arguments(name, model, preprocess_logits_for_metrics=preprocess_logits_for_metrics)
-        for argument, value in (("data_collator", data_collator), ("compute_metrics", compute_metrics)):
-            if value is not None:
-                raise ValueError(f"{name} trains on what it has written and scored itself: leave `{argument}` out.")
-        if judge is not None and reward_funcs is not None:
-            raise ValueError(
-                "`judge` and `reward_funcs` are both given; P comes from one of them. Leave the other out."
-            )
+        """Arguments in TRL's order. `reward_funcs` are functions, reward models or one judge, also to be given as `judge`."""
         super().__init__(
-            model, judge if judge is not None else reward_funcs, args, train_dataset, eval_dataset, processing_class,
-            reward_processing_classes, callbacks, optimizers, quantization_config, peft_config, engine=engine, ref_model=ref_model,
+            model, ref_model, reward_funcs, args, data_collator, train_dataset, eval_dataset, processing_class,
+            reward_processing_classes, peft_config, compute_metrics, callbacks, optimizers, preprocess_logits_for_metrics, **named,
         )  # fmt: skip
         self.is_judged = any(getattr(reward, "whole_groups", False) for reward in self.rewards.rewards)
         if self.is_judged and (self.args.missing_eos_penalty or self.args.reward_weights not in (None, [1.0])):

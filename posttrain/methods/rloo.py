@@ -20,12 +20,12 @@ from posttrain.rollout.collector import GroupTable
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import check_range, option
-from posttrain.trainer.options.online import OnlineConfig
+from posttrain.trainer.options.online import GroupConfig
 from posttrain.trainer.report.model_card import Paper
 
 
 @dataclass
-class RLOOConfig(OnlineConfig):
+class RLOOConfig(GroupConfig):
     """Options of REINFORCE leave-one-out."""
 
     num_generations: int = option(2, "Completions of each prompt: the size of a group.")
@@ -50,6 +50,8 @@ class RLOOConfig(OnlineConfig):
             raise ValueError(
                 f"`reward_clip_range` is {self.reward_clip_range}; it must be (low, high) with low below high."
             )
+        if "advantage_std" in self.set_by_user() and not self.normalize_advantages:
+            raise ValueError("`advantage_std` is set, but without `normalize_advantages` no advantage is scaled.")
 
 
 class RLOOTrainer(OnlineTrainer):
@@ -68,14 +70,15 @@ class RLOOTrainer(OnlineTrainer):
 
     @property
     def needs_old_logps(self) -> bool:
-        return super().needs_old_logps or self.needs_reference
+        return super().needs_old_logps or self.args.beta != 0
 
     def annotated(self, samples: list[Sample]) -> None:
         """sum_t (old_t - reference_t): an estimate (k1) of the divergence of a whole completion."""
-        if self.needs_reference:
-            for sample in samples:
-                difference = sample.per_token[OLD_LOGPS] - sample.per_token[PRECOMPUTED]
-                sample.scalars["kl_sum"] = float(difference[sample.trained].astype("float64").sum())
+        bound = float("inf") if self.args.kl_clip is None else self.args.kl_clip
+        for sample in samples if self.args.beta else []:
+            difference = sample.per_token[OLD_LOGPS] - sample.per_token[PRECOMPUTED]
+            difference = difference[sample.trained].astype("float64").clip(-bound, bound)
+            sample.scalars["kl_sum"] = float(difference.sum())
 
     def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
         """A = r' - mean of the others' r', with r' = clip(r) - beta * kl."""
@@ -85,7 +88,7 @@ class RLOOTrainer(OnlineTrainer):
         advantages = leave_one_out(totals - args.beta * table.kl_sums, table.groups)
         if not args.normalize_advantages:
             return advantages
-        return batch_normalised(advantages, incomparable(totals, table.groups))
+        return batch_normalised(advantages, incomparable(totals, table.groups), ddof=args.ddof)
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         logps = policy.logps
@@ -93,7 +96,11 @@ class RLOOTrainer(OnlineTrainer):
         advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))
         output = policy_loss("rloo", PolicyTokens(batch, logps, old_logps, advantages), self.args)
         if reference is not None:  # of a token, as GRPO logs it; the reward has the sum over a completion
-            output.metrics["kl"] = k1(old_logps, reference.logps)
+            kl = k1(old_logps, reference.logps)
+            if (bound := self.args.kl_clip) is not None:
+                output.metrics["kl_clip_ratio"] = (kl.abs() > bound).to(kl.dtype)
+                kl = kl.clamp(-bound, bound)
+            output.metrics["kl"] = kl
         return output
 
     @classmethod
@@ -105,8 +112,11 @@ class RLOOTrainer(OnlineTrainer):
             if args.reward_clip_range is None
             else f"clip(reward, {args.reward_clip_range[0]}, {args.reward_clip_range[1]})"
         )
-        penalty = f" - {number(args.beta)} * sum_t(log(p_old / p_ref))" if args.beta else ""
+        bound = None if args.kl_clip is None else number(args.kl_clip)
+        divergence = "log(p_old / p_ref)" if bound is None else f"clip(log(p_old / p_ref), -{bound}, {bound})"
+        penalty = f" - {number(args.beta)} * sum_t({divergence})" if args.beta else ""
         names = [*made.names, ("r", clipped + penalty)]
         if args.normalize_advantages:
-            names.append(("A, then", "shifted and scaled to mean 0 and deviation 1 over a generation"))
+            deviation = "deviation" if args.advantage_std == "sample" else f"{args.advantage_std} deviation"
+            names.append(("A, then", f"shifted and scaled to mean 0 and {deviation} 1 over a generation"))
         return Formula(made.terms, made.divided_by, tuple(names))

@@ -43,9 +43,27 @@ METHODS: dict[str, Method] = {
     "reward": Method("posttrain.methods.reward_model", "RewardTrainer", "RewardConfig", "Bradley-Terry reward models"),
     "prm": Method("posttrain.methods.prm", "PRMTrainer", "PRMConfig", "Process reward models, which judge each step"),
     "grpo": Method(
-        "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 9 losses"
+        "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 10 losses"
+    ),
+    "ppo": Method(
+        "posttrain.methods.ppo",
+        "PPOTrainer",
+        "PPOConfig",
+        "Proximal policy optimisation with a critic, a head or a model",
     ),
     "rloo": Method("posttrain.methods.rloo", "RLOOTrainer", "RLOOConfig", "REINFORCE with a leave-one-out baseline"),
+    "online_dpo": Method(
+        "posttrain.methods.online_dpo",
+        "OnlineDPOTrainer",
+        "OnlineDPOConfig",
+        "DPO on pairs of the model's own completions",
+    ),
+    "xpo": Method(
+        "posttrain.methods.xpo",
+        "XPOTrainer",
+        "XPOConfig",
+        "Exploratory preference optimisation: online DPO with a bonus",
+    ),
     "nash_md": Method(
         "posttrain.methods.nash_md",
         "NashMDTrainer",
@@ -57,9 +75,6 @@ METHODS: dict[str, Method] = {
 _ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
 _TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
 PLANNED: dict[str, tuple[str, str]] = {
-    "ppo": ("PPO", _ONLINE),
-    "online_dpo": ("Online DPO", _ONLINE),
-    "xpo": ("XPO", _ONLINE),
     "gkd": ("GKD", _TEACHER),
     "gold": ("GOLD", _TEACHER),
     "minillm": ("MiniLLM", _TEACHER),

@@ -16,17 +16,32 @@ from posttrain.methods.table import PLANNED
 PLACES: dict[str, str] = {
     "DatasetConfig": "posttrain.migration.script_arguments",
     "disable_dropout_in_model": "posttrain.models.load.model",
+    "PPOv2Config": "posttrain.methods.ppo",
+    "PPOv2Trainer": "posttrain.methods.ppo",
 }
 """Names of TRL's that `posttrain` itself does not have -> where they are."""
-RENAMED = {"disable_dropout_in_model": "disable_dropout"}
+RENAMED = {
+    "disable_dropout_in_model": "disable_dropout",
+    "PPOv2Config": "PPOConfig",
+    "PPOv2Trainer": "PPOTrainer",
+}
+_VALUE_HEAD = "PPOTrainer puts a value head on a plain causal model itself: load it with AutoModelForCausalLM"
 UNSUPPORTED: dict[str, str] = {
-    "AutoModelForCausalLMWithValueHead": "the value head belongs to PPO, which posttrain does not have yet",
+    "AutoModelForCausalLMWithValueHead": _VALUE_HEAD,
+    "AutoModelForSeq2SeqLMWithValueHead": "encoder-decoder models are not supported",
+    "PreTrainedModelWrapper": _VALUE_HEAD,
     "WeaveCallback": "posttrain writes every rollout to parquet: `posttrain view RUN` shows them",
     "setup_chat_format": "it is gone from TRL, too: use_chat_format(model, tokenizer, 'chatml')",
     "DataCollatorForCompletionOnlyLM": "SFTConfig(completion_only_loss=True) on prompt and completion columns does that",
 }
 """Names that scripts import often and that are not there -> what to do."""
+SHARED: dict[str, tuple[str, ...]] = {
+    "gspo_token": ("GRPOTrainer",),  # GRPO with `importance_sampling_level="sequence_token"`, which ours has
+    "bema_for_ref_model": ("DPOTrainer",),  # DPO whose reference BEMACallback may move, which ours lets it
+}
+"""Module of trl.experimental -> trainers that it has under the name of another module's and that are ours of that name."""
 ROOT = "trl"
+EXPERIMENTAL = f"{ROOT}.experimental."
 MODULES = ("chat_template_utils", "data_utils", "extras", "import_utils", "models", "rewards", "scripts", "trainer")
 """Modules that `import trl` alone gives, as attributes."""
 
@@ -63,7 +78,13 @@ class _Module(ModuleType):
 
 
 def found(name: str, module: str = ROOT) -> Any:
-    """posttrain's object of that name."""
+    """posttrain's object of that name. The experimental modules of TRL have trainers of their own under names of stable ones."""
+    part, plain = module.removeprefix(EXPERIMENTAL).partition(".")[0], name.removesuffix("Trainer")
+    is_own = plain.lower() == part.replace("_", "") or name in SHARED.get(part, ())
+    if module.startswith(EXPERIMENTAL) and name != plain and not is_own:
+        raise UnsupportedByPosttrain(
+            f"The script imports {name} from {module}, which is another trainer than the {name} that posttrain may have."
+        )
     if name in PLACES:
         return getattr(importlib.import_module(PLACES[name]), RENAMED.get(name, name))
     if name in posttrain.__all__:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -61,13 +61,21 @@ class GroupTable:
     unwritten: Tensor  # (N,) bool: there is no completion, only the reason why
     kl_sums: Tensor  # (N,) sum over a sample's tokens of old - reference log-prob; 0 without a reference
     mine: Tensor  # rows of this process's samples
+    filtered: Tensor | None = (
+        None  # (N,) bool: left out by a filter of groups; its reward is logged and compared with nothing
+    )
     failures: Counter[str] = field(default_factory=Counter)  # kind ("error", "timeout", ...) -> rewards that failed so
 
     def only(self, kept: Tensor) -> GroupTable:
         """The rows that `kept` (N,) bool marks."""
         columns = {name: getattr(self, name)[kept] for name in COLUMNS}
         place = kept.long().cumsum(0) - 1
-        return GroupTable(**columns, mine=place[self.mine[kept[self.mine]]], failures=self.failures)
+        filtered = None if self.filtered is None else self.filtered[kept]
+        return GroupTable(**columns, mine=place[self.mine[kept[self.mine]]], filtered=filtered, failures=self.failures)
+
+    def compared(self) -> GroupTable:
+        """As methods see it: what was filtered out takes part in nothing."""
+        return self if self.filtered is None else replace(self, masked=self.masked | self.filtered)
 
 
 COLUMNS = ("rewards", "groups", "masked", "lengths", "truncated", "unwritten", "kl_sums")
@@ -126,7 +134,8 @@ class RolloutCollector:
         """Writes rewards and advantages on `rollouts`, which are `table.mine`; gives those of all processes."""
         weights = torch.tensor(self.rewards.weights, dtype=torch.float64)
         totals = weighted_rewards(table.rewards, weights).masked_fill(table.masked, float("nan"))
-        advantages = self.method.credit(table, totals)
+        compared = table.compared()
+        advantages = self.method.credit(compared, totals.masked_fill(compared.masked, float("nan")))
         for rollout, total, advantage in zip(rollouts, totals[table.mine].tolist(), advantages[table.mine].tolist()):
             rollout.reward, rollout.advantage = total, advantage
         self.method.spread(rollouts)
@@ -139,6 +148,15 @@ class RolloutCollector:
         rollouts = [rollout for rollout, is_kept in zip(collected.rollouts, is_mine_kept) if is_kept]
         _, advantages = self.credited(rollouts, table.only(kept))
         collected.advantages = collected.advantages.masked_scatter(kept, advantages)
+
+    def leave_out(self, collected: Collected, filtered: Tensor) -> None:
+        """The samples that `filtered` (N,) bool marks are not trained on, and the others are compared among themselves."""
+        table = collected.table
+        table.filtered = filtered
+        for rollout, is_out in zip(collected.rollouts, filtered[table.mine].tolist()):
+            rollout.masked = rollout.masked or is_out
+        collected.totals, collected.advantages = self.credited(collected.rollouts, table)
+        collected.numbers["rollouts/filtered"] = filtered.double().mean().item()
 
 
 class PendingRewards:
@@ -230,6 +248,7 @@ def joined(parts: Sequence[Collected]) -> Collected:
     table = GroupTable(
         **{name: torch.cat([getattr(table, name) for table in tables]) for name in COLUMNS},
         mine=torch.cat([table.mine + first for table, first in zip(tables, firsts)]),
+        filtered=None if tables[0].filtered is None else torch.cat([table.filtered for table in tables]),
         failures=sum((table.failures for table in tables), Counter()),
     )
     return Collected(

@@ -26,6 +26,7 @@ class WindowSource(Protocol):
     """Who makes the windows."""
 
     num_rows: int | None  # prompts of an epoch; None: not known
+    window_start: int  # prompts before the window in use
 
     def next_window(self) -> Window: ...
 
@@ -37,8 +38,18 @@ class WindowSource(Protocol):
 class RolloutLoader:
     """Micro-batches of this process. The position is saved and restored; nothing else has to be skipped or replayed."""
 
-    def __init__(self, source: WindowSource, schedule: Schedule, collate: Collator, pins: bool = False) -> None:
+    def __init__(
+        self,
+        source: WindowSource,
+        schedule: Schedule,
+        collate: Collator,
+        pins: bool = False,
+        permutation_seed: int | None = None,
+    ) -> None:
         self.source, self.schedule, self.collate = source, schedule, collate
+        self.permutation_seed = (
+            permutation_seed  # None: every pass over a window has its units in the order of the prompts
+        )
         self.pins = pins  # batches in page-locked memory: the copy to the device overlaps
         self.position = 0  # micro-batches of this epoch
         self.window: Window = []  # the one in use
@@ -73,14 +84,17 @@ class RolloutLoader:
             offset = self.position % self.schedule.window
             if offset == 0:
                 self.window = self.source.next_window()
-            batch = self.collate(self._units(offset % self.schedule.micro_batches))
+            batch = self.collate(self._units(*divmod(offset, self.schedule.micro_batches)))
             self.position += 1
             yield batch.pin_memory() if self.pins else batch
 
-    def _units(self, micro_batch: int) -> list[Unit]:
-        """A micro-batch has an equal share of the window."""
-        size = len(self.window) // self.schedule.micro_batches
-        return units_of(self.window[micro_batch * size : (micro_batch + 1) * size], self.collate)
+    def _units(self, iteration: int, micro_batch: int) -> list[Unit]:
+        """A micro-batch has an equal share of the window. A permutation depends on nothing but what a checkpoint holds."""
+        window, size = self.window, len(self.window) // self.schedule.micro_batches
+        if self.permutation_seed is not None:
+            rng = np.random.default_rng([self.permutation_seed, self.source.window_start, iteration])
+            window = [window[place] for place in rng.permutation(len(window))]
+        return units_of(window[micro_batch * size : (micro_batch + 1) * size], self.collate)
 
     # ---- state -------------------------------------------------------------------------------------------------------
 
@@ -131,9 +145,10 @@ def pack_samples(samples: list[Sample | None]) -> dict[str, Any]:
         return torch.from_numpy(np.concatenate(arrays).astype(dtype) if arrays else np.zeros(0, dtype))
 
     def column(name: str) -> torch.Tensor:
-        """(tokens,) or (tokens, k): ids stay integers, everything else is float32."""
+        """(tokens,) or (tokens, k): ids stay integers, everything else is float32 or what is better."""
         arrays = [sample.per_token[name] for sample in real]
-        return flat(arrays, np.int64 if np.issubdtype(arrays[0].dtype, np.integer) else np.float32)
+        is_integer = np.issubdtype(arrays[0].dtype, np.integer)
+        return flat(arrays, np.int64 if is_integer else np.result_type(arrays[0].dtype, np.float32))
 
     return {
         "lengths": torch.tensor([-1 if sample is None else len(sample) for sample in samples], dtype=torch.int64),

@@ -18,6 +18,8 @@ OLD_LOGPS = "old_logps"
 ADVANTAGES = "advantages"
 POLICY, REFERENCE, MIXTURE = "policy", "reference", "mixture"
 """Who writes a completion. Its log-probs are those of who wrote it."""
+VALUES, RETURNS = "values", "returns"
+"""What a critic said about each token at the time of generation, and what it should have said."""
 
 
 @dataclass(frozen=True)

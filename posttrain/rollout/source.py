@@ -15,6 +15,7 @@ from posttrain.losses.advantages import replay_scores, zero_variance
 from posttrain.rollout.collector import Collected, MethodHooks, RolloutCollector, joined
 from posttrain.rollout.engines.protocol import SamplingParams
 from posttrain.rollout.episodes.writing import AnyRows
+from posttrain.rollout.group_filter import GroupFilter
 from posttrain.rollout.loader import Window
 from posttrain.rollout.replay_buffer import ReplayBuffer
 from posttrain.rollout.rollout import Request, Rollout
@@ -98,9 +99,10 @@ class RolloutSource:
         collector: RolloutCollector,
         rules: WindowRules,
         replay: ReplayBuffer | None = None,
+        group_filter: GroupFilter | None = None,
     ) -> None:
         self.prompts, self.rows, self.params, self.collector = prompts, rows, params, collector
-        self.rules, self.replay = rules, replay
+        self.rules, self.replay, self.group_filter = rules, replay, group_filter
         self.window_start = 0  # prompts that were taken before the window in use
         self.finished: list[Collected] = []  # what `take_finished` hands out
 
@@ -123,7 +125,11 @@ class RolloutSource:
         return finished
 
     def _collect(self, requests: list[Request]) -> Collected:
-        return self.collector.collect(requests, self.rows, self.params)
+        collected = self.collector.collect(requests, self.rows, self.params)
+        if self.group_filter is not None:
+            kept = self.group_filter.kept(collected, self.collector.world_size)
+            self.collector.leave_out(collected, ~kept & ~collected.table.masked)
+        return collected
 
     def _arranged(self, rollouts: list[Rollout]) -> Window:
         return arranged(rollouts, self.collector.method, self.rules)
@@ -132,7 +138,8 @@ class RolloutSource:
         """Groups that teach nothing give way to remembered ones; those that do are remembered."""
         teaching, flat = _sorted_groups(collected)
         remembered = self.replay.draw(len(flat), self.window_start)
-        scores = replay_scores(collected.advantages, collected.totals, collected.table.groups)
+        totals = collected.totals.masked_fill(collected.table.compared().masked, float("nan"))
+        scores = replay_scores(collected.advantages, totals, collected.table.groups)
         score_of = dict(zip(collected.table.groups.unique().tolist(), scores.tolist()))
         own = {group[0].group: self._arranged(group) for group in groups_of(collected.rollouts)}
         for group in teaching:

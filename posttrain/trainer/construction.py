@@ -47,6 +47,9 @@ REFUSED_ARGUMENTS = {
     "`posttrain sweep` tries several settings, each from a fresh model.",
     "preprocess_logits_for_metrics": "{trainer} keeps no logits that `preprocess_logits_for_metrics` could read: leave it out. "
     "`compute_metrics` is given the rewards of the answers and their labels.",
+    "data_collator": "{trainer} lays out batches of what is written itself: leave `data_collator` out.",
+    "compute_metrics": "{trainer} is evaluated on what it writes: leave `compute_metrics` out. A reward function of weight 0 "
+    "(`reward_weights`) is logged and changes nothing.",
     "model_adapter_name": "{trainer} trains the active adapter of a PeftModel: leave `model_adapter_name` out and call "
     "`model.set_adapter(...)` before.",
     "ref_adapter_name": "{trainer} compares a PeftModel with a frozen copy of its active adapter: leave `ref_adapter_name` out. "

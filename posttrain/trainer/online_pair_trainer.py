@@ -16,6 +16,7 @@ from posttrain.losses.advantages import leave_one_out
 from posttrain.losses.formulas import Formula, Totals
 from posttrain.rollout.collector import GroupTable
 from posttrain.rollout.rollout import Rollout
+from posttrain.trainer.construction import refuse_arguments
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.online import OnlineConfig
@@ -84,6 +85,38 @@ class ComparedTrainer(OnlineTrainer):
     needs_reference = True
     needs_old_logps = False
 
+    def __init__(
+        self,
+        model: Any,
+        ref_model: Any = None,
+        reward_funcs: Any = None,
+        args: OnlinePairConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        reward_processing_classes: Any = None,
+        peft_config: Any = None,
+        compute_metrics: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Any = None,
+        *,
+        judge: Any = None,
+        reward_model: Any = None,
+        **named: Any,
+    ) -> None:
+        """Arguments in TRL's order. `judge` and `reward_model` are older names of `reward_funcs`."""
+        refused = {"data_collator": data_collator, "compute_metrics": compute_metrics}
+        refused["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        refuse_arguments(type(self).__name__, model, **refused)
+        given = [one for one in (reward_funcs, judge, reward_model) if one is not None]
+        if len(given) > 1:
+            raise ValueError("`reward_funcs`, `judge` and `reward_model` all rank completions: give one of them.")
+        data = (train_dataset, eval_dataset, processing_class, reward_processing_classes)
+        more = {"peft_config": peft_config, "ref_model": ref_model, **named}
+        super().__init__(model, given[0] if given else None, args, *data, callbacks, optimizers, **more)
+
     def prepare_options(self, is_training: bool) -> dict[str, Any]:
         args = self.args
         longest = None if args.max_length is None else args.max_length - args.max_completion_length
@@ -121,9 +154,12 @@ class OnlinePairTrainer(PreferenceLosses, Pairs, ComparedTrainer):
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores) -> LossOutput:
         pair = self.pair_of(batch, policy, reference)
+        terms = self.preference_terms(batch, pair)
         metrics = pair.metrics(self.beta) | self.token_metrics(batch, policy)
         metrics |= self.objective(batch, policy, reference)
-        return LossOutput([*self.preference_terms(batch, pair), *self.further_terms(batch, policy)], metrics=metrics)
+        if more := self.further_terms(batch, policy):
+            metrics["loss/dpo"] = sum(term.weight * term.values.detach() for term in terms if term.per == "unit")
+        return LossOutput([*terms, *more], metrics=metrics)
 
     def further_terms(self, batch: TokenBatch, policy: TokenScores) -> list[Any]:
         """Of a method, besides DPO's."""

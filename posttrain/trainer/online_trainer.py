@@ -42,6 +42,7 @@ from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.rollout.episodes.writing import Writer
 from posttrain.rollout.eval_loader import EvalRolloutLoader
+from posttrain.rollout.group_filter import GroupFilter
 from posttrain.rollout.loader import RolloutLoader
 from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts, StreamOrder
 from posttrain.rollout.replay_buffer import ReplayBuffer
@@ -79,6 +80,7 @@ class OnlineTrainer(BaseTrainer):
 
     agents: Agents | None = None  # methods with tools set it before they call this class's __init__
     replay: ReplayBuffer | None = None
+    group_filter: GroupFilter | None = None
     live: ModelReference | None = None
     collector: RolloutCollector | None = None  # there is none where a run is only explained
     loader: RolloutLoader | None = None
@@ -169,7 +171,7 @@ class OnlineTrainer(BaseTrainer):
 
     @property
     def needs_reference(self) -> bool:
-        return self.args.beta != 0.0
+        return self.args.has_reference
 
     @property
     def scoring_temperature(self) -> float:
@@ -189,7 +191,8 @@ class OnlineTrainer(BaseTrainer):
         if not self.needs_reference:
             if ref_model is not None:
                 raise ValueError(
-                    "`beta` is 0: a reference model would be loaded and never asked. Leave `ref_model` out."
+                    f"`{self.args.reference_weight}` is 0: a reference model would be loaded and never asked. Leave "
+                    "`ref_model` out."
                 )
             return
         references = self.reference_setup()
@@ -302,23 +305,28 @@ class OnlineTrainer(BaseTrainer):
 
     def annotate(self, samples: list[Sample]) -> None:
         """The trainer's own log-probs, and the reference's, written on the samples."""
+        if self.has_old_logps:
+            self.write_columns(samples, self.policy_columns)
+        if self.live is not None:
+            self.write_columns(samples, lambda batch: {PRECOMPUTED: self.live.scores(batch).logps})
+        self.annotated(samples)
+
+    def write_columns(self, samples: list[Sample], columns_of: Callable[[TokenBatch], dict[str, Tensor]]) -> None:
+        """As the function of that name, with this run's batches."""
         collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
         passes = (lambda count: most_of_any_process(count, self.args)) if self.is_fully_sharded else int
-        how = (collator, self.args.device, passes)
-        if self.has_old_logps:
-            write_logps(samples, OLD_LOGPS, self._policy_logps, *how)
-        if self.live is not None:
-            write_logps(samples, PRECOMPUTED, lambda batch: self.live.scores(batch).logps, *how)
-        self.annotated(samples)
+        write_columns(samples, columns_of, collator, self.args.device, passes)
 
     def annotated(self, samples: list[Sample]) -> None:
         """A method may write further numbers on samples that have their log-probs."""
 
-    def _policy_logps(self, batch: TokenBatch) -> Tensor:
+    def policy_columns(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """What the trainer's own weights say about each token at the time of generation: name of a column -> (N,)."""
         with evaluating(self.model):
-            return score_tokens(
+            scores = score_tokens(
                 self.model_wrapped, batch, temperature=self.scoring_temperature, chunk_tokens=self.args.chunk_tokens
-            ).logps
+            )
+        return {OLD_LOGPS: scores.logps}
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> StepTotals | None:
         """The micro-batches of a step are here: what was collected for them is counted, shown and kept."""
@@ -358,7 +366,7 @@ class OnlineTrainer(BaseTrainer):
     def _rollout_loader(self, rows: Any, is_training: bool) -> Any:
         params = None if self.collector is None else self.args.sampling(self.stop_ids)
         how = (self.args, self.data_collator, self.collector, params)
-        return rollout_loader(rows, *how, is_training, self.replay)
+        return rollout_loader(rows, *how, is_training, self.replay, self.group_filter)
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -448,6 +456,7 @@ def rollout_loader(
     params: SamplingParams | None,
     is_training: bool,
     replay: ReplayBuffer | None = None,
+    group_filter: GroupFilter | None = None,
 ) -> RolloutLoader | EvalRolloutLoader:
     """`collector` and `params` are None where a run is only explained: what such a loader would yield is counted, not generated."""
     rules = args.window_rules()
@@ -462,21 +471,22 @@ def rollout_loader(
         order = PromptStream(len(rows), args.seed, args.shuffle_dataset)
     schedule = args.schedule()
     prompts = Prompts(order, schedule, args.process_index)
-    source = prompts if collector is None else RolloutSource(prompts, rows, params, collector, rules, replay)
+    how = (collector, rules, replay, group_filter)
+    source = prompts if collector is None else RolloutSource(prompts, rows, params, *how)
     collator = replace(collator, max_tokens=args.max_tokens_per_pass)
-    return RolloutLoader(source, schedule, collator, args.dataloader_pin_memory and args.device.type == "cuda")
+    pins = args.dataloader_pin_memory and args.device.type == "cuda"
+    return RolloutLoader(source, schedule, collator, pins, args.seed if args.permutes_windows else None)
 
 
 @torch.no_grad()
-def write_logps(
+def write_columns(
     samples: list[Sample],
-    name: str,
-    logps_of: Callable[[TokenBatch], Tensor],
+    columns_of: Callable[[TokenBatch], dict[str, Tensor]],
     collator: Collator,
     device: torch.device,
     passes: Callable[[int], int] = lambda needed: needed,
 ) -> None:
-    """Write `logps_of` each trained token into `per_token[name]` of its sample; 0 where nothing is trained.
+    """Write `columns_of` each trained token, (n,) or (n, k), into `per_token` of its sample; 0 where nothing is trained.
 
     Passes have a bounded number of tokens: many rollouts need no more memory than an update. `passes` says how many are run where
     this process needs so many: a sharded model is asked equally often by all.
@@ -487,9 +497,11 @@ def write_logps(
     parts = split_by_tokens(units, collator.layout, budget)
     for part in [*parts, *[[]] * (passes(len(parts)) - len(parts))]:
         batch = collator.one_pass(part)
-        found = logps_of(batch.to(device)).float().cpu().numpy()
+        found = {
+            name: values.to(torch.promote_types(values.dtype, torch.float32)).cpu().numpy()
+            for name, values in columns_of(batch.to(device)).items()
+        }
         ends = np.cumsum(batch.counts.numpy())
         for sample, end, size in zip((s for unit in part for s in unit), ends, batch.counts.tolist()):
-            column = np.zeros(len(sample), dtype=np.float32)
-            column[1:][sample.trained[1:]] = found[end - size : end]
-            sample.per_token[name] = column
+            for name, values in found.items():
+                sample.write_trained(name, values[end - size : end])

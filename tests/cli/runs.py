@@ -14,22 +14,23 @@ PAIRS = [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": " No.
 RATED = [
     {"prompt": f"What is {i}?", "completion": f" {i}." if i % 2 else " No.", "label": i % 2 == 1} for i in range(24)
 ]
+QUESTIONS = [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)]
+ONLINE_METHODS = {"grpo": 4, "rloo": 4, "online_dpo": 2, "xpo": 2, "nash_md": 2, "ppo": 1}
+"""Method -> completions of a prompt."""
 ROWS = {
     "sft": [{"prompt": f"What is {i}?", "completion": f" It is {i}."} for i in range(24)],
     **dict.fromkeys(("dpo", "reward", "cpo", "orpo"), PAIRS),
     "tpo": [{**row, "reference": " It is so."} for row in PAIRS],
     **dict.fromkeys(("kto", "bco"), RATED),
     "prm": tiny.steps(24),
-    "grpo": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
-    "rloo": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
-    "nash_md": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
+    **dict.fromkeys(ONLINE_METHODS, QUESTIONS),
 }
 REWARD = '''
 def length(completions, **columns):
     """Rewards that are different for different answers."""
     return [float(len(text)) for text in completions]
 '''
-ONLINE = {"reward_funcs": ["rewards_of_test.py:length"], "num_generations": 4, "max_completion_length": 6}
+ONLINE = {"reward_funcs": ["rewards_of_test.py:length"], "max_completion_length": 6}
 COMMON = {
     "max_steps": 2, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "report_to": "none", "use_cpu": True,
     "save_strategy": "no", "logging_steps": 1,
@@ -50,9 +51,7 @@ def folder_with_inputs(folder: Path) -> Path:
 
 def options_of(method: str) -> dict:
     """Options with which a method trains in a folder with inputs."""
-    own = ONLINE if method in ("grpo", "rloo", "nash_md") else {}
-    if method == "nash_md":  # one completion of the policy, one of the mixture
-        own = {name: value for name, value in own.items() if name != "num_generations"}
+    own = {**ONLINE, "num_generations": ONLINE_METHODS[method]} if method in ONLINE_METHODS else {}
     named = {"model_name_or_path": "model", "dataset_name": f"{method}.jsonl", "output_dir": f"out-{method}"}
     return {**COMMON, **named, **own}
 

@@ -48,6 +48,19 @@ def test_a_file_and_flags_train_the_same(folder, method):
     assert json.loads((folder / "by-file" / "run.json").read_text())["starts"][0]["versions"]["torch"]
 
 
+def test_a_filter_of_groups_is_named_like_a_reward(folder, capsys):
+    (folder / "filters.py").write_text(
+        "def shortest(group_completions, group_rewards):\n    return [[-len(c) for c in group] for group in group_completions]\n"
+    )
+    words = flags({**options_of("grpo"), "max_steps": 1, "num_remains_in_group": 2})
+    assert posttrain("grpo", *words, "--group_filter_func", "filters.py:shortest") == 0
+    (line,) = steps(folder / "out-grpo")
+    assert line["rollouts/filtered"] == 0.5
+    capsys.readouterr()
+    assert posttrain("grpo", *words) == 2
+    assert "--group_filter_func and --num_remains_in_group need each other" in capsys.readouterr().err
+
+
 def test_flags_go_before_the_file_and_the_file_before_defaults(folder):
     options = {**options_of("sft"), "max_steps": 3, "learning_rate": "1e-4"}
     (folder / "run.yaml").write_text(yaml.safe_dump(options))

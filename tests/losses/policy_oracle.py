@@ -26,6 +26,10 @@ class Completion:
     reference: list[Any]
     correction: list[float]
     keep: list[float]
+    drawn: list[float]  # log-probs under the sampler
+    likeliest: list[
+        tuple[list[float], list[float]]
+    ]  # of the sampler's likeliest tokens, under the sampler and the policy
 
 
 def values_of(metrics: Metrics) -> list[torch.Tensor]:
@@ -72,6 +76,9 @@ def random_tokens(
         advantages=batch.expand(draw(len(counts))),
     )
     reference = old + 0.3 * draw(batch.num_trained)
+    table, other = (draw(3 * batch.num_trained).view(-1, 3).log_softmax(-1) - 0.2 for _ in range(2))
+    drawn = torch.where(draw(batch.num_trained) > 1, math.nan, old - 0.2 * draw(batch.num_trained).abs())
+    tokens = replace(tokens, sampling_logps=drawn, likeliest=(table, 0.6 * table + 0.4 * other))
     if weighted:
         keep = torch.rand(batch.num_trained, generator=generator) < 0.7
         tokens = replace(tokens, correction=(0.3 * draw(batch.num_trained)).exp(), keep=keep)
@@ -87,7 +94,9 @@ def completions_of(tokens: PolicyTokens, reference: torch.Tensor) -> list[Comple
         part = slice(start, start + count)
         advantage = tokens.advantages[start].item() if count else 0.0
         logps, old, ref = (list(values[part]) for values in (tokens.logps, tokens.old_logps, reference))
-        found.append(Completion(logps, old, advantage, ref, correction[part], keep[part]))
+        drawn = (tokens.old_logps if tokens.sampling_logps is None else tokens.sampling_logps)[part].tolist()
+        pairs = [] if tokens.likeliest is None else list(zip(*(side[part].tolist() for side in tokens.likeliest)))
+        found.append(Completion(logps, old, advantage, ref, correction[part], keep[part], drawn, pairs))
         start += count
     return found
 
@@ -152,10 +161,28 @@ def gmpo_values(one: Completion, ratios: list[Any], o: dict[str, Any]) -> list[A
     return [-(product ** (1 / n)) * one.advantage] * n
 
 
+def dppo_values(one: Completion, ratios: list[Any], o: dict[str, Any]) -> list[Any]:
+    kind = o.get("divergence_type", "binary_tv")
+    low = o["epsilon"] if o.get("epsilon") is not None else 0.15 if kind.endswith("tv") else 0.05
+    high = low if o.get("epsilon_high") is None else o["epsilon_high"]
+    values = []
+    for t, (log_p, old) in enumerate(zip(one.logps, one.old)):
+        p, is_known = math.exp(log_p.item()), not math.isnan(one.drawn[t])
+        mu = math.exp(one.drawn[t] if is_known else old.item())
+        sides = ([mu], [p]) if kind.startswith("binary") else [[math.exp(x) for x in s] for s in one.likeliest[t]]
+        pairs = [*zip(*sides), (1 - sum(sides[0]), max(1 - sum(sides[1]), 1e-7))]  # the last: all other tokens together
+        tv, kl = sum(abs(m - q) for m, q in pairs) / 2, sum(m * math.log(m / q) for m, q in pairs)
+        distance = tv if kind.endswith("tv") else kl
+        leaves = (p > mu and distance > high) if one.advantage > 0 else (p < mu and distance > low)
+        weight = 0.0 if leaves and is_known else min(p / mu, o.get("clip_ratio_c", 20.0))
+        values.append(-weight * one.advantage * log_p)
+    return values
+
+
 SURROGATES = {
     "grpo": clipped_values, "dr_grpo": clipped_values, "dapo": clipped_values, "bnpo": clipped_values,
     "luspo": clipped_values, "rloo": clipped_values, "cispo": cispo_values, "sapo": sapo_values,
-    "vespo": vespo_values, "gmpo": gmpo_values,
+    "vespo": vespo_values, "gmpo": gmpo_values, "dppo": dppo_values,
 }  # fmt: skip
 
 
@@ -168,12 +195,12 @@ def naive_loss(name: str, tokens: PolicyTokens, reference: torch.Tensor | None, 
         ratios = ratios_of(one, o.get("importance_sampling_level") or own_level)
         total = torch.zeros((), dtype=torch.float64)
         for t, value in enumerate(SURROGATES[name](one, ratios, o) if one.logps else []):
-            value = value * one.keep[t] * (1.0 if name == "vespo" else one.correction[t])
+            value = value * one.keep[t] * (1.0 if name in ("vespo", "dppo") else one.correction[t])
             if reference is not None and name != "rloo":
                 d = one.reference[t] - one.logps[t]
-                value = value + o["beta"] * (torch.exp(d) - d - 1) * (
-                    ratios[t] if o.get("use_bias_correction_kl", True) else 1
-                )
+                kl = (torch.exp(d) - d - 1) * (ratios[t] if o.get("use_bias_correction_kl", True) else 1)
+                bound = o.get("kl_clip")
+                value = value + o["beta"] * (kl if bound is None or kl.item() < bound else bound)
             total = total + value
         sums.append(total)
         means.append(total / max(len(one.logps), 1))

@@ -202,6 +202,32 @@ def test_by_hand():
     close(replay_scores(group_normalised(rewards, groups, "none"), rewards, groups), [2 * 2**0.5, 4 * 3**0.5])
 
 
+def test_what_a_replay_buffer_ranks_by_by_hand():
+    """Rewards 1, 0, 0, 1: std sqrt(1 / 3) = 0.577350, four times |A| = 0.5 / 0.577450; the product with the std is 1.999654."""
+    rewards, groups = numbers(1, 0, 0, 1), torch.zeros(4, dtype=torch.long)
+    assert replay_scores(group_normalised(rewards, groups), rewards, groups).item() == pytest.approx(1.999654, abs=5e-7)
+
+
+def test_the_population_s_deviation_by_hand():
+    """Groups {1, 3} and {2, 2, 5}: squares 2 and 6, over 2 and 3 members: stds 1 and sqrt 2; of all five sqrt(9.2 / 5).
+
+    Of the advantages -2, -1, 0, 3, whose masked neighbour is in nothing: sqrt(14 / 4). One reward alone: 0.
+    GDPO of one reward: z = -1, 1 / (1 + 1e-4), whose population std is |z| itself.
+    """
+    rewards, groups = numbers(1, 2, 3, 2, 5), torch.tensor([0, 1, 0, 1, 1])
+    one, root2, std = 1 + 1e-4, math.sqrt(2) + 1e-4, math.sqrt(9.2 / 5) + 1e-4
+    close(group_normalised(rewards, groups, ddof=0), [-1 / one, -1 / root2, 1 / one, -1 / root2, 2 / root2])
+    close(group_normalised(rewards, groups, "batch", ddof=0), [-1 / std, -1 / std, 1 / std, -1 / std, 2 / std])
+    assert group_normalised(numbers(4), torch.tensor([0]), ddof=0).tolist() == [0]
+    std = math.sqrt(14 / 4) + 1e-4
+    masked = torch.tensor([False, False, True, False, False])
+    close(batch_normalised(numbers(-2, -1, 100, 0, 3), masked, ddof=0), [-2 / std, -1 / std, 0, 0, 3 / std])
+    z = 1 / one
+    close(
+        normalised_then_summed(numbers(1, 3)[:, None], torch.tensor([0, 0]), ddof=0), [-z / (z + 1e-4), z / (z + 1e-4)]
+    )
+
+
 def test_unequal_opinions_by_hand():
     """The third completion has no opinion of the second function, the fourth of none."""
     rewards = torch.tensor([[1.0, 4.0], [0.0, 2.0], [1.0, NAN], [NAN, NAN]], dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -42,7 +43,7 @@ def of_sequences(combine):
 KNOWN = {
     "log": np.log, "exp": np.exp, "max": np.maximum, "min": np.minimum, "sort": np.sort, "clip": np.clip, "choose": np.where,
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "sg": lambda x: x, "mean_t": of_sequences(np.mean),
-    "sum_t": of_sequences(np.sum), "prod_t": of_sequences(np.prod),
+    "sum_t": of_sequences(np.sum), "prod_t": of_sequences(np.prod), "abs": np.abs, "sum_k": lambda x: x.sum(-1),
 }  # fmt: skip
 
 
@@ -67,6 +68,7 @@ def test_every_loss_has_a_formula_and_no_other():
     }
     assert formulas.NORMALISERS.keys() == {loss.normaliser.__name__ for loss in POLICY_LOSSES.values()}
     assert formulas.RATIO_FORMULAS.keys() == RATIOS.keys()
+    assert formulas.TRUST_FORMULAS.keys() == policy.TRUST_DIVERGENCES.keys()
     for method in METHODS.values():
         assert "formula" in vars(method.trainer_class), f"{method.trainer} has no formula of its own"
     assert CORRECTION_MODES
@@ -147,8 +149,22 @@ def test_policy(name, delta, tmp_path):
         p, p_old = tokens.logps.exp().numpy(), tokens.old_logps.exp().numpy()
         rho = computed(formulas.RATIO_FORMULAS[level], p=p, p_old=p_old)
         assert rho == pytest.approx(ratios.tokens.numpy(), rel=1e-9)
-        found = computed(surrogate_line(name, args), rho=rho, A=tokens.advantages.numpy(), p=p)
+        found = computed(surrogate_line(name, args), rho=rho, A=tokens.advantages.numpy(), p=p, mu=p_old)
         assert found == pytest.approx(expected.numpy(), rel=1e-6)
+
+
+@pytest.mark.parametrize("kind", policy.TRUST_DIVERGENCES)
+def test_how_far_the_policy_is_from_the_sampler(kind, tmp_path):
+    """The last of the k + 1 tokens stands for all others."""
+    args = GRPOConfig(output_dir=str(tmp_path), loss_type="dppo", divergence_type=kind, use_cpu=True)
+    draw = torch.Generator().manual_seed(2)
+    sides = [torch.randn(sum(COUNTS), 4, generator=draw, dtype=torch.float64).log_softmax(-1) for _ in range(2)]
+    tokens = replace(tokens_of(), likeliest=(sides[0][:, :3], sides[1][:, :3]))
+    expected, _ = call(policy.dppo, tokens, RATIOS["token"](tokens), options=args)
+    names = {"p_k": sides[1].exp().numpy(), "mu_k": sides[0].exp().numpy(), "mu": tokens.old_logps.exp().numpy()}
+    found = computed(surrogate_line("dppo", args), p=tokens.logps.exp().numpy(), A=tokens.advantages.numpy(), **names)
+    assert found == pytest.approx(expected.numpy(), rel=1e-6)
+    assert (found == 0).any()
 
 
 def test_the_ratio_of_rloo_is_that_of_a_whole_completion():

@@ -12,7 +12,13 @@ import torch
 from posttrain.core.batch import StepTotals
 from posttrain.losses.extrema import highest, lowest
 from posttrain.losses.kl import k1, k3
-from posttrain.losses.policy import POLICY_LOSSES, PolicyTokens, check_policy_loss, policy_loss
+from posttrain.losses.policy import (
+    POLICY_LOSSES,
+    TRUST_DIVERGENCES,
+    PolicyTokens,
+    check_policy_loss,
+    policy_loss,
+)
 from tests.losses.policy_oracle import SURROGATES, naive_loss, random_tokens, token_batch, values_of
 
 NEEDED = {"beta": 0.0, "max_completion_length": 16}
@@ -134,6 +140,70 @@ def test_golden_gmpo(golden):
     check(golden, "gmpo", (-2 * w + math.exp(-0.4)) / 2, [0, -w / 2, 0])
 
 
+@pytest.mark.parametrize(
+    ("kind", "advantage", "epsilon", "is_kept"),
+    [
+        ("binary_tv", 1, None, False),  # |0.5 - 0.3| = 0.2 > 0.15
+        ("binary_tv", 1, 0.2000001, True),
+        ("binary_tv", -1, None, True),  # the step leads back to the sampler
+        ("binary_kl", 1, 0.15, True),  # 0.082283
+        ("binary_kl", 1, None, False),  # > 0.05
+        ("binary_kl", 1, 0.0823, True),
+        (
+            "topk_tv",
+            1,
+            None,
+            False,
+        ),  # sampler 0.3, 0.4, rest 0.3; policy 0.5, 0.1, rest 0.4: (0.2 + 0.3 + 0.1) / 2 = 0.3
+        ("topk_tv", 1, 0.301, True),
+        ("topk_kl", 1, 0.314965, False),  # 0.3 ln 0.6 + 0.4 ln 4 + 0.3 ln 0.75 = 0.31496543
+        ("topk_kl", 1, 0.314966, True),
+    ],
+)
+def test_golden_dppo(kind, advantage, epsilon, is_kept):
+    """mu 0.3, p 0.5: the weight is 5/3, the gradient -5/3 A where the token is kept and 0 where it is masked."""
+    logp = numbers(0.5).log().requires_grad_()
+    likeliest = numbers(0.3, 0.4).log()[None], numbers(0.5, 0.1).log()[None]
+    tokens = PolicyTokens(
+        token_batch([1]),
+        logp,
+        numbers(0.9).log(),
+        numbers(advantage),
+        sampling_logps=numbers(0.3).log(),
+        likeliest=likeliest,
+    )
+    value, gradient, metrics = loss_and_gradient("dppo", tokens, {"divergence_type": kind, "epsilon": epsilon})
+    slope = -advantage * 5 / 3 if is_kept else 0
+    assert (value, gradient.item()) == pytest.approx((slope * math.log(0.5), slope), abs=1e-11)
+    assert metrics["mask_ratio/overall_mean"].tolist() == [not is_kept]
+    assert metrics["prob_diff/mean"].tolist() == pytest.approx([0.2])
+    assert [len(metrics[f"mask_ratio/{sign}_adv_mean"]) for sign in ("positive", "negative")] == (
+        [1, 0] if advantage > 0 else [0, 1]
+    )
+
+
+def test_dppo_keeps_what_the_sampler_did_not_say_and_bounds_its_weights():
+    """Unknown mu: the old policy's, 0.1, is far from p = 0.9, and the token is kept; its weight 9 is bounded by 4."""
+    tokens = PolicyTokens(
+        token_batch([1]),
+        numbers(0.9).log().requires_grad_(),
+        numbers(0.1).log(),
+        numbers(1),
+        sampling_logps=numbers(math.nan),
+    )
+    assert loss_and_gradient("dppo", tokens, {})[1].item() == pytest.approx(-9)
+    assert loss_and_gradient("dppo", tokens, {"clip_ratio_c": 4.0})[1].item() == pytest.approx(-4)
+    known = replace(tokens, sampling_logps=tokens.old_logps)
+    assert loss_and_gradient("dppo", known, {})[1].item() == 0
+    for wrong, sentence in (
+        ({"divergence_type": "js"}, "take one of binary_tv, binary_kl, topk_tv, topk_kl"),
+        ({"clip_ratio_c": 0.5}, "at least 1; got 0.5"),
+        ({"divergence_type": "topk_tv"}, "likeliest is not set"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            loss_and_gradient("dppo", tokens, wrong)
+
+
 def test_golden_kl(golden):
     """With reference = old, d = -log rho: k3 = 1 / rho + ln rho - 1. rho 1.5: 0.072131774775; 0.5: 0.306852819440.
     Times rho: 0.108197662162 and 0.153426409720. beta 0.1 over 3 tokens. Slope of k3 by log p: 1 - 1 / rho = 1/3 and -1;
@@ -151,6 +221,27 @@ def test_golden_kl(golden):
         assert loss - plain == pytest.approx(0.1 * sum(values) / 3, abs=1e-11)
         assert (gradient - policy).tolist() == pytest.approx([0.1 * slope / 3 for slope in slopes], abs=1e-11)
         assert metrics["kl"].tolist() == pytest.approx(values, abs=1e-11)
+
+
+def test_golden_clamped_kl(golden):
+    """At most 0.12 of a token: 0.108197662162 keeps its slope 0.608197662162, 0.153426409720 becomes 0.12 without one."""
+    options = {"beta": 0.1, "kl_clip": 0.12}
+    plain, policy, _ = loss_and_gradient("dapo", golden, {})
+    loss, gradient, metrics = loss_and_gradient("dapo", golden, options, golden.old_logps)
+    assert loss - plain == pytest.approx(0.1 * (0.108197662162 + 0.12 + 0.12) / 3, abs=1e-11)
+    assert (gradient - policy).tolist() == pytest.approx([0.1 * 0.608197662162 / 3, 0, 0], abs=1e-11)
+    assert metrics["kl"].tolist() == pytest.approx([0.108197662162, 0.12, 0.12], abs=1e-11)
+    assert metrics["kl_clip_ratio"].tolist() == [0, 1, 1]
+
+
+def test_a_divergence_without_weight_is_logged_and_nothing_more(golden):
+    """beta 0 with a reference a long way off, whose divergence overflows float32: loss and gradient are those without it."""
+    far = golden.old_logps - 200
+    plain, policy, _ = loss_and_gradient("dapo", golden, {})
+    loss, gradient, metrics = loss_and_gradient("dapo", golden, {}, far)
+    assert (loss, gradient.tolist()) == (plain, policy.tolist())
+    ratios = numbers(1.5, 0.5, 0.5)
+    assert metrics["kl"].tolist() == pytest.approx((ratios * (200 + ratios.log() - 1)).tolist())
 
 
 def test_estimators_of_the_divergence():
@@ -197,6 +288,10 @@ def option_sets(name):
         "sapo": [{}, {"sapo_temperature_pos": 0.5, "sapo_temperature_neg": 2.0}],
         "vespo": [{}, {"vespo_k_pos": 1.0, "vespo_lambda_pos": 0.7, "vespo_k_neg": 0.4, "vespo_lambda_neg": 1.5}],
         "gmpo": [{}, {"epsilon": 0.1, "epsilon_high": 0.2}],
+        "dppo": [
+            *({"divergence_type": kind} for kind in TRUST_DIVERGENCES),
+            {"epsilon": 0.05, "epsilon_high": 0.02, "clip_ratio_c": 1.1},
+        ],
     }[name]
 
 
@@ -206,7 +301,7 @@ CASES = [
     for level in (None, *loss.levels)
     for options in option_sets(name)
 ]
-KL = [None, {"beta": 0.3}, {"beta": 0.3, "use_bias_correction_kl": False}]
+KL = [None, {"beta": 0.3}, {"beta": 0.3, "use_bias_correction_kl": False}, {"beta": 0.3, "kl_clip": 0.05}]
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -347,7 +442,8 @@ def part_of(tokens, reference, first, stop):
     """The completions `first` to `stop` as a micro-batch of their own, which shares the leaf `logps`."""
     starts = [0, *tokens.batch.counts.cumsum(0).tolist()]
     at = slice(starts[first], starts[stop])
-    cut = {n: getattr(tokens, n)[at] for n in ("logps", "old_logps", "advantages", "correction", "keep")}
+    names = ("logps", "old_logps", "advantages", "correction", "keep", "sampling_logps")
+    cut = {n: getattr(tokens, n)[at] for n in names}
     return PolicyTokens(batch=token_batch(tokens.batch.counts[first:stop].tolist()), **cut), reference[at]
 
 
@@ -389,7 +485,7 @@ def test_float32_agrees_with_float64(name):
 
 
 def test_a_loss_says_which_options_it_takes():
-    kl = {"beta", "use_bias_correction_kl"}
+    kl = {"beta", "use_bias_correction_kl", "kl_clip"}
     clip = {"epsilon", "epsilon_high", "delta"}
     level = {"importance_sampling_level"}
     assert POLICY_LOSSES["dapo"].options == kl | clip | level

@@ -361,6 +361,12 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         "train_sampling_strategy",
         "bco": "disable_dropout max_completion_length beta precompute_ref_log_probs prompt_sample_size min_density_ratio "
         "max_density_ratio generate_during_eval is_encoder_decoder",
+        **dict.fromkeys(
+            ("online_dpo", "xpo"),
+            "reward_model_path max_new_tokens max_length temperature top_p top_k min_p repetition_penalty generation_kwargs "
+            "cache_implementation missing_eos_penalty beta loss_type disable_dropout use_vllm vllm_gpu_memory_utilization "
+            "ds3_gather_for_generation reward_weights",
+        ),
         "prm": "max_completion_length disable_dropout step_separator train_on_last_step_only",
         "reward": "chat_template_path disable_dropout eos_token center_rewards_coefficient activation_offloading pad_token",
     }[method].split()

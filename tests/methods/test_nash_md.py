@@ -259,7 +259,7 @@ class Foreign(ScriptedEngine):
         ({"data_collator": print}, "leave `data_collator` out"),
         ({"compute_metrics": print}, "leave `compute_metrics` out"),
         ({"preprocess_logits_for_metrics": print}, "keeps no logits"),
-        ({"judge": Longer()}, "both given"),
+        ({"judge": Longer()}, "give one of them"),
     ],
 )
 def test_what_cannot_be_is_refused_before_training(tmp_path, given, message):

@@ -91,6 +91,7 @@ def test_what_is_missing_is_named(tmp_path):
     ended = ran(tmp_path / "script.py", tmp_path)
     assert ended.returncode == 2
     assert "AutoModelForCausalLMWithValueHead" in ended.stderr
+    assert "PPOTrainer puts a value head on a plain causal model itself" in ended.stderr
     assert "Traceback" not in ended.stderr
     assert ran(tmp_path / "nowhere.py", tmp_path).returncode == 2
 

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from posttrain import MergeConfig, merge_models
 from posttrain.cli.commands import demo
 from posttrain.cli.main import main
 from posttrain.exporting.verification import BOUNDS
@@ -106,3 +108,31 @@ def test_chat_knows_the_capital_of_france(model, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("What is the capital of France?"))
     assert main(["chat", model, "--temperature", "0", "--max-new-tokens", "12"]) == 0
     assert "Paris" in capsys.readouterr().out
+
+
+def test_merges_of_the_real_model(model, lora, tmp_path):
+    """With itself it is itself, to the bit; t = 0 and 1 are the parents; half way the loss lies between theirs."""
+    base, adapted = str(model), str(lora)
+    merge_models(MergeConfig("linear", base, base), tmp_path / "itself")
+    merge_models(MergeConfig("slerp", adapted, base, t_values=1.0), tmp_path / "end")
+    original = load_file(f"{model}/model.safetensors")
+    for folder in ("itself", "end"):
+        found = load_file(tmp_path / folder / "model.safetensors")
+        assert found.keys() == original.keys()
+        assert all(torch.equal(found[name], tensor.to(found[name].dtype)) for name, tensor in original.items()), folder
+    merge_models(MergeConfig("slerp", adapted, base, t_values=0.0), tmp_path / "start")
+    merge_models(MergeConfig("linear", adapted, base), tmp_path / "between")
+    start, between, end = (loss_of(tmp_path / folder) for folder in ("start", "between", "end"))
+    assert end < between < start
+
+
+def loss_of(folder):
+    tokenizer, network = (
+        AutoTokenizer.from_pretrained(folder),
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+    )
+    ids = tokenizer(
+        "The capital of France is Paris, and that of Italy is Rome. Two and two are four.", return_tensors="pt"
+    )
+    with torch.no_grad():
+        return network(**ids, labels=ids["input_ids"]).loss.item()

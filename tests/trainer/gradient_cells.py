@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache, partial
 from typing import Any
 
@@ -18,11 +18,12 @@ from posttrain.data.collate import Collator
 from posttrain.losses.pair import Pair
 from posttrain.losses.preference import PREFERENCE_LOSSES
 from posttrain.methods.table import METHODS
+from posttrain.models.load.reference import PRECOMPUTED
 from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS
 from posttrain.trainer.online_trainer import OnlineTrainer
 from tests import tiny
 from tests.losses.test_preference_oracle import naive_total
-from tests.trainer import offline_cells, policy_cells
+from tests.trainer import offline_cells, policy_cells, ppo_cells
 
 PACKED = "packed"
 CHUNKS = (1, 7, None)
@@ -34,6 +35,9 @@ SMOOTHING = {"exo_pair": 0.1, "robust": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
 SFT_LOSSES = ("nll", "dft", "smoothed")
 REWARD_LOSSES = ("plain", "margin", "centred")
 POLICY_METHODS = ("grpo", "rloo", "nash_md")
+ONLINE_PAIRS = {"online_dpo": ("sigmoid", "ipo", "aot"), "xpo": ("sigmoid",)}
+"""Method of pairs that the policy writes -> losses; the reference's log-probs travel with the samples."""
+XPO_ALPHA = 0.03
 WHOLE_PRODUCT = (("sft", "nll"), ("dpo", "sigmoid"))
 BETWEEN_PROCESSES = (
     ("sft", "nll"),  # divided by tokens
@@ -85,7 +89,9 @@ def variants() -> list[tuple[str, str]]:
         ("prm", "steps"),
         *(("grpo", loss) for loss in policy_cells.GRPO_VARIANTS),
         ("rloo", "rloo"),
+        *((method, loss) for method, losses in ONLINE_PAIRS.items() for loss in losses),
         *(("nash_md", level) for level in policy_cells.NASH_LEVELS),
+        *(("ppo", loss) for loss in ppo_cells.OPTIONS),
         *((method, loss) for method, losses in offline_cells.OPTIONS.items() for loss in losses),
         *((method, DEFAULT) for method in METHODS if method not in ORACLES),
     ]
@@ -124,7 +130,7 @@ def _of_one_model(rows: list[tuple[Any, ...]], number: int) -> list[tuple[Any, .
 
 def _resembles_others(method: str, loss: str) -> bool:
     """Policy losses are presets of one objective, and most preference losses are formulas of the same margins."""
-    if method in POLICY_METHODS:
+    if method in POLICY_METHODS or loss == "value_model":
         return True
     if method in offline_cells.OPTIONS:  # the first loss of each method stands for the others
         return loss != next(iter(offline_cells.OPTIONS[method]))
@@ -182,10 +188,13 @@ def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
 
     The two samples of a pair begin with the same prompt, but for those of row 5, which have nothing in common.
     """
+    if method in ONLINE_PAIRS:
+        return [tuple(_with_reference(s, place) for place, s in enumerate(pair)) for pair in units("dpo")]
     if is_online(method):  # what a policy said before is near what it says now: this depends on its adapter
         policy, reference = oracle_models(method, lora)[0], oracle_models("dpo", False)[1]
         with torch.no_grad():
-            return policy_cells.groups(partial(_log_probs, policy), partial(_log_probs, reference))
+            made = policy_cells.groups(partial(_log_probs, policy), partial(_log_probs, reference))
+            return ppo_cells.with_values(made) if method == "ppo" else made
     if method in offline_cells.OPTIONS:
         return offline_cells.units(method)
     rng = np.random.default_rng(7)
@@ -206,6 +215,19 @@ def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
     return made
 
 
+@torch.no_grad()
+def _with_reference(sample: Sample, place: int) -> Sample:
+    """A copy with log-probs near those of DPO's reference, on a grid on which float32, in which they travel, adds without rounding.
+
+    Of every other pair the reference wrote the second.
+    """
+    rows, targets = _log_probs(oracle_models("dpo", False)[1], sample)
+    column = np.zeros(len(sample), dtype=np.float32)
+    column[1:][sample.trained[1:]] = [round(row[target].item() * 1024) / 1024 for row, target in zip(rows, targets)]
+    scalars = {"score": 0.0, "ended": 1.0, "by_reference": float((sample.row + place) % 2)}
+    return replace(sample, per_token={PRECOMPUTED: column}, scalars=scalars)
+
+
 def packed(samples: list[tuple[Sample, ...]]) -> list[tuple[Sample, ...]]:
     """Two neighbouring samples share a block; the rows of a micro-batch stay the same."""
     flat = [sample for unit in samples for sample in unit]
@@ -222,10 +244,14 @@ def options(cell: Cell) -> dict[str, Any]:
         return {"nll": {}, "dft": {"loss_type": "dft"}, "smoothed": {"label_smoothing_factor": 0.2}}[cell.loss]
     if cell.method in POLICY_METHODS:
         return policy_cells.options(cell.method, cell.loss)
+    if cell.method == "ppo":
+        return {**policy_cells.SHARED_OPTIONS, **ppo_cells.OPTIONS[cell.loss]}
     if cell.method in offline_cells.OPTIONS:
         return offline_cells.OPTIONS[cell.method][cell.loss]
     if cell.method == "reward":
         return {"centred": {"center_rewards_coefficient": 0.3}}.get(cell.loss, {})
+    if cell.method == "xpo":
+        return {"loss_type": [cell.loss], "alpha": XPO_ALPHA}
     special = {
         "ld": {"ld_alpha": 0.4},
         "wpo": {"use_weighting": True},
@@ -287,7 +313,11 @@ def trainer(method: str, loss: str, lora: bool, dtype: torch.dtype) -> Any:
     )
     extra = {"ref_model": reference} if reference is not None else {}
     extra |= policy_cells.arguments() if is_online(method) else {}
-    return METHODS[method].trainer_class(model=policy, args=args, processing_class=tiny.tokenizer(), **extra)
+    extra |= {"value_model": ppo_cells.critic(loss, dtype)} if loss == "value_model" else {}
+    made = METHODS[method].trainer_class(model=policy, args=args, processing_class=tiny.tokenizer(), **extra)
+    if loss == "value_head":  # at its initialisation the body would have no gradient of the values
+        made.critic.load_state_dict(ppo_cells.critic(loss, dtype).state_dict())
+    return made
 
 
 def gradient(cell: Cell, rank: int = 0, world_size: int = 1) -> dict[str, torch.Tensor]:
@@ -325,6 +355,7 @@ def windows(cell: Cell) -> list[list[list[tuple[Sample, ...]]]]:
     """The units of each micro-batch, for each process."""
     rows, place, found = units(cell.method, cell.lora and is_online(cell.method)), 0, []
     rows = offline_cells.rows_of(cell.method, cell.loss) if cell.method in offline_cells.OPTIONS else rows
+    rows = policy_cells.rows_of(cell.loss, rows) if cell.method in POLICY_METHODS else rows
     bounds = np.concatenate([[0], np.cumsum(cell.shares)]) / sum(cell.shares)
     for size in SPLITS[cell.split]:
         window = rows[place : place + size]
@@ -371,6 +402,8 @@ def own(method: str, loss: str, lora: bool) -> dict[str, torch.Tensor]:
 @lru_cache
 def oracle(cell: Cell) -> dict[str, torch.Tensor]:
     policy, reference = oracle_models(cell.method, cell.lora)
+    if cell.method == "ppo":
+        ppo_cells.attach(policy, cell.loss)
     named = {name: p for name, p in policy.named_parameters() if p.requires_grad}
     # The graph stays: what the policy says of the rows is computed once for all losses.
     found = torch.autograd.grad(
@@ -419,13 +452,13 @@ def _dpo_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
         name: [] for name in ("c", "r", "ref_c", "ref_r", "len_c", "len_r", "nll", "weight")
     }
     chosen_tokens = 0
-    for pair in units("dpo"):
+    bonus = 0.0
+    for pair in units(cell.method):
         own = [_log_probs(policy, sample) for sample in pair]
-        with torch.no_grad():
-            ref = [_log_probs(reference, sample) for sample in pair]
         shorter = min(len(targets) for _, targets in own)
         picked = [[row[t] for row, t in zip(*side)] for side in own]
-        ref_picked = [[row[t] for row, t in zip(*side)] for side in ref]
+        ref_picked = [_reference_logps(reference, sample) for sample in pair]
+        bonus = bonus + sum(s.scalars.get("by_reference", 0.0) * sum(side) for s, side in zip(pair, picked))
         weigh = [1.0 if cell.loss != "ld" or i < shorter else 0.4 for i in range(20)]
         fields["c"].append(sum(w * x for w, x in zip(weigh, picked[0])))
         fields["r"].append(sum(w * x for w, x in zip(weigh, picked[1])))
@@ -456,7 +489,16 @@ def _dpo_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     if cell.loss == "wpo":
         single = [naive_total(made.units(i, i + 1), "sigmoid", 0.1, 0.0, 0.05) for i in range(len(made))]
         return sum(weight * value for weight, value in zip(fields["weight"], single)) / len(made)
-    return one(cell.loss if cell.loss in PREFERENCE_LOSSES else "sigmoid")
+    explored = XPO_ALPHA * bonus / len(made) if cell.method == "xpo" else 0.0
+    return one(cell.loss if cell.loss in PREFERENCE_LOSSES else "sigmoid") + explored
+
+
+@torch.no_grad()
+def _reference_logps(reference: Any, sample: Sample) -> list[torch.Tensor]:
+    """Of the trained tokens: those that the sample carries, or of the model."""
+    if PRECOMPUTED in sample.per_token:
+        return list(torch.from_numpy(sample.per_token[PRECOMPUTED].astype(np.float64))[1:][sample.trained[1:]])
+    return [row[target] for row, target in zip(*_log_probs(reference, sample))]
 
 
 def _reward_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
@@ -494,6 +536,10 @@ def _policy_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     return policy_cells.step_loss(cell.method, cell.loss, windows(cell), partial(_log_probs, policy))
 
 
+def _ppo_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
+    return ppo_cells.step_loss(cell.loss, units("ppo", cell.lora), partial(_log_probs, policy), policy)
+
+
 def _offline_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     if cell.loss == "clamped":
         reference = tiny.with_exact_norms(tiny.causal_lm(3, torch.float64))
@@ -516,7 +562,9 @@ ORACLES = {
     "prm": _prm_oracle,
     "grpo": _policy_oracle,
     "rloo": _policy_oracle,
+    **dict.fromkeys(ONLINE_PAIRS, _dpo_oracle),
     "nash_md": _nash_oracle,
+    "ppo": _ppo_oracle,
     **dict.fromkeys(offline_cells.OPTIONS, _offline_oracle),
 }
 

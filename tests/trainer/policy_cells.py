@@ -10,8 +10,11 @@ import numpy as np
 import torch
 
 from posttrain.core.sample import Sample, Unit
+from posttrain.data.collate import Collator
 from posttrain.losses.policy import POLICY_LOSSES, PolicyTokens
+from posttrain.methods.grpo import LIKELIEST
 from posttrain.models.load.reference import PRECOMPUTED
+from posttrain.rollout.loader import units_of
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
 from tests.losses.policy_oracle import naive_loss, token_batch
 
@@ -28,13 +31,20 @@ TOKEN_CORRECTED = {
     "vllm_importance_sampling_clip_max": 1.2,
     "vllm_importance_sampling_clip_min": 0.6,
 }
+DPPO = {"loss_type": "dppo", "epsilon": 4e-4, "epsilon_high": 2e-4}  # about half of the tokens are further off
 GRPO_VARIANTS: dict[str, dict[str, Any]] = {
     **{name: {"loss_type": name} for name in POLICY_LOSSES if name != "rloo"},
+    "dppo": DPPO,
+    "dppo_kl": {**DPPO, "divergence_type": "binary_kl", "clip_ratio_c": 1.2},
+    "dppo_topk_tv": {**DPPO, "divergence_type": "topk_tv", "divergence_topk": 3},
+    "dppo_topk_kl": {**DPPO, "divergence_type": "topk_kl", "divergence_topk": 3, "epsilon": 2e-6, "epsilon_high": 1e-6},
+    "gfpo": {"loss_type": "grpo"},
     "gspo": {"loss_type": "grpo", "importance_sampling_level": "sequence", "epsilon": 0.03},
     "gspo_token": {"loss_type": "grpo", "importance_sampling_level": "sequence_token", "epsilon": 0.03},
     "delta": {"loss_type": "dapo", "delta": 1.3, "epsilon_high": 0.28},
     "kl": {"loss_type": "dapo", "beta": 0.1},
     "kl_plain": {"loss_type": "grpo", "beta": 0.1, "use_bias_correction_kl": False},
+    "kl_clip": {"loss_type": "dapo", "beta": 0.1, "kl_clip": 0.02},
     "entropy": {"loss_type": "grpo", "entropy_coef": 0.3},
     "masked": {"loss_type": "dapo", "off_policy_mask_threshold": 0.02},
     "correction": {"loss_type": "dapo", **CORRECTED, "vllm_importance_sampling_clip_max": 1.5},
@@ -69,7 +79,7 @@ def groups(policy_scores: Any, reference_scores: Any) -> list[Unit]:
     Old log-probs lie around the policy's, so that ratios differ from 1 and some are clipped; sampling log-probs lie around the
     old ones. All are float64, so that they limit no comparison; the reference's, which travel in float32, are rounded to it.
     """
-    rng = np.random.default_rng(11)
+    rng, more = np.random.default_rng(11), np.random.default_rng(12)
     made = []
     for row in range(8):
         prompt = rng.integers(0, 250, int(rng.integers(1, 6)))
@@ -85,6 +95,7 @@ def groups(policy_scores: Any, reference_scores: Any) -> list[Unit]:
             _write(sample, SAMPLING_LOGPS, old + 0.2 * rng.normal(size=len(own)))
             _write(sample, PRECOMPUTED, reference.astype(np.float64))
             _write(sample, ADVANTAGES, np.full(len(own), rng.normal()))
+            _write(sample, LIKELIEST, _likeliest(policy_scores(sample)[0], more))
             unit.append(sample)
         made.append(tuple(unit))
     return made
@@ -96,9 +107,26 @@ def _picked(scored: Scored) -> np.ndarray:
 
 
 def _write(sample: Sample, name: str, values: np.ndarray) -> None:
-    column = np.zeros(len(sample), dtype=np.float64)
+    column = np.zeros((len(sample), *values.shape[1:]), dtype=np.float64)
     column[sample.trained] = values
     sample.per_token[name] = column
+
+
+def _likeliest(rows: torch.Tensor, rng: np.random.Generator) -> np.ndarray:
+    """(n, 6): ids and log-probs of the three likeliest tokens of a sampler near the policy."""
+    sampler = (rows.detach() + 0.02 * torch.from_numpy(rng.normal(size=rows.shape))).log_softmax(-1).topk(3)
+    return torch.cat([sampler.indices.double(), sampler.values], -1).numpy()
+
+
+def rows_of(loss: str, units: list[Unit]) -> list[Unit]:
+    """GFPO trains on the members of a group that its filter has left: here two of three."""
+    if loss != "gfpo":
+        return units
+    kept = [
+        [None if len(unit) == 3 and i == row % 3 else (s,) for i, s in enumerate(unit)]
+        for row, unit in enumerate(units)
+    ]
+    return [units_of(window, Collator(("completion",), 0))[0] for window in kept]
 
 
 Windows = list[list[list[Unit]]]  # the units of each micro-batch, for each process
@@ -166,12 +194,18 @@ def _whole(
         columns[ADVANTAGES],
         correction,
         keep,
+        columns[SAMPLING_LOGPS],
+        (columns[LIKELIEST][:, 3:], _at_ids(scored, columns[LIKELIEST][:, :3])),
     )
     total = naive_loss(name, tokens, columns[PRECOMPUTED] if o.get("beta") else None, o)
     if o.get("entropy_coef"):
         entropies = [-(row.exp() * row).sum() for rows, _ in scored for row in rows]
         total = total - o["entropy_coef"] * sum(entropies) / len(entropies)
     return total
+
+
+def _at_ids(scored: list[Scored], ids: torch.Tensor) -> torch.Tensor:
+    return torch.cat([rows for rows, _ in scored]).detach().gather(1, ids.long())
 
 
 def _corrections(one: dict[str, torch.Tensor], o: dict[str, Any]) -> list[float]:

@@ -22,7 +22,7 @@ from tests import tiny
 CACHE = tempfile.mkdtemp(prefix="posttrain-tokens-")
 
 
-ONLINE = ("grpo", "rloo", "nash_md")
+ONLINE = ("grpo", "rloo", "online_dpo", "xpo", "nash_md")
 ONLINE_OPTIONS = {
     "num_generations": 4,
     "max_completion_length": 5,
@@ -31,8 +31,25 @@ ONLINE_OPTIONS = {
     "beta": 0.1,
     "reward_workers": 0,
 }
-NOT_TAKEN = {"nash_md": ("num_generations", "num_iterations")}
+NOT_TAKEN = {
+    "online_dpo": ("num_generations",),
+    "xpo": ("num_generations",),
+    "nash_md": ("num_generations", "num_iterations"),
+}
 """Of those, options that a method has no choice about."""
+
+
+PPO_OPTIONS = {
+    "max_completion_length": 5,
+    "gradient_accumulation_steps": 4,  # a generation; two optimizer steps, twice
+    "num_mini_batches": 2,
+    "num_ppo_epochs": 2,
+    "adap_kl_ctrl": True,
+    "kl_coef": 0.2,
+    "target": 0.01,
+    "horizon": 100.0,
+    "reward_workers": 0,
+}
 
 
 def checksum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -59,9 +76,7 @@ def prompts(rows: int) -> list[dict[str, Any]]:
 DATA = {
     "sft": tiny.chats,
     "baseline": tiny.chats,
-    "grpo": prompts,
-    "rloo": prompts,
-    "nash_md": prompts,
+    **dict.fromkeys((*ONLINE, "ppo"), prompts),
     "prm": tiny.steps,
 }  # the others read pairs
 
@@ -169,9 +184,13 @@ def make(
     if name in ONLINE:
         own = {option: value for option, value in ONLINE_OPTIONS.items() if option not in NOT_TAKEN.get(name, ())}
         chosen = {**own, **chosen}
+    if name == "ppo":
+        chosen = {**chosen, **PPO_OPTIONS, **options}
     extra: dict[str, Any] = {"args": METHODS[name].config_class(**chosen)}
-    if name in ONLINE:
+    if name in (*ONLINE, "ppo"):
         extra["reward_funcs"] = checksum
+    if "critic" in flags:
+        extra["value_model"] = tiny.reward_model(3)
     if "bf16" in flags:
         model = model.to(torch.bfloat16)
     if "lora" in flags:

@@ -36,7 +36,7 @@ def trainer(
     callbacks=None,
     **options,
 ):
-    passed_on = ("eval_dataset", "rollout_func", "peft_config", "reward_processing_classes")
+    passed_on = ("eval_dataset", "rollout_func", "peft_config", "reward_processing_classes", "group_filter_func")
     kept = {key: options.pop(key) for key in passed_on if key in options}
     defaults = {
         "output_dir": str(folder), "max_steps": 4, "per_device_train_batch_size": 8, "num_generations": 4,
@@ -371,6 +371,10 @@ def test_evaluation_does_not_change_training(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(weights(quiet).values(), weights(watched).values()))
 
 
+def by_length(group_completions, group_rewards):
+    return [[-len(text.encode()) for text in group] for group in group_completions]
+
+
 # ---- resuming -------------------------------------------------------------------------------------------------------------
 
 WINDOWS = {  # with the steps to resume from: several where a checkpoint lies at different places of a window
@@ -380,6 +384,8 @@ WINDOWS = {  # with the steps to resume from: several where a checkpoint lies at
     "adaptive entropy": ({"use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 9.0}, (3,)),
     "refilled": ({"drop_zero_variance": True}, (1, 4)),
     "replayed": ({"replay_buffer_size": 4}, (1, 4)),
+    "filtered": ({"num_remains_in_group": 2, "group_filter_func": by_length, "steps_per_generation": 2}, (1, 2)),
+    "likeliest": ({"loss_type": "dppo", "divergence_type": "topk_kl", "num_iterations": 2, "epsilon": 1e-4}, (1, 2)),
 }
 
 
@@ -412,6 +418,10 @@ def test_a_resumed_run_is_the_run(tmp_path, name):
             "`sapo_temperature_pos` is set, but the loss 'grpo' does not read it",
         ),
         ({"sync_ref_model": True}, "with `beta=0` there is none"),
+        ({"kl_clip": 0.5}, "with `beta=0` neither has it"),
+        ({"kl_clip": 0.0, "beta": 0.1}, "kl_clip"),
+        ({"advantage_std": "both"}, "it must be one of sample, population"),
+        ({"advantage_std": "population", "scale_rewards": "none"}, "no advantage is scaled"),
         ({"temperature": 0.0}, "training needs samples that differ"),
         ({"generation_kwargs": {"best_of": 3}}, "best_of"),
         ({"scale_rewards": "sometimes"}, "scale_rewards"),

@@ -44,9 +44,24 @@ MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_al
         ("kto", {}),
         ("bco", {}),
         ("prm", {"disable_dropout": False}),
+        ("online_dpo", {"beta": [0.1, 0.3]}),
+        ("xpo-lora", {}),
         ("nash_md-lora", {"mixture_coef": [0.5, 0.2]}),  # inside of a generation that feeds two steps
+        ("ppo-bf16-lora", {}),
+        ("ppo-critic", {}),
     ],
-    ids=["bf16-lora", "moving-reference", "kto", "bco", "token-head", "nash_md"],
+    ids=[
+        "bf16-lora",
+        "moving-reference",
+        "kto",
+        "bco",
+        "token-head",
+        "pairs-inside-a-window",
+        "two-writers",
+        "nash_md",
+        "ppo-head",
+        "ppo-value-model",
+    ],
 )
 def test_killed_at_a_step_boundary_and_resumed_is_bit_identical(method, options, tmp_path):
     """SIGKILL right after step 5 of 8; checkpoints every 2 steps, logs every 3 (out of step with them on purpose).

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import datetime
+import math
 
 import pyarrow.parquet
 import pytest
+import torch
 import torch.distributed as dist
 
 from posttrain import BasePairwiseJudge, RLOOConfig, RLOOTrainer, WinRateCallback
+from posttrain.core.processes import of_every_process
+from posttrain.models.load.reference import PRECOMPUTED
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, RETURNS, VALUES
+from tests import tiny
+from tests.losses.test_gae import naive
+from tests.methods import test_ppo
+from tests.methods.test_ppo import PlainLoop, prompts
+from tests.trainer.resumable_run import checksum
 from tests.trainer.test_online import logged, rows, trainer
 
 
@@ -105,7 +115,58 @@ def judges(folder: str) -> None:
         trainer(folder, rewards=FewerBytes(), **split)
 
 
-SCENARIOS = {"metric": metric, "evaluation": evaluation, "rloo": rloo, "entropy": entropy, "judges": judges}
+def ppo(folder: str) -> None:
+    """One process has fewer samples: what is whitened, and what the controller follows, is that of both, in float64."""
+
+    def reward(completion_ids, **kwargs):
+        if dist.get_rank() == 1 and sum(completion_ids[0]) % 3 == 0:
+            raise ValueError("not today")
+        return checksum(completion_ids)
+
+    shape = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 1, "reward_batching": "sample"}
+    options = {
+        "max_steps": 2,
+        "learning_rate": 1e-2,
+        "kl_coef": 0.3,
+        "adap_kl_ctrl": True,
+        "target": 0.001,
+        "horizon": 99.0,
+    }
+    policy = tiny.with_exact_norms(tiny.causal_lm(0, torch.float64))
+    made = test_ppo.trainer(
+        folder, policy, reward, shape | options | {"whiten_rewards": True}, train_dataset=prompts(24)
+    )
+    made.train()
+    before = made.controller.coefficient
+    made.loader.source.next_window()
+    (collected,) = made.loader.source.take_finished()
+    made._measure(collected, "train")
+    names = (OLD_LOGPS, PRECOMPUTED, VALUES, ADVANTAGES, RETURNS)
+    mine = [
+        (rollout.reward, *(rollout.sample.read_trained(name).tolist() for name in names))
+        for rollout in collected.rollouts
+        if not rollout.masked
+    ]
+    parts = of_every_process(mine, 2)
+    assert 0 < len(parts[1]) < len(parts[0])
+    samples = [dict(zip(("score", "old", "ref", "V", "A", "R"), sample)) for part in parts for sample in part]
+    divergences = [[old - ref for old, ref in zip(s["old"], s["ref"])] for s in samples]
+    expected = [[-before * k for k in one] for one in divergences]
+    for rewards, sample in zip(expected, samples):
+        rewards[-1] += sample["score"]
+    mean, scale = PlainLoop.moments([r for one in expected for r in one])
+    expected = [naive([(r - mean) / scale + mean for r in one], s["V"], 1.0, 0.95) for one, s in zip(expected, samples)]
+    for advantages, sample in zip(expected, samples):
+        assert sample["R"] == pytest.approx([a + v for a, v in zip(advantages, sample["V"])], abs=1e-9)
+    mean, scale = PlainLoop.moments([a for one in expected for a in one])
+    for advantages, sample in zip(expected, samples):
+        assert sample["A"] == pytest.approx([(a - mean) / scale for a in advantages], abs=1e-9)
+    error = min(max(math.fsum(map(sum, divergences)) / len(samples) / 0.001 - 1, -0.2), 0.2)
+    assert made.controller.coefficient == pytest.approx(before * (1 + error * len(samples) / 99), rel=1e-12)
+    assert before != 0.3
+
+
+SCENARIOS = {"metric": metric, "evaluation": evaluation, "rloo": rloo, "entropy": entropy, "judges": judges, "ppo": ppo}
 
 
 def main(scenario: str, folder: str) -> None:

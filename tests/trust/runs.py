@@ -107,7 +107,9 @@ def quiet_run(method: str, folder: Path, **options: Any) -> tuple[dict[str, int]
 
 def without_timings(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: without_timings(item) for name, item in value.items() if not name.endswith(TIMINGS)}
+        return {
+            name: without_timings(item) for name, item in value.items() if not name.endswith(TIMINGS) and name != "eps"
+        }
     return [without_timings(item) for item in value] if isinstance(value, list) else value
 
 
@@ -115,7 +117,8 @@ def differences(one: Path, other: Path) -> list[str]:
     """What two finished runs do not have in common, bit for bit: last checkpoint, metrics, order of the data."""
     first, second = files.checkpoints(one)[0], files.checkpoints(other)[0]
     found = [] if first.name == second.name else [f"the last checkpoints are {first.name} and {second.name}"]
-    names = {p.name for folder in (first, second) for p in folder.iterdir()} - set(OF_THIS_FOLDER)
+    every = {str(p.relative_to(folder)) for folder in (first, second) for p in folder.rglob("*") if p.is_file()}
+    names = every - set(OF_THIS_FOLDER)
     for name in sorted(names):
         found += _difference(first / name, second / name, name)
     for name in ("metrics.jsonl", "row_order.jsonl"):

@@ -35,7 +35,7 @@ SHIPPED_BYTES = 200_000
 LOCAL_ONLY = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 """Folders that each machine has to itself."""
 REWARD_OPTIONS = ("reward_funcs", "reward_model_name_or_path")
-CODE_OPTIONS = ("reward_funcs", "tools", "environment_factory", "rollout_func")
+CODE_OPTIONS = ("reward_funcs", "tools", "environment_factory", "group_filter_func", "rollout_func")
 INSTALLED = (
     'command -v posttrain >/dev/null || { echo "posttrain is not installed where this job runs: name a --setup that installs '
     f'or activates it." >&2; exit {EXIT_CODE}; }}'

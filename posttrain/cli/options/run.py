@@ -54,6 +54,9 @@ class RewardOptions:
     environment_factory: str | None = option(
         None, "What makes an episode's environment: a dotted path or file.py:Name."
     )
+    group_filter_func: str | None = option(
+        None, "GFPO: a function of yours that scores the completions of groups: a dotted path or file.py:name."
+    )
     rollout_func: str | None = option(
         None, "A function of yours that writes the rollouts: a dotted path or file.py:name."
     )

@@ -118,7 +118,7 @@ def parts_of(config: RunConfig) -> dict[str, Any]:
 
 
 def rewards_of(config: RunConfig) -> dict[str, Any]:
-    """`reward_funcs`, `tools`, `environment_factory` and `rollout_func` of the trainer, imported."""
+    """`reward_funcs`, `tools`, `environment_factory`, `group_filter_func` and `rollout_func` of the trainer, imported."""
     from posttrain.cli.running.named_objects import callable_named, reward_named
     from posttrain.rewards.reward_set import refuse_beside_judge
 
@@ -133,9 +133,13 @@ def rewards_of(config: RunConfig) -> dict[str, Any]:
         found["reward_funcs"] = [*functions, *models]
     if "tools" in options and config.get("tools"):
         found["tools"] = [callable_named(name, "tools") for name in config.get("tools")]
-    for name in ("environment_factory", "rollout_func"):
+    for name in ("environment_factory", "group_filter_func", "rollout_func"):
         if name in options and config.get(name):
             found[name] = callable_named(config.get(name), name)
+    if "group_filter_func" in options and ("group_filter_func" in found) != (
+        config.get("num_remains_in_group") is not None
+    ):
+        raise UsageError("--group_filter_func and --num_remains_in_group need each other: give both, or neither.")
     if "reward_funcs" not in found and "environment_factory" not in found:
         raise UsageError(
             f"posttrain {config.method} needs a reward: --reward_funcs with a built-in name, my_module.function or "

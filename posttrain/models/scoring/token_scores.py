@@ -168,6 +168,17 @@ def log_sum_squared_probs(logits: Tensor, log_z: Tensor, targets: Tensor) -> Ten
     return torch.logsumexp(2 * logits, -1) - 2 * log_z
 
 
+def likeliest_tokens(logits: Tensor, log_z: Tensor, targets: Tensor, *_: Tensor, count: int) -> Tensor:
+    """(n, 2 count): ids of the likeliest tokens, which float32 has exactly up to 2 ** 24, and their log-probs."""
+    found = logits.topk(count, -1)
+    return torch.cat([found.indices.float(), (found.values - log_z[:, None]).float()], -1)
+
+
+def logps_of_tokens(logits: Tensor, log_z: Tensor, targets: Tensor, ids: Tensor) -> Tensor:
+    """(n, k): log-probs of these tokens."""
+    return logits.gather(-1, ids) - log_z[:, None]
+
+
 TOKEN_STATS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "entropy": entropy,
     "is_most_likely": is_most_likely,

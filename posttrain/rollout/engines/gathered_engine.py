@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.critic import CRITIC
 from posttrain.models.load.adapters import is_quantized
 from posttrain.models.load.model import innermost_model
 from posttrain.models.sharding import reshard, whole
@@ -76,6 +77,9 @@ def _without_weights(model: nn.Module, device: torch.device) -> nn.Module:
         id(parameter): nn.Parameter(torch.empty(0, dtype=parameter.dtype, device=device), requires_grad=False)
         for parameter in model.parameters()
     }
+    critic = getattr(innermost_model(model), CRITIC, None)
+    if critic is not None:  # nothing is generated from it
+        empty[id(critic)] = nn.Identity()
     made = copy.deepcopy(model, empty)
     for module in made.modules():
         for name, buffer in module._buffers.items():

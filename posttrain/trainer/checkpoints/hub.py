@@ -110,6 +110,15 @@ def push_checkpoint(run: PushedRun, folder: Path) -> None:
         run.push_in_progress.jobs.extend(jobs)
 
 
+def upload_model_to_hf(
+    folder_path: str | Path, repo_id: str, token: str | None = None, private: bool | None = None
+) -> Any:
+    """The model in a folder as a repository of its own."""
+    _api().create_repo(repo_id, token=token, private=private, exist_ok=True)
+    additions = [CommitOperationAdd(name, content) for name, content in model_files(Path(folder_path))]
+    return _api().create_commit(repo_id, additions, commit_message="Upload model", token=token)
+
+
 def _upload(
     run: PushedRun,
     folder: str | Path,

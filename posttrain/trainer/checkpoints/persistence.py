@@ -15,8 +15,9 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import PartialState
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from posttrain.core.faults import fault_point
 from posttrain.core.options import resume_request
@@ -87,6 +88,9 @@ class ResumableRun(Protocol):
     metrics: MetricStore
     state: TrainerState
     control: TrainerControl
+    model: nn.Module
+    reference: Any
+    callback_handler: CallbackHandler
     # what Trainer's loop has added up
     _tr_loss: Tensor
     _total_loss_scalar: float
@@ -121,6 +125,11 @@ class RunLifecycle(TrainerCallback):
             new = RunState(self.run.identity(), run_id=uuid.uuid4().hex[:12]) if resume is None else None
             self.checkpoints.run_state = new or self._accepted_state(resume)
             self._claim_folder(is_new=resume is None)
+            for (
+                callback
+            ) in self.run.callback_handler.callbacks:  # the reference that is asked: online methods hold it apart
+                if hasattr(callback, "take_reference"):
+                    callback.take_reference(getattr(self.run, "live", None) or self.run.reference, self.run.model)
             if resume is not None:
                 for callback in self.checkpoints.callbacks_with_files():
                     callback.load_state_files(resume)

@@ -250,13 +250,11 @@ class Checkpoints:
             self._just_saved = None
 
     def _readers_of_checkpoints(self) -> list[str]:
-        """Callbacks whose `on_save` may open the finished folder, which is then waited for. Ours do not."""
+        """Callbacks whose `on_save` may open the finished folder, which is then waited for. Ours say so."""
         return [
             type(callback).__name__
             for callback in self.run.callback_handler.callbacks
-            if type(callback).on_save is not TrainerCallback.on_save
-            and not type(callback).__module__.startswith("posttrain.")
-            and not _ignores_checkpoints(callback)
+            if type(callback).on_save is not TrainerCallback.on_save and _opens_checkpoints(callback)
         ]
 
     def callbacks_with_files(self) -> list[Any]:
@@ -395,6 +393,13 @@ def _saved_files(tokenizer: Any) -> dict[str, bytes]:
         tokenizer.save_pretrained(folder)
         paths = [path for path in Path(folder).rglob("*") if path.is_file()]
         return {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+
+
+def _opens_checkpoints(callback: Any) -> bool:
+    """Whether its `on_save` may: of ours one that says so, of others all that are not known to do nothing in it."""
+    if type(callback).__module__.startswith("posttrain."):
+        return getattr(callback, "opens_checkpoints", False)
+    return not _ignores_checkpoints(callback)
 
 
 def _ignores_checkpoints(callback: Any) -> bool:

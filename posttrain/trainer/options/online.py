@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.core.options import refused, values_of
 from posttrain.core.sample import KEEP_END
+from posttrain.losses.advantages import DEVIATIONS
 from posttrain.rewards.runtime.options import AUTO, IN_PROCESS, RewardOptions
 from posttrain.rollout.engines.protocol import SamplingParams
 from posttrain.rollout.engines.select import ENGINES
@@ -173,10 +174,10 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
         if self.num_generations_eval is not None:
             check_range("num_generations_eval", self.num_generations_eval, 1)
         check_range("max_completion_length", self.max_completion_length, 1)
-        for value in values_of(self.beta):
-            check_range("beta", value, 0)
-        if self.sync_ref_model and self.beta == 0:
-            raise ValueError("`sync_ref_model` moves a reference; with `beta=0` there is none.")
+        for value in values_of(getattr(self, self.reference_weight)):
+            check_range(self.reference_weight, value, 0)
+        if self.sync_ref_model and not self.has_reference:
+            raise ValueError(f"`sync_ref_model` moves a reference; with `{self.reference_weight}=0` there is none.")
         check_range("num_iterations", self.num_iterations, 1)
         check_range("refill_rounds", self.refill_rounds, 0)
         check_choice("rollout_engine", self.rollout_engine, tuple(ENGINES))
@@ -215,6 +216,13 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
             self.truncation_mode = KEEP_END
 
     smallest_group = 2
+    reference_weight = "beta"  # the option that weighs the divergence from the reference; at 0 there is none
+    permutes_windows = False  # whether each pass over a generation has an order of its own
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether the policy is compared with another one."""
+        return any(values_of(getattr(self, self.reference_weight)))
 
     def schedule(self) -> Schedule:
         """How generation and optimisation interlock; raises where the numbers do not divide."""
@@ -285,6 +293,40 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
             isolation=IN_PROCESS if self.reward_workers == 0 else AUTO,
             cache=self.reward_cache,
         )
+
+
+@dataclass
+class GroupConfig(OnlineConfig):
+    """Options of methods that compare the completions of a group, and all of them with a reference."""
+
+    log_kl: bool = option(
+        False, "Log the divergence from the reference (`kl`) also where `beta` is 0 and the loss does not have it."
+    )
+    kl_clip: float | None = option(
+        None, "The divergence of a token counts at most this; beyond, it has no gradient. None: any value."
+    )
+    advantage_std: str = option(
+        "sample", "Advantages are scaled by the standard deviation of the 'sample' (n - 1) or of the 'population' (n)."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("advantage_std", self.advantage_std, tuple(DEVIATIONS))
+        if self.kl_clip is not None:
+            check_range("kl_clip", self.kl_clip, 0, open_low=True)
+            if self.beta == 0:
+                raise ValueError(
+                    "`kl_clip` bounds the divergence in the loss or the reward; with `beta=0` neither has it."
+                )
+
+    @property
+    def has_reference(self) -> bool:
+        return super().has_reference or self.log_kl
+
+    @property
+    def ddof(self) -> int:
+        """What is taken off the number of rewards in a variance."""
+        return DEVIATIONS[self.advantage_std]
 
 
 def _renamed(old: str, old_value: Any, new: str, new_value: Any) -> Any:

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
+from posttrain.models.load.reference import FrozenCopy, Reference
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.options.base import BaseConfig, check_range
+from posttrain.trainer.references.setup import MOVED_REFERENCE, load_moved, save_moved
 
 BEMA_FOLDER = "bema"
 STATE_FILE = "bema_state"
@@ -31,6 +33,9 @@ class BEMACallback(TrainerCallback):
 
     The averages are float32 (float64 for float64 weights) on `device` of the first process. `<output_dir>/bema` is a model
     (or an adapter) to load like any other.
+
+    With `update_ref_model` the reference of the run takes the averaged weights after step `ref_model_update_after` (where there are
+    averages by then) and every `ref_model_update_freq` steps from there. It has to be a model of its own.
     """
 
     def __init__(
@@ -43,6 +48,9 @@ class BEMACallback(TrainerCallback):
         multiplier: float = 1.0,
         min_ema_multiplier: float = 0.0,
         device: str = "cpu",
+        update_ref_model: bool = False,
+        ref_model_update_freq: int = 400,
+        ref_model_update_after: int = 0,
     ) -> None:
         check_range("update_freq", update_freq, 1)
         check_range("ema_power", ema_power, 0)
@@ -51,13 +59,19 @@ class BEMACallback(TrainerCallback):
         check_range("update_after", update_after, 0)
         check_range("multiplier", multiplier, 0)
         check_range("min_ema_multiplier", min_ema_multiplier, 0, 1)
+        check_range("ref_model_update_freq", ref_model_update_freq, 1)
+        check_range("ref_model_update_after", ref_model_update_after, 0)
         self.update_freq, self.update_after = update_freq, update_after
         self.ema_power, self.bias_power = ema_power, bias_power
         self.lag, self.multiplier, self.min_ema_multiplier = lag, multiplier, min_ema_multiplier
+        self.update_ref_model = update_ref_model
+        self.ref_model_update_freq, self.ref_model_update_after = ref_model_update_freq, ref_model_update_after
         self.device = torch.device(device)
         self.start: dict[str, Tensor] = {}  # theta_0
         self.average: dict[str, Tensor] = {}  # EMA
         self.weights: dict[str, Tensor] = {}  # BEMA, as of the latest update
+        self.reference: FrozenCopy | None = None  # that follows the averages
+        self._has_moved = False
         self._was_loaded = False
 
     # ---- the formula -------------------------------------------------------------------------------------------------
@@ -98,6 +112,12 @@ class BEMACallback(TrainerCallback):
             raise ValueError(
                 "BEMACallback averages whole weights; under FSDP and DeepSpeed they are sharded. Leave it out."
             )
+        if self.update_ref_model and self.reference is None:
+            raise ValueError("`update_ref_model` writes averages into a reference, which this trainer does not have.")
+        if self.update_ref_model and getattr(args, "sync_ref_model", False):
+            raise ValueError(
+                "`sync_ref_model` and BEMACallback(update_ref_model=True) both move the reference: choose one."
+            )
         if not state.is_world_process_zero:
             return
         if self.update_after >= state.max_steps:
@@ -110,12 +130,20 @@ class BEMACallback(TrainerCallback):
             self.begin(model)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **kwargs: Any) -> None:
-        if not state.is_world_process_zero or state.global_step < self.update_after:
-            return
-        if state.global_step == self.update_after:
+        step = state.global_step
+        after = step - self.update_after
+        if state.is_world_process_zero and after == 0:
             self.begin(model)
-        elif (state.global_step - self.update_after) % self.update_freq == 0:
-            self.update(model, state.global_step)
+        elif state.is_world_process_zero and after > 0 and after % self.update_freq == 0:
+            self.update(model, step)
+        since = step - self.ref_model_update_after
+        if (
+            self.update_ref_model
+            and step >= self.update_after
+            and since >= 0
+            and since % self.ref_model_update_freq == 0
+        ):
+            self._move_reference(model, getattr(args, "world_size", 1))
 
     def on_train_end(
         self,
@@ -133,6 +161,37 @@ class BEMACallback(TrainerCallback):
             averaged.save_pretrained(folder)
         if processing_class is not None:
             processing_class.save_pretrained(folder)
+
+    # ---- the reference -----------------------------------------------------------------------------------------------
+
+    def take_reference(self, reference: Reference | None, policy: nn.Module) -> None:
+        """Before training: the reference of the run, which is refused where it cannot hold the averages."""
+        if not self.update_ref_model or reference is None:
+            return
+        if not isinstance(reference, FrozenCopy):
+            raise ValueError(
+                f"`update_ref_model` writes averages into a reference that is a model of its own; here it is {reference}. Pass "
+                "`ref_model`, turn `precompute_ref_log_probs` off, or leave `update_ref_model` out."
+            )
+        known = {name: parameter.shape for name, parameter in reference.model.named_parameters()}
+        for name, parameter in trained_parameters(policy):
+            if known.get(name) != parameter.shape:
+                raise ValueError(
+                    f"`update_ref_model` writes averages into the reference, which has no {name} of {tuple(parameter.shape)}: "
+                    "with an adapter, or with a reference of another shape, leave it out."
+                )
+        self.reference = reference
+
+    @torch.no_grad()
+    def _move_reference(self, model: nn.Module, world_size: int) -> None:
+        """reference = BEMA; the first process has the averages, and gives them to the others."""
+        parameters = dict(self.reference.model.named_parameters())
+        for name, _ in trained_parameters(model):
+            if self.weights:
+                parameters[name].copy_(self.weights[name])
+            if world_size > 1:
+                torch.distributed.broadcast(parameters[name], 0)
+        self._has_moved = True
 
     @contextmanager
     def averaged(self, model: nn.Module) -> Iterator[nn.Module]:
@@ -157,9 +216,14 @@ class BEMACallback(TrainerCallback):
         if self.weights:
             tree = {"start": self.start, "average": self.average, "weights": self.weights}
             files.save_tree(Path(folder) / STATE_FILE, tree)
+        if self._has_moved:
+            save_moved(self.reference, Path(folder))
 
     def load_state_files(self, folder: Path) -> None:
-        """Read them back; a checkpoint from before `update_after` has none."""
+        """Read them back; a checkpoint from before `update_after` has none, and a reference that has not moved is not in it."""
+        if self.reference is not None and (Path(folder) / MOVED_REFERENCE).with_suffix(".json").exists():
+            load_moved(self.reference, Path(folder))
+            self._has_moved = True
         if not (Path(folder) / STATE_FILE).with_suffix(".json").exists():
             return
         tree = files.load_tree(Path(folder) / STATE_FILE, self.device)

@@ -19,7 +19,7 @@ from posttrain.data.store.prepare import cache_folder
 from posttrain.data.store.row_store import AnnotatedDataset, RowStore
 from posttrain.models.layers.kernels import COMPILED, compile_layers
 from posttrain.models.load.adapters import freeze_copy_of_adapter, is_peft_model
-from posttrain.models.load.model import LoadedModel, LoadOptions, innermost_model, load_model
+from posttrain.models.load.model import CAUSAL_LM, LoadedModel, LoadOptions, innermost_model, load_model
 from posttrain.models.load.reference import (
     GIVEN_SUMS,
     FrozenCopy,
@@ -64,13 +64,21 @@ class SyncRefModelCallback(TrainerCallback):
 
     def save_state_files(self, folder: Path) -> None:
         """A reference that has moved is a part of the run's state."""
-        files.save_tree(Path(folder) / MOVED_REFERENCE, dict(self.reference.model.named_parameters()))
+        save_moved(self.reference, Path(folder))
 
     def load_state_files(self, folder: Path) -> None:
-        saved = files.load_tree(Path(folder) / MOVED_REFERENCE)
-        with torch.no_grad():
-            for name, parameter in self.reference.model.named_parameters():
-                parameter.copy_(saved[name])
+        load_moved(self.reference, Path(folder))
+
+
+def save_moved(reference: ModelReference, folder: Path) -> None:
+    files.save_tree(folder / MOVED_REFERENCE, dict(reference.model.named_parameters()))
+
+
+@torch.no_grad()
+def load_moved(reference: ModelReference, folder: Path) -> None:
+    saved = files.load_tree(folder / MOVED_REFERENCE)
+    for name, parameter in reference.model.named_parameters():
+        parameter.copy_(saved[name])
 
 
 @dataclass
@@ -116,16 +124,9 @@ class ReferenceSetup:
 
     def live(self, ref_model: Any, source: Any) -> ModelReference:
         """A reference that answers with weights that are in memory."""
-        args, policy = self.args, self.policy
+        policy = self.policy
         if ref_model is not None:
-            is_loaded = isinstance(ref_model, nn.Module)
-            options = LoadOptions(device=args.device) if is_loaded else self._options()
-            is_shared = policy.layout == SHARED  # a reference that cannot share prefixes runs ragged
-            layout = {"layout": RAGGED if is_shared else policy.layout, "share_prefixes": is_shared}
-            loaded = load_model(ref_model, replace(options, sharded=args.sharding is not None, **layout))
-            if loaded.layout != policy.layout:  # the policy shares prefixes, this reference cannot
-                policy.layout = self.collator.layout = loaded.layout
-            return replace(frozen_copy(self._placed(loaded.model)), is_given=True)
+            return replace(frozen_copy(self._placed(self.loaded_beside(ref_model))), is_given=True)
         if is_peft_model(policy.model):
             if isinstance(source, nn.Module) and is_peft_model(source):  # an adapter that is trained further
                 return frozen_adapter(policy.model, freeze_copy_of_adapter(policy.model, policy.model.active_adapter))
@@ -134,6 +135,17 @@ class ReferenceSetup:
         if policy.kernels == COMPILED:
             compile_layers(innermost_model(copy))  # a copy leaves the compiled code behind
         return frozen_copy(self._placed(copy))
+
+    def loaded_beside(self, model: Any, task: str = CAUSAL_LM) -> nn.Module:
+        """Another model, which will be asked about the policy's batches."""
+        args, policy = self.args, self.policy
+        options = LoadOptions(device=args.device) if isinstance(model, nn.Module) else self._options()
+        is_shared = policy.layout == SHARED  # one that cannot share prefixes runs ragged
+        layout = {"layout": RAGGED if is_shared else policy.layout, "share_prefixes": is_shared}
+        loaded = load_model(model, replace(options, task=task, sharded=args.sharding is not None, **layout))
+        if loaded.layout != policy.layout:  # the policy shares prefixes, the other cannot
+            policy.layout = self.collator.layout = loaded.layout
+        return loaded.model
 
     def _options(self) -> LoadOptions:
         args = self.args

@@ -24,6 +24,15 @@ def over_processes(amount: float, args: BaseConfig, operation: Any = dist.Reduce
     return total.item()
 
 
+def summed_over_processes(values: Tensor, args: BaseConfig) -> Tensor:
+    """A tensor on the host, added up over the processes. Collective when there are several."""
+    if args.world_size == 1:
+        return values
+    total = values.to(args.device)
+    dist.all_reduce(total)
+    return total.to(values.device)
+
+
 def any_process(here: bool, args: BaseConfig) -> bool:
     """Whether something is true of any process. Collective."""
     return bool(over_processes(here, args, dist.ReduceOp.MAX))

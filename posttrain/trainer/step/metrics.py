@@ -20,6 +20,8 @@ K = TypeVar("K", str, tuple[str, int])
 
 DIFFERENCES = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 """Metric -> the two whose means it is the difference of, where rows have no such number themselves: unpaired ones."""
+VARIANCES = {"val/ratio_var": ("val/ratio", 1.0)}
+"""Metric, whose values are squares of distances from a number -> the metric whose variance it becomes, and the number."""
 
 
 class MetricStore:
@@ -67,6 +69,9 @@ class MetricStore:
         for name, (one, other) in DIFFERENCES.items():
             if name not in means and one in means and other in means:
                 means[name] = means[one] - means[other]
+        for name, (of, centre) in VARIANCES.items():
+            if name in means and of in means:
+                means[name] = max(means[name] - (means[of] - centre) ** 2, 0.0)
         return {**means, **_extrema(largest, device, world_size)}
 
     def state(self) -> dict[str, Any]:

@@ -1,0 +1,488 @@
+"""Proximal policy optimisation with a critic."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.batch import TokenBatch
+from posttrain.core.options import refused
+from posttrain.core.results import LossOutput, LossTerm, TokenScores
+from posttrain.core.sample import Sample, Unit
+from posttrain.losses.formulas import PPO_FORMULAS, Formula, Totals, filled, number
+from posttrain.losses.gae import (
+    KL_ESTIMATORS,
+    KLController,
+    explained_variance,
+    generalised_advantages,
+    token_rewards,
+    value_loss,
+    whitened,
+)
+from posttrain.losses.policy import PolicyTokens, clipped, token_ratios
+from posttrain.models import critic as critics
+from posttrain.models.inference import evaluating
+from posttrain.models.load.model import innermost_model
+from posttrain.models.load.reference import PRECOMPUTED
+from posttrain.models.scoring.heads import SEQUENCE_REWARD
+from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.rollout.collector import Collected, GroupTable
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, RETURNS, VALUES, Rollout
+from posttrain.trainer.checkpoints.snapshot import write_json, write_tensors
+from posttrain.trainer.online.rollout_metrics import as_tensors
+from posttrain.trainer.online_trainer import OnlineTrainer
+from posttrain.trainer.options.base import check_choice, check_range, option
+from posttrain.trainer.options.online import OnlineConfig
+from posttrain.trainer.report.model_card import Paper
+from posttrain.trainer.step.gathering import summed_over_processes
+
+COMPUTED = (
+    "It follows from `per_device_train_batch_size`, `gradient_accumulation_steps`, `num_mini_batches` and the number of "
+    "processes."
+)
+DERIVED = ("num_iterations", "steps_per_generation")
+"""Options of OnlineConfig that follow from PPO's own."""
+
+
+@dataclass
+class PPOConfig(OnlineConfig):
+    """Options of proximal policy optimisation.
+
+    `gradient_accumulation_steps` counts, as in TRL, the micro-batches of a *generation*. After construction it counts those of an
+    optimizer step, as everywhere else, and `steps_per_generation` those of a generation.
+    """
+
+    learning_rate: float = option(3e-6, "Initial learning rate of AdamW, for policy and critic.")
+    num_generations: int = option(1, "Completions of each prompt.")
+    max_completion_length: int = option(53, "Most tokens of a completion.")
+    response_length: int | None = option(None, "TRL's name of `max_completion_length`.")
+    temperature: float = option(0.7, "Divides the logits, in sampling and in training.")
+    stop_token: str | None = option(
+        None, "'eos', or nothing: a completion ends at the tokenizer's end of text either way."
+    )
+    stop_token_id: int | None = option(None, "Another token that ends a completion, besides the end of text.")
+    total_episodes: int | None = option(
+        None, "Completions to train on, which decides `max_steps`. None: `num_train_epochs` or `max_steps` does."
+    )
+
+    # ---- optimisation
+    num_ppo_epochs: int = option(4, "Passes over each generation, each in another order.")
+    num_mini_batches: int = option(1, "Optimizer steps of a pass: a generation is cut into so many parts.")
+    cliprange: float = option(0.2, "The ratio of a token is clipped at 1 - cliprange and 1 + cliprange.")
+    vf_coef: float = option(0.1, "Weight of the value's loss.")
+    cliprange_value: float = option(0.2, "A value may move so far from the one at the time of generation.")
+
+    # ---- advantages
+    gamma: float = option(1.0, "Discount of later rewards.")
+    lam: float = option(0.95, "How far an advantage looks ahead: 0 one token, 1 to the end (GAE's lambda).")
+    whiten_rewards: bool = option(
+        False, "Scale the rewards of a generation's tokens to deviation 1; they keep their mean."
+    )
+    missing_eos_penalty: float | None = option(
+        None, "Subtracted from the score of a completion that did not end by itself. None: nothing."
+    )
+    beta: float = refused(
+        0.0, "The divergence from the reference is subtracted from the rewards of tokens: set `kl_coef`."
+    )
+    kl_coef: float = option(0.05, "Weight of the divergence from the reference in a token's reward. 0: no reference.")
+    init_kl_coef: float | None = option(None, "Old name of `kl_coef`.")
+    kl_estimator: str = option("k1", "The divergence at a token: 'k1', unbiased, or 'k3', never negative.")
+    adap_kl_ctrl: bool = option(False, "After each generation `kl_coef` follows `target`.")
+    target: float = option(6.0, "Divergence of a whole completion that `adap_kl_ctrl` aims at.")
+    horizon: float = option(10000.0, "Completions in which `adap_kl_ctrl` corrects an error about once.")
+
+    # ---- models
+    value_model_path: str | None = option(
+        None,
+        "The critic: a sequence classifier with one output, whose weights are its own, or a folder that PPO has saved. "
+        "None: a linear head on the policy's hidden states, whose gradient, times `vf_coef`, reaches the policy's body too.",
+    )
+    sft_model_path: str | None = option(None, "TRL's name of the model that is trained, where `model` is not given.")
+    reward_model_path: str | None = option(None, "TRL's name of the reward model, where no other reward is given.")
+
+    # ---- names of TRL's
+    drop_zero_variance: bool = refused(False, "PPO compares no completions of one prompt with each other.")
+    replay_buffer_size: int = refused(
+        0, "Values and advantages of an older policy's completions do not fit the critic of today."
+    )
+    local_rollout_forward_batch_size: int = refused(64, "Passes over new completions are as large as memory allows.")
+    num_sample_generations: int = refused(10, "Set `log_completions`, or look at all of them with `posttrain view`.")
+    model_adapter_name: str | None = refused(None, "The adapter that is trained is found.")
+    ref_adapter_name: str | None = refused(None, "The reference of an adapter is the model without it.")
+    num_total_batches: int | None = refused(None, f"Set `total_episodes`. {COMPUTED}")
+    batch_size: int | None = refused(None, f"Completions of a generation. {COMPUTED}")
+    local_batch_size: int | None = refused(None, f"Completions of a generation of one process. {COMPUTED}")
+    mini_batch_size: int | None = refused(None, f"Completions of an optimizer step. {COMPUTED}")
+    local_mini_batch_size: int | None = refused(None, f"Completions of an optimizer step of one process. {COMPUTED}")
+    micro_batch_size: int | None = refused(None, f"Completions of a micro-batch of all processes. {COMPUTED}")
+
+    smallest_group = 1
+    reference_weight = "kl_coef"
+    permutes_windows = True
+
+    def __post_init__(self) -> None:
+        given = {name: getattr(self, name) for name in DERIVED}
+        for name in ("num_ppo_epochs", "num_mini_batches"):
+            check_range(name, getattr(self, name), 1)
+        if self.num_iterations not in (1, self.num_ppo_epochs):
+            raise ValueError(
+                f"`num_iterations` is {self.num_iterations}; PPO's name of it is `num_ppo_epochs`: set that one."
+            )
+        self.num_iterations = self.num_ppo_epochs
+        if self.generation_batch_size is None and self.steps_per_generation is None:
+            self._cut_into_mini_batches()
+        super().__post_init__()
+        self._set_by_user -= {name for name in DERIVED if getattr(self, name) != given[name]}
+        self._check_own_options()
+        self._count_episodes()
+
+    def _take_old_names(self) -> None:
+        super()._take_old_names()
+        for old, new in (("response_length", "max_completion_length"), ("init_kl_coef", "kl_coef")):
+            value = getattr(self, old)
+            if value is None:
+                continue
+            if new in self.set_by_user() and getattr(self, new) != value:
+                raise ValueError(
+                    f"`{old}` is {value!r} and `{new}`, its new name, is {getattr(self, new)!r}: give one of them."
+                )
+            setattr(self, new, value)
+
+    def _cut_into_mini_batches(self) -> None:
+        """From TRL's accumulation, which fills a generation, to that of an optimizer step; a micro-batch may become smaller."""
+        size, accumulation, parts = (
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+            self.num_mini_batches,
+        )
+        samples, rest = divmod(size * accumulation, parts)
+        if rest or not samples or (samples % size and size % samples):
+            raise ValueError(
+                f"A generation has {size * accumulation} completions a process (`per_device_train_batch_size` {size} x "
+                f"`gradient_accumulation_steps` {accumulation}), which cannot be cut into `num_mini_batches`={parts} optimizer "
+                "steps of whole micro-batches. Change one of the three."
+            )
+        self.per_device_train_batch_size = min(size, samples)
+        self.gradient_accumulation_steps = max(samples // size, 1)
+        self.steps_per_generation = self.gradient_accumulation_steps * parts
+
+    def _check_own_options(self) -> None:
+        for name in ("cliprange", "vf_coef", "cliprange_value"):
+            check_range(name, getattr(self, name), 0)
+        check_range("cliprange", self.cliprange, 0, 1)
+        check_range("gamma", self.gamma, 0, 1)
+        check_range("lam", self.lam, 0, 1)
+        check_choice("kl_estimator", self.kl_estimator, tuple(KL_ESTIMATORS))
+        check_range("target", self.target, 0, open_low=True)
+        check_range("horizon", self.horizon, 0, open_low=True)
+        if self.stop_token not in (None, "eos"):
+            raise ValueError(
+                f"`stop_token` is {self.stop_token!r}; it is 'eos' or left out. Name another by `stop_token_id`."
+            )
+        if self.stop_token is not None and self.stop_token_id is not None:
+            raise ValueError("Set at most one of `stop_token` and `stop_token_id`.")
+        if self.adap_kl_ctrl and not self.kl_coef:
+            raise ValueError(
+                "`adap_kl_ctrl` multiplies `kl_coef`, which is 0: it would stay there. Start with 0.2, say."
+            )
+        idle = {"target", "horizon"} & self.set_by_user()
+        if idle and not self.adap_kl_ctrl:
+            raise ValueError(
+                f"`{min(idle)}` is an option of `adap_kl_ctrl`, which is off: turn it on, or leave this out."
+            )
+
+    def _count_episodes(self) -> None:
+        schedule, parts = self.schedule(), self.num_mini_batches
+        if schedule.micro_batches != self.gradient_accumulation_steps * parts:
+            raise ValueError(
+                f"A generation feeds {schedule.micro_batches} micro-batches, an optimizer step takes "
+                f"{self.gradient_accumulation_steps}, and `num_mini_batches` says that a generation is cut into {parts}. Leave "
+                "`steps_per_generation` and `generation_batch_size` out: a generation is then `gradient_accumulation_steps` "
+                "micro-batches."
+            )
+        if self.total_episodes is None:
+            return
+        check_range("total_episodes", self.total_episodes, 1)
+        steps = -(-self.total_episodes // schedule.samples) * self.num_ppo_epochs * parts
+        if self.max_steps not in (-1, steps):
+            raise ValueError(
+                f"`total_episodes`={self.total_episodes} makes {steps} optimizer steps, and `max_steps` is {self.max_steps}: "
+                "set one of them."
+            )
+        self.max_steps = steps
+
+
+class PPOTrainer(OnlineTrainer):
+    """Proximal policy optimisation (arXiv:1707.06347): clipped steps on advantages of single tokens, estimated with a critic."""
+
+    method, title = "ppo", "proximal policy optimisation"
+    paper = Paper(
+        "schulman2017proximal",
+        "Proximal Policy Optimization Algorithms",
+        "Schulman, John and Wolski, Filip and Dhariwal, Prafulla and Radford, Alec and Klimov, Oleg",
+        2017,
+        "1707.06347",
+    )
+    config_class = PPOConfig
+
+    def __init__(
+        self,
+        args: PPOConfig | None = None,
+        processing_class: Any = None,
+        model: str | Path | nn.Module | None = None,
+        ref_model: Any = None,
+        reward_model: Any = None,
+        train_dataset: Any = None,
+        value_model: Any = None,
+        data_collator: Any = None,
+        eval_dataset: Any = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        callbacks: list[Any] | None = None,
+        peft_config: Any = None,
+        *,
+        reward_funcs: Any = None,
+        reward_processing_classes: Any = None,
+        **named: Any,
+    ) -> None:
+        """`reward_model` is a classifier (id, folder or module); `reward_funcs` are rewards of any kind, as GRPO takes them."""
+        model = getattr(args, "sft_model_path", None) if model is None else model
+        if model is None:
+            raise ValueError("PPOTrainer trains the model that it is given: pass it, or its name, as `model`.")
+        if data_collator is not None:
+            raise ValueError("PPOTrainer makes batches of its own completions: leave `data_collator` out.")
+        rewards = reward_funcs if reward_model is None else reward_model
+        if reward_model is not None and reward_funcs is not None:
+            raise ValueError("Give `reward_model` or `reward_funcs`; a list of rewards may hold models and functions.")
+        rewards = getattr(args, "reward_model_path", None) if rewards is None else rewards
+        if isinstance(reward_model, nn.Module) and reward_processing_classes is None:
+            reward_processing_classes = [processing_class]
+        self._value_source = getattr(args, "value_model_path", None) if value_model is None else value_model
+        data = (train_dataset, eval_dataset, processing_class, reward_processing_classes)
+        loading = {"peft_config": peft_config, "ref_model": ref_model, **named}
+        super().__init__(model, rewards, args, *data, callbacks, optimizers, **loading)
+        target = self.args.target if self.args.adap_kl_ctrl else None
+        self.controller = KLController(self.args.kl_coef, target, self.args.horizon)
+
+    def step(self, *given: Any, **named: Any) -> None:
+        """Of the trainer that TRL had up to 0.11."""
+        raise TypeError(
+            "PPOTrainer.step(queries, responses, scores) is the program that TRL had up to 0.11. This trainer writes and scores "
+            "completions itself: give it prompts and a reward, and call `train()`."
+        )
+
+    # ---- the critic --------------------------------------------------------------------------------------------------
+
+    @property
+    def critic(self) -> nn.Module:
+        return getattr(innermost_model(self.model), critics.CRITIC)
+
+    def prepare_reference(self, ref_model: Any, policy: Any) -> None:
+        """The critic comes last: neither the reference nor the adapter has a part of it."""
+        super().prepare_reference(ref_model, policy)
+        source = self._value_source
+        folder = None if source is None or isinstance(source, nn.Module) else critics.saved_head(source)
+        if source is None or folder is not None:
+            critic = critics.value_head(self.model)
+        else:
+            source = source if isinstance(source, nn.Module) else critics.classifier_folder(source)
+            critic = critics.as_critic(self.reference_setup().loaded_beside(source, SEQUENCE_REWARD))
+        critics.attach_critic(self.model, critic)
+        if folder is not None:
+            critics.load_critic(critic, folder)
+
+    def policy_columns(self, batch: TokenBatch) -> dict[str, Tensor]:
+        with evaluating(self.model):
+            scores = self.score(self.model_wrapped, batch, ())
+        return {OLD_LOGPS: scores.logps, VALUES: scores.values}
+
+    def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
+        values = critics.value_question(self.critic, batch)
+        return score_tokens(
+            model, batch, stats, also=(values,), temperature=self.args.temperature, **self.scoring_options()
+        )
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The policy as `save_pretrained` writes it, and the critic apart from it. To be called by all processes."""
+        folder, critic = Path(output_dir or self.args.output_dir), self.critic
+        tensors = critics.critic_tensors(critic)
+        if self.args.should_save:
+            path = critics.critic_file(critic, folder)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_tensors(path, tensors, {"format": "pt"})
+            if hasattr(critic, "config"):
+                config = critic.config.to_diff_dict() | {"architectures": [type(critic).__name__]}
+                write_json(path.parent / "config.json", config)
+        super().save_model(output_dir, _internal_call)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if not self.is_fully_sharded:  # shards come with the optimizer's
+            critics.load_critic(self.critic, Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        if not self.is_fully_sharded:
+            critics.load_critic(self.critic, Path(self.state.best_model_checkpoint))
+        super()._load_best_model()
+
+    def identity_parts(self) -> dict[str, Any]:
+        critic = self.critic
+        kind = "linear head" if isinstance(critic, nn.Linear) else type(critic).__name__
+        return super().identity_parts() | {"critic": kind}
+
+    # ---- rewards and advantages --------------------------------------------------------------------------------------
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        more = self.args.stop_token_id
+        return super().stop_ids if more is None else tuple(dict.fromkeys((*super().stop_ids, more)))
+
+    @property
+    def needs_old_logps(self) -> bool:
+        return True
+
+    def annotated(self, samples: list[Sample]) -> None:
+        for sample in samples:
+            if self.needs_reference:
+                difference = sample.read_trained(OLD_LOGPS).astype(np.float64) - sample.read_trained(PRECOMPUTED)
+                sample.scalars["kl_sum"] = float(difference.sum())
+
+    def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
+        """(N,) scores: what the last token of a completion is given. Advantages are those of tokens (see `spread`)."""
+        if self.args.missing_eos_penalty is not None:
+            totals = totals - self.args.missing_eos_penalty * table.truncated
+        return totals.nan_to_num(0.0)
+
+    def spread(self, rollouts: list[Rollout]) -> None:
+        """Advantages and returns of the tokens of a generation. Collective: what is whitened is whitened over all processes."""
+        args, scored = self.args, [rollout for rollout in rollouts if is_scored(rollout)]
+        samples = [rollout.sample for rollout in scored]
+        counts = torch.tensor([sample.num_trained for sample in samples], dtype=torch.long)
+        scores = torch.tensor([rollout.advantage for rollout in scored], dtype=torch.float64)
+        values = self._flat(samples, VALUES)
+        rewards = token_rewards(scores, counts, self._divergences(samples), self.controller.coefficient)
+        if args.whiten_rewards:
+            rewards = whitened(rewards, keep_mean=True, summed=self._summed)
+        advantages, returns = generalised_advantages(rewards, values, counts, args.gamma, args.lam)
+        columns = {ADVANTAGES: whitened(advantages, summed=self._summed), RETURNS: returns}
+        for name, column in columns.items():
+            for sample, part in zip(samples, torch.split(column, counts.tolist())):
+                sample.write_trained(name, part.numpy().astype(sample.per_token[OLD_LOGPS].dtype))
+        for rollout in scored:  # to look at
+            tokens = rollout.sample.read_trained(ADVANTAGES)
+            rollout.advantage = float(tokens.mean()) if len(tokens) else 0.0
+
+    def arranged(self, groups: list[list[Rollout]]) -> list[Unit | None]:
+        """Without a score there is nothing that a token could be worth."""
+        return [(rollout.sample,) if is_scored(rollout) else None for group in groups for rollout in group]
+
+    def _flat(self, samples: list[Sample], name: str) -> Tensor:
+        columns = [sample.read_trained(name) for sample in samples]
+        return torch.from_numpy(np.concatenate([np.zeros(0), *columns]))
+
+    def _divergences(self, samples: list[Sample]) -> Tensor:
+        old = self._flat(samples, OLD_LOGPS)
+        if not self.needs_reference:
+            return torch.zeros_like(old)
+        return KL_ESTIMATORS[self.args.kl_estimator](old, self._flat(samples, PRECOMPUTED))
+
+    def _summed(self, sums: Tensor) -> Tensor:
+        return summed_over_processes(sums, self.args)
+
+    # ---- the loss ----------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
+        nothing = torch.zeros_like(policy.logps.detach())
+        column = {name: batch.per_token.get(name, nothing) for name in (ADVANTAGES, RETURNS, VALUES)}
+        tokens = PolicyTokens(
+            batch, policy.logps, batch.per_token.get(OLD_LOGPS, policy.logps.detach()), column[ADVANTAGES]
+        )
+        ratios = token_ratios(tokens)
+        gains, clips = clipped(tokens, ratios, epsilon=self.args.cliprange)
+        errors, held = value_loss(policy.values, column[VALUES], column[RETURNS], self.args.cliprange_value)
+        ratio = ratios.tokens.detach()
+        metrics = {
+            "policy/approxkl_avg": ratios.log_tokens.detach().square() / 2,
+            "policy/clipfrac_avg": clips["clip_ratio/region_mean"],
+            "loss/policy_avg": gains.detach(),
+            "loss/value_avg": errors.detach(),
+            "val/clipfrac_avg": held,
+            "val/ratio": ratio,
+            "val/ratio_var": (ratio - 1).square(),
+        }
+        if "entropy" in policy.stats:
+            metrics["policy/entropy_avg"] = policy.stats["entropy"]
+        return LossOutput([LossTerm(gains, "token"), LossTerm(errors, "token", self.args.vf_coef)], metrics=metrics)
+
+    @classmethod
+    def formula(cls, args: Any, totals: Totals) -> Formula:
+        values = {"below": 1 - args.cliprange, "above": 1 + args.cliprange, **vars(args)}
+        divergence = filled(PPO_FORMULAS[args.kl_estimator], values) if args.kl_coef else ""
+        penalty = f" - {number(args.missing_eos_penalty)} where it was cut off" if args.missing_eos_penalty else ""
+        follows = f"; the weight follows a divergence of {number(args.target)}" if args.adap_kl_ctrl else ""
+        white = ", then scaled to deviation 1 over the generation" if args.whiten_rewards else ""
+        names = (
+            ("rho", "p / p_old"),
+            ("A", filled(PPO_FORMULAS["advantage"], values)),
+            ("R", "A before it was whitened + V, with V the value v at the time of generation"),
+            ("r", f"{divergence}(score{penalty} at the last token){follows}{white}".strip()),
+        )
+        divided = f"sum over tokens / {totals['tokens']} trained tokens of the optimizer step"
+        terms = tuple(filled(PPO_FORMULAS[name], values) for name in ("policy", "value"))
+        return Formula(terms, (divided,), names)
+
+    # ---- the log, and what is remembered -----------------------------------------------------------------------------
+
+    def _measure(self, collected: Collected, mode: str) -> None:
+        super()._measure(collected, mode)
+        table, known = collected.table, ~collected.totals.isnan()
+        self.metrics.add(mode, as_tensors(self._objective(collected, known)))
+        if mode == "train":  # once a generation: its numbers were made with the coefficient before
+            self._written += len(known)
+            self.controller.observe(float(table.kl_sums[known].mean()) if known.any() else 0.0, int(known.sum()))
+
+    def _objective(self, collected: Collected, known: Tensor) -> dict[str, Any]:
+        table, scores = collected.table, collected.advantages
+        samples = [rollout.sample for rollout in collected.rollouts if is_scored(rollout)]
+        mine = table.mine[known[table.mine]]
+        sizes = [sample.num_trained for sample in samples]
+        coefficient = self.controller.coefficient
+        penalties = [-coefficient * part.sum().item() for part in torch.split(self._divergences(samples), sizes)]
+        values, returns = (self._flat(samples, name) for name in (VALUES, RETURNS))
+        return {
+            "objective/kl": table.kl_sums[mine],
+            "objective/kl_coef": coefficient,
+            "objective/entropy": [-float(sample.read_trained(OLD_LOGPS).sum()) for sample in samples],
+            "objective/non_score_reward": penalties,
+            "objective/rlhf_reward": [a + b for a, b in zip(penalties, scores[mine].tolist())],
+            "objective/scores": scores[mine],
+            "val/num_eos_tokens": float((known & ~table.truncated).sum()),
+            "val/explained_variance": explained_variance(values, returns, self._summed),
+        }
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._began, self._written = time.perf_counter(), 0
+        return super().train(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "learning_rate" in logs and self.loader is not None:
+            episodes = self.loader.source.prompts.taken * self.args.num_generations
+            speed = self._written / max(time.perf_counter() - self._began, 1e-9)
+            logs |= {"lr": logs["learning_rate"], "episode": episodes, "eps": speed}
+        super().log(logs, start_time)
+
+    def method_state(self) -> dict[str, Any]:
+        return self.controller.state()
+
+    def load_method_state(self, state: dict[str, Any]) -> None:
+        self.controller.load(state)
+
+
+def is_scored(rollout: Rollout) -> bool:
+    """Whether a completion takes part: it was written, and a reward had an opinion about it."""
+    return not rollout.masked and not np.isnan(rollout.reward)
