@@ -6,6 +6,7 @@ python -m pytest tests/gpu/test_native_engine.py tests/rollout/test_native_kerne
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from posttrain import Sample
 from posttrain.data.collate import collate
 from posttrain.models.layers.fused_lora import fuse_lora
 from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.load.reference import adapter_off
 from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.rollout.engines.mixture import Mixture
 from posttrain.rollout.engines.native.engine import NativeEngine
 from posttrain.rollout.engines.protocol import SamplingParams, generate
 from posttrain.rollout.engines.select import ENGINES
@@ -167,3 +170,31 @@ def test_every_way_to_draw_runs_in_a_graph(changes, caplog):
         found = texts(generate(engine, prompts(8), params))
     assert "without CUDA graphs" not in caplog.text
     assert sum(one != other for one, other in zip(found, wanted)) <= 1
+
+
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_a_mixture_is_captured_as_one_graph_of_both_models(has_adapter):
+    """Graphs survive another weight, and the adapter is off in the second half of each step."""
+    model = loaded("qwen2")
+    if has_adapter:
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()
+        other, context = model, adapter_off(model).context
+    else:
+        other, context = families.loaded("qwen2", device="cuda"), nullcontext
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.add_(0.05 * torch.randn_like(parameter))
+    weight = [0.4]
+    mixture = Mixture(other, lambda: weight[0], context)
+    engine = ENGINES["native"](model, max_slots=32, mixture=mixture)
+    assert isinstance(engine, NativeEngine)
+    plain = TransformersEngine(model, mixture=mixture)
+    for weight[0] in (0.4, 0.8):
+        found, wanted = (texts(generate(one, prompts(), PARAMS)) for one in (engine, plain))
+        assert sum(one != two for one, two in zip(found, wanted)) <= len(found) // 20
+    assert engine._made[1]._graphs
+    captured = dict(engine._made[1]._graphs)
+    generate(engine, prompts(), PARAMS)
+    assert engine._made[1]._graphs == captured  # nothing was captured again
+    alone = texts(generate(ENGINES["native"](model, max_slots=32), prompts(), PARAMS))
+    assert alone != found

@@ -16,6 +16,7 @@ from posttrain.models.load.reference import adapter_off
 from posttrain.models.scoring.token_scores import install_scores, score_tokens
 from posttrain.rollout.engines.mixture import Mixture
 from posttrain.rollout.engines.native.engine import NativeEngine
+from posttrain.rollout.engines.native.scheduler import Scheduler
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
 from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.transformers import TransformersEngine
@@ -113,6 +114,22 @@ def test_engines_draw_the_same_tokens_and_log_probs_are_the_mixtures(family):
         assert np.abs(completion.sampling_logps - wanted).max() < 1e-5
         assert np.abs(other_way.sampling_logps - wanted).max() < 1e-5
         assert np.array_equal(completion.sampling_logps, completion.policy_logps)
+
+
+def test_rows_that_are_put_back_for_want_of_memory_are_computed_again_in_both_models(monkeypatch):
+    model = loaded("llama")
+    mixture, asked = Mixture(moved(model), 0.4), prompts(10, samples=3)
+    params = SamplingParams(max_tokens=40, temperature=TEMPERATURE, seed=3)
+    wanted = texts(generate(NativeEngine(model, mixture=mixture), asked, params))
+    engine = NativeEngine(model, max_slots=30, mixture=mixture)
+    with engine.session(params):
+        page = engine._made[0].page_bytes
+    assert page == 2 * NativeEngine(model)._make()[0].page_bytes  # keys and values of two models
+    engine.kv_memory = 24 * page
+    put_back, preempt = [], Scheduler._preempt
+    monkeypatch.setattr(Scheduler, "_preempt", lambda self, run: put_back.append(run) or preempt(self, run))
+    assert texts(generate(engine, asked, params)) == wanted
+    assert put_back
 
 
 @pytest.mark.parametrize("make", [NativeEngine, TransformersEngine])

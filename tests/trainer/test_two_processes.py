@@ -116,7 +116,7 @@ def test_a_disk_error_of_one_process_is_heard_by_all_and_the_next_save_succeeds(
     files.verify(folder / "checkpoint-4")
 
 
-@pytest.mark.parametrize("scenario", ["metric", "evaluation", "rloo", "entropy", "judges", "ppo"])
+@pytest.mark.parametrize("scenario", ["metric", "evaluation", "rloo", "entropy", "judges", "ppo", "authors"])
 def test_a_process_with_nothing_to_say_does_not_hold_up_the_other(scenario, tmp_path):
     """A reward that speaks of a metric on one process only, an evaluation with one prompt, a process without a trained token."""
     folder = tmp_path / scenario

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from posttrain import BasePairwiseJudge, RLOOConfig, RLOOTrainer, WinRateCallback
+from posttrain import BasePairwiseJudge, NashMDConfig, NashMDTrainer, RLOOConfig, RLOOTrainer, WinRateCallback
 from posttrain.core.processes import of_every_process
 from posttrain.models.load.reference import PRECOMPUTED
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, RETURNS, VALUES
@@ -166,7 +166,36 @@ def ppo(folder: str) -> None:
     assert before != 0.3
 
 
+def authors(folder: str) -> None:
+    """Policy and mixture on both processes, one of which has no reward in the second step; three prompts to evaluate."""
+
+    def reward(completions, trainer_state=None, **kwargs):
+        if dist.get_rank() == 1 and trainer_state.global_step == 1:
+            raise ValueError("not today")
+        return by_place(completions)
+
+    options = {"max_steps": 2, "per_device_train_batch_size": 2, "max_completion_length": 6, "logging_steps": 1}
+    args = NashMDConfig(str(folder), report_to="none", use_cpu=True, save_strategy="no", reward_workers=0, **options)
+    made = NashMDTrainer(
+        tiny.causal_lm(),
+        None,
+        reward,
+        args,
+        train_dataset=rows(),
+        processing_class=tiny.tokenizer(),
+        eval_dataset=rows(3),
+    )
+    made.train()
+    loses = 1 / (1 + math.exp(1))  # the mixture's completion is the second of its group
+    assert made.evaluate()["eval_rewards/probabilities"] == pytest.approx(loses)
+    dist.barrier()
+    found = [entry for entry in logged(folder) if "rollouts/masked" in entry]
+    assert [entry["rollouts/masked"] for entry in found[:2]] == [0.0, 0.5]
+    assert [entry["rewards/probabilities"] for entry in found[:2]] == [pytest.approx(loses)] * 2
+
+
 SCENARIOS = {"metric": metric, "evaluation": evaluation, "rloo": rloo, "entropy": entropy, "judges": judges, "ppo": ppo}
+SCENARIOS["authors"] = authors
 
 
 def main(scenario: str, folder: str) -> None:

@@ -82,9 +82,10 @@ class NativeEngine:
         Of a mixture each of the two models is asked by itself.
         """
         if self.mixture is not None:
-            alone = NativeEngine(self.model, max_context=self.context).why_not()
+            small = {"max_context": self.context, "max_slots": len(probe.LENGTHS)}
+            alone = NativeEngine(self.model, **small).why_not()
             with self.mixture.context():
-                return alone or NativeEngine(self.mixture.model, max_context=self.context).why_not()
+                return alone or NativeEngine(self.mixture.model, **small).why_not()
         reason = probe.why_not_by_config(self.model, self.innermost)
         if reason is not None:
             return reason
