@@ -58,6 +58,9 @@ METHODS: dict[str, Method] = {
         "XPOConfig",
         "Exploratory preference optimisation: online DPO with a bonus",
     ),
+    "a2po": Method(
+        "posttrain.methods.a2po", "A2POTrainer", "A2POConfig", "A*-PO: one completion a prompt against its optimal value"
+    ),
 }
 
 _ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
