@@ -70,6 +70,12 @@ METHODS: dict[str, Method] = {
         "NashMDConfig",
         "Nash-MD: preferred to a mixture with the reference",
     ),
+    "a2po": Method(
+        "posttrain.methods.a2po",
+        "A2POTrainer",
+        "A2POConfig",
+        "A*-PO: one completion a prompt against its optimal value",
+    ),
 }
 
 _ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."

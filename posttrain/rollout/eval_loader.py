@@ -16,6 +16,15 @@ from posttrain.rollout.source import WindowRules, arranged
 PROMPTS_AT_ONCE = 256  # of one process: enough to fill an engine, few enough to hold
 
 
+def runs_of_rows(num_rows: int, rank: int, world_size: int) -> list[range]:
+    """Rows of a process in each collection; the same number of runs on every process, the last ones may be empty."""
+    share = -(-num_rows // world_size)
+    first, stop = rank * share, min((rank + 1) * share, num_rows)
+    return [
+        range(min(first + at, stop), min(first + at + PROMPTS_AT_ONCE, stop)) for at in range(0, share, PROMPTS_AT_ONCE)
+    ]
+
+
 class EvalRolloutLoader:
     """Micro-batches of up to `batch_size` samples, group after group. Every process collects equally often.
 
@@ -39,15 +48,6 @@ class EvalRolloutLoader:
         self.collected: list[Collected] = []
         self.rank, self.world_size = rank, world_size
 
-    def _runs(self) -> list[range]:
-        """Rows of this process in each collection; the same number of runs on every process, the last ones may be empty."""
-        share = -(-len(self.dataset) // self.world_size)
-        first, stop = self.rank * share, min((self.rank + 1) * share, len(self.dataset))
-        return [
-            range(min(first + at, stop), min(first + at + PROMPTS_AT_ONCE, stop))
-            for at in range(0, share, PROMPTS_AT_ONCE)
-        ]
-
     def _batches_of(self, prompts: int) -> int:
         return max(-(-prompts * self.num_generations // self.batch_size), 1)
 
@@ -61,7 +61,8 @@ class EvalRolloutLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.collected = []
-        for run, fullest in zip(self._runs(), self._counts()):
+        runs = runs_of_rows(len(self.dataset), self.rank, self.world_size)
+        for run, fullest in zip(runs, self._counts()):
             requests = [Request(row, row, sample) for row in run for sample in range(self.num_generations)]
             self.collected.append(self.collector.collect(requests, self.dataset, self.params))
             window = arranged(self.collected[-1].rollouts, self.collector.method, self.rules)

@@ -33,8 +33,9 @@ class PromptOrder(Protocol):
 class PromptStream:
     """An endless order of rows: one permutation of the dataset after the other, each a function of (seed, epoch)."""
 
-    def __init__(self, num_rows: int, seed: int, shuffle: bool) -> None:
-        self.num_rows, self.seed, self.shuffle = num_rows, seed, shuffle
+    def __init__(self, num_rows: int, seed: int, shuffle: bool, kept: Sequence[int] | None = None) -> None:
+        """`kept`: the rows of the dataset that there are `num_rows` of. None: all."""
+        self.num_rows, self.seed, self.shuffle, self.kept = num_rows, seed, shuffle, kept
         self._known: tuple[int, np.ndarray] = (-1, np.zeros(0, dtype=np.int64))
 
     def row(self, number: int) -> int:
@@ -42,7 +43,8 @@ class PromptStream:
         epoch, place = divmod(number, self.num_rows)
         if self._known[0] != epoch:
             self._known = (epoch, self._order(epoch))
-        return int(self._known[1][place])
+        row = int(self._known[1][place])
+        return row if self.kept is None else self.kept[row]
 
     def _order(self, epoch: int) -> np.ndarray:
         if not self.shuffle:

@@ -20,6 +20,7 @@ from posttrain.losses.preference import PREFERENCE_LOSSES
 from posttrain.methods.table import METHODS
 from posttrain.models.load.reference import PRECOMPUTED
 from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS
+from posttrain.rollout.rollout import ADVANTAGES
 from posttrain.trainer.online_trainer import OnlineTrainer
 from tests import tiny
 from tests.losses.test_preference_oracle import naive_total
@@ -38,6 +39,7 @@ POLICY_METHODS = ("grpo", "rloo", "nash_md")
 ONLINE_PAIRS = {"online_dpo": ("sigmoid", "ipo", "aot"), "xpo": ("sigmoid",)}
 """Method of pairs that the policy writes -> losses; the reference's log-probs travel with the samples."""
 XPO_ALPHA = 0.03
+A2PO_BETA2 = 0.2  # the default is so small that the log-ratio would hardly show
 WHOLE_PRODUCT = (("sft", "nll"), ("dpo", "sigmoid"))
 BETWEEN_PROCESSES = (
     ("sft", "nll"),  # divided by tokens
@@ -89,6 +91,7 @@ def variants() -> list[tuple[str, str]]:
         ("prm", "steps"),
         *(("grpo", loss) for loss in policy_cells.GRPO_VARIANTS),
         ("rloo", "rloo"),
+        ("a2po", "regression"),
         *((method, loss) for method, losses in ONLINE_PAIRS.items() for loss in losses),
         *(("nash_md", level) for level in policy_cells.NASH_LEVELS),
         *(("ppo", loss) for loss in ppo_cells.OPTIONS),
@@ -193,8 +196,10 @@ def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
     if is_online(method):  # what a policy said before is near what it says now: this depends on its adapter
         policy, reference = oracle_models(method, lora)[0], oracle_models("dpo", False)[1]
         with torch.no_grad():
-            made = policy_cells.groups(partial(_log_probs, policy), partial(_log_probs, reference))
-            return ppo_cells.with_values(made) if method == "ppo" else made
+            groups = policy_cells.groups(partial(_log_probs, policy), partial(_log_probs, reference))
+        if method == "a2po":
+            return [tuple(_with_advantage(sample) for sample in group) for group in groups]
+        return ppo_cells.with_values(groups) if method == "ppo" else groups
     if method in offline_cells.OPTIONS:
         return offline_cells.units(method)
     rng = np.random.default_rng(7)
@@ -228,6 +233,13 @@ def _with_reference(sample: Sample, place: int) -> Sample:
     return replace(sample, per_token={PRECOMPUTED: column}, scalars=scalars)
 
 
+def _with_advantage(sample: Sample) -> Sample:
+    """A copy whose advantage is a number about the sample; such numbers travel in float32."""
+    advantage = float(np.float32(sample.per_token[ADVANTAGES][-1]))
+    kept = {PRECOMPUTED: sample.per_token[PRECOMPUTED]}
+    return replace(sample, per_token=kept, scalars={"advantage": advantage, "v_star": 0.5})
+
+
 def packed(samples: list[tuple[Sample, ...]]) -> list[tuple[Sample, ...]]:
     """Two neighbouring samples share a block; the rows of a micro-batch stay the same."""
     flat = [sample for unit in samples for sample in unit]
@@ -250,6 +262,8 @@ def options(cell: Cell) -> dict[str, Any]:
         return offline_cells.OPTIONS[cell.method][cell.loss]
     if cell.method == "reward":
         return {"centred": {"center_rewards_coefficient": 0.3}}.get(cell.loss, {})
+    if cell.method == "a2po":
+        return {**policy_cells.SHARED_OPTIONS, "beta2": A2PO_BETA2}
     if cell.method == "xpo":
         return {"loss_type": [cell.loss], "alpha": XPO_ALPHA}
     special = {
@@ -540,6 +554,17 @@ def _ppo_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     return ppo_cells.step_loss(cell.loss, units("ppo", cell.lora), partial(_log_probs, policy), policy)
 
 
+def _a2po_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
+    """sum over completions of (beta2 l - A)^2 / completions."""
+    samples = [sample for unit in units("a2po", cell.lora) for sample in unit]
+    total = 0
+    for sample in samples:
+        picked = [row[target] for row, target in zip(*_log_probs(policy, sample))]
+        ratio = sum(own - ref for own, ref in zip(picked, _reference_logps(None, sample)))
+        total = total + (A2PO_BETA2 * ratio - sample.scalars["advantage"]) ** 2
+    return total / len(samples)
+
+
 def _offline_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     if cell.loss == "clamped":
         reference = tiny.with_exact_norms(tiny.causal_lm(3, torch.float64))
@@ -562,6 +587,7 @@ ORACLES = {
     "prm": _prm_oracle,
     "grpo": _policy_oracle,
     "rloo": _policy_oracle,
+    "a2po": _a2po_oracle,
     **dict.fromkeys(ONLINE_PAIRS, _dpo_oracle),
     "nash_md": _nash_oracle,
     "ppo": _ppo_oracle,

@@ -43,11 +43,15 @@ class EngineInContext:
         self.engine.wake()
 
 
-def other_authors(trainer: Any) -> dict[str, RolloutEngine]:
-    """Engines of those who write besides the policy in this trainer's method; a sentence where one of them cannot."""
+def other_authors(trainer: Any, wanted: set[str] | None = None) -> dict[str, RolloutEngine]:
+    """Engines of those who write besides the policy in this trainer's method; a sentence where one of them cannot.
+
+    `wanted`: who writes; None: whom `author_of` names.
+    """
     args, live = trainer.args, trainer.live
     samples = range(max(args.num_generations, args.num_generations_eval or 0))
-    wanted = {trainer.author_of(Request(row=0, number=0, sample=sample)) for sample in samples} - {POLICY}
+    if wanted is None:
+        wanted = {trainer.author_of(Request(row=0, number=0, sample=sample)) for sample in samples} - {POLICY}
     unknown = wanted - {REFERENCE, MIXTURE}
     if unknown:
         raise ValueError(f"`author_of` returned {sorted(unknown)[0]!r}; known are {POLICY}, {REFERENCE} and {MIXTURE}.")
