@@ -39,7 +39,7 @@ _HOMES = {
     "posttrain.data.render.renderer": ("Conversation", "RenderError", "Renderer"),
     "posttrain.evaluation.spec": ("EvalSpec",),
     "posttrain.exporting.model_merging": ("MergeConfig", "merge_models"),
-    "posttrain.methods.grpo_relatives": (
+    "posttrain.migration.grpo_relatives": (
         "DPPOConfig",
         "DPPOTrainer",
         "GFPOConfig",

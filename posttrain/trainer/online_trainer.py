@@ -8,46 +8,41 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-import transformers.trainer
 from datasets import IterableDataset
 from torch import Tensor, nn
 
 from posttrain.core.batch import SHARED, StepTotals, TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.core.sample import Sample, Unit
-from posttrain.data.collate import Collator, as_units, split_by_tokens
 from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.data.render.templates import adopt_chat_format
 from posttrain.data.rows.formats import PROMPT_ONLY
 from posttrain.models.inference import evaluating
 from posttrain.models.load.model import innermost_model
-from posttrain.models.load.reference import PRECOMPUTED, ModelReference, Precomputed
-from posttrain.models.memory.fit import tokens_without_gradient
+from posttrain.models.load.reference import PRECOMPUTED, ModelReference
 from posttrain.models.scoring.float32_head import compute_head_in_float32
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rewards.reward_set import RewardSet
 from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector, joined
 from posttrain.rollout.engines.gathered_engine import GatheredEngine
 from posttrain.rollout.engines.joint_export import JointExport
-from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
+from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.rollout.episodes.writing import Writer
 from posttrain.rollout.eval_loader import EvalRolloutLoader
 from posttrain.rollout.group_filter import GroupFilter
 from posttrain.rollout.loader import RolloutLoader
-from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts, StreamOrder
+from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts
 from posttrain.rollout.replay_buffer import ReplayBuffer
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, POLICY, Request, Rollout
-from posttrain.rollout.source import Prompts, PromptStream, RolloutSource
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
@@ -56,6 +51,7 @@ from posttrain.trainer.online.authors import other_authors
 from posttrain.trainer.online.rollout_log import RolloutLog
 from posttrain.trainer.online.rollout_metrics import as_tensors, rollout_metrics
 from posttrain.trainer.online.vllm_setup import refuse_correction_without_logps, vllm_engine
+from posttrain.trainer.online.windows import ScoredWithRollouts, rollout_loader, skipping_by_position, write_columns
 from posttrain.trainer.options.base import DEEPSPEED
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.report.progress import count, several
@@ -64,7 +60,6 @@ from posttrain.trainer.step.memory_fit import fit_memory
 logger = logging.getLogger(__name__)
 
 ROLLOUTS_FILE = "rollouts_{rank}"
-EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time
 FAILURES = "reward_failures/"  # and the kind: how many calls of rewards have failed since the beginning of the run
 
 
@@ -420,88 +415,3 @@ class OnlineTrainer(BaseTrainer):
     def load_state_files(self, folder: Path) -> None:
         super().load_state_files(folder)
         self.load_rollout_state(files.load_tree(folder / ROLLOUTS_FILE.format(rank=self.args.process_index)))
-
-
-class ScoredWithRollouts(Precomputed):
-    """A live reference that was asked when the rollouts were collected; its answers travel with the samples."""
-
-    def __init__(self, live: ModelReference) -> None:
-        super().__init__()
-        self.live = live
-
-    def __str__(self) -> str:
-        return f"{self.live}, asked once for each rollout"
-
-
-@contextmanager
-def skipping_by_position() -> Iterator[None]:
-    """Trainer skips the batches of a resumed epoch by rebuilding torch's DataLoader; ours knows where it stands."""
-    original = transformers.trainer.skip_first_batches
-
-    def skip_first_batches(loader: Any, num_batches: int = 0) -> Any:
-        return loader.skip_first(num_batches) if isinstance(loader, RolloutLoader) else original(loader, num_batches)
-
-    transformers.trainer.skip_first_batches = skip_first_batches
-    try:
-        yield
-    finally:
-        transformers.trainer.skip_first_batches = original
-
-
-def rollout_loader(
-    rows: PromptRows | StreamedPrompts,
-    args: OnlineConfig,
-    collator: Collator,
-    collector: RolloutCollector | None,
-    params: SamplingParams | None,
-    is_training: bool,
-    replay: ReplayBuffer | None = None,
-    group_filter: GroupFilter | None = None,
-) -> RolloutLoader | EvalRolloutLoader:
-    """`collector` and `params` are None where a run is only explained: what such a loader would yield is counted, not generated."""
-    rules = args.window_rules()
-    if not is_training:
-        size = (args.num_generations_eval or args.num_generations, args.samples_of(args.eval_batch_size))
-        params = params and replace(params, seed=params.seed ^ EVALUATION_SEED)
-        return EvalRolloutLoader(rows, *size, params, collector, rules, collator, args.process_index, args.world_size)
-    if isinstance(rows, StreamedPrompts):
-        rows.rewind()
-        order = StreamOrder()
-    else:
-        order = PromptStream(len(rows), args.seed, args.shuffle_dataset)
-    schedule = args.schedule()
-    prompts = Prompts(order, schedule, args.process_index)
-    how = (collector, rules, replay, group_filter)
-    source = prompts if collector is None else RolloutSource(prompts, rows, params, *how)
-    collator = replace(collator, max_tokens=args.max_tokens_per_pass)
-    pins = args.dataloader_pin_memory and args.device.type == "cuda"
-    return RolloutLoader(source, schedule, collator, pins, args.seed if args.permutes_windows else None)
-
-
-@torch.no_grad()
-def write_columns(
-    samples: list[Sample],
-    columns_of: Callable[[TokenBatch], dict[str, Tensor]],
-    collator: Collator,
-    device: torch.device,
-    passes: Callable[[int], int] = lambda needed: needed,
-) -> None:
-    """Write `columns_of` each trained token, (n,) or (n, k), into `per_token` of its sample; 0 where nothing is trained.
-
-    Passes have a bounded number of tokens: many rollouts need no more memory than an update. `passes` says how many are run where
-    this process needs so many: a sharded model is asked equally often by all.
-    """
-    budget = min(collator.max_tokens or 2**62, tokens_without_gradient(device))
-    collator = replace(collator, max_tokens=budget)
-    units = as_units(samples, collator)
-    parts = split_by_tokens(units, collator.layout, budget)
-    for part in [*parts, *[[]] * (passes(len(parts)) - len(parts))]:
-        batch = collator.one_pass(part)
-        found = {
-            name: values.to(torch.promote_types(values.dtype, torch.float32)).cpu().numpy()
-            for name, values in columns_of(batch.to(device)).items()
-        }
-        ends = np.cumsum(batch.counts.numpy())
-        for sample, end, size in zip((s for unit in part for s in unit), ends, batch.counts.tolist()):
-            for name, values in found.items():
-                sample.write_trained(name, values[end - size : end])

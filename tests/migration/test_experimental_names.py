@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 import posttrain
-from posttrain.methods import grpo, grpo_relatives
+from posttrain.methods import grpo
+from posttrain.migration import grpo_relatives
 from posttrain.migration.trl_names import UnsupportedByPosttrain, found
 
 HOMES = {
