@@ -27,6 +27,8 @@ def main(words: list[str] | None = None) -> int:
     if sentence := planned(words[0]):
         print(f"posttrain {words[0]}: {sentence}", file=sys.stderr)
         return EXIT_CODE
+    if words[0] not in known and words[0].replace("-", "_") in known:
+        words = [words[0].replace("-", "_"), *words[1:]]  # online-dpo
     if words[0] not in known:
         hint = nearest(words[0], known)
         print(f"posttrain: there is no command {words[0]!r}.{hint}\n\n{usage()}", file=sys.stderr)
