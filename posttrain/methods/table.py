@@ -59,7 +59,10 @@ METHODS: dict[str, Method] = {
         "Exploratory preference optimisation: online DPO with a bonus",
     ),
     "a2po": Method(
-        "posttrain.methods.a2po", "A2POTrainer", "A2POConfig", "A*-PO: one completion a prompt against its optimal value"
+        "posttrain.methods.a2po",
+        "A2POTrainer",
+        "A2POConfig",
+        "A*-PO: one completion a prompt against its optimal value",
     ),
 }
 

@@ -22,6 +22,7 @@ ROWS = {
     "prm": tiny.steps(24),
     "grpo": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
     "rloo": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
+    "a2po": [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)],
 }
 REWARD = '''
 def length(completions, **columns):
@@ -49,7 +50,7 @@ def folder_with_inputs(folder: Path) -> Path:
 
 def options_of(method: str) -> dict:
     """Options with which a method trains in a folder with inputs."""
-    own = ONLINE if method in ("grpo", "rloo") else {}
+    own = ONLINE if method in ("grpo", "rloo", "a2po") else {}
     named = {"model_name_or_path": "model", "dataset_name": f"{method}.jsonl", "output_dir": f"out-{method}"}
     return {**COMMON, **named, **own}
 

@@ -350,6 +350,8 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         "rloo": "disable_dropout num_generations max_completion_length steps_per_generation temperature beta num_iterations "
         "epsilon epsilon_high reward_weights normalize_advantages reward_clip_range mask_truncated_completions sync_ref_model "
         "log_completions num_completions_to_print log_unique_prompts",
+        "a2po": "max_prompt_length max_completion_length temperature top_p top_k num_value_samples beta1 beta2 "
+        "filter_all_incorrect reward_weights remove_unused_columns",
         "cpo": "disable_dropout max_completion_length beta label_smoothing loss_type cpo_alpha simpo_gamma alpha "
         "generate_during_eval is_encoder_decoder",
         "orpo": "disable_dropout max_completion_length beta padding_value generate_during_eval is_encoder_decoder",

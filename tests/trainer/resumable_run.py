@@ -22,7 +22,7 @@ from tests import tiny
 CACHE = tempfile.mkdtemp(prefix="posttrain-tokens-")
 
 
-ONLINE = ("grpo", "rloo")
+ONLINE = ("grpo", "rloo", "a2po")
 ONLINE_OPTIONS = {
     "num_generations": 4,
     "max_completion_length": 5,
@@ -59,6 +59,7 @@ DATA = {
     "baseline": tiny.chats,
     "grpo": prompts,
     "rloo": prompts,
+    "a2po": prompts,
     "prm": tiny.steps,
 }  # the others read pairs
 
@@ -165,6 +166,8 @@ def make(
     }
     if name in ONLINE:
         chosen = {**ONLINE_OPTIONS, **chosen}
+        if name == "a2po":  # its reference has no `beta`
+            chosen.pop("beta")
     extra: dict[str, Any] = {"args": METHODS[name].config_class(**chosen)}
     if name in ONLINE:
         extra["reward_funcs"] = checksum
