@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import signal
 from types import SimpleNamespace
@@ -20,6 +19,7 @@ from posttrain.migration.trl_names import found
 from posttrain.rollout.store import read_rollouts
 from posttrain.trainer.checkpoints.checkpoint import load_tree
 from tests import tiny
+from tests.cli.runs import flags, folder_with_inputs, options_of, posttrain
 from tests.losses.policy_oracle import token_batch
 from tests.trainer import resumable_run, test_online
 from tests.trainer.test_online import logged, weights
@@ -289,7 +289,14 @@ def test_streams_and_references_that_move_are_refused(tmp_path):
         make(tmp_path, callbacks=[BEMACallback(update_ref_model=True)]).train()
 
 
-def test_explain_shows_the_numbers(tmp_path):
-    made = A2POTrainer.formula(A2POConfig(output_dir=str(tmp_path), use_cpu=True), {"sequences": "8"})
-    assert made.lines()[:2] == ["loss = (0.001 * l - A)**2", "  sum over completions / 8 completions of the step"]
-    assert json.dumps(made.lines()).count("8 completions of the row by the reference") == 1
+def test_explain_and_the_command_line(tmp_path, monkeypatch, capsys):
+    """24 rows with 8 completions of at most 6 tokens each, before the first step."""
+    monkeypatch.chdir(folder_with_inputs(tmp_path))
+    given = flags({**options_of("a2po"), "num_generations": 1})
+    assert posttrain("explain", "a2po", *given) == 0
+    shown = capsys.readouterr().out
+    assert "loss = (0.001 * l - A)**2\n  sum over completions / 4 completions of the step" in shown
+    assert "over the rewards r' of 8 completions of the row by the reference, before the first step" in shown
+    assert "before training: generation, for V* of each row (at most): 192 of 6 tokens" in shown
+    assert posttrain("a2po", *given) == 0
+    assert {"v_star", "advantage"} <= logged(tmp_path / "out-a2po")[0].keys()
