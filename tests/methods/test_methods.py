@@ -352,6 +352,8 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         "log_completions num_completions_to_print log_unique_prompts",
         "nash_md": "disable_dropout beta mixture_coef max_new_tokens max_length temperature top_p top_k min_p missing_eos_penalty "
         "reward_weights reward_model_path sync_ref_model",
+        "a2po": "max_prompt_length max_completion_length temperature top_p top_k num_value_samples beta1 beta2 "
+        "filter_all_incorrect reward_weights remove_unused_columns",
         "cpo": "disable_dropout max_completion_length beta label_smoothing loss_type cpo_alpha simpo_gamma alpha "
         "generate_during_eval is_encoder_decoder",
         "orpo": "disable_dropout max_completion_length beta padding_value generate_during_eval is_encoder_decoder",

@@ -22,7 +22,7 @@ from tests import tiny
 CACHE = tempfile.mkdtemp(prefix="posttrain-tokens-")
 
 
-ONLINE = ("grpo", "rloo", "online_dpo", "xpo", "nash_md")
+ONLINE = ("grpo", "rloo", "online_dpo", "xpo", "nash_md", "a2po")
 ONLINE_OPTIONS = {
     "num_generations": 4,
     "max_completion_length": 5,
@@ -35,6 +35,7 @@ NOT_TAKEN = {
     "online_dpo": ("num_generations",),
     "xpo": ("num_generations",),
     "nash_md": ("num_generations", "num_iterations"),
+    "a2po": ("beta",),
 }
 """Of those, options that a method has no choice about."""
 

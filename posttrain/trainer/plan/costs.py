@@ -262,6 +262,11 @@ class Work:
             share = (run.counts.rows_of_dataset or 0) / max(counted["rows"].mean, 1)
             once = Pass("reference, forward, once over all rows", share, tokens * share, forward * share)
             self.before_training.append(once)
+        if samples := getattr(run.side.args, "num_value_samples", 0):  # A2PO
+            completions = samples * (run.counts.rows_of_dataset or 0)
+            written = completions * run.side.args.max_completion_length
+            what, work = "generation, for V* of each row (at most)", _forward(shape, written, length, written)
+            self.before_training.append(Pass(what, completions, written, work))
         self.operations_per_step = sum(one.operations for one in self.per_step)
         before = sum(one.operations for one in self.before_training)
         self.operations = self.steps * self.operations_per_step + before
