@@ -235,6 +235,7 @@ def test_evaluation_compares_policy_and_mixture(tmp_path):
         ({"mixture_coef": [0.5, -0.1]}, "mixture_coef"),
         ({"kl_level": "word"}, "kl_level"),
         ({"num_generations": 4}, "One completion of the policy is compared with one of the mixture"),
+        ({"use_vllm": True}, "drawn from the logits of two models at once"),
         ({"num_iterations": 2}, "no ratio that would correct"),
         ({"max_new_tokens": 600}, "leaves no token for a prompt"),
     ],
