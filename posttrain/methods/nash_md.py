@@ -71,6 +71,10 @@ class NashMDConfig(ComparedConfig):
     num_generations_eval: int | None = refused(
         None, "One completion of the policy is compared with one of the mixture."
     )
+    use_vllm: bool = refused(
+        False,
+        "A mixture is drawn from the logits of two models at once, and vLLM runs one: the native engine has both.",
+    )
     num_iterations: int = refused(1, "The loss has no ratio that would correct for older weights: generate anew.")
 
     def __post_init__(self) -> None:

@@ -47,7 +47,7 @@ from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
 from posttrain.trainer.online.agents import Agents, rows_for
-from posttrain.trainer.online.authors import other_authors
+from posttrain.trainer.online.authors import other_authors, refuse_vllm
 from posttrain.trainer.online.rollout_log import RolloutLog
 from posttrain.trainer.online.rollout_metrics import as_tensors, rollout_metrics
 from posttrain.trainer.online.vllm_setup import refuse_correction_without_logps, vllm_engine
@@ -229,6 +229,7 @@ class OnlineTrainer(BaseTrainer):
 
     def _make_engine(self) -> RolloutEngine:
         if self.args.use_vllm:
+            refuse_vllm(self)
             given = (self.args, self.model, self.processing_class, self.decode_exactly, self.is_fully_sharded)
             engine, self.joint_export = vllm_engine(*given, self.loaded.notes)
             return engine

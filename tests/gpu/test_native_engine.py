@@ -181,6 +181,7 @@ def test_a_mixture_is_captured_as_one_graph_of_both_models(has_adapter):
         other, context = model, adapter_off(model).context
     else:
         other, context = families.loaded("qwen2", device="cuda"), nullcontext
+        torch.manual_seed(1)
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.add_(0.05 * torch.randn_like(parameter))

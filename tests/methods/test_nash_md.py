@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -163,6 +164,21 @@ def test_what_is_preferred_becomes_more_frequent_and_the_coefficient_follows_the
     assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.5
 
 
+def coin(completion_ids, **columns):
+    """Says nothing about a completion that could be learnt."""
+    return [float(zlib.crc32(bytes(str(ids), "ascii")) % 2) for ids in completion_ids]
+
+
+def test_a_reward_that_tosses_coins_teaches_nothing(tmp_path):
+    made = trainer(
+        tmp_path, coin, reward_weights=[5.0], max_steps=24, per_device_train_batch_size=12, learning_rate=1e-2, beta=[0.01],
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    made.train()
+    won = [entry["rewards/probabilities"] for entry in logged(tmp_path) if "rewards/probabilities" in entry]
+    assert np.mean(won) == pytest.approx(0.5, abs=0.06)
+
+
 def test_under_an_adapter_the_mixture_is_that_of_policy_and_base(tmp_path):
     """No second model is loaded, and the mixture's log-probs are neither the policy's nor the base's."""
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -235,6 +251,7 @@ def test_evaluation_compares_policy_and_mixture(tmp_path):
         ({"mixture_coef": [0.5, -0.1]}, "mixture_coef"),
         ({"kl_level": "word"}, "kl_level"),
         ({"num_generations": 4}, "One completion of the policy is compared with one of the mixture"),
+        ({"use_vllm": True}, "drawn from the logits of two models at once"),
         ({"num_iterations": 2}, "no ratio that would correct"),
         ({"max_new_tokens": 600}, "leaves no token for a prompt"),
     ],

@@ -87,6 +87,13 @@ def test_without_a_reference_it_cannot_write(tmp_path):
         collected(Both, tmp_path, beta=0.0)
 
 
+def test_vllm_is_refused_before_it_is_started(tmp_path):
+    with pytest.raises(
+        ValueError, match="Both needs completions of the reference, and vLLM has the policy's weights alone"
+    ):
+        collected(Both, tmp_path, use_vllm=True)
+
+
 def test_a_rollout_function_writes_the_policys_alone(tmp_path):
     class WithFunction(Both):
         def __init__(self, *args, **kwargs):

@@ -43,18 +43,19 @@ class EngineInContext:
         self.engine.wake()
 
 
-def other_authors(trainer: Any, wanted: set[str] | None = None) -> dict[str, RolloutEngine]:
-    """Engines of those who write besides the policy in this trainer's method; a sentence where one of them cannot.
-
-    `wanted`: who writes; None: whom `author_of` names.
-    """
-    args, live = trainer.args, trainer.live
-    samples = range(max(args.num_generations, args.num_generations_eval or 0))
-    if wanted is None:
-        wanted = {trainer.author_of(Request(row=0, number=0, sample=sample)) for sample in samples} - {POLICY}
+def _wanted(trainer: Any) -> set[str]:
+    """Who writes besides the policy in this trainer's method."""
+    samples = range(max(trainer.args.num_generations, trainer.args.num_generations_eval or 0))
+    wanted = {trainer.author_of(Request(row=0, number=0, sample=sample)) for sample in samples} - {POLICY}
     unknown = wanted - {REFERENCE, MIXTURE}
     if unknown:
         raise ValueError(f"`author_of` returned {sorted(unknown)[0]!r}; known are {POLICY}, {REFERENCE} and {MIXTURE}.")
+    return wanted
+
+
+def other_authors(trainer: Any, wanted: set[str] | None = None) -> dict[str, RolloutEngine]:
+    """Engines of those who write besides the policy; a sentence where one of them cannot. `wanted` None: whom `author_of` names."""
+    wanted, live = _wanted(trainer) if wanted is None else wanted, trainer.live
     if not wanted:
         return {}
     _refuse(trainer, " and ".join(sorted(wanted)))
@@ -64,6 +65,15 @@ def other_authors(trainer: Any, wanted: set[str] | None = None) -> dict[str, Rol
         MIXTURE: lambda: trainer.local_engine(trainer.model, mixture=mixture()),
     }
     return {author: engines[author]() for author in sorted(wanted)}
+
+
+def refuse_vllm(trainer: Any) -> None:
+    """Where others than the policy write; called before vLLM is started, which takes minutes."""
+    if wanted := _wanted(trainer):
+        raise ValueError(
+            f"{type(trainer).__name__} needs completions of the {' and '.join(sorted(wanted))}, and vLLM has the policy's weights "
+            "alone. Leave `use_vllm` out: the native engine has both models."
+        )
 
 
 def _refuse(trainer: Any, wanted: str) -> None:
@@ -76,10 +86,7 @@ def _refuse(trainer: Any, wanted: str) -> None:
             f"{name} needs completions of the {wanted}; a `rollout_func` writes the policy's alone. Leave it out."
         )
     if getattr(trainer.engine, "is_foreign", False):
-        raise ValueError(
-            f"{name} needs completions of the {wanted}, and vLLM has the policy's weights alone. Leave `use_vllm` out: the native "
-            "engine has both models."
-        )
+        refuse_vllm(trainer)
     if trainer.is_fully_sharded:
         raise ValueError(
             f"{name} needs completions of the {wanted}, and under FSDP only the policy's weights are gathered for generation. "
