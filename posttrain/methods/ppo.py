@@ -15,6 +15,7 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.options import refused
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.core.sample import Sample, Unit
+from posttrain.data.rows.formats import PROMPT_ONLY, TOKENISED_PROMPT
 from posttrain.losses.formulas import PPO_FORMULAS, Formula, Totals, filled, number
 from posttrain.losses.gae import (
     KL_ESTIMATORS,
@@ -229,6 +230,7 @@ class PPOTrainer(OnlineTrainer):
         "1707.06347",
     )
     config_class = PPOConfig
+    formats = (PROMPT_ONLY, TOKENISED_PROMPT)
 
     def __init__(
         self,
@@ -424,14 +426,14 @@ class PPOTrainer(OnlineTrainer):
     def formula(cls, args: Any, totals: Totals) -> Formula:
         values = {"below": 1 - args.cliprange, "above": 1 + args.cliprange, **vars(args)}
         divergence = filled(PPO_FORMULAS[args.kl_estimator], values) if args.kl_coef else ""
-        penalty = f" - {number(args.missing_eos_penalty)} where it was cut off" if args.missing_eos_penalty else ""
+        penalty = f" - {number(args.missing_eos_penalty)} (where it was cut off)" if args.missing_eos_penalty else ""
         follows = f"; the weight follows a divergence of {number(args.target)}" if args.adap_kl_ctrl else ""
         white = ", then scaled to deviation 1 over the generation" if args.whiten_rewards else ""
         names = (
             ("rho", "p / p_old"),
             ("A", filled(PPO_FORMULAS["advantage"], values)),
             ("R", "A before it was whitened + V, with V the value v at the time of generation"),
-            ("r", f"{divergence}(score{penalty} at the last token){follows}{white}".strip()),
+            ("r", f"{divergence}score{penalty}, at the last token{follows}{white}"),
         )
         divided = f"sum over tokens / {totals['tokens']} trained tokens of the optimizer step"
         terms = tuple(filled(PPO_FORMULAS[name], values) for name in ("policy", "value"))

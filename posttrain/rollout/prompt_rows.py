@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,6 +17,8 @@ from posttrain.data.store.prepare import PreparedDataset
 from posttrain.data.store.streaming import PreparedStream
 
 ROWS_HASHED = 256
+TOKEN_COLUMNS = ("input_ids", "attention_mask")
+Decode = Callable[[Any], str]
 
 
 @dataclass(frozen=True)
@@ -29,9 +31,12 @@ class PromptRow:
     row: int  # in the user's dataset
 
 
-def prompt_row(unit: Unit, raw: dict[str, Any], detection: Detection) -> PromptRow:
-    """An encoded prompt together with the row that it was made from."""
+def prompt_row(unit: Unit, raw: dict[str, Any], detection: Detection, decode: Decode | None = None) -> PromptRow:
+    """An encoded prompt together with the row that it was made from; `decode` makes a text of one that came as tokens."""
     (sample,) = unit
+    if detection.format.tokenised:
+        columns = {name: value for name, value in raw.items() if name not in TOKEN_COLUMNS}
+        return PromptRow(sample.input_ids, decode(sample.input_ids), columns, sample.row)
     clean, _, _ = detection.read(raw)
     theirs = detection.columns.get("prompt", "prompt")
     columns = {name: value for name, value in raw.items() if name not in ("prompt", theirs)}
@@ -41,8 +46,8 @@ def prompt_row(unit: Unit, raw: dict[str, Any], detection: Detection) -> PromptR
 class PromptRows:
     """`prepared` holds checked and encoded prompts; `dataset` the user's rows, every column of them."""
 
-    def __init__(self, prepared: PreparedDataset, dataset: Any) -> None:
-        self.prepared, self.dataset = prepared, dataset
+    def __init__(self, prepared: PreparedDataset, dataset: Any, decode: Decode | None = None) -> None:
+        self.prepared, self.dataset, self.decode = prepared, dataset, decode
 
     @property
     def report(self) -> Any:
@@ -66,7 +71,7 @@ class PromptRows:
 
     def __getitem__(self, index: int) -> PromptRow:
         unit = self.prepared[index]
-        return prompt_row(unit, self.dataset[unit[0].row], self.prepared.detection)
+        return prompt_row(unit, self.dataset[unit[0].row], self.prepared.detection, self.decode)
 
     def take(self, indices: Iterable[int]) -> dict[int, PromptRow]:
         """Index -> its row; each is read once, however often it is asked for."""
@@ -81,8 +86,8 @@ class StreamedPrompts:
     After a resume the stream is read again up to where the run was; what it says must not depend on when it is read.
     """
 
-    def __init__(self, prepared: PreparedStream) -> None:
-        self.prepared = prepared
+    def __init__(self, prepared: PreparedStream, decode: Decode | None = None) -> None:
+        self.prepared, self.decode = prepared, decode
         self.rewind()
 
     def rewind(self) -> None:
@@ -105,7 +110,7 @@ class StreamedPrompts:
             while self._next <= number:
                 row, unit = next(self._reader)
                 self._next += 1
-            found[number] = prompt_row(unit, row, self.prepared.detection)
+            found[number] = prompt_row(unit, row, self.prepared.detection, self.decode)
         return found
 
     def _endless(self) -> Iterator[tuple[Any, Unit]]:

@@ -210,11 +210,12 @@ class OnlineTrainer(BaseTrainer):
             dataset = self.agents.set_up(self.renderer, self.args, dataset)
         if dataset is None or isinstance(dataset, PromptRows | StreamedPrompts):
             return dataset
+        decode = functools.partial(self.renderer.tokenizer.decode, skip_special_tokens=False)
         if isinstance(dataset, IterableDataset):
             self._refuse_stream(name)
-            rows = StreamedPrompts(super()._prepared(dataset, name))
+            rows = StreamedPrompts(super()._prepared(dataset, name), decode)
         else:
-            rows = PromptRows(super()._prepared(dataset, name), dataset)
+            rows = PromptRows(super()._prepared(dataset, name), dataset, decode)
         return rows_for(self.agents, rows, name)
 
     def _refuse_stream(self, name: str) -> None:

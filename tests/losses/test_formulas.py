@@ -13,6 +13,7 @@ from posttrain.core.batch import RAGGED, TokenBatch
 from posttrain.losses import formulas, policy, reward
 from posttrain.losses.divergences import F_DIVERGENCES
 from posttrain.losses.formulas import filled, surrogate_line
+from posttrain.losses.gae import value_loss
 from posttrain.losses.importance import CORRECTION_MODES
 from posttrain.losses.named_options import call
 from posttrain.losses.pair import Pair
@@ -22,6 +23,7 @@ from posttrain.losses.reference_free import REFERENCE_FREE_LOSSES, Answers, log_
 from posttrain.losses.supervised import SUPERVISED_LOSSES
 from posttrain.losses.unpaired import UNPAIRED_LOSSES, Unpaired
 from posttrain.methods.grpo import GRPOConfig
+from posttrain.methods.ppo import PPOConfig, PPOTrainer
 from posttrain.methods.table import METHODS
 
 COUNTS = [3, 1, 4]
@@ -201,3 +203,16 @@ def test_losses_of_labelled_rows(name):
     found = call(UNPAIRED_LOSSES[name], rows, options={"beta": 0.3, "divergence": 0.7, "delta": 0.2})
     line = filled(formulas.UNPAIRED_FORMULAS[name], OPTIONS)
     assert computed(line, s=signs, l=ratios, z=0.7, delta=0.2).tolist() == pytest.approx(found.tolist(), abs=1e-9)
+
+
+def test_ppo(tmp_path):
+    args = PPOConfig(output_dir=str(tmp_path), use_cpu=True, cliprange=0.1, vf_coef=0.3, cliprange_value=0.25)
+    lines = PPOTrainer.formula(args, dict.fromkeys(("tokens", "sequences", "units", "batches"), "N")).terms
+    tokens = tokens_of()
+    expected, _ = policy.clipped(tokens, RATIOS["token"](tokens), epsilon=0.1)
+    rho = (tokens.logps - tokens.old_logps).exp().numpy()
+    assert computed(lines[0], rho=rho, A=tokens.advantages.numpy()) == pytest.approx(expected.numpy(), rel=1e-9)
+    v, V, R = (np.random.default_rng(place).normal(size=20) for place in range(3))
+    values, clips = value_loss(*map(torch.from_numpy, (v, V, R)), 0.25)
+    assert 0 < clips.sum() < 20
+    assert computed(lines[1], v=v, V=V, R=R) == pytest.approx(0.3 * values.numpy(), rel=1e-9)

@@ -284,6 +284,28 @@ def test_another_token_may_end_a_completion(tmp_path):
     assert first["objective/scores"] == float((65 + 66) % 13)
 
 
+def test_prompts_may_come_as_tokens(tmp_path):
+    """As TRL's scripts prepare them, padded or not; rewards are given the text."""
+    tokenizer, seen = tiny.tokenizer(), []
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        seen.extend(prompts)
+        return checksum(completion_ids)
+
+    ids = [tokenizer(row["prompt"])["input_ids"] for row in prompts()]
+    mask = [[0, 0] + [1] * len(one) for one in ids]
+    padded = Dataset.from_dict({"input_ids": [[257, 257, *one] for one in ids], "attention_mask": mask})
+    losses = []
+    for name, data in {"text": prompts(), "ids": Dataset.from_dict({"input_ids": ids}), "padded": padded}.items():
+        made = trainer(tmp_path / name, reward=reward, train_dataset=data, eval_dataset=data.select(range(2)))
+        made.train()
+        losses.append([entry["loss"] for entry in made.state.log_history if "loss" in entry])
+    assert losses[0] == losses[1] == losses[2]
+    assert set(seen) <= {row["prompt"] for row in prompts()}
+    with pytest.raises(ValueError, match=r"(?s)input_ids.*9999"):
+        trainer(tmp_path / "bad", train_dataset=Dataset.from_dict({"input_ids": [[1, 9999]]}))
+
+
 def test_evaluation_moves_neither_the_controller_nor_the_order(tmp_path):
     made = trainer(tmp_path, options={"adap_kl_ctrl": True}, eval_dataset=prompts(3))
     found = made.evaluate()

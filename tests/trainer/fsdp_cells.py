@@ -37,6 +37,7 @@ ONLINE = {
     "num_generations": 4, "max_completion_length": 5, "steps_per_generation": 4, "num_iterations": 2, "beta": 0.1,
     "reward_workers": 0,
 }  # fmt: skip
+PPO = {"max_completion_length": 5, "reward_workers": 0, "num_ppo_epochs": 2, "adap_kl_ctrl": True}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -79,6 +80,8 @@ CELLS = {
     "prm": Cell("prm", {"eval_strategy": "steps"}, resumes=True),
     "prm-lora": Cell("prm", {}, LORA),
     "grpo": Cell("grpo", ONLINE | {"eval_strategy": "steps"}, resumes=True),
+    "ppo": Cell("ppo", PPO, resumes=True),
+    "ppo-lora": Cell("ppo", PPO, LORA, resumes=True),
     "grpo-lora": Cell("grpo", ONLINE | {"max_tokens_per_pass": 40}, LORA, fsdp={"activation_checkpointing": True}),
 }
 
@@ -97,7 +100,7 @@ def triples(rows: int) -> list[dict[str, Any]]:
 
 
 DATA = {
-    "sft": tiny.chats, "grpo": prompts, "tpo": triples, "kto": resumable_run.rated, "bco": resumable_run.rated,
+    "sft": tiny.chats, "grpo": prompts, "ppo": prompts, "tpo": triples, "kto": resumable_run.rated, "bco": resumable_run.rated,
     "prm": tiny.steps,
 }  # fmt: skip
 """The others read pairs."""
@@ -131,7 +134,7 @@ def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
         }
     )
     data = DATA.get(cell.method, tiny.pairs)(ROWS)
-    more: dict[str, Any] = {"reward_funcs": checksum} if cell.method == "grpo" else {}
+    more: dict[str, Any] = {"reward_funcs": checksum} if cell.method in ("grpo", "ppo") else {}
     if cell.method == "bco":
         more = {"embedding_func": resumable_run.embed, "embedding_tokenizer": tiny.tokenizer()}
     if cell.lora is not None:
@@ -149,7 +152,7 @@ def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
 
 def _cut(method: str, world: int) -> dict[str, int]:
     """Eight rows a step; the same micro-batches on one process as on two (the routers' loss depends on them)."""
-    if method == "grpo":  # which rollouts come together depends on the accumulation
+    if method in ("grpo", "ppo"):  # which rollouts come together depends on the accumulation
         return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 2}
     return {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // world}
 

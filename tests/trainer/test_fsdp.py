@@ -71,6 +71,16 @@ def test_ends_where_one_process_does(name, homes):
     assert {"loss", "grad_norm"} <= seen
 
 
+@pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.method == "ppo"])
+def test_a_critic_is_saved_whole_and_apart(name, homes):
+    places = (homes[0] / name, homes[1] / name, homes[1] / f"{name}-resumed")
+    one, two, resumed = (load_file(place / "final" / "value_head.safetensors") for place in places)
+    assert one["weight"].abs().sum() > 0
+    torch.testing.assert_close(two, one, rtol=1e-5, atol=1e-6)
+    assert all(torch.equal(resumed[key], tensor) for key, tensor in two.items())
+    assert not [key for key in final(homes[1], name) if "critic" in key]
+
+
 @pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.resumes])
 def test_resumes_exactly(name, homes):
     _, two = homes

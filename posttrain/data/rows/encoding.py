@@ -179,6 +179,13 @@ def tokenised(rows: list[Row], renderer: Renderer, options: PrepareOptions, note
     return units
 
 
+def tokenised_prompt(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
+    """The prompt's own tokens, ready to be continued; nothing is trained."""
+    samples = [Sample(row["input_ids"], np.zeros(len(row["input_ids"]), dtype=bool)) for row in rows]
+    seen = [np.flatnonzero(row.get("attention_mask", np.ones(len(sample)))) for row, sample in zip(rows, samples)]
+    return [(sample.slice(kept[0], kept[-1] + 1),) for sample, kept in zip(samples, seen)]
+
+
 def _missing_mask(row: Row, options: PrepareOptions) -> Finding | None:
     """An option that asks for a part of the tokens needs a column that tells the part."""
     for column, name in (("completion_mask", "completion_only_loss"), ("assistant_masks", "assistant_only_loss")):

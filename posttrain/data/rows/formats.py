@@ -121,6 +121,16 @@ TOKENISED = RowFormat(
     encode.tokenised,
     tokenised=True,
 )
+TOKENISED_PROMPT = RowFormat(
+    "tokenised prompt",
+    ("prompt",),
+    (("input_ids",),),
+    ("attention_mask",),
+    read.tokenised_prompt,
+    encode.tokenised_prompt,
+    trains_tokens=False,
+    tokenised=True,
+)
 TOKENISED_STEPWISE = RowFormat(
     "tokenised stepwise supervision",
     ("text",),
@@ -151,6 +161,7 @@ TOKENISED_SCORED_PREFERENCE = replace(
 FORMATS = (
     TOKENISED_PREFERENCE, TOKENISED_SCORED_PREFERENCE, TOKENISED_STEPWISE, TOKENISED, TRIPLE_PREFERENCE,
     UNPAIRED_PREFERENCE, PREFERENCE, SCORED_PREFERENCE, STEPWISE, PROMPT_COMPLETION, LANGUAGE_MODELLING, PROMPT_ONLY,
+    TOKENISED_PROMPT,
 )  # fmt: skip
 """In the order in which they are looked for: the more a format asks for, the earlier."""
 

@@ -227,6 +227,12 @@ def tokenised(row: Row, reading: Reading) -> Row:
     return {**clean, "trained": trained, "has_labels": row.get("labels") is not None}
 
 
+def tokenised_prompt(row: Row, reading: Reading) -> Row:
+    """Without labels or masks of what is trained: those of another method's rows would mean something else."""
+    clean = tokenised({name: row.get(name) for name in ("input_ids", "attention_mask")}, reading)
+    return {name: clean[name] for name in ("input_ids", "attention_mask") if clean.get(name) is not None}
+
+
 def tokenised_stepwise(row: Row, reading: Reading) -> Row:
     """`labels` is -100 but where a step ends: 1 there for a good step, 0 for a bad one."""
     ids = read_ids(row.get("input_ids"), "input_ids", reading.found, reading.vocab_size)

@@ -145,6 +145,12 @@ class ReferenceSetup:
         loaded = load_model(model, replace(options, task=task, sharded=args.sharding is not None, **layout))
         if loaded.layout != policy.layout:  # the policy shares prefixes, the other cannot
             policy.layout = self.collator.layout = loaded.layout
+        own, wanted = (
+            innermost_model(one).get_input_embeddings().num_embeddings for one in (loaded.model, policy.model)
+        )
+        if own < wanted:  # the policy has grown for its tokenizer, and may write any token that it has a row for
+            innermost_model(loaded.model).resize_token_embeddings(wanted)
+            logger.info(f"The embedding of {loaded.name} grew from {own} to {wanted} rows, which the policy has.")
         return loaded.model
 
     def _options(self) -> LoadOptions:
