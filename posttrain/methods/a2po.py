@@ -228,6 +228,12 @@ class A2POTrainer(OnlineTrainer):
         return self.values or {"v_star": torch.zeros(0), "kept": torch.zeros(0)}
 
     def load_method_state(self, state: dict[str, Any]) -> None:
+        saved, rows = len(state["v_star"]), len(self.train_dataset)
+        if saved != rows:
+            raise ValueError(
+                f"The checkpoint has V* of {saved:,} rows, and `train_dataset` has {rows:,}: which value belongs to which row is "
+                "not known. Resume with the rows of that run, or start a new one from its model."
+            )
         self.values = {"v_star": state["v_star"].double(), "kept": state["kept"].bool()}
 
     # ---- stage 2: one completion, and the regression -----------------------------------------------------------------

@@ -240,6 +240,14 @@ def test_a_resumed_run_does_not_estimate_again(tmp_path):
     assert torch.equal(again.values["v_star"], first.values["v_star"])
 
 
+def test_values_of_other_rows_are_refused(tmp_path):
+    make(tmp_path, max_steps=1, save_strategy="steps", save_steps=1).train()
+    fewer = [{"prompt": f"Say {i}"} for i in range(9)]
+    again = make(tmp_path, data=fewer, max_steps=2, save_strategy="steps", resume_allow_changes=["dataset"])
+    with pytest.raises(ValueError, match=r"has V\* of 12 rows, and `train_dataset` has 9"):
+        again.train(resume_from_checkpoint=True)
+
+
 # ---- what is given, and what is refused -----------------------------------------------------------------------------------
 
 
