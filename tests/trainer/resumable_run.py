@@ -42,9 +42,9 @@ NOT_TAKEN = {
 
 PPO_OPTIONS = {
     "max_completion_length": 5,
-    "gradient_accumulation_steps": 4,  # a generation; two optimizer steps, twice
+    "gradient_accumulation_steps": 4,  # a generation: two optimizer steps, three times
     "num_mini_batches": 2,
-    "num_ppo_epochs": 2,
+    "num_ppo_epochs": 3,
     "adap_kl_ctrl": True,
     "kl_coef": 0.2,
     "target": 0.01,
