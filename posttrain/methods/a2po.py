@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import signal
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from posttrain.trainer.online_trainer import FAILURES, OnlineTrainer
 from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.report.model_card import Paper
+from posttrain.trainer.step.gathering import any_process
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +185,20 @@ class A2POTrainer(OnlineTrainer):
             for row in numbers[~totals.isnan()].unique().tolist():
                 rewards = totals[(numbers == row) & ~totals.isnan()]
                 found[row], all_incorrect[row] = optimal_value(rewards, args.beta1), bool((rewards == 0).all())
+            self._leave_if_signalled()
             logger.info(f"V* of {int((~found.isnan()).sum()):,} of {len(rows):,} rows is estimated.")
         kept = ~found.isnan() & ~(all_incorrect & args.filter_all_incorrect)
         self._report(found, kept)
         return {"v_star": found, "kept": kept}
+
+    def _leave_if_signalled(self) -> None:
+        """Of any process: there is no step to finish and nothing to save yet."""
+        stop = self.lifecycle.stop_signal
+        if any_process(stop is not None, self.args):
+            logger.warning(
+                "Stopped while V* was estimated: nothing is trained yet, and the run starts from its beginning."
+            )
+            raise SystemExit(128 + (stop or signal.SIGTERM))
 
     def _report(self, found: Tensor, kept: Tensor) -> None:
         unknown, rows = int(found.isnan().sum()), len(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import os
 import signal
 from types import SimpleNamespace
 
@@ -221,6 +222,19 @@ def test_killed_and_resumed_is_bit_identical(step, tmp_path):
     assert child.wait() == -signal.SIGKILL, child.output()
     run("a2po", tmp_path / "killed", resume=True)
     assert_identical(tmp_path / "whole", tmp_path / "killed")
+
+
+def test_a_signal_during_stage_1_ends_the_run_before_its_first_step(tmp_path, caplog):
+    def signalled(completion_ids, **columns):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return parity(completion_ids)
+
+    made = make(tmp_path, signalled, reward_batching="all")
+    with pytest.raises(SystemExit) as left:
+        made.train()
+    assert left.value.code == 128 + signal.SIGTERM
+    assert (made.values, made.state.global_step) == (None, 0)
+    assert "Stopped while V* was estimated: nothing is trained yet" in caplog.text
 
 
 def test_a_resumed_run_does_not_estimate_again(tmp_path):
