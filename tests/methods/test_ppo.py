@@ -399,3 +399,30 @@ def test_rewards_rise_and_values_foresee_them(vf_coef, tmp_path):
         assert min(explained[-3:]) > 0.5, explained
     else:
         assert max(explained) < 0.1, explained
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("controlled", [True, False], ids=["controlled", "control"])
+def test_the_controller_holds_the_divergence_near_its_target(controlled, tmp_path):
+    """Of a completion, over 30 generations whose reward pulls away from the reference; without it the divergence grows sixfold."""
+    follows = (
+        {"adap_kl_ctrl": True, "target": 2.0, "horizon": 100.0, "kl_coef": 0.2} if controlled else {"kl_coef": 0.02}
+    )
+    options = {
+        "per_device_train_batch_size": 32, "gradient_accumulation_steps": 1, "num_mini_batches": 2, "num_ppo_epochs": 4,
+        "max_steps": 240, "learning_rate": 5e-3, "lr_scheduler_type": "constant", "vf_coef": 0.5, "cliprange_value": 0.5,
+        "temperature": 1.0, "response_length": 6, "disable_tqdm": True,
+    }  # fmt: skip
+    rows = Dataset.from_list([{"prompt": f"say {number}", "bonus": 0.0} for number in range(64)])
+
+    def tripled(**given: Any) -> list[float]:
+        return [3 * value for value in low_bytes(**given)]
+
+    made = trainer(tmp_path, reward=tripled, options=options | follows, train_dataset=rows)
+    made.train()
+    generations = [entry for entry in made.state.log_history if "reward" in entry]
+    divergences = [entry["objective/kl"] for entry in generations]
+    late = sum(divergences[-3:]) / 3
+    assert 1 < late < 4 if controlled else late > 8, divergences
+    assert generations[-1]["reward"] > generations[0]["reward"] + 0.5
+    assert (generations[-1]["objective/kl_coef"] > 0.2) == controlled
