@@ -237,7 +237,7 @@ def test_a_reward_model_has_no_task_scores(folder, no_model, capsys):
         (["model", "--data", "sft.jsonl", "--reward", "rewards_of_test.py:odd"], ["'answer'"]),
         (["model", "--data", "grpo.jsonl", "--reward", "acuracy_reward"], ["accuracy_reward"]),
         (["model", "--data", "grpo.jsonl", "--reward", "./nowhere"], ["no folder ./nowhere"]),
-        (["model", "--data", "grpo.jsonl", "--reward", "some/prm?agg=min"], ["no option 'agg'", "aggregate"]),
+        (["model", "--data", "grpo.jsonl", "--reward", "some/prm?agg=min"], ["Unknown option 'agg'", "aggregate"]),
         (["model", "--data", "grpo.jsonl", "--reward", "accuracy_reward", "--best-of", "4"], ["select_by"]),
     ],
 )
