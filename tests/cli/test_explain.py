@@ -565,7 +565,7 @@ def test_activations_of_plain_layers_are_those_that_the_probe_finds():
 
     shape = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 2}
     model = load_model(tiny.causal_lm(dtype=torch.bfloat16, **shape), LoadOptions(dtype=torch.bfloat16)).model
-    found = memory.activation_cost(model.model, model.config)
+    found = memory.activation_cost(model)
     told = Shape(model).activations(PLAIN)
     for level in ("none", "selective", "full"):
         assert told.kept[level] == pytest.approx(found.kept[level], rel=0.06), level
