@@ -4,10 +4,11 @@
 
 A step is 256 completions of 512 tokens after prompts of 256, from a 0.5B with random weights (PPO: a reward model and a value model
 of the same size, four epochs over each generation; Online DPO: 128 pairs, a reward function). Each setting runs in a process of its
-own. `ours head` is PPO with its default critic, a head on the policy. PPO needs TRL 1.10.0, the last that has it; it keeps the
-logits of a generation in float32 and copies them once, 159 GB for 256 completions, so that a smaller step is measured (where a setting
-runs out of memory, the next smaller one is tried), and seconds are reported for 256. TRL's Online DPO generates micro-batch by micro-batch: a step of fewer is measured, and
-multiplied.
+own. `ours head` is PPO with its default critic, a head on the policy.
+
+PPO needs TRL 1.10.0, the last that has it. It keeps the logits of a generation in float32 and copies them once, 159 GB for 256
+completions, so that a smaller step is measured; TRL's Online DPO generates micro-batch by micro-batch, of which fewer are measured.
+Where a setting runs out of memory, the next smaller one is tried. Seconds are reported for 256 completions.
 """
 
 from __future__ import annotations
