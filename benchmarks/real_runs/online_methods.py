@@ -24,6 +24,7 @@ import math
 import random
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,10 +135,9 @@ def result(name: str, said: str, holds: bool) -> str:
 # ---- the runs ---------------------------------------------------------------------------------------------------------------
 
 
-def ppo(method: str, model: str, folder: Path, steps: int) -> list[str]:
+def ppo(method: str, model: str, folder: Path, steps: int) -> Iterator[str]:
     """Scores are weighed 0.1, so that values are of the order of 1; advantages are scaled to deviation 1 in any case."""
     epochs, parts = 4, 2
-    found = []
     for kind, weight in (("", 0.1), ("control, vf_coef=0", 0.0)):
         generations = steps if weight else max(steps // 4, 2)
         options = {"max_steps": generations * epochs * parts, "per_device_train_batch_size": 128}
@@ -161,7 +161,7 @@ def ppo(method: str, model: str, folder: Path, steps: int) -> list[str]:
             holds = errors > 3 and explained[0] <= 0 and at_end > 0.5 and third.min() >= 3 and third.max() <= 9
         else:
             holds = explained.max() <= 0.1
-        found.append(
+        yield (
             result(
                 f"ppo {kind or 'target 6'}",
                 f"reward {first:.2f} -> {last:.2f}, {errors:+.1f} standard errors; explained variance {explained[0]:.3f} -> "
@@ -170,13 +170,11 @@ def ppo(method: str, model: str, folder: Path, steps: int) -> list[str]:
                 holds,
             )
         )
-    return found
 
 
-def pairs(method: str, model: str, folder: Path, steps: int) -> list[str]:
+def pairs(method: str, model: str, folder: Path, steps: int) -> Iterator[str]:
     """XPO's log has the scores of the policy's own answers apart from those of the reference's."""
     curve = "objective/model_scores" if method == "xpo" else "reward"
-    found = []
     for kind, reward in (("", near_twelve_words), ("control, random reward", at_random)):
         options = {"max_steps": steps, "per_device_train_batch_size": 16, "learning_rate": 2e-5, "beta": 0.1}
         trainer = trainer_of(
@@ -187,14 +185,12 @@ def pairs(method: str, model: str, folder: Path, steps: int) -> list[str]:
         kl = ends(logged(trainer, "objective/kl"))
         holds = abs(errors) < 3 if kind else errors > 3 and kl[1] > kl[0]
         said = f"reward {first:.2f} -> {last:.2f}, {errors:+.1f} standard errors; KL {kl[0]:.2f} -> {kl[1]:.2f}; {steps} steps"
-        found.append(result(f"{method} {kind or 'near 12 words'}", said, holds))
-    return found
+        yield result(f"{method} {kind or 'near 12 words'}", said, holds)
 
 
-def nash_md(method: str, model: str, folder: Path, steps: int) -> list[str]:
+def nash_md(method: str, model: str, folder: Path, steps: int) -> Iterator[str]:
     """The win rate is measured by words in both: a model that was trained by coins should be no nearer to 12 of them."""
     asked = [row["prompt"] for row in prompts(HELD_OUT_TOPICS, SENTENCE) for _ in range(4)]
-    found = []
     for judge in (NearerTwelveWords(), Coin()):
         kind = type(judge).__name__
         options = {"max_steps": steps, "per_device_train_batch_size": 32, "learning_rate": 2e-5, "beta": 0.02}
@@ -207,11 +203,10 @@ def nash_md(method: str, model: str, folder: Path, steps: int) -> list[str]:
         kl = ends(logged(trainer, "loss/kl"))
         said = f"win rate against the start, by words, {wins:.3f} on {len(asked)} held-out answers, of which {ties[-1]:.3f} ties; "
         said += f"KL {kl[0]:.2f} -> {kl[1]:.2f}; {steps} steps"
-        found.append(result(f"{method} trained by {kind}", said, 0.4 <= wins <= 0.6 if kind == "Coin" else wins > 0.7))
-    return found
+        yield result(f"{method} trained by {kind}", said, 0.4 <= wins <= 0.6 if kind == "Coin" else wins > 0.7)
 
 
-def gfpo(method: str, model: str, folder: Path, steps: int) -> list[str]:
+def gfpo(method: str, model: str, folder: Path, steps: int) -> Iterator[str]:
     """Words are counted by a second reward of weight 0, on held-out prompts at the end."""
     groups, size = 8, 16
     options = {"max_steps": steps, "per_device_train_batch_size": groups * size, "num_generations": size, "beta": 0.0}
@@ -249,7 +244,7 @@ def gfpo(method: str, model: str, folder: Path, steps: int) -> list[str]:
         f"{reward[1]:.3f} (first step {begin[1]:.2f} and {begin[0]:.3f}); {steps} steps"
     )
     holds = shorter > 3 * shorter_error and filtered_reward[0] > reward[0] - max(3 * reward_error, 0.02)
-    return [result("gfpo, the 4 shortest of 16", said, holds)]
+    yield result("gfpo, the 4 shortest of 16", said, holds)
 
 
 RUNS = {"ppo": ppo, "online_dpo": pairs, "xpo": pairs, "nash_md": nash_md, "gfpo": gfpo}
