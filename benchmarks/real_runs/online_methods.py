@@ -8,11 +8,12 @@
 MODEL is a folder or Hub id of SmolLM2-135M-Instruct (`~/.cache/posttrain/smollm2-135m-instruct` after `posttrain demo`). `--steps`
 counts generations (default: 60); methods may run beside each other. Answers are paid for having 12 words: -|words - 12|.
 
-PPO: the reward rises by more than 3 standard errors, explained variance of the values from 0 to above 0.5, divergence from the
-reference inside of 3..9 in the last third, with the adaptive controller's target of 6. Control: `vf_coef=0`, no variance explained.
-Online DPO and XPO: the reward of the policy's answers rises by more than 3 standard errors, and its divergence grows. Control:
-a hash of the answer is the reward; no trend. Nash-MD: a pairwise judge prefers the answer that is nearer to 12 words; the trained
-model beats its start in more than 0.7 of held-out prompts, ties counted half. Control: trained by a judge that tosses coins, 0.5.
+PPO (half of the prompts ask for a story, so that there is something to foresee): the reward rises by more than 3 standard errors,
+explained variance of the values from 0 to above 0.5, divergence from the reference inside of 3..9 in the last third, with the
+adaptive controller's target of 6. Control: `vf_coef=0`, no variance explained. Online DPO and XPO: the reward of the policy's
+answers rises by more than 3 standard errors, and Online DPO's divergence grows. Control: a hash of the answer is the reward; no
+trend. Nash-MD: a pairwise judge prefers the answer that is nearer to 12 words; the trained model beats its start in more than 0.7
+of held-out prompts, ties counted half. Control: trained by a judge that tosses coins, 0.5.
 GFPO: paid for a digit in the answer; of 16 answers the 4 shortest are trained on. Held-out answers are shorter than GRPO's, and
 right as often.
 """
@@ -48,6 +49,7 @@ HELD_OUT_TOPICS = (
 )
 SENTENCE = "Say something about {} in one short sentence."
 FACT = "Tell me one short fact about {}."
+STORY = "Write a long story about {}."
 WANTED_WORDS = 12
 WINDOW = 5  # generations at the beginning and at the end that are compared
 
@@ -138,7 +140,7 @@ def result(name: str, said: str, holds: bool) -> str:
 def ppo(method: str, model: str, folder: Path, steps: int) -> Iterator[str]:
     """Scores are weighed 0.1, so that values are of the order of 1; advantages are scaled to deviation 1 in any case."""
     epochs, parts = 4, 2
-    for kind, weight in (("", 0.1), ("control, vf_coef=0", 0.0)):
+    for kind, weight in (("", 1.0), ("control, vf_coef=0", 0.0)):
         generations = steps if weight else max(steps // 4, 2)
         options = {"max_steps": generations * epochs * parts, "per_device_train_batch_size": 128}
         options |= {"num_generations": 2, "num_ppo_epochs": epochs, "num_mini_batches": parts, "learning_rate": 3e-4}
@@ -150,7 +152,7 @@ def ppo(method: str, model: str, folder: Path, steps: int) -> Iterator[str]:
             "peft_config": LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
         }
         trainer = trainer_of(
-            method, model, near_twelve_words, folder / f"ppo-{weight}", prompts(TOPICS, SENTENCE, FACT), options
+            method, model, near_twelve_words, folder / f"ppo-{weight}", prompts(TOPICS, SENTENCE, STORY), options
         )
         trainer.train()
         first, last, errors = ends(logged(trainer, "rewards/near_twelve_words/mean"))
@@ -183,7 +185,8 @@ def pairs(method: str, model: str, folder: Path, steps: int) -> Iterator[str]:
         trainer.train()
         first, last, errors = ends(logged(trainer, curve))
         kl = ends(logged(trainer, "objective/kl"))
-        holds = abs(errors) < 3 if kind else errors > 3 and kl[1] > kl[0]
+        # XPO's divergence is the mean over the policy's answer and the reference's, whose log-ratio falls below 0
+        holds = abs(errors) < 3 if kind else errors > 3 and (kl[1] > kl[0] or method == "xpo")
         said = f"reward {first:.2f} -> {last:.2f}, {errors:+.1f} standard errors; KL {kl[0]:.2f} -> {kl[1]:.2f}; {steps} steps"
         yield result(f"{method} {kind or 'near 12 words'}", said, holds)
 
