@@ -78,7 +78,6 @@ METHODS: dict[str, Method] = {
     ),
 }
 
-_ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
 _TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
 PLANNED: dict[str, tuple[str, str]] = {
     "gkd": ("GKD", _TEACHER),
