@@ -14,7 +14,9 @@ from posttrain.losses.distributions import BOTH, SORTED_L1, STUDENT, Divergence
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.scoring.token_scores import Measure, logps_of_tokens, score_tokens
 from posttrain.models.scoring.two_heads import score_divergence, teacher_rows, top_tokens
+from posttrain.models.sharding import reshard, whole
 from tests import tiny
+from tests.forked import start_group, wait_for_group
 from tests.models.test_token_scores import FAMILIES, full_logits, samples
 
 DIVERGENCES = {
@@ -236,3 +238,50 @@ def test_the_likeliest_tokens_of_a_teacher_and_what_the_student_says_about_them(
     torch.testing.assert_close(found, ours, **NEAR)
     for name, gradient in gradients_of(student, found, factors).items():
         torch.testing.assert_close(gradient, gradients[name], **NEAR)
+
+
+# ---- sharded heads -------------------------------------------------------------------------------------------------------
+
+
+def shard(model, tied_to_root):
+    """As accelerate does: each layer, then the last norm with the head; or the head in the outermost group."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in model.model.layers:
+        fully_shard(layer)
+    if not tied_to_root:
+        fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
+    return fully_shard(model, reshard_after_forward=True)
+
+
+def sharded_gradients(rank, folder, tied_to_root, family):
+    """Two passes each: the first process has three samples and the second one; the teacher is resharded in between."""
+    torch.distributed.init_process_group("gloo")
+    student, teacher = (shard(model_of(family, seed), tied_to_root) for seed in (0, 1))
+    for model in (student, teacher):
+        load_model(model, LoadOptions())
+    own = samples()[:3] if rank == 0 else samples()[3:]
+    for number in range(2):
+        student.zero_grad()
+        batch = collate(own, ("text",), PADDED)
+        scores = score_divergence(student, batch, teacher_rows(teacher, batch), Divergence(0.3), chunk_tokens=3)
+        factors = torch.linspace(0.5, -1, 16, dtype=torch.float64)
+        factors = factors[: batch.num_trained] if rank == 0 else factors[-batch.num_trained :]
+        (scores.divergences * factors).sum().backward()
+        found = {name: whole(one.grad) * 2 for name, one in student.named_parameters()}  # a mean over two processes
+        if rank == 0:
+            torch.save(found, folder / f"{number}.pt")
+        reshard(teacher)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("family", "tied_to_root"), [("llama", False), ("llama", True), ("gemma2-softcap", True)])
+def test_sharded_heads_of_both_give_the_gradient_of_whole_ones(family, tied_to_root, tmp_path):
+    student, teacher = (model_of(family, seed) for seed in (0, 1))
+    gradients = expected(student, teacher, Divergence(0.3))[3]
+    group = start_group(2, lambda rank: sharded_gradients(rank, tmp_path, tied_to_root, family), tmp_path / "rank")
+    assert wait_for_group(group) == [0, 0], (tmp_path / "rank-0.log").read_text()[-3000:]
+    for number in range(2):
+        found = torch.load(tmp_path / f"{number}.pt")
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(found[name], gradient, **NEAR, msg=lambda text, name=name: f"{name}: {text}")
