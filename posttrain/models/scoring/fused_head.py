@@ -29,6 +29,7 @@ class Head(Protocol):
     module: nn.Module
     scale: float
     softcap: float | None
+    words: int | None
 
 
 def can_fuse(head: Head) -> bool:
@@ -52,7 +53,7 @@ def summed_nll(
 ) -> dict[str, Tensor]:
     """{"nll_sum": differentiable, "logps": detached, and the detached statistics}."""
     asked = _Asked(targets, head.scale, chunk_tokens, stats)
-    nll_sum, logps, *values = _SummedNLL.apply(*head_operands(hidden, head.module), asked, label_smoothing)
+    nll_sum, logps, *values = _SummedNLL.apply(*operands(hidden, head), asked, label_smoothing)
     return {"nll_sum": nll_sum, "logps": logps, **dict(zip(stats, values))}
 
 
@@ -61,8 +62,16 @@ def token_logps(
 ) -> dict[str, Tensor]:
     """{"logps": differentiable, and the detached statistics}."""
     asked = _Asked(targets, head.scale, chunk_tokens, stats)
-    logps, *values = _TokenLogps.apply(*head_operands(hidden, head.module), asked, keep_logits)
+    logps, *values = _TokenLogps.apply(*operands(hidden, head), asked, keep_logits)
     return {"logps": logps, **dict(zip(stats, values))}
+
+
+def operands(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states, weight and bias of a plain linear head, of its first words only where it is cut."""
+    hidden, weight, bias = head_operands(hidden, head.module)
+    if head.words is None or head.words == len(weight):
+        return hidden, weight, bias
+    return hidden, weight[: head.words], None if bias is None else bias[: head.words]
 
 
 class _Asked(NamedTuple):
