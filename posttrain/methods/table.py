@@ -76,12 +76,17 @@ METHODS: dict[str, Method] = {
         "A2POConfig",
         "A*-PO: one completion a prompt against its optimal value",
     ),
+    "gkd": Method(
+        "posttrain.methods.gkd",
+        "GKDTrainer",
+        "GKDConfig",
+        "Generalised knowledge distillation: a teacher on the student's completions and the dataset's",
+    ),
 }
 
 _ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
 _TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
 PLANNED: dict[str, tuple[str, str]] = {
-    "gkd": ("GKD", _TEACHER),
     "gold": ("GOLD", _TEACHER),
     "minillm": ("MiniLLM", _TEACHER),
 }

@@ -94,10 +94,14 @@ def last_turn(row: Row, reading: Reading) -> Row:
     clean = language_modelling(row, reading)
     messages = clean.pop("messages", None)
     if not reading.found and len(messages) < 2:
-        reading.report("no_prompt", "messages", "has one message: the last one is the completion, and none is before it")
+        reading.report(
+            "no_prompt", "messages", "has one message: the last one is the completion, and none is before it"
+        )
     if not reading.found and messages[-1]["role"] != "assistant":
         who = messages[-1]["role"]
-        reading.report("no_answer", "messages", f"ends with a turn of {who!r}; the assistant's last turn is the completion")
+        reading.report(
+            "no_answer", "messages", f"ends with a turn of {who!r}; the assistant's last turn is the completion"
+        )
     return clean if reading.found else {"prompt": messages[:-1], "completion": messages[-1:], **clean}
 
 
