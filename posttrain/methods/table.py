@@ -82,6 +82,13 @@ METHODS: dict[str, Method] = {
         "GKDConfig",
         "Generalised knowledge distillation: a teacher on the student's completions and the dataset's",
     ),
+    "distillation": Method(
+        "posttrain.methods.distillation",
+        "DistillationTrainer",
+        "DistillationConfig",
+        "On-policy distillation: a teacher on what the student writes",
+    ),
+    "ssd": Method("posttrain.methods.ssd", "SSDTrainer", "SSDConfig", "Simple self-distillation on own completions"),
 }
 
 _ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."

@@ -70,9 +70,11 @@ def score_divergence(
     share; None: all alike. They speed the backward up, and change no number.
     """
     measures = {name: Measure(TOKEN_STATS[name]) for name in stats}
+    # A student may have written a word beyond: it has no log-prob in what is compared, and that of the last word stands there.
+    targets = batch.targets if vocabulary is None else batch.targets.clamp(max=vocabulary - 1)
     question = DivergenceQuestion(
         batch.positions,
-        batch.targets,
+        targets,
         measures,
         temperature=temperature,
         chunk_tokens=chunk_tokens,
