@@ -129,7 +129,7 @@ def _triton_compare(logits: Tensor, teacher_logits: Tensor, rows: PairRows, part
     _kernels()["compare"][(len(logits),)](
         logits, teacher_logits, rows.log_z[part], rows.teacher_log_z[part], rows.divergences[part], rows.sums[part],
         logits.stride(0), teacher_logits.stride(0), logits.shape[1], how.scale, how.teacher_scale, SMALLEST,
-        A=how.shares.a, B=how.shares.b, W=how.shares.w, BLOCK=BLOCK, num_warps=WARPS,
+        **_constants(how.shares), BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
 
 
@@ -148,9 +148,15 @@ def _triton_slopes(
         logits, teacher_logits, rows.log_z[part], rows.teacher_log_z[part], rows.sums[part], factors,
         targets if with_logps else factors, logp_factors if with_logps else factors,  # factors: neither read nor written
         logits.stride(0), teacher_logits.stride(0), logits.shape[1], how.scale, how.teacher_scale, SMALLEST,
-        A=how.shares.a, B=how.shares.b, W=how.shares.w, LOGPS=with_logps, BLOCK=BLOCK, num_warps=WARPS,
+        **_constants(how.shares), LOGPS=with_logps, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return logits
+
+
+def _constants(shares: Shares) -> dict[str, float | bool]:
+    """A kernel is compiled for each. In Jensen-Shannon's case h has only its first part: b p = (1 - w) p (b p + a q) / m."""
+    a, b, w = shares
+    return {"A": a, "B": b, "W": w, "REST": (a, b) != (w, 1 - w)}
 
 
 @functools.cache

@@ -7,7 +7,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _terms(log_p, log_q, smallest, A: tl.constexpr, B: tl.constexpr, W: tl.constexpr):
+def _terms(log_p, log_q, smallest, A: tl.constexpr, B: tl.constexpr, W: tl.constexpr, REST: tl.constexpr):
     """p, the terms of D, and h: see `pair_kernels`. A word of -inf has p = q = 0 and adds nothing; NaN is passed on."""
     p, q = tl.exp(log_p), tl.exp(log_q)
     if W == 0.0:
@@ -28,7 +28,7 @@ def _terms(log_p, log_q, smallest, A: tl.constexpr, B: tl.constexpr, W: tl.const
             terms += h
         if A != 0.0:
             terms += tl.where(is_nothing | (q == 0.0), 0.0, A * q * (log_q - log_m))
-        if A != W or B != 1.0 - W:  # Jensen-Shannon: the rest is 0
+        if REST:
             h += tl.where(is_nothing, 0.0, B * p - (1.0 - W) * p * (B * p + A * q) / safe)
     return p, terms, h
 
@@ -36,7 +36,7 @@ def _terms(log_p, log_q, smallest, A: tl.constexpr, B: tl.constexpr, W: tl.const
 @triton.jit
 def compare_kernel(
     logits, teacher_logits, log_zs, teacher_log_zs, divergences, sums, stride, teacher_stride, width, scale, teacher_scale,
-    smallest, A: tl.constexpr, B: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+    smallest, A: tl.constexpr, B: tl.constexpr, W: tl.constexpr, REST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """D and sum h of a row, in one pass."""
     row = tl.program_id(0).to(tl.int64)
@@ -49,7 +49,7 @@ def compare_kernel(
         inside = at < width
         z = tl.load(logits + row * stride + at, mask=inside, other=-float("inf")).to(tl.float32)
         taught = tl.load(teacher_logits + row * teacher_stride + at, mask=inside, other=-float("inf")).to(tl.float32)
-        _, terms, h = _terms(z * scale - log_z, taught * teacher_scale - teacher_log_z, smallest, A, B, W)
+        _, terms, h = _terms(z * scale - log_z, taught * teacher_scale - teacher_log_z, smallest, A, B, W, REST)
         total += terms
         summed += h
     tl.store(divergences + row, tl.sum(total, 0))
@@ -60,7 +60,7 @@ def compare_kernel(
 def slopes_kernel(
     logits, teacher_logits, log_zs, teacher_log_zs, sums, factors, targets, logp_factors, stride, teacher_stride, width,
     scale, teacher_scale, smallest,
-    A: tl.constexpr, B: tl.constexpr, W: tl.constexpr, LOGPS: tl.constexpr, BLOCK: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, W: tl.constexpr, REST: tl.constexpr, LOGPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """logits <- (factor * (h - p sum h) + logp_factor * (onehot(target) - p)) * scale."""
     row = tl.program_id(0).to(tl.int64)
@@ -73,7 +73,7 @@ def slopes_kernel(
         inside = at < width
         z = tl.load(logits + row * stride + at, mask=inside, other=-float("inf")).to(tl.float32)
         taught = tl.load(teacher_logits + row * teacher_stride + at, mask=inside, other=-float("inf")).to(tl.float32)
-        p, _, h = _terms(z * scale - log_z, taught * teacher_scale - teacher_log_z, smallest, A, B, W)
+        p, _, h = _terms(z * scale - log_z, taught * teacher_scale - teacher_log_z, smallest, A, B, W, REST)
         slope = factor * (h - p * summed)
         if LOGPS:
             chosen = tl.where(at == tl.load(targets + row), 1.0, 0.0)
