@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+import weakref
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from posttrain.core.batch import PADDED, RAGGED
 from posttrain.data.collate import collate
 from posttrain.losses.distributions import BOTH, SORTED_L1, STUDENT, Divergence
 from posttrain.models.load.model import LoadOptions, load_model
+from posttrain.models.scoring.fused_divergence import Taught
+from posttrain.models.scoring.fused_head import Reader
 from posttrain.models.scoring.token_scores import Measure, logps_of_tokens, score_tokens
 from posttrain.models.scoring.two_heads import score_divergence, teacher_rows, top_tokens
 from posttrain.models.sharding import reshard, whole
@@ -216,6 +219,123 @@ def test_an_empty_batch_has_no_divergences_and_still_a_graph():
     scores = score_divergence(student, batch, teacher_rows(teacher, batch), Divergence())
     assert scores.divergences.shape == batch.targets.shape
     scores.divergences.sum().backward()
+
+
+# ---- fused heads ---------------------------------------------------------------------------------------------------------
+
+LOSSES = {
+    "sum": ({}, lambda d, lp, w: d.sum()),
+    "scaled": ({}, lambda d, lp, w: 3 * d.sum() / 7),
+    "materialised": ({}, lambda d, lp, w: (d * torch.full_like(d, 0.3)).sum()),
+    "weighted": ({"weights": True}, lambda d, lp, w: 0.5 * (d * w).sum()),
+    "weights-and-other-loss": ({"weights": True}, lambda d, lp, w: d.square().sum()),
+    "any": ({}, lambda d, lp, w: (d * w).sum() + d.square().sum()),
+    "with-logps": ({}, lambda d, lp, w: (d * w).sum() - lp.sum()),
+    "logps-said": ({"logps_in_loss": True}, lambda d, lp, w: d.sum() - (w * lp).sum()),
+    "logps-alone": ({}, lambda d, lp, w: -(w * lp).sum()),
+}
+
+
+class Products:
+    """Counts the rows of logits that each head has computed."""
+
+    def __init__(self, monkeypatch):
+        self.students, self.teachers = 0, 0
+        ours, theirs = Reader.logits, Taught.logits
+
+        def student(reader, part):
+            self.students += len(reader.hidden[part])
+            return ours(reader, part)
+
+        def teacher(taught, part):
+            self.teachers += len(taught.hidden[part])
+            return theirs(taught, part)
+
+        monkeypatch.setattr(Reader, "logits", student)
+        monkeypatch.setattr(Taught, "logits", teacher)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("name", ["forward", "reverse", "jsd", "skew_forward", "skew_reverse"])
+def test_any_loss_has_its_exact_gradient_and_logits_are_computed_once_where_weights_are_known(name, loss, monkeypatch):
+    student, teacher = model_of("qwen2", 0), model_of("qwen2", 1)
+    options, function = LOSSES[loss]
+    ours, targets = full_logits(student, 0.7)
+    logps = ours.log_softmax(-1)
+    right = DIVERGENCES[name](logps, full_logits(teacher)[0].detach().log_softmax(-1))
+    weights = torch.linspace(-1, 2, len(right), dtype=torch.float64)
+    student.zero_grad()
+    function(right, logps.gather(-1, targets[:, None])[:, 0], weights).backward()
+    gradients = {name: one.grad.clone() for name, one in student.named_parameters()}
+
+    batch = batch_for(student, teacher)
+    rows = teacher_rows(teacher, batch)
+    products = Products(monkeypatch)
+    given = {**options, "weights": weights} if "weights" in options else options
+    scores = score_divergence(student, batch, rows, DIVERGENCES[name], temperature=0.7, chunk_tokens=5, **given)
+    total = function(scores.divergences, scores.logps, weights)
+    is_known = loss in ("sum", "scaled", "materialised", "weighted")
+    assert (products.students, products.teachers) == (16, 16)
+    for times in (1, 2) if is_known else (2, 3):  # the second backward of a graph computes them again
+        student.zero_grad()
+        total.backward(retain_graph=True)
+        assert (products.students, products.teachers) == (16 * times, 16 * times)
+        for name, parameter in student.named_parameters():
+            torch.testing.assert_close(parameter.grad, gradients[name], **NEAR)
+
+
+def test_nothing_of_the_size_of_logits_is_saved_and_one_chunk_of_each_is_alive(monkeypatch):
+    student, teacher = tiny.causal_lm(0), tiny.causal_lm(1)
+    alive, most, largest = weakref.WeakSet(), [0], [0]
+
+    def counted(real):
+        def logits(self, part):
+            found = real(self, part)
+            alive.add(found)
+            most[0] = max(most[0], len(alive))
+            return found
+
+        return logits
+
+    def pack(tensor):
+        if tensor.dim() == 2 and tensor.shape[-1] == 259 and not isinstance(tensor, torch.nn.Parameter):
+            largest[0] = max(largest[0], len(tensor))
+        return tensor
+
+    for kind in (Reader, Taught):
+        monkeypatch.setattr(kind, "logits", counted(kind.logits))
+    for divergence in (Divergence(0.5), Divergence(0.5, top_k=5)):  # fused, and the plain path
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            scores = found_by(student, teacher, divergence, chunk_tokens=4)
+        scores.divergences.square().sum().backward()
+    assert (most[0], largest[0]) == (2, 0)
+
+
+def test_a_finished_backward_leaves_nothing_behind():
+    """A tensor that the graph hands out must not be held by it: what it points to would never be freed."""
+    student, teacher = tiny.causal_lm(0), tiny.causal_lm(1)
+    scores = found_by(student, teacher, Divergence(0.5))
+    watched = weakref.ref(scores.divergences.grad_fn)
+    scores.divergences.sum().backward()
+    del scores
+    assert watched() is None
+
+
+@pytest.mark.parametrize("frozen", ["head", "body"])
+def test_only_what_is_trained_gets_a_gradient(frozen):
+    student, teacher = model_of("llama", 0), model_of("llama", 1)
+    (student.lm_head if frozen == "head" else student.model).requires_grad_(False)
+    right = expected(student, teacher, Divergence(0.3))
+    assert_equal(student, found_by(student, teacher, Divergence(0.3), chunk_tokens=5), right)
+
+
+def test_evaluation_needs_no_gradient():
+    student, teacher = model_of("qwen2", 0), model_of("qwen2", 1)
+    right = expected(student, teacher, Divergence(0.3))[0]
+    with torch.no_grad():
+        scores = found_by(student, teacher, Divergence(0.3), chunk_tokens=5)
+    torch.testing.assert_close(scores.divergences, right, **NEAR)
+    assert not scores.divergences.requires_grad
 
 
 # ---- candidates ----------------------------------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.losses.distributions import SORTED_L1, Divergence
 from posttrain.models.scoring.float32_head import head_input
+from posttrain.models.scoring.fused_divergence import Taught, token_divergences
+from posttrain.models.scoring.fused_head import can_fuse
 from posttrain.models.scoring.token_scores import (
     TOKEN_STATS,
     LanguageHead,
@@ -61,13 +63,15 @@ def score_divergence(
     also: tuple[Question, ...] = (),
     router_loss: bool = False,
     weights: Tensor | None = None,
+    logps_in_loss: bool = False,
 ) -> TokenScores:
     """How far is the student from the teacher at each trained token? `model` may be wrapped in anything.
 
     `divergences` (N,) are differentiable by the student only; log-probs and `stats` are as `score_tokens` gives them, at
     `temperature`; the teacher's is its own. `vocabulary`: words beyond it are left out of both distributions, as sizes of one
     tokenizer are padded differently. `weights`: (N,) what each divergence is multiplied by in the loss, up to a factor that all
-    share; None: all alike. They speed the backward up, and change no number.
+    share; None: all alike. `logps_in_loss`: the loss has a gradient for `logps` too. Both are about speed alone: a loss that
+    is something else has its exact gradient, too, from logits that are computed again.
     """
     measures = {name: Measure(TOKEN_STATS[name]) for name in stats}
     # A student may have written a word beyond: it has no log-prob in what is compared, and that of the last word stands there.
@@ -82,6 +86,7 @@ def score_divergence(
         teacher=teacher,
         divergence=divergence,
         weights=weights,
+        logps_in_loss=logps_in_loss,
     )
     return ask(model, batch, question, *also, router_loss=router_loss)
 
@@ -106,13 +111,28 @@ class DivergenceQuestion(TokenQuestion):
     teacher: TeacherRows | None = None
     divergence: Divergence = Divergence()
     weights: Tensor | None = None
+    logps_in_loss: bool = False
 
     def _scores(self, model: nn.Module, hidden: Tensor, call: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         head = LanguageHead.of(model, self.temperature, call, self.vocabulary)
         theirs = self._teachers_head(head, call)
         self._check(hidden, head, theirs)
-        # Two chunks of logits together take the memory that one has otherwise.
-        chunk = self.chunk_tokens or default_chunk_tokens(hidden.device, head.vocabulary + theirs.vocabulary)
+        ours_in, theirs_in = head_input(hidden, head.module), head_input(self.teacher.hidden, theirs.module)
+        fused = self.divergence.is_whole and can_fuse(head) and can_fuse(theirs)
+        item = max(ours_in.element_size(), theirs_in.element_size()) if fused else 4
+        chunk = self.chunk_tokens or _chunk_of_two(hidden.device, head.vocabulary + theirs.vocabulary, item)
+        if fused:
+            return token_divergences(
+                ours_in,
+                head,
+                Taught.of(theirs_in, theirs),
+                self.divergence.shares,
+                self.targets,
+                chunk,
+                {name: measure.function for name, measure in self.measures.items()},
+                self.weights,
+                gradient_in_forward=not self.logps_in_loss,
+            )
         compared = Measure(partial(_compared, theirs, self.divergence), (self.teacher.hidden,), differentiable=True)
         measures = {**self.measures, "divergences": compared}
         plain = TokenQuestion(
@@ -146,6 +166,11 @@ class DivergenceQuestion(TokenQuestion):
             size = getattr(one.module, "out_features", self.vocabulary)
             if size < self.vocabulary:
                 raise ValueError(f"vocabulary is {self.vocabulary}, and the {name}'s head has {size} words.")
+
+
+def _chunk_of_two(device: torch.device, words: int, item: int) -> int:
+    """Two chunks of logits, `words` a row together, take the memory that one has otherwise."""
+    return max(default_chunk_tokens(device, words // 2, item) // 2, 1)
 
 
 def _compared(
