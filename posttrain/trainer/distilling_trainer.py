@@ -21,7 +21,7 @@ from posttrain.models.load.teacher import Teacher
 from posttrain.models.scoring.float32_head import compute_head_in_float32
 from posttrain.models.scoring.two_heads import score_divergence
 from posttrain.rollout.collector import GroupTable
-from posttrain.rollout.engines.noise import noise_base, uniforms
+from posttrain.rollout.engines.noise import noise_base, uniform
 from posttrain.rollout.rollout import DATASET, POLICY, TEACHER, Request, Rollout
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.distilling import DistillingConfig
@@ -33,7 +33,7 @@ ON_POLICY = "on_policy"
 
 def lands_on_policy(seed: int, number: int, lmbda: float) -> bool:
     """The coin of the `number`-th prompt of a run: the same on every process, in every split, after every resume."""
-    return bool(uniforms(torch.tensor(noise_base(seed, number, COIN)), torch.tensor(0)) < lmbda)
+    return uniform(noise_base(seed, number, COIN), 0) < lmbda
 
 
 class DistillingTrainer(OnlineTrainer):

@@ -93,10 +93,6 @@ def last_turn(row: Row, reading: Reading) -> Row:
     """A conversation as a prompt and the completion that its last turn is."""
     clean = language_modelling(row, reading)
     messages = clean.pop("messages", None)
-    if not reading.found and len(messages) < 2:
-        reading.report(
-            "no_prompt", "messages", "has one message: the last one is the completion, and none is before it"
-        )
     if not reading.found and messages[-1]["role"] != "assistant":
         who = messages[-1]["role"]
         reading.report(
