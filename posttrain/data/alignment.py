@@ -24,12 +24,18 @@ class Group(NamedTuple):
 @dataclass(frozen=True)
 class Alignment:
     groups: tuple[Group, ...]
-    is_whole: bool  # whether every token of both sides is in a group
+    sizes: tuple[int, int]  # tokens of each side
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every token of both sides is in a group."""
+        return self.sizes == ((self.groups[-1].student[1], self.groups[-1].teacher[1]) if self.groups else (0, 0))
 
     @property
     def boundaries(self) -> list[tuple[int, int]]:
-        """The first tokens of each group: what both models are asked to foretell from the same text."""
-        return [(group.student[0], group.teacher[0]) for group in self.groups]
+        """Tokens that both models are asked to foretell from the same text: the first of each group, and behind the last one."""
+        places = [(0, 0), *((group.student[1], group.teacher[1]) for group in self.groups)]
+        return [place for place in places if place[0] < self.sizes[0] and place[1] < self.sizes[1]]
 
 
 def align(student: Sequence[bytes], teacher: Sequence[bytes]) -> Alignment:
@@ -50,8 +56,7 @@ def align(student: Sequence[bytes], teacher: Sequence[bytes]) -> Alignment:
         stop = ends[0][end], ends[1][end]
         groups.append(Group((first[0], stop[0]), (first[1], stop[1]), ours[begin:end]))
         first, begin = stop, end
-    is_whole = begin == len(ours) == len(theirs) and first == (len(student), len(teacher))
-    return Alignment(tuple(groups), is_whole)
+    return Alignment(tuple(groups), (len(student), len(teacher)))
 
 
 def _leading_space(text: bytes, other: bytes) -> int:

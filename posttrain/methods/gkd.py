@@ -9,15 +9,12 @@ from posttrain.core.options import refused
 from posttrain.trainer.construction import refuse_arguments
 from posttrain.trainer.distilling_trainer import DistillingTrainer
 from posttrain.trainer.options.base import check_range, option
-from posttrain.trainer.options.distilling import DistillingConfig, NoRewardsConfig
+from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig
 from posttrain.trainer.report.model_card import Paper
-
-UNPACKED = "Batches are ragged: nothing is padded, so that packing would save nothing."
-ONLY_COMPLETIONS = "Completions are trained and prompts are not, whoever wrote them."
 
 
 @dataclass
-class GKDConfig(NoRewardsConfig, DistillingConfig):
+class GKDConfig(NoPackingConfig, NoRewardsConfig, DistillingConfig):
     """Options of generalised knowledge distillation."""
 
     learning_rate: float = option(2e-5, "Initial learning rate of AdamW.")
@@ -38,17 +35,6 @@ class GKDConfig(NoRewardsConfig, DistillingConfig):
     seq_kd: bool = option(False, "Completions that the student does not write are the teacher's, not the dataset's.")
     num_generations: int = refused(1, "Each prompt has one completion: the student's, the teacher's or the dataset's.")
     num_generations_eval: int | None = refused(None, "Each prompt has one completion.")
-
-    # ---- of TRL's SFTConfig
-    packing: bool = refused(False, UNPACKED)
-    packing_strategy: str = refused("bfd", UNPACKED)
-    eval_packing: bool | None = refused(None, UNPACKED)
-    dataset_text_field: str = refused(
-        "text", "A text has no prompt: give rows of prompt and completion, or of messages."
-    )
-    completion_only_loss: bool | None = refused(None, ONLY_COMPLETIONS)
-    assistant_only_loss: bool = refused(False, ONLY_COMPLETIONS)
-    loss_type: str = refused("nll", "The loss is the divergence that `beta` names.")
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:

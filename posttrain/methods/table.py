@@ -88,13 +88,18 @@ METHODS: dict[str, Method] = {
         "DistillationConfig",
         "On-policy distillation: a teacher on what the student writes",
     ),
+    "gold": Method(
+        "posttrain.methods.gold",
+        "GOLDTrainer",
+        "GOLDConfig",
+        "GOLD: distillation from a teacher that may have another tokenizer",
+    ),
     "ssd": Method("posttrain.methods.ssd", "SSDTrainer", "SSDConfig", "Simple self-distillation on own completions"),
 }
 
 _ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
 _TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
 PLANNED: dict[str, tuple[str, str]] = {
-    "gold": ("GOLD", _TEACHER),
     "minillm": ("MiniLLM", _TEACHER),
 }
 """Methods of TRL's that are to come: name -> (what it is called, what is there instead)."""

@@ -25,9 +25,14 @@ ROWS = {
     "prm": tiny.steps(24),
     **dict.fromkeys((*ONLINE_METHODS, "distillation", "ssd"), QUESTIONS),
 }
-ROWS["gkd"] = ROWS["sft"]
+ROWS["gkd"] = ROWS["gold"] = ROWS["sft"]
 TAUGHT = {"teacher_model_name_or_path": "model", "max_completion_length": 6}
-UNREWARDED = {"gkd": TAUGHT, "distillation": TAUGHT, "ssd": {"max_completion_length": 6, "filter_empty": False}}
+UNREWARDED = {
+    "gkd": TAUGHT,
+    "gold": TAUGHT,
+    "distillation": TAUGHT,
+    "ssd": {"max_completion_length": 6, "filter_empty": False},
+}
 """Methods that write completions and need no reward -> their options."""
 REWARD = '''
 def length(completions, **columns):

@@ -197,7 +197,7 @@ def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
     if method in ONLINE_PAIRS:
         return [tuple(_with_reference(s, place) for place, s in enumerate(pair)) for pair in units("dpo")]
     if method in distilling_cells.OPTIONS:
-        return distilling_cells.units(units("sft"))
+        return distilling_cells.units(method, units("sft"))
     if is_online(method):  # what a policy said before is near what it says now: this depends on its adapter
         policy, reference = oracle_models(method, lora)[0], oracle_models("dpo", False)[1]
         with torch.no_grad():

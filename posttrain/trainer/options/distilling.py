@@ -11,6 +11,8 @@ from posttrain.trainer.options.base import BaseConfig, check_range, option
 from posttrain.trainer.options.online import OnlineConfig
 
 NO_REWARD = "Nothing is rewarded: the loss compares what is written with nothing but a distribution or itself."
+UNPACKED = "Batches are ragged: nothing is padded, so that packing would save nothing."
+ONLY_COMPLETIONS = "Completions are trained and prompts are not, whoever wrote them."
 NO_REFERENCE = "There is no reference: nothing keeps the model near its beginning."
 
 
@@ -35,6 +37,21 @@ class NoRewardsConfig:
 
     smallest_group = 1
     has_reference = False
+
+
+@dataclass
+class NoPackingConfig:
+    """Options of TRL's SFTConfig that its distilling configs inherit and that mean nothing here; mixed in."""
+
+    packing: bool = refused(False, UNPACKED)
+    packing_strategy: str = refused("bfd", UNPACKED)
+    eval_packing: bool | None = refused(None, UNPACKED)
+    dataset_text_field: str = refused(
+        "text", "A text has no prompt: give rows of prompt and completion, or of messages."
+    )
+    completion_only_loss: bool | None = refused(None, ONLY_COMPLETIONS)
+    assistant_only_loss: bool = refused(False, ONLY_COMPLETIONS)
+    loss_type: str = refused("nll", "The loss is the divergence that `beta` names.")
 
 
 @dataclass

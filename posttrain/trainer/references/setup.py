@@ -144,8 +144,13 @@ class ReferenceSetup:
             compile_layers(innermost_model(copy))  # a copy leaves the compiled code behind
         return frozen_copy(self._placed(copy))
 
-    def teacher(self, model: Any, init_kwargs: dict[str, Any], tokenizer: Any = None) -> ModelTeacher:
-        """Another model that the policy learns from, loaded with arguments of its own: dtype, quantisation, revision."""
+    def teacher(
+        self, model: Any, init_kwargs: dict[str, Any], tokenizer: Any = None, reads_the_students: bool = True
+    ) -> ModelTeacher:
+        """Another model that the policy learns from, loaded with arguments of its own: dtype, quantisation, revision.
+
+        `reads_the_students`: tokens, that is; otherwise it is only shown tokens of its own tokenizer.
+        """
         if model is self.policy.model:
             raise ValueError("`teacher_model` is the model that is trained: it would move with it. Pass another model.")
         if self.args.sharding == DEEPSPEED:
@@ -162,7 +167,8 @@ class ReferenceSetup:
             tokenizer = self._tokenizer_of_teacher(model, init_kwargs)
         loaded = self._loaded(model, CAUSAL_LM, replace(self._options(), model_init_kwargs=init_kwargs))
         words = innermost_model(loaded.model).get_input_embeddings().num_embeddings
-        self._grow(loaded)  # the policy may write any token that it has a row for, and the teacher must read it
+        if reads_the_students:
+            self._grow(loaded)  # the policy may write any token that it has a row for, and the teacher must read it
         size = sum(parameter.numel() for parameter in loaded.model.parameters())
         dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
         asked = frozen_copy(self._placed(loaded.model))
