@@ -23,6 +23,9 @@ class GKDConfig(NoPackingConfig, NoRewardsConfig, DistillingConfig):
         1024,
         "Longest row in tokens, prompt and completion together; what the student writes comes on top. None: no limit.",
     )
+    truncation_mode: str = option(
+        "keep_end", "What happens to a longer one: keep_start, keep_end, error or drop. Always counted and reported."
+    )
     max_completion_length: int = option(128, "Most tokens of a completion that is written.")
     max_new_tokens: int | None = option(None, "TRL's name of `max_completion_length`.")
     temperature: float = option(0.9, "Divides the logits in sampling. The loss has a temperature of its own.")

@@ -97,8 +97,7 @@ METHODS: dict[str, Method] = {
     "ssd": Method("posttrain.methods.ssd", "SSDTrainer", "SSDConfig", "Simple self-distillation on own completions"),
 }
 
-_ONLINE = "`posttrain grpo` and `posttrain rloo` train on completions of the model itself."
-_TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
+_TEACHER = "`posttrain gkd` and `posttrain distillation` learn from a teacher."
 PLANNED: dict[str, tuple[str, str]] = {
     "minillm": ("MiniLLM", _TEACHER),
 }

@@ -40,6 +40,7 @@ class DistillingTrainer(OnlineTrainer):
     """See the module's docstring."""
 
     config_class: ClassVar[type[DistillingConfig]] = DistillingConfig
+    formats = (PROMPT_COMPLETION, LAST_TURN, PROMPT_ONLY)  # the last where no completion is read
     needs_rewards: ClassVar[bool] = False
     needs_reference = False
     needs_old_logps = False
@@ -103,8 +104,7 @@ class DistillingTrainer(OnlineTrainer):
 
     @classmethod
     def rows_read(cls, args: Any) -> tuple[tuple[RowFormat, ...], tuple[str, ...]]:
-        answered = (PROMPT_COMPLETION, LAST_TURN)
-        return (answered if args.needs_answers else (*answered, PROMPT_ONLY)), cls.roles
+        return (cls.formats[:-1] if args.needs_answers else cls.formats), cls.roles
 
     def author_of(self, request: Request) -> str:
         if self.evaluates:

@@ -7,7 +7,11 @@ from pathlib import Path
 from tests import tiny
 
 REVISION = "0" * 40
-WITH_TEMPLATE = {"HuggingFaceTB/SmolLM2-135M-Instruct": "chatml", "HuggingFaceTB/SmolLM2-135M": None}
+WITH_TEMPLATE = {
+    "HuggingFaceTB/SmolLM2-135M-Instruct": "chatml",
+    "HuggingFaceTB/SmolLM2-360M-Instruct": "chatml",
+    "HuggingFaceTB/SmolLM2-135M": None,
+}
 """Model id -> chat format of its tokenizer."""
 DEMO_CACHE = Path(".cache/posttrain/smollm2-135m-instruct")
 
