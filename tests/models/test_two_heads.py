@@ -374,7 +374,7 @@ def shard(model, tied_to_root):
     return fully_shard(model, reshard_after_forward=True)
 
 
-def sharded_gradients(rank, folder, tied_to_root, family, is_own_teacher):
+def sharded_gradients(rank, folder, divergence, family, tied_to_root, is_own_teacher):
     """Two passes each: the first process has three samples and the second one; the teacher is resharded in between."""
     torch.distributed.init_process_group("gloo")
     student = shard(model_of(family, 0), tied_to_root)
@@ -385,7 +385,7 @@ def sharded_gradients(rank, folder, tied_to_root, family, is_own_teacher):
     for number in range(2):
         student.zero_grad()
         batch = collate(own, ("text",), PADDED)
-        scores = score_divergence(student, batch, teacher_rows(teacher, batch, 1.3), Divergence(0.3), chunk_tokens=3)
+        scores = score_divergence(student, batch, teacher_rows(teacher, batch, 1.3), divergence, chunk_tokens=3)
         factors = torch.linspace(0.5, -1, 16, dtype=torch.float64)
         factors = factors[: batch.num_trained] if rank == 0 else factors[-batch.num_trained :]
         (scores.divergences * factors).sum().backward()
@@ -397,13 +397,19 @@ def sharded_gradients(rank, folder, tied_to_root, family, is_own_teacher):
 
 
 @pytest.mark.parametrize(
-    ("family", "tied_to_root", "is_own_teacher"),
-    [("llama", False, False), ("llama", True, False), ("gemma2-softcap", True, False), ("llama", False, True)],
+    ("name", "family", "tied_to_root", "is_own_teacher"),
+    [
+        ("jsd", "llama", False, False),
+        ("jsd", "llama", True, False),
+        ("jsd", "llama", False, True),
+        ("top-k", "llama", False, False),  # the plain path, whose backward calls both heads again
+        ("jsd", "gemma2-softcap", True, False),
+    ],
 )
-def test_sharded_heads_of_both_give_the_gradient_of_whole_ones(family, tied_to_root, is_own_teacher, tmp_path):
+def test_sharded_heads_of_both_give_the_gradient_of_whole_ones(name, family, tied_to_root, is_own_teacher, tmp_path):
     student, teacher = model_of(family, 0), model_of(family, 0 if is_own_teacher else 1)
-    gradients = expected(student, teacher, Divergence(0.3), (1.0, 1.3))[3]
-    how = tmp_path, tied_to_root, family, is_own_teacher
+    gradients = expected(student, teacher, DIVERGENCES[name], (1.0, 1.3))[3]
+    how = tmp_path, DIVERGENCES[name], family, tied_to_root, is_own_teacher
     group = start_group(2, lambda rank: sharded_gradients(rank, *how), tmp_path / "rank")
     assert wait_for_group(group) == [0, 0], (tmp_path / "rank-0.log").read_text()[-3000:]
     for number in range(2):
