@@ -6,7 +6,7 @@ import types
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -45,6 +45,22 @@ def tokenizer(chat_format: str | None = "chatml") -> PreTrainedTokenizerFast:
     if chat_format:
         use_chat_format(fast, chat_format)
     return fast
+
+
+def merging_tokenizer() -> PreTrainedTokenizerFast:
+    """Bytes and what can be merged of them in a few sentences: another vocabulary than `tokenizer`'s."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    texts = [" ".join(f"What is {i}? It is {i}. Hello, hi" for i in range(20))]
+    backend.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>")
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    use_chat_format(made, "chatml")
+    return made
 
 
 def config(family: str = "qwen2", **changes: Any) -> Any:
