@@ -27,6 +27,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+SENTENCES = [" ".join(f"What is {i}? It is {i}. Hello, hi" for i in range(20))]
 FAMILIES = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}
 
 
@@ -47,19 +48,21 @@ def tokenizer(chat_format: str | None = "chatml") -> PreTrainedTokenizerFast:
     return fast
 
 
-def merging_tokenizer() -> PreTrainedTokenizerFast:
+def merging_tokenizer(
+    texts: list[str] = SENTENCES, words: int = 330, chat_format: str | None = "chatml"
+) -> PreTrainedTokenizerFast:
     """Bytes and what can be merged of them in a few sentences: another vocabulary than `tokenizer`'s."""
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    texts = [" ".join(f"What is {i}? It is {i}. Hello, hi" for i in range(20))]
     backend.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
+        texts, trainers.BpeTrainer(vocab_size=words, initial_alphabet=alphabet, show_progress=False)
     )
     made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>")
     made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    use_chat_format(made, "chatml")
+    if chat_format:
+        use_chat_format(made, chat_format)
     return made
 
 
