@@ -61,13 +61,11 @@ def is_sharded_module(module: nn.Module) -> bool:
     return plain_class(module) is not type(module)
 
 
-def keep_gathered(module: nn.Module, owner: nn.Module, hidden: Tensor) -> Forward:
+def keep_gathered(module: nn.Module, owner: nn.Module) -> Forward:
     """The forward of a frozen module of `owner`, as often as is needed and in a backward too, without further collectives.
 
     What is sharded is gathered once, which every process must ask for, and stays until `reshard`, or until its owner reshards it.
     """
-    if is_sharded_module(module):  # a group with the last norm waits until the module has been called, too
-        call_inside(module, hidden[:0], lambda given, _: given)
     for one in (module, owner):
         if is_sharded_module(one) and any(hasattr(parameter, "placements") for parameter in module.parameters()):
             one.unshard()

@@ -35,7 +35,7 @@ def read(way, divergence, logits, taught):
     """(rows, how) of all rows, from normalisers in float32."""
     how = Compared(divergence.shares, SCALE, TEACHER_SCALE)
     rows = PairRows((SCALE * logits).logsumexp(-1), (TEACHER_SCALE * taught).logsumexp(-1))
-    getattr(pair_kernels, COMPARE[way])(logits, taught, rows, slice(0, len(logits)), how)
+    getattr(pair_kernels, COMPARE[way])(logits, taught, rows, slice(0, len(logits)), how, None)
     return rows, how
 
 
@@ -59,6 +59,9 @@ def test_divergences_and_slopes_are_those_of_float64_autograd(name, way, with_lo
         logits.clone(), taught, rows, slice(0, 5), how, factors, targets, logp_factors if with_logps else None
     )
     assert torch.allclose(slopes.double(), exact.grad, atol=2e-6)
+    if not with_logps:
+        at_once = getattr(pair_kernels, COMPARE[way])(logits.clone(), taught, rows, slice(0, 5), how, factors)
+        assert torch.equal(at_once, slopes)
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -374,17 +374,18 @@ def shard(model, tied_to_root):
     return fully_shard(model, reshard_after_forward=True)
 
 
-def sharded_gradients(rank, folder, tied_to_root, family):
+def sharded_gradients(rank, folder, divergence, family, tied_to_root, is_own_teacher):
     """Two passes each: the first process has three samples and the second one; the teacher is resharded in between."""
     torch.distributed.init_process_group("gloo")
-    student, teacher = (shard(model_of(family, seed), tied_to_root) for seed in (0, 1))
+    student = shard(model_of(family, 0), tied_to_root)
+    teacher = student if is_own_teacher else shard(model_of(family, 1), tied_to_root)
     for model in (student, teacher):
         load_model(model, LoadOptions())
     own = samples()[:3] if rank == 0 else samples()[3:]
     for number in range(2):
         student.zero_grad()
         batch = collate(own, ("text",), PADDED)
-        scores = score_divergence(student, batch, teacher_rows(teacher, batch), Divergence(0.3), chunk_tokens=3)
+        scores = score_divergence(student, batch, teacher_rows(teacher, batch, 1.3), divergence, chunk_tokens=3)
         factors = torch.linspace(0.5, -1, 16, dtype=torch.float64)
         factors = factors[: batch.num_trained] if rank == 0 else factors[-batch.num_trained :]
         (scores.divergences * factors).sum().backward()
@@ -395,11 +396,21 @@ def sharded_gradients(rank, folder, tied_to_root, family):
     torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize(("family", "tied_to_root"), [("llama", False), ("llama", True), ("gemma2-softcap", True)])
-def test_sharded_heads_of_both_give_the_gradient_of_whole_ones(family, tied_to_root, tmp_path):
-    student, teacher = (model_of(family, seed) for seed in (0, 1))
-    gradients = expected(student, teacher, Divergence(0.3))[3]
-    group = start_group(2, lambda rank: sharded_gradients(rank, tmp_path, tied_to_root, family), tmp_path / "rank")
+@pytest.mark.parametrize(
+    ("name", "family", "tied_to_root", "is_own_teacher"),
+    [
+        ("jsd", "llama", False, False),
+        ("jsd", "llama", True, False),
+        ("jsd", "llama", False, True),
+        ("top-k", "llama", False, False),  # the plain path, whose backward calls both heads again
+        ("jsd", "gemma2-softcap", True, False),
+    ],
+)
+def test_sharded_heads_of_both_give_the_gradient_of_whole_ones(name, family, tied_to_root, is_own_teacher, tmp_path):
+    student, teacher = model_of(family, 0), model_of(family, 0 if is_own_teacher else 1)
+    gradients = expected(student, teacher, DIVERGENCES[name], (1.0, 1.3))[3]
+    how = tmp_path, DIVERGENCES[name], family, tied_to_root, is_own_teacher
+    group = start_group(2, lambda rank: sharded_gradients(rank, *how), tmp_path / "rank")
     assert wait_for_group(group) == [0, 0], (tmp_path / "rank-0.log").read_text()[-3000:]
     for number in range(2):
         found = torch.load(tmp_path / f"{number}.pt")

@@ -85,10 +85,8 @@ class _TokenDivergences(torch.autograd.Function):
             """Slopes, if they are wanted now."""
             reader.read(part, logits)
             read_rows(teacher_logits, asked.targets[part], theirs, part, scale=taught.scale)
-            compare_rows(logits, teacher_logits, pair, part, compared)
-            if gradients is None:
-                return None
-            return pair_slopes(logits, teacher_logits, pair, part, compared, factors[part])
+            now = None if gradients is None else factors[part]
+            return compare_rows(logits, teacher_logits, pair, part, compared, now)
 
         for part in reader.parts():
             slopes = compare(part, reader.logits(part), taught.logits(part))

@@ -44,10 +44,12 @@ class PairRows:
         self.sums = torch.empty_like(log_z) if sums is None else sums  # sum_v h_v
 
 
-def compare_rows(logits: Tensor, teacher_logits: Tensor, rows: PairRows, part: slice, how: Compared) -> None:
-    """Fill `rows[part]` from a chunk of both logits."""
+def compare_rows(
+    logits: Tensor, teacher_logits: Tensor, rows: PairRows, part: slice, how: Compared, factors: Tensor | None = None
+) -> Tensor | None:
+    """Fill `rows[part]` from a chunk of both logits; with `factors`, return the slopes as `pair_slopes` does."""
     implementation = _triton_compare if _runs(logits, teacher_logits) else _torch_compare
-    implementation(logits, teacher_logits, rows, part, how)
+    return implementation(logits, teacher_logits, rows, part, how, factors)
 
 
 def pair_slopes(
@@ -98,10 +100,15 @@ def _parts(
     return p, ours + theirs, ours + rest
 
 
-def _torch_compare(logits: Tensor, teacher_logits: Tensor, rows: PairRows, part: slice, how: Compared) -> None:
-    _, terms, h = _parts(logits, teacher_logits, rows, part, how)
+def _torch_compare(
+    logits: Tensor, teacher_logits: Tensor, rows: PairRows, part: slice, how: Compared, factors: Tensor | None
+) -> Tensor | None:
+    p, terms, h = _parts(logits, teacher_logits, rows, part, how)
     rows.divergences[part] = terms.sum(-1)
     rows.sums[part] = h.sum(-1)
+    if factors is None:
+        return None
+    return (h - p * rows.sums[part, None]).mul_((factors * how.scale)[:, None]).to(logits.dtype)
 
 
 def _torch_slopes(
@@ -125,12 +132,17 @@ def _torch_slopes(
 # ---- Triton --------------------------------------------------------------------------------------------------------------
 
 
-def _triton_compare(logits: Tensor, teacher_logits: Tensor, rows: PairRows, part: slice, how: Compared) -> None:
+def _triton_compare(
+    logits: Tensor, teacher_logits: Tensor, rows: PairRows, part: slice, how: Compared, factors: Tensor | None
+) -> Tensor | None:
     _kernels()["compare"][(len(logits),)](
         logits, teacher_logits, rows.log_z[part], rows.teacher_log_z[part], rows.divergences[part], rows.sums[part],
         logits.stride(0), teacher_logits.stride(0), logits.shape[1], how.scale, how.teacher_scale, SMALLEST,
         **_constants(how.shares), BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
+    if factors is None:
+        return None
+    return _triton_slopes(logits, teacher_logits, rows, part, how, factors, None, None)
 
 
 def _triton_slopes(

@@ -144,7 +144,7 @@ class DivergenceQuestion(TokenQuestion):
         """The policy may be its own teacher; its head is gathered already."""
         own = self.teacher.model.get_output_embeddings()
         if own is not student.module:
-            call = keep_gathered(own, self.teacher.model, self.teacher.hidden)
+            call = keep_gathered(own, self.teacher.model)
         return LanguageHead.of(self.teacher.model, self.teacher.temperature, call, self.vocabulary)
 
     def _check(self, hidden: Tensor, ours: LanguageHead, theirs: LanguageHead) -> None:
