@@ -1,4 +1,4 @@
-"""GOLD's learning proof: a student learns a grammar from a teacher with another tokenizer, and nothing from one that knows nothing."""
+"""GOLD's learning proof: a student learns a grammar from a teacher with another tokenizer, and nothing where there is nothing."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from posttrain import GOLDConfig, GOLDTrainer, SFTConfig, SFTTrainer
 from tests import tiny
 
 NOUNS, VERBS = (
-    "cat dog horse river stone teacher farmer garden".split(),
-    "sees finds follows likes paints hears".split(),
+    ["cat", "dog", "horse", "river", "stone", "teacher", "farmer", "garden"],
+    ["sees", "finds", "follows", "likes", "paints", "hears"],
 )
 VALID = re.compile(rf" the ({'|'.join(NOUNS)}) ({'|'.join(VERBS)}) the ({'|'.join(NOUNS)})\.")
 PROMPT = "Say something:"
