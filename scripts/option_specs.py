@@ -71,8 +71,14 @@ def specs_of(method: Method) -> Iterator[dict[str, Any]]:
 
 
 def arguments_of(trainer: type) -> set[str]:
-    """Names of a trainer's arguments, those of its bases included."""
-    return {name for base in trainer.__mro__ for name in inspect.signature(base.__init__).parameters}
+    """Names of a trainer's arguments, those of its bases included as long as it hands unknown ones on to them."""
+    found: set[str] = set()
+    for base in trainer.__mro__:
+        parameters = inspect.signature(base.__init__).parameters
+        found |= parameters.keys()
+        if "__init__" in vars(base) and not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+            break
+    return found
 
 
 def spec_of(field: dataclasses.Field, hint: Any, group: str) -> dict[str, Any]:

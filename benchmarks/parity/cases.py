@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.parity.case import Case
+from benchmarks.parity.completions import MAX_LENGTH
 from benchmarks.parity.differences import DIFFERENCES
 from benchmarks.parity.policy_cases import POLICY_CASES
 
@@ -289,6 +290,23 @@ def prm(name: str, **options: Any) -> Case:
     )
 
 
+def gkd(name: str, **options: Any) -> Case:
+    """On the dataset's completions: those of the student are drawn by another engine. In TRL's order of rows, which is seeded
+    otherwise."""
+    ours = {"shuffle_dataset": False, "keep_rollouts": False, "rollout_engine": "transformers"}
+    theirs = {"train_sampling_strategy": "sequential"}
+    options = {"lmbda": 0.0, **options}
+    return Case(f"gkd-{name}", "gkd", "messages", options, ours, theirs, teacher="other", splits=("1x4",))
+
+
+def distillation(name: str, **options: Any) -> Case:
+    """Both are given the same completions."""
+    options = {"max_completion_length": MAX_LENGTH, "shuffle_dataset": False, **options}
+    ours = {"keep_rollouts": False, "rollout_engine": "transformers"}
+    named = (f"distillation-{name}", "distillation", "prompt_only", options, ours)
+    return Case(*named, teacher="other", written_by="engine", differs_when_split={"entropy": "step-means"})
+
+
 DELTA = dict.fromkeys((*EVERYTHING, "delta"), "bco-delta-before-the-step")
 OFFLINE_CASES = [
     *(unreferenced("cpo", f"loss-{name}", loss_type=name) for name in ("sigmoid", "hinge", "ipo", "simpo")),
@@ -313,6 +331,9 @@ OFFLINE_CASES = [
     prm("truncated", max_length=48),
     prm("completion-length", max_completion_length=24),
     replace(prm("evaluation"), evaluation=True),
+    *(gkd(f"beta-{beta}", beta=beta) for beta in (0.0, 0.5, 1.0)),
+    *(distillation(f"beta-{beta}", beta=beta) for beta in (0.0, 0.3, 1.0)),
+    distillation("temperature", temperature=0.7, optim="sgd", learning_rate=0.05),  # AdamW amplifies rounding
     kto("plain"),
     kto("weighted", desirable_weight=0.7, undesirable_weight=1.4),
     replace(

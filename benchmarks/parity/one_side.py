@@ -43,9 +43,9 @@ from benchmarks.parity import completions  # noqa: E402
 from benchmarks.parity.case import Case  # noqa: E402
 from benchmarks.parity.cases import CASES, SHARED_OPTIONS, chosen  # noqa: E402
 
-NAMES = {"reward": "Reward"}
+NAMES = {"reward": "Reward", "distillation": "Distillation"}
 """Method -> its name in those of classes; of the others, the method in capitals."""
-EXPERIMENTAL = ("cpo", "orpo", "tpo", "bco", "prm")
+EXPERIMENTAL = ("cpo", "orpo", "tpo", "bco", "prm", "gkd")
 """Methods whose classes are not at TRL's top level."""
 LOADERS = {"reward": AutoModelForSequenceClassification, "prm": AutoModelForTokenClassification}
 UNSHARED_LOGS = ("step_time", "runtime", "per_second", "total_flos", "train_loss", "peak", "memory", "mfu", "tokens/s")
@@ -77,6 +77,9 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str) -> Any:
     given: dict[str, Any] = {"processing_class": AutoTokenizer.from_pretrained(materials / case.tokenizer)}
     if case.reference:
         given["ref_model"] = load(case, materials, case.reference)
+    if case.teacher:
+        given["teacher_model"] = load(case, materials, case.teacher)
+        given |= {"teacher_processing_class": given["processing_class"]} if is_ours else {}
     if case.evaluation:
         given["eval_dataset"] = read(materials / f"{case.rows}.eval.jsonl")
     if case.formatting_func:
@@ -85,7 +88,7 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str) -> Any:
         given["peft_config"] = LoraConfig.from_pretrained(materials / f"{case.model}_adapter")
         given["peft_config"].inference_mode = False
     model = load(case, materials, case.model, case.adapter == "loaded")
-    if case.rewards:
+    if case.rewards or case.method == "distillation":
         given |= judged_completions(library, case, model, given["processing_class"])
     trainer = getattr(library, f"{title}Trainer")(
         model=model,
@@ -105,7 +108,9 @@ def judged_completions(library: Any, case: Case, model: Any, tokenizer: Any) -> 
     is_ours = library.__name__ == "posttrain"
     if not is_ours:
         set_shuffling(case.is_shuffled)
-    given: dict[str, Any] = {"reward_funcs": [completions.REWARDS[name] for name in case.rewards]}
+    given: dict[str, Any] = {}
+    if case.rewards:
+        given["reward_funcs"] = [completions.REWARDS[name] for name in case.rewards]
     if case.written_by == "function":
         given["rollout_func"] = completions.rollout_func
     elif is_ours:

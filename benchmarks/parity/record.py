@@ -34,6 +34,8 @@ RECORDED = (
     "bco-delta-first@1x4",
     "prm-plain@1x4",
     "prm-last-step@1x4",
+    "gkd-beta-0.5@1x4",
+    "distillation-beta-1.0@1x4",
     "grpo-loss-dapo@1x8",
     "grpo-loss-vespo@2x4",
     "grpo-sequence-grpo@2x4",

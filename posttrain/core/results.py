@@ -24,6 +24,7 @@ class TokenScores:
     values: Tensor | None = None  # (N,) from a head at the positions that predict the trained tokens
     labels: Tensor | None = None  # (N, L) from a head at the trained tokens themselves
     rows: Tensor | None = None  # (N, H) hidden states
+    divergences: Tensor | None = None  # (N,) from a teacher's distribution, differentiable by the student
 
 
 SUMMED = "sum"

@@ -115,6 +115,13 @@ PPO_FORMULAS = {
 }
 """Parts of PPO: the terms of a token, of value v and return R, and what A and r are made of."""
 
+DIVERGENCE_FORMULAS = {
+    "forward": "sum_v(q * log(q / p))",
+    "reverse": "sum_v(p * log(p / q))",
+    "between": "{beta} * sum_v(q * log(q / m)) + (1 - {beta}) * sum_v(p * log(p / m)) where m = (1 - {beta}) * p + {beta} * q",
+}
+"""Of a token: from the student's distribution p to the teacher's q, for beta 0, 1 and between."""
+
 NORMALISERS = {
     "per_token": "sum over tokens / {tokens} trained tokens of the step",
     "mean_of_token_means": "mean over the tokens of a completion, sum over completions / {sequences} completions of the step",
@@ -185,6 +192,12 @@ def of_answers(of_means: bool, alpha: float) -> tuple[tuple[str, str], ...]:
 
 Totals = dict[str, str]
 """What the step divides by, in words: tokens, sequences, units, batches."""
+
+
+def divergence_formula(beta: float, totals: Totals, names: tuple[tuple[str, str], ...]) -> Formula:
+    """The loss of a student that is compared with a teacher."""
+    line = DIVERGENCE_FORMULAS[{0: "forward", 1: "reverse"}.get(beta, "between")]
+    return Formula((filled(line, {"beta": beta}),), (filled(NORMALISERS["per_token"], totals),), names)
 
 
 def policy_formula(name: str, args: Any, totals: Totals, advantage: str) -> Formula:

@@ -76,12 +76,29 @@ METHODS: dict[str, Method] = {
         "A2POConfig",
         "A*-PO: one completion a prompt against its optimal value",
     ),
+    "gkd": Method(
+        "posttrain.methods.gkd",
+        "GKDTrainer",
+        "GKDConfig",
+        "Generalised knowledge distillation: a teacher on the student's completions and the dataset's",
+    ),
+    "distillation": Method(
+        "posttrain.methods.distillation",
+        "DistillationTrainer",
+        "DistillationConfig",
+        "On-policy distillation: a teacher on what the student writes",
+    ),
+    "gold": Method(
+        "posttrain.methods.gold",
+        "GOLDTrainer",
+        "GOLDConfig",
+        "GOLD: distillation from a teacher that may have another tokenizer",
+    ),
+    "ssd": Method("posttrain.methods.ssd", "SSDTrainer", "SSDConfig", "Simple self-distillation on own completions"),
 }
 
-_TEACHER = "`posttrain sft` on a teacher's completions is the nearest."
+_TEACHER = "`posttrain gkd` and `posttrain distillation` learn from a teacher."
 PLANNED: dict[str, tuple[str, str]] = {
-    "gkd": ("GKD", _TEACHER),
-    "gold": ("GOLD", _TEACHER),
     "minillm": ("MiniLLM", _TEACHER),
 }
 """Methods of TRL's that are to come: name -> (what it is called, what is there instead)."""

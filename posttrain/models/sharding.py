@@ -61,6 +61,17 @@ def is_sharded_module(module: nn.Module) -> bool:
     return plain_class(module) is not type(module)
 
 
+def keep_gathered(module: nn.Module, owner: nn.Module) -> Forward:
+    """The forward of a frozen module of `owner`, as often as is needed and in a backward too, without further collectives.
+
+    What is sharded is gathered once, which every process must ask for, and stays until `reshard`, or until its owner reshards it.
+    """
+    for one in (module, owner):
+        if is_sharded_module(one) and any(hasattr(parameter, "placements") for parameter in module.parameters()):
+            one.unshard()
+    return module.forward if is_sharded_module(module) else module
+
+
 def call_inside(module: nn.Module, hidden: Tensor, compute: Callable[[Tensor, Forward], Result]) -> Result:
     """`compute(hidden, the module's own forward)` in the place of that forward: parameters are gathered once for all of it.
 

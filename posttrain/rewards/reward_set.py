@@ -98,7 +98,9 @@ class RewardSet:
         model_options: dict[str, Any] | None = None,
         report: Callable[[str], None] = logger.warning,
         watch: bool = True,
+        may_be_empty: bool = False,
     ) -> None:
+        """`may_be_empty`: for methods that need no reward; everybody's values are then (N, 0)."""
         rewards = list(rewards) if isinstance(rewards, list | tuple) else [rewards]
         if tokenizers is None:
             tokenizers = [None] * len(rewards)
@@ -107,6 +109,8 @@ class RewardSet:
         self._say, self._model_options = Notes(report), model_options or {}
         self.notes = self._say.sentences
         self._watch = RewardWatch() if watch else None
+        if not rewards and not may_be_empty:
+            raise ValueError("There is no reward: give at least one function or model.")
         self.weights = _checked_weights(weights, rewards, tokenizers)
         refuse_beside_judge(rewards)
         self.rewards = [self._reward(key, *pair) for key, pair in enumerate(zip(rewards, tokenizers))]
@@ -337,8 +341,6 @@ def _distinct(names: list[str]) -> list[str]:
 
 
 def _checked_weights(weights: Sequence[float] | None, rewards: list[Any], tokenizers: list[Any]) -> list[float]:
-    if not rewards:
-        raise ValueError("There is no reward: give at least one function or model.")
     if len(tokenizers) != len(rewards):
         raise ValueError(
             f"There are {len(tokenizers)} reward tokenizers for {len(rewards)} rewards; give one each or None."

@@ -34,7 +34,7 @@ class MethodHooks(Protocol):
     state: Any  # of the run: rewards are shown it, and its `global_step` is the version of the weights
 
     def author_of(self, request: Request) -> str:
-        """Who writes this request: POLICY, REFERENCE or MIXTURE."""
+        """Who writes this request: POLICY or another of its `authors`."""
 
     def annotate(self, samples: list[Sample]) -> None:
         """Write old and reference log-probs, and whatever else is known of finished samples, on them."""

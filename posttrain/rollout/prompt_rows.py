@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from posttrain.core.sample import Unit
+from posttrain.core.sample import Sample, Unit
 from posttrain.data.rows.formats import Detection
 from posttrain.data.store.prepare import PreparedDataset
 from posttrain.data.store.streaming import PreparedStream
 
 ROWS_HASHED = 256
 TOKEN_COLUMNS = ("input_ids", "attention_mask")
+COMPLETION = "completion"
 Decode = Callable[[Any], str]
 
 
@@ -29,6 +30,7 @@ class PromptRow:
     prompt: str | list[dict[str, Any]]
     columns: dict[str, Any]
     row: int  # in the user's dataset
+    answer: Sample | None = None  # prompt and the row's own completion, where it has one
 
 
 def prompt_row(unit: Unit, raw: dict[str, Any], detection: Detection, decode: Decode | None = None) -> PromptRow:
@@ -40,7 +42,11 @@ def prompt_row(unit: Unit, raw: dict[str, Any], detection: Detection, decode: De
     clean, _, _ = detection.read(raw)
     theirs = detection.columns.get("prompt", "prompt")
     columns = {name: value for name, value in raw.items() if name not in ("prompt", theirs)}
-    return PromptRow(sample.input_ids, clean["prompt"], columns, sample.row)
+    if not detection.format.trains_tokens:
+        return PromptRow(sample.input_ids, clean["prompt"], columns, sample.row)
+    start = max(int(sample.trained.argmax()), 1)  # a token that merges prompt and completion is the completion's
+    columns[COMPLETION] = clean["completion"]
+    return PromptRow(sample.input_ids[:start], clean["prompt"], columns, sample.row, sample)
 
 
 class PromptRows:
@@ -62,8 +68,13 @@ class PromptRows:
         return f"{self.prepared.fingerprint}-{xxhash.xxh3_64_hexdigest(rows.encode())}"
 
     @property
+    def has_answers(self) -> bool:
+        """Whether rows bring completions of their own."""
+        return self.prepared.detection.format.trains_tokens
+
+    @property
     def longest(self) -> int:
-        """Tokens of the longest prompt."""
+        """Tokens of the longest prompt; with its own completion, where rows have such."""
         return int(max(self.prepared.unit_lengths))
 
     def __len__(self) -> int:
@@ -94,6 +105,10 @@ class StreamedPrompts:
         """Begin with the first prompt of the run again."""
         self._reader = self._endless()
         self._next = 0  # number of the prompt that the reader gives next
+
+    @property
+    def has_answers(self) -> bool:
+        return self.prepared.detection.format.trains_tokens
 
     @property
     def report(self) -> Any:

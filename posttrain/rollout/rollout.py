@@ -16,8 +16,8 @@ POLICY_LOGPS = "policy_logps"
 OLD_LOGPS = "old_logps"
 """log-prob of each token under the trainer's weights at the time of generation, computed by the trainer."""
 ADVANTAGES = "advantages"
-POLICY, REFERENCE, MIXTURE = "policy", "reference", "mixture"
-"""Who writes a completion. Its log-probs are those of who wrote it."""
+POLICY, REFERENCE, MIXTURE, TEACHER, DATASET = "policy", "reference", "mixture", "teacher", "dataset"
+"""Who writes a completion. Its log-probs are those of who wrote it; those of the dataset's own completions are not known."""
 VALUES, RETURNS = "values", "returns"
 """What a critic said about each token at the time of generation, and what it should have said."""
 
@@ -58,6 +58,7 @@ class Rollout:
     tool_calls: list[ToolCall] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None  # schemas that the prompt was written with
     seconds: dict[str, float] = field(default_factory=dict)
+    author: str = POLICY
 
     # ---- filled in by the collector
     rewards: dict[str, float] = field(default_factory=dict)
@@ -74,6 +75,11 @@ class Rollout:
     @property
     def completion_ids(self) -> np.ndarray:
         return self.sample.input_ids[self.prompt_length :]
+
+    @property
+    def is_given(self) -> bool:
+        """The dataset's own: no model wrote it."""
+        return self.author == DATASET
 
     @property
     def is_unwritten(self) -> bool:

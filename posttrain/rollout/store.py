@@ -89,7 +89,7 @@ ROLLOUT_SCHEMA = pa.schema(
         _field("error", pa.string(), "why it could not be written; null: it could"),
         _field("masked", pa.bool_(), "took no part in the training, nor in the statistics of its group"),
         _field("truncated", pa.bool_(), "ended because its allowance of tokens was used up"),
-        _field("policy_version", pa.int64(), "version of the weights that wrote it"),
+        _field("policy_version", pa.int64(), "version of the weights that wrote it; -1: the dataset brought it"),
         _field("seconds", _NUMBERS, "name of a phase (such as generate) -> how long it took for this rollout"),
     ],
     metadata={"posttrain.rollouts": "1"},

@@ -50,6 +50,8 @@ REFUSED_ARGUMENTS = {
     "data_collator": "{trainer} lays out batches of what is written itself: leave `data_collator` out.",
     "compute_metrics": "{trainer} is evaluated on what it writes: leave `compute_metrics` out. A reward function of weight 0 "
     "(`reward_weights`) is logged and changes nothing.",
+    "formatting_func": "{trainer} has to tell prompts from completions: give rows of a prompt and a completion, or of messages, "
+    "and leave `formatting_func` out.",
     "model_adapter_name": "{trainer} trains the active adapter of a PeftModel: leave `model_adapter_name` out and call "
     "`model.set_adapter(...)` before.",
     "ref_adapter_name": "{trainer} compares a PeftModel with a frozen copy of its active adapter: leave `ref_adapter_name` out. "

@@ -42,7 +42,7 @@ from posttrain.rollout.group_filter import GroupFilter
 from posttrain.rollout.loader import RolloutLoader
 from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts
 from posttrain.rollout.replay_buffer import ReplayBuffer
-from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, POLICY, Request, Rollout
+from posttrain.rollout.rollout import ADVANTAGES, DATASET, OLD_LOGPS, POLICY, Request, Rollout
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
@@ -71,6 +71,7 @@ class OnlineTrainer(BaseTrainer):
     roles = ("completion",)
     token_stats: ClassVar[tuple[str, ...]] = ("entropy",)
     loads_more: ClassVar[bool] = True  # reward models
+    needs_rewards: ClassVar[bool] = True  # else there may be none
     corrects_sampler: bool = False  # whether tokens are weighed by the log-probs that they were drawn with
 
     agents: Agents | None = None  # methods with tools set it before they call this class's __init__
@@ -105,6 +106,8 @@ class OnlineTrainer(BaseTrainer):
         data = (None, train_dataset, eval_dataset, processing_class)
         loading = {"quantization_config": quantization_config, "peft_config": peft_config, "ref_model": ref_model}
         super().__init__(model, args, *data, None, callbacks, optimizers, **loading)
+        if reward_funcs is None and not self.needs_rewards:
+            reward_funcs = []
         rewards = (reward_funcs, self.args.reward_weights, reward_processing_classes)
         funcs, weights, tokenizers = rewards if self.agents is None else self.agents.with_rewards(*rewards)
         self.rewards = RewardSet(
@@ -115,6 +118,7 @@ class OnlineTrainer(BaseTrainer):
             model_options={"device": self.args.device, "dtype": self.args.compute_dtype},
             report=self.loaded.notes.append,
             watch=False,  # the log of rollouts looks at those of all processes
+            may_be_empty=not self.needs_rewards,
         )
         if self.rewards.compares_groups:
             self.args.refuse_lone_completions(self.rewards.names[0])
@@ -157,8 +161,13 @@ class OnlineTrainer(BaseTrainer):
         return [None if rollout.masked else (rollout.sample,) for group in groups for rollout in group]
 
     def author_of(self, request: Request) -> str:
-        """Who writes this request: POLICY, REFERENCE or MIXTURE. It may depend on its sample, not on its row or number."""
+        """Who writes this request: one of `authors`. The same on every process and after a resume."""
         return POLICY
+
+    def authors(self) -> set[str]:
+        """Everybody whom `author_of` may name: those whom it names for the samples of a prompt, where only they decide."""
+        samples = range(max(self.args.num_generations, self.args.num_generations_eval or 0))
+        return {self.author_of(Request(row=0, number=0, sample=sample)) for sample in samples}
 
     def mixture_weight(self) -> float:
         """Of the reference, where MIXTURE writes."""
@@ -258,6 +267,7 @@ class OnlineTrainer(BaseTrainer):
             self.rollout_func,
             self,
             other_authors(self),
+            only_given=self.authors() == {DATASET},
         )
         has_environments = agents is not None and agents.environments is not None
         release = {"release": agents.environments.give_back} if has_environments else {}
@@ -278,7 +288,7 @@ class OnlineTrainer(BaseTrainer):
         return {
             "data": f"{report.kept:,} prompts, {count(report.tokens)} tokens" if has_length else "a stream of prompts",
             "steps": f"{args.schedule().sentence(args.max_completion_length)}; {several(max_steps, 'step')}",
-            "rollouts": f"written by {engine}; rewards: {', '.join(self.rewards.names)}",
+            "rollouts": f"written by {engine}; rewards: {', '.join(self.rewards.names) or 'none'}",
         }
 
     def batch_limits(self, samples: int | None = None) -> tuple[int, int]:

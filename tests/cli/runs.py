@@ -23,8 +23,17 @@ ROWS = {
     "tpo": [{**row, "reference": " It is so."} for row in PAIRS],
     **dict.fromkeys(("kto", "bco"), RATED),
     "prm": tiny.steps(24),
-    **dict.fromkeys(ONLINE_METHODS, QUESTIONS),
+    **dict.fromkeys((*ONLINE_METHODS, "distillation", "ssd"), QUESTIONS),
 }
+ROWS["gkd"] = ROWS["gold"] = ROWS["sft"]
+TAUGHT = {"teacher_model_name_or_path": "model", "max_completion_length": 6}
+UNREWARDED = {
+    "gkd": TAUGHT,
+    "gold": TAUGHT,
+    "distillation": TAUGHT,
+    "ssd": {"max_completion_length": 6, "filter_empty": False},
+}
+"""Methods that write completions and need no reward -> their options."""
 REWARD = '''
 def length(completions, **columns):
     """Rewards that are different for different answers."""
@@ -51,7 +60,11 @@ def folder_with_inputs(folder: Path) -> Path:
 
 def options_of(method: str) -> dict:
     """Options with which a method trains in a folder with inputs."""
-    own = {**ONLINE, "num_generations": ONLINE_METHODS[method]} if method in ONLINE_METHODS else {}
+    own = (
+        {**ONLINE, "num_generations": ONLINE_METHODS[method]}
+        if method in ONLINE_METHODS
+        else UNREWARDED.get(method, {})
+    )
     named = {"model_name_or_path": "model", "dataset_name": f"{method}.jsonl", "output_dir": f"out-{method}"}
     return {**COMMON, **named, **own}
 

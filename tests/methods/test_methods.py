@@ -369,6 +369,15 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
             "cache_implementation missing_eos_penalty beta loss_type disable_dropout use_vllm vllm_gpu_memory_utilization "
             "ds3_gather_for_generation reward_weights",
         ),
+        "gkd": "temperature lmbda beta max_new_tokens teacher_model_name_or_path teacher_model_init_kwargs disable_dropout seq_kd "
+        "packing eval_packing dataset_text_field completion_only_loss assistant_only_loss",
+        "distillation": "teacher_model_name_or_path teacher_model_revision teacher_model_init_kwargs disable_dropout "
+        "remove_unused_columns max_completion_length ds3_gather_for_generation shuffle_dataset temperature top_p top_k min_p "
+        "generation_kwargs chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode beta lmbda "
+        "max_tool_calling_iterations log_completions num_completions_to_print log_unique_prompts",
+        "ssd": "max_prompt_length max_completion_length generation_batch_size steps_per_generation temperature top_k top_p min_p "
+        "repetition_penalty generation_kwargs cache_implementation chat_template_kwargs use_vllm vllm_mode disable_dropout "
+        "filter_empty num_iterations shuffle_dataset ds3_gather_for_generation",
         "ppo": "num_ppo_epochs num_mini_batches total_episodes local_rollout_forward_batch_size num_sample_generations "
         "response_length stop_token stop_token_id temperature missing_eos_penalty sft_model_path num_total_batches "
         "micro_batch_size local_batch_size batch_size local_mini_batch_size mini_batch_size reward_model_path "

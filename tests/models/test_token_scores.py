@@ -199,7 +199,7 @@ def test_one_chunk_of_logits_is_alive_at_a_time(summed, monkeypatch):
     load_model(model, LoadOptions())
     batch = collate(samples() * 4, ("text",))
     alive, most = weakref.WeakSet(), [0]
-    real = fused_head._Reader.logits
+    real = fused_head.Reader.logits
 
     def counted(reader, part):
         found = real(reader, part)
@@ -207,7 +207,7 @@ def test_one_chunk_of_logits_is_alive_at_a_time(summed, monkeypatch):
         most[0] = max(most[0], len(alive))
         return found
 
-    monkeypatch.setattr(fused_head._Reader, "logits", counted)
+    monkeypatch.setattr(fused_head.Reader, "logits", counted)
     scores = score_tokens(model, batch, chunk_tokens=4, summed=summed)
     (scores.nll_sum if summed else -scores.logps.sum()).backward()
     assert most[0] == 1

@@ -38,6 +38,7 @@ ONLINE = {
     "reward_workers": 0,
 }  # fmt: skip
 PPO = {"max_completion_length": 5, "reward_workers": 0, "num_ppo_epochs": 2, "adap_kl_ctrl": True}
+GKD = {"max_completion_length": 5, "lmbda": 0.5, "beta": 0.3}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -82,6 +83,8 @@ CELLS = {
     "grpo": Cell("grpo", ONLINE | {"eval_strategy": "steps"}, resumes=True),
     "ppo": Cell("ppo", PPO, resumes=True),
     "ppo-lora": Cell("ppo", PPO, LORA, resumes=True),
+    "gkd": Cell("gkd", {**GKD, "eval_strategy": "steps"}, resumes=True),
+    "gkd-lora": Cell("gkd", {**GKD, "lmbda": 0.0, "chunk_tokens": 7}, LORA),
     "grpo-lora": Cell("grpo", ONLINE | {"max_tokens_per_pass": 40}, LORA, fsdp={"activation_checkpointing": True}),
 }
 
@@ -101,7 +104,7 @@ def triples(rows: int) -> list[dict[str, Any]]:
 
 DATA = {
     "sft": tiny.chats, "grpo": prompts, "ppo": prompts, "tpo": triples, "kto": resumable_run.rated, "bco": resumable_run.rated,
-    "prm": tiny.steps,
+    "prm": tiny.steps, "gkd": resumable_run.DATA["gkd"],
 }  # fmt: skip
 """The others read pairs."""
 
@@ -135,6 +138,9 @@ def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
     )
     data = DATA.get(cell.method, tiny.pairs)(ROWS)
     more: dict[str, Any] = {"reward_funcs": checksum} if cell.method in ("grpo", "ppo") else {}
+    if cell.method == "gkd":
+        teacher = tiny.causal_lm(1, family="llama")
+        more = {"teacher_model": teacher, "teacher_processing_class": tiny.tokenizer()}
     if cell.method == "bco":
         more = {"embedding_func": resumable_run.embed, "embedding_tokenizer": tiny.tokenizer()}
     if cell.lora is not None:
@@ -152,7 +158,7 @@ def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
 
 def _cut(method: str, world: int) -> dict[str, int]:
     """Eight rows a step; the same micro-batches on one process as on two (the routers' loss depends on them)."""
-    if method in ("grpo", "ppo"):  # which rollouts come together depends on the accumulation
+    if method in ("grpo", "ppo", "gkd"):  # which rollouts come together depends on the accumulation
         return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 2}
     return {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // world}
 

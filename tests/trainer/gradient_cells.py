@@ -24,7 +24,7 @@ from posttrain.rollout.rollout import ADVANTAGES
 from posttrain.trainer.online_trainer import OnlineTrainer
 from tests import tiny
 from tests.losses.test_preference_oracle import naive_total
-from tests.trainer import offline_cells, policy_cells, ppo_cells
+from tests.trainer import distilling_cells, offline_cells, policy_cells, ppo_cells
 
 PACKED = "packed"
 CHUNKS = (1, 7, None)
@@ -96,6 +96,7 @@ def variants() -> list[tuple[str, str]]:
         *(("nash_md", level) for level in policy_cells.NASH_LEVELS),
         *(("ppo", loss) for loss in ppo_cells.OPTIONS),
         *((method, loss) for method, losses in offline_cells.OPTIONS.items() for loss in losses),
+        *((method, loss) for method, losses in distilling_cells.OPTIONS.items() for loss in losses),
         *((method, DEFAULT) for method in METHODS if method not in ORACLES),
     ]
 
@@ -137,6 +138,8 @@ def _resembles_others(method: str, loss: str) -> bool:
         return True
     if method in offline_cells.OPTIONS:  # the first loss of each method stands for the others
         return loss != next(iter(offline_cells.OPTIONS[method]))
+    if method in distilling_cells.OPTIONS:
+        return distilling_cells.resembles_others(method, loss)
     preference = PREFERENCE_LOSSES.get(loss)
     of_margins = preference is not None and not preference.coupled and preference.per == "unit"
     return method == "dpo" and (of_margins or loss.endswith(("_kl", "_divergence")))
@@ -193,6 +196,8 @@ def units(method: str, lora: bool = False) -> list[tuple[Sample, ...]]:
     """
     if method in ONLINE_PAIRS:
         return [tuple(_with_reference(s, place) for place, s in enumerate(pair)) for pair in units("dpo")]
+    if method in distilling_cells.OPTIONS:
+        return distilling_cells.units(method, units("sft"))
     if is_online(method):  # what a policy said before is near what it says now: this depends on its adapter
         policy, reference = oracle_models(method, lora)[0], oracle_models("dpo", False)[1]
         with torch.no_grad():
@@ -256,6 +261,8 @@ def options(cell: Cell) -> dict[str, Any]:
         return {"nll": {}, "dft": {"loss_type": "dft"}, "smoothed": {"label_smoothing_factor": 0.2}}[cell.loss]
     if cell.method in POLICY_METHODS:
         return policy_cells.options(cell.method, cell.loss)
+    if cell.method in distilling_cells.OPTIONS:
+        return {**distilling_cells.SHARED, **distilling_cells.OPTIONS[cell.method][cell.loss]}
     if cell.method == "ppo":
         return {**policy_cells.SHARED_OPTIONS, **ppo_cells.OPTIONS[cell.loss]}
     if cell.method in offline_cells.OPTIONS:
@@ -326,7 +333,10 @@ def trainer(method: str, loss: str, lora: bool, dtype: torch.dtype) -> Any:
         output_dir=tempfile.mkdtemp(), report_to="none", use_cpu=True, gradient_checkpointing=False, **options(cell)
     )
     extra = {"ref_model": reference} if reference is not None else {}
-    extra |= policy_cells.arguments() if is_online(method) else {}
+    if method in distilling_cells.OPTIONS:
+        extra |= distilling_cells.arguments(method, loss, dtype)
+    else:
+        extra |= policy_cells.arguments() if is_online(method) else {}
     extra |= {"value_model": ppo_cells.critic(loss, dtype)} if loss == "value_model" else {}
     made = METHODS[method].trainer_class(model=policy, args=args, processing_class=tiny.tokenizer(), **extra)
     if loss == "value_head":  # at its initialisation the body would have no gradient of the values
@@ -580,6 +590,17 @@ def _nash_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
     return policy_cells.nash_step_loss(cell.loss, samples, partial(_log_probs, policy))
 
 
+def _distilling_oracle(cell: Cell, policy: Any, reference: Any) -> torch.Tensor:
+    own = partial(_log_probs, policy)
+    theirs = partial(_log_probs, _taught_by(cell.loss))
+    return distilling_cells.step_loss(cell.method, cell.loss, units(cell.method), own, theirs)
+
+
+@cache
+def _taught_by(loss: str) -> Any:
+    return distilling_cells.teacher(loss, torch.float64)
+
+
 ORACLES = {
     "sft": _sft_oracle,
     "dpo": _dpo_oracle,
@@ -592,6 +613,7 @@ ORACLES = {
     "nash_md": _nash_oracle,
     "ppo": _ppo_oracle,
     **dict.fromkeys(offline_cells.OPTIONS, _offline_oracle),
+    **dict.fromkeys(distilling_cells.OPTIONS, _distilling_oracle),
 }
 
 

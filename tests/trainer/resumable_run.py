@@ -53,6 +53,9 @@ PPO_OPTIONS = {
 }
 
 
+TAUGHT_OPTIONS = {"max_completion_length": 5, "lmbda": 0.5, "steps_per_generation": 4, "num_iterations": 2}
+
+
 def checksum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """A reward that any other completion would change."""
     return [float(sum(ids) % 13) for ids in completion_ids]
@@ -77,6 +80,7 @@ def prompts(rows: int) -> list[dict[str, Any]]:
 DATA = {
     "sft": tiny.chats,
     "baseline": tiny.chats,
+    "gkd": lambda rows: [{"prompt": f"Say {i}", "completion": f" {i}, {i + 1}"} for i in range(rows)],
     **dict.fromkeys((*ONLINE, "ppo"), prompts),
     "prm": tiny.steps,
 }  # the others read pairs
@@ -187,9 +191,13 @@ def make(
         chosen = {**own, **chosen}
     if name == "ppo":
         chosen = {**chosen, **PPO_OPTIONS, **options}
+    if name == "gkd":
+        chosen = {**TAUGHT_OPTIONS, **chosen}
     extra: dict[str, Any] = {"args": METHODS[name].config_class(**chosen)}
     if name in (*ONLINE, "ppo"):
         extra["reward_funcs"] = checksum
+    if name == "gkd":
+        extra |= {"teacher_model": tiny.causal_lm(1), "teacher_processing_class": tiny.tokenizer()}
     if "critic" in flags:
         extra["value_model"] = tiny.reward_model(3)
     if "bf16" in flags:

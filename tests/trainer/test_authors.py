@@ -78,7 +78,9 @@ def test_each_completion_is_that_of_its_author(tmp_path, engine, has_adapter):
 
 
 def test_an_author_whom_nobody_knows_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="`author_of` returned 'nobody'; known are policy, reference and mixture"):
+    with pytest.raises(
+        ValueError, match="`author_of` returned 'nobody'; known are policy, reference, mixture, teacher"
+    ):
         collected(Nobodys, tmp_path)
 
 

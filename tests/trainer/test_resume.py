@@ -49,6 +49,7 @@ MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_al
         ("nash_md-lora", {"mixture_coef": [0.5, 0.2]}),  # inside of a generation that feeds two steps
         ("ppo-bf16-lora", {}),
         ("ppo-critic", {}),
+        ("gkd", {}),  # a coin for each prompt, inside of a generation that feeds two steps, twice
     ],
     ids=[
         "bf16-lora",
@@ -61,6 +62,7 @@ MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_al
         "nash_md",
         "ppo-head",
         "ppo-value-model",
+        "coin",
     ],
 )
 def test_killed_at_a_step_boundary_and_resumed_is_bit_identical(method, options, tmp_path):

@@ -112,14 +112,33 @@ class Explained:
         quantised = next((name for name in ("load_in_4bit", "load_in_8bit") if config.get(name)), None)
         self.shape = Shape(side.model, None, quantised, args.fuse_lora)
         judges = []
-        if self.counts.rollouts is not None:
+        if "reward_funcs" in config.table.options:
             judges = [*map(judging_model, config.get("reward_funcs") or ())]
             judges += [name.partition("?")[0] for name in config.get("reward_model_name_or_path") or ()]
         judges = [judge for judge in judges if judge]
         judges = [model_without_weights(judge, LoadOptions(task=classifier_task(judge), **shared)) for judge in judges]
-        run = PlannedModel(side, self.counts, self.shape, kind_of_reference(side, adapter is not None), judges)
+        reference = kind_of_reference(side, adapter is not None)
+        run = PlannedModel(side, self.counts, self.shape, reference, judges, self._planned_teacher(shared))
         self.memory = RunMemory(run, self.gpu)
         self.work = Work(run, self.memory.level)
+
+    def _planned_teacher(self, shared: dict[str, Any]) -> Any:
+        """The model that teaches, on the meta device; None where there is none."""
+        import torch
+
+        from posttrain.models.load.model import LoadOptions, load_tokenizer, model_without_weights
+        from posttrain.models.load.teacher import check_tokenizers
+
+        if not getattr(self.side, "needs_teacher", False):
+            return None
+        named, arguments = self.args.teacher_model_name_or_path, self.args.teacher_arguments()
+        if named is None:
+            raise UsageError(f"posttrain {self.config.method} needs a teacher: --teacher_model_name_or_path.")
+        theirs = load_tokenizer(named, arguments, self.args.trust_remote_code)
+        check_tokenizers(self.side.renderer.tokenizer, theirs, named)
+        own = arguments.get("dtype")
+        shared |= {"dtype": getattr(torch, own)} if own in ("bfloat16", "float32", "float16") else {}
+        return model_without_weights(named, LoadOptions(model_init_kwargs=arguments, **shared))
 
     def _note_what_is_missing(self) -> None:
         """From the figures."""
@@ -247,7 +266,7 @@ def rollout_facts(rollouts: Rollouts) -> dict[str, str]:
         "prompts": f"{least}{rollouts.prompts:,}",
         "completions": f"{least}{rollouts.completions:,}",
         "tokens": tokens,
-        "reward calls": f"{least}{rollouts.reward_calls:,} of each function",
+        **({"reward calls": f"{least}{rollouts.reward_calls:,} of each function"} if rollouts.reward_calls else {}),
     }
 
 

@@ -120,14 +120,16 @@ def parts_of(config: RunConfig) -> dict[str, Any]:
 def rewards_of(config: RunConfig) -> dict[str, Any]:
     """`reward_funcs`, `tools`, `environment_factory`, `group_filter_func` and `rollout_func` of the trainer, imported."""
     from posttrain.cli.running.named_objects import callable_named, reward_named
+    from posttrain.methods.table import METHODS
     from posttrain.rewards.reward_set import refuse_beside_judge
 
     options = config.table.options
-    if "reward_funcs" not in options:
-        return {}
+    needs_rewards = getattr(METHODS[config.method].trainer_class, "needs_rewards", False)
     found: dict[str, Any] = {}
-    functions = [reward_named(name) for name in config.get("reward_funcs") or ()]
-    models = list(config.get("reward_model_name_or_path") or ())
+    given = [
+        config.get(name) or () if name in options else () for name in ("reward_funcs", "reward_model_name_or_path")
+    ]
+    functions, models = [reward_named(name) for name in given[0]], list(given[1])
     if functions or models:
         refuse_beside_judge([*functions, *models])
         found["reward_funcs"] = [*functions, *models]
@@ -140,11 +142,13 @@ def rewards_of(config: RunConfig) -> dict[str, Any]:
         config.get("num_remains_in_group") is not None
     ):
         raise UsageError("--group_filter_func and --num_remains_in_group need each other: give both, or neither.")
-    if "reward_funcs" not in found and "environment_factory" not in found:
+    if needs_rewards and "reward_funcs" not in found and "environment_factory" not in found:
         raise UsageError(
             f"posttrain {config.method} needs a reward: --reward_funcs with a built-in name, my_module.function or "
             "file.py:function, or --reward_model_name_or_path."
         )
+    if "reward_funcs" not in options:
+        return found
     weights, count = config.get("reward_weights"), len(found.get("reward_funcs", ()))
     if weights is not None and "environment_factory" not in found and len(weights) != count:
         raise UsageError(

@@ -79,6 +79,15 @@ PROMPT_COMPLETION = RowFormat(
     encode.prompt_completion,
     decided_by="completion",
 )
+LAST_TURN = RowFormat(
+    "messages before a last turn",
+    ("text",),
+    (("messages",),),
+    CHAT_EXTRAS,
+    read.last_turn,
+    encode.prompt_completion,
+)
+"""A conversation whose last turn is the completion: it alone is trained, and may be written anew."""
 PREFERENCE = RowFormat(
     "preference", ("chosen", "rejected"), (("chosen", "rejected"),), PAIR_OPTIONAL, read.preference, encode.preference
 )
@@ -160,8 +169,8 @@ TOKENISED_SCORED_PREFERENCE = replace(
 
 FORMATS = (
     TOKENISED_PREFERENCE, TOKENISED_SCORED_PREFERENCE, TOKENISED_STEPWISE, TOKENISED, TRIPLE_PREFERENCE,
-    UNPAIRED_PREFERENCE, PREFERENCE, SCORED_PREFERENCE, STEPWISE, PROMPT_COMPLETION, LANGUAGE_MODELLING, PROMPT_ONLY,
-    TOKENISED_PROMPT,
+    UNPAIRED_PREFERENCE, PREFERENCE, SCORED_PREFERENCE, STEPWISE, PROMPT_COMPLETION, LANGUAGE_MODELLING, LAST_TURN,
+    PROMPT_ONLY, TOKENISED_PROMPT,
 )  # fmt: skip
 """In the order in which they are looked for: the more a format asks for, the earlier."""
 

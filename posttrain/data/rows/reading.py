@@ -89,6 +89,18 @@ def prompt_completion(row: Row, reading: Reading) -> Row:
     return {"prompt": prompt, "completion": completion, **reading.extras(row)}
 
 
+def last_turn(row: Row, reading: Reading) -> Row:
+    """A conversation as a prompt and the completion that its last turn is."""
+    clean = language_modelling(row, reading)
+    messages = clean.pop("messages", None)
+    if not reading.found and messages[-1]["role"] != "assistant":
+        who = messages[-1]["role"]
+        reading.report(
+            "no_answer", "messages", f"ends with a turn of {who!r}; the assistant's last turn is the completion"
+        )
+    return clean if reading.found else {"prompt": messages[:-1], "completion": messages[-1:], **clean}
+
+
 def _check_answer(prompt: list[Row], answer: list[Row], column: str, reading: Reading) -> None:
     """The turns of a prompt and its answer, as one conversation."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,11 +59,17 @@ class ModelReference(Reference):
 
     @torch.no_grad()
     def scores(self, batch: TokenBatch) -> TokenScores:
+        with self.asked():
+            return score_tokens(self.model, batch, temperature=self.temperature, chunk_tokens=self.chunk_tokens)
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """In evaluation mode, and switched to the state that answers."""
         training = self.model.training
         self.model.eval()
         try:
             with self.context():
-                return score_tokens(self.model, batch, temperature=self.temperature, chunk_tokens=self.chunk_tokens)
+                yield
         finally:
             self.model.train(training)
 

@@ -12,7 +12,7 @@ Both write slopes over the logits (`head_kernels`) and add the weight's gradient
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -29,6 +29,7 @@ class Head(Protocol):
     module: nn.Module
     scale: float
     softcap: float | None
+    words: int | None
 
 
 def can_fuse(head: Head) -> bool:
@@ -51,8 +52,8 @@ def summed_nll(
     hidden: Tensor, head: Head, targets: Tensor, chunk_tokens: int, stats: dict[str, Statistic], label_smoothing: float
 ) -> dict[str, Tensor]:
     """{"nll_sum": differentiable, "logps": detached, and the detached statistics}."""
-    asked = _Asked(targets, head.scale, chunk_tokens, stats)
-    nll_sum, logps, *values = _SummedNLL.apply(*head_operands(hidden, head.module), asked, label_smoothing)
+    asked = Asked(targets, head.scale, chunk_tokens, stats)
+    nll_sum, logps, *values = _SummedNLL.apply(*operands(hidden, head), asked, label_smoothing)
     return {"nll_sum": nll_sum, "logps": logps, **dict(zip(stats, values))}
 
 
@@ -60,12 +61,20 @@ def token_logps(
     hidden: Tensor, head: Head, targets: Tensor, chunk_tokens: int, stats: dict[str, Statistic], keep_logits: bool
 ) -> dict[str, Tensor]:
     """{"logps": differentiable, and the detached statistics}."""
-    asked = _Asked(targets, head.scale, chunk_tokens, stats)
-    logps, *values = _TokenLogps.apply(*head_operands(hidden, head.module), asked, keep_logits)
+    asked = Asked(targets, head.scale, chunk_tokens, stats)
+    logps, *values = _TokenLogps.apply(*operands(hidden, head), asked, keep_logits)
     return {"logps": logps, **dict(zip(stats, values))}
 
 
-class _Asked(NamedTuple):
+def operands(hidden: Tensor, head: Head) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Hidden states, weight and bias of a plain linear head, of its first words only where it is cut."""
+    hidden, weight, bias = head_operands(hidden, head.module)
+    if head.words is None or head.words == len(weight):
+        return hidden, weight, bias
+    return hidden, weight[: head.words], None if bias is None else bias[: head.words]
+
+
+class Asked(NamedTuple):
     """What is asked about each row of hidden states, and how many rows are looked at together."""
 
     targets: Tensor
@@ -74,10 +83,10 @@ class _Asked(NamedTuple):
     stats: dict[str, Statistic]
 
 
-class _Reader:
+class Reader:
     """Walks over chunks of logits and keeps what is asked about their rows."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked) -> None:
         self.hidden, self.weight, self.bias = hidden, weight, bias
         self.targets, self.scale, self.chunk_tokens, self.stats = asked
         self.accurate = torch.promote_types(hidden.dtype, torch.float32)
@@ -113,10 +122,10 @@ class _Reader:
         return [known[name] for name in self.stats]
 
 
-class _Gradients:
+class Gradients:
     """Gradients of hidden states, weight and bias, added up over chunks."""
 
-    def __init__(self, reader: _Reader, wanted: tuple[bool, ...]) -> None:
+    def __init__(self, reader: Reader, wanted: tuple[bool, ...]) -> None:
         self.reader = reader
         wants_hidden, wants_weight, wants_bias = wanted
         self.hidden = torch.empty_like(reader.hidden) if wants_hidden else None
@@ -131,6 +140,15 @@ class _Gradients:
         if self.bias is not None:
             self.bias += slopes.sum(0, dtype=self.bias.dtype)
 
+    def rounded(self) -> tuple[Tensor | None, ...]:
+        """In the dtypes of what they are gradients of."""
+        weight, bias = self.reader.weight, self.reader.bias
+        return (
+            self.hidden,
+            None if self.weight is None else self.weight.to(weight.dtype),
+            None if self.bias is None else self.bias.to(bias.dtype),
+        )
+
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, in the dtype of `total`."""
@@ -142,9 +160,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _rounded_product(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient * factor in another dtype, in one pass."""
-    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
+def scaled(gradients: Sequence[Tensor | None], factor: Tensor, dtype: torch.dtype) -> tuple[Tensor | None, ...]:
+    """Gradients of hidden states, weight and bias of a loss that is `factor` times as large; the last two rounded to `dtype`."""
+    hidden, *others = gradients
+    # In one pass, and not in place: there may be another backward.
+    products = [
+        None if one is None else torch.mul(one, factor, out=torch.empty_like(one, dtype=dtype)) for one in others
+    ]
+    return None if hidden is None else hidden * factor.to(hidden.dtype), *products
 
 
 class _SummedNLL(torch.autograd.Function):
@@ -152,11 +175,11 @@ class _SummedNLL(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked, smoothing: float
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked, smoothing: float
     ) -> tuple[Tensor, ...]:
-        reader = _Reader(hidden, weight, bias, asked)
+        reader = Reader(hidden, weight, bias, asked)
         reader.make_room()
-        gradients = _Gradients(reader, ctx.needs_input_grad[:3])
+        gradients = Gradients(reader, ctx.needs_input_grad[:3])
         for part in reader.parts():
             gradients.add(part, reader.read(part, reader.logits(part), smoothing, slopes=True))
         total = -(1 - smoothing) * reader.rows.logps.sum()
@@ -170,14 +193,7 @@ class _SummedNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_sum: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight, grad_bias = ctx.saved_tensors
-        return (
-            None if grad_hidden is None else grad_hidden * grad_sum.to(grad_hidden.dtype),
-            None if grad_weight is None else _rounded_product(grad_weight, grad_sum, ctx.weight_dtype),
-            None if grad_bias is None else _rounded_product(grad_bias, grad_sum, ctx.weight_dtype),
-            None,
-            None,
-        )
+        return (*scaled(ctx.saved_tensors, grad_sum, ctx.weight_dtype), None, None)
 
 
 class _TokenLogps(torch.autograd.Function):
@@ -185,9 +201,9 @@ class _TokenLogps(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: _Asked, keep_logits: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, asked: Asked, keep_logits: bool
     ) -> tuple[Tensor, ...]:
-        reader = _Reader(hidden, weight, bias, asked)
+        reader = Reader(hidden, weight, bias, asked)
         reader.make_room()
         is_one_on_cpu = hidden.device.type == "cpu" and len(hidden) <= asked.chunk_tokens
         keeps = keep_logits or is_one_on_cpu
@@ -201,8 +217,8 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_logps: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, log_z, *kept = ctx.saved_tensors
-        reader = _Reader(hidden, weight, bias, ctx.asked)
-        gradients = _Gradients(reader, ctx.needs_input_grad[:3])
+        reader = Reader(hidden, weight, bias, ctx.asked)
+        gradients = Gradients(reader, ctx.needs_input_grad[:3])
         for number, part in enumerate(reader.parts()):
             factors = -grad_logps[part].contiguous()
             logits = kept[number] if ctx.has_kept else reader.logits(part)
@@ -210,10 +226,4 @@ class _TokenLogps(torch.autograd.Function):
             gradients.add(part, slopes)
             del logits, slopes  # before the next chunk is computed
         ctx.has_kept = False  # slopes lie over them now: another backward of this graph computes them
-        return (
-            gradients.hidden,
-            None if gradients.weight is None else gradients.weight.to(weight.dtype),
-            None if gradients.bias is None else gradients.bias.to(bias.dtype),
-            None,
-            None,
-        )
+        return (*gradients.rounded(), None, None)

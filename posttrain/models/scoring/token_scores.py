@@ -77,6 +77,7 @@ class TokenQuestion:
     summed: bool = False  # the loss is the plain sum of nll: its gradient may be computed in the forward
     label_smoothing: float = 0.0  # only with `summed`
     keep_logits: bool = False  # for the backward, where they are not needed in the forward: memory for time
+    vocabulary: int | None = None  # words beyond it are padding: in no normaliser, no statistic and no measure
 
     def answer(self, model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
         head = model.get_output_embeddings()
@@ -86,7 +87,7 @@ class TokenQuestion:
 
     def _scores(self, model: nn.Module, hidden: Tensor, call: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """`call` computes logits, as often as is needed."""
-        head = LanguageHead.of(model, self.temperature, call)
+        head = LanguageHead.of(model, self.temperature, call, self.vocabulary)
         hidden = head_input(hidden, head.module)
         fused = can_fuse(head) and not any(m.aligned for m in self.measures.values())
         item = hidden.element_size() if fused else 4
@@ -133,6 +134,10 @@ class RowsQuestion:
     positions: Tensor
 
     def answer(self, model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
+        head = model.get_output_embeddings()
+        if head is not None and is_sharded_module(head):
+            # FSDP2 may have put the head into one group with the last norm: its forward has not ended until both were called.
+            call_inside(head, rows[:0], lambda given, _: given)
         return {"rows": rows}
 
 
@@ -336,10 +341,15 @@ class LanguageHead:
     scale: float
     softcap: float | None
     vocabulary: int
+    words: int | None = None  # only these first columns of the logits, of all that the head has
 
     @classmethod
     def of(
-        cls, causal_lm: nn.Module, temperature: float = 1.0, call: Callable[[Tensor], Tensor] | None = None
+        cls,
+        causal_lm: nn.Module,
+        temperature: float = 1.0,
+        call: Callable[[Tensor], Tensor] | None = None,
+        words: int | None = None,
     ) -> LanguageHead:
         """`call`: what computes the head's own logits, where that is not the head as a module."""
         config = causal_lm.config.get_text_config()
@@ -350,17 +360,20 @@ class LanguageHead:
         softcap = getattr(config, "final_logit_softcapping", None)
         head = causal_lm.get_output_embeddings()
         call = head if call is None else call
+        sizes = config.vocab_size if words is None else words, words
         if softcap is None:  # the temperature can join the scale; under a soft-cap it must come after it
-            return cls(head, call, scale / temperature, None, config.vocab_size)
+            return cls(head, call, scale / temperature, None, *sizes)
 
         def capped(hidden: Tensor) -> Tensor:
             """softcap * tanh(scale * z / softcap) / temperature."""
             return torch.tanh(call(hidden) * scale / softcap) * softcap / temperature
 
-        return cls(head, capped, 1.0, softcap, config.vocab_size)
+        return cls(head, capped, 1.0, softcap, *sizes)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         logits = self.logits(hidden)
+        if self.words is not None:
+            logits = logits[..., : self.words]
         return logits * self.scale if self.scale != 1.0 else logits
 
 

@@ -55,6 +55,11 @@ def uniforms(word: Tensor, indices: Tensor) -> Tensor:
     return (_shifted(words(word, indices), 12).double() + 0.5) * 2.0**-52
 
 
+def uniform(word: int, index: int) -> float:
+    """As `uniforms`, in plain Python."""
+    return ((word_of(word, index) >> 12) + 0.5) * 2.0**-52
+
+
 def gumbels(word: Tensor, indices: Tensor) -> Tensor:
     """The noise that makes the largest of (log-weight + noise) a draw from the weights."""
     return -(-uniforms(word, indices).log()).log()

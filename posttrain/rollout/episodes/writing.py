@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ from posttrain.models.inference import evaluating
 from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
 from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.rollout.episodes.episode import Decode, Episode, SingleTurn, as_completion, run_episodes
-from posttrain.rollout.prompt_rows import PromptRow, PromptRows, StreamedPrompts
-from posttrain.rollout.rollout import POLICY, POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout
+from posttrain.rollout.prompt_rows import COMPLETION, PromptRow, PromptRows, StreamedPrompts
+from posttrain.rollout.rollout import DATASET, POLICY, POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout
 
 AnyRows = PromptRows | StreamedPrompts
 MakeEpisodes = Callable[[Sequence[PromptRow], Sequence[Request], SamplingParams], Sequence[Episode]]
@@ -31,13 +32,14 @@ class Writer:
         function: Callable[[list[Any], Any], dict[str, Any]] | None = None,
         trainer: Any = None,
         others: Mapping[str, RolloutEngine] | None = None,
+        only_given: bool = False,
     ) -> None:
         """`weight_sync` has the engine, wakes it and gives it the weights of a step. `episodes` makes those with tools or
         environments; `function`, which is given `trainer`, writes in the place of engine and episodes. `others` are the engines
-        of authors besides the policy."""
+        of authors besides the policy. With `only_given` nobody writes: every completion is the dataset's, and engines sleep."""
         self.weight_sync, self.decode, self.trainer = weight_sync, decode, trainer
         self.episodes = episodes or self._single_turns
-        self.function, self.others = function, dict(others or {})
+        self.function, self.others, self.only_given = function, dict(others or {}), only_given
 
     def write(
         self,
@@ -53,6 +55,9 @@ class Writer:
         faults.fault_point("generate")
         known = rows.take(request.row for request in requests)
         mine = [known[request.row] for request in requests]
+        if self.only_given:
+            self._write_as(DATASET, range(len(requests)), mine, requests, params, version, on_finished)
+            return {}
         engine = self.weight_sync.engine
         with evaluating(self.weight_sync.model):
             took = self.weight_sync.ready(version)
@@ -81,6 +86,10 @@ class Writer:
         on_finished: Callable[[int, Rollout], None],
     ) -> None:
         """The requests of one author; rollouts are handed over under their numbers among all requests."""
+        if author == DATASET:
+            for index in indices:
+                on_finished(index, given_rollout(rows[index], requests[index]))
+            return
         is_policy = author == POLICY
         engine = self.weight_sync.engine if is_policy else self.others[author]
         if not is_policy:
@@ -88,7 +97,12 @@ class Writer:
             engine.wake()
         try:
             episodes = self.episodes([rows[i] for i in indices], [requests[i] for i in indices], params)
-            run_episodes(engine, episodes, params, lambda place, rollout: on_finished(indices[place], rollout))
+
+            def finished(place: int, rollout: Rollout) -> None:
+                rollout.author = author
+                on_finished(indices[place], rollout)
+
+            run_episodes(engine, episodes, params, finished)
         finally:
             if not is_policy:
                 engine.sleep()
@@ -105,6 +119,18 @@ def _by_author(authors: Sequence[str]) -> dict[str, list[int]]:
     for index, author in enumerate(authors):
         found.setdefault(author, []).append(index)
     return found
+
+
+def given_rollout(row: PromptRow, request: Request) -> Rollout:
+    """The row's own completion, as if it had just been written; what it would have been drawn with is not known."""
+    sample, start = row.answer, len(row.ids)
+    unknown = np.where(np.arange(len(sample)) < start, 0, np.nan).astype(np.float32)
+    columns = {SAMPLING_LOGPS: unknown, POLICY_LOGPS: unknown}
+    sample = replace(sample, per_token=sample.per_token | columns, scalars=dict(sample.scalars), group=request.number)
+    own = {name: value for name, value in row.columns.items() if name != COMPLETION}
+    return Rollout(
+        request, row.prompt, row.columns[COMPLETION], sample, start, author=DATASET, finish_reason="stop", columns=own
+    )
 
 
 NEEDED = ("prompt_ids", "completion_ids")

@@ -1,4 +1,4 @@
-"""Who writes besides the policy: engines for the reference and for its mixture with the policy."""
+"""Who writes besides the policy: engines for the reference, for its mixture with the policy, and for a teacher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from posttrain.rollout.engines.mixture import Mixture
 from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams, Session
-from posttrain.rollout.rollout import MIXTURE, POLICY, REFERENCE, Request
+from posttrain.rollout.rollout import DATASET, MIXTURE, POLICY, REFERENCE, TEACHER
 
 
 class EngineInContext:
@@ -44,12 +44,12 @@ class EngineInContext:
 
 
 def _wanted(trainer: Any) -> set[str]:
-    """Who writes besides the policy in this trainer's method."""
-    samples = range(max(trainer.args.num_generations, trainer.args.num_generations_eval or 0))
-    wanted = {trainer.author_of(Request(row=0, number=0, sample=sample)) for sample in samples} - {POLICY}
-    unknown = wanted - {REFERENCE, MIXTURE}
+    """Who writes besides the policy in this trainer's method, and needs an engine for it."""
+    wanted = trainer.authors() - {POLICY, DATASET}
+    unknown = wanted - {REFERENCE, MIXTURE, TEACHER}
     if unknown:
-        raise ValueError(f"`author_of` returned {sorted(unknown)[0]!r}; known are {POLICY}, {REFERENCE} and {MIXTURE}.")
+        known = ", ".join((POLICY, REFERENCE, MIXTURE, TEACHER))
+        raise ValueError(f"`author_of` returned {sorted(unknown)[0]!r}; known are {known} and {DATASET}.")
     return wanted
 
 
@@ -63,6 +63,9 @@ def other_authors(trainer: Any, wanted: set[str] | None = None) -> dict[str, Rol
     engines: dict[str, Callable[[], RolloutEngine]] = {
         REFERENCE: lambda: EngineInContext(lambda: trainer.local_engine(live.model), live.context),
         MIXTURE: lambda: trainer.local_engine(trainer.model, mixture=mixture()),
+        TEACHER: lambda: EngineInContext(
+            lambda: trainer.local_engine(trainer.teacher.asked.model), trainer.teacher.asked.context
+        ),
     }
     return {author: engines[author]() for author in sorted(wanted)}
 
@@ -79,7 +82,7 @@ def refuse_vllm(trainer: Any) -> None:
 def _refuse(trainer: Any, wanted: str) -> None:
     """Where only the policy can write."""
     name = type(trainer).__name__
-    if trainer.live is None:
+    if trainer.live is None and wanted != TEACHER:
         raise ValueError(f"{name} needs completions of the {wanted}, and there is no reference: set `beta` above 0.")
     if trainer.rollout_func is not None:
         raise ValueError(

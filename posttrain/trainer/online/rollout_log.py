@@ -151,7 +151,7 @@ class RolloutLog(TrainerCallback):
     # ---- what is shown -----------------------------------------------------------------------------------------------
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        if args.log_completions and state.is_world_process_zero and self.latest and logs and "reward" in logs:
+        if args.log_completions and state.is_world_process_zero and self.latest and logs and "rollouts/masked" in logs:
             listed = one_of_each_prompt(self.latest) if args.log_unique_prompts else self.latest
             shown = listed[: args.num_completions_to_print]
             show(shown, self.run.rewards.names, state.global_step, args.disable_tqdm)

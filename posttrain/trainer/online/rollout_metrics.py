@@ -22,7 +22,7 @@ def rollout_metrics(collected: Collected, names: list[str]) -> Numbers:
     table = collected.table
     return {
         **length_metrics(collected),
-        **reward_metrics(collected, names),
+        **(reward_metrics(collected, names) if names else {}),
         **time_metrics(collected),
         "rollouts/masked": table.masked[table.mine],
         **collected.numbers,
@@ -30,9 +30,11 @@ def rollout_metrics(collected: Collected, names: list[str]) -> Numbers:
 
 
 def length_metrics(collected: Collected) -> Numbers:
-    """Trained tokens of a completion. A *terminated* one ended by itself. What could not be written has no length."""
+    """Trained tokens of a completion. A *terminated* one ended by itself. What could not be written has no length, and what the
+    dataset brought was not written."""
     table = collected.table
-    mine = table.mine[~table.unwritten[table.mine]]
+    is_given = torch.tensor([rollout.is_given for rollout in collected.rollouts], dtype=torch.bool)
+    mine = table.mine[~table.unwritten[table.mine] & ~is_given]
     lengths, truncated = table.lengths[mine], table.truncated[mine]
     found: Numbers = {"completions/clipped_ratio": truncated}
     for name, values in (("length", lengths), ("terminated_length", lengths[~truncated])):
@@ -70,7 +72,7 @@ def deviation(values: Tensor) -> float:
 def time_metrics(collected: Collected) -> Numbers:
     """Seconds of each phase on this process, and the speed at which completions were written."""
     seconds = collected.seconds
-    tokens = sum(len(rollout.completion_ids) for rollout in collected.rollouts)
+    tokens = sum(len(rollout.completion_ids) for rollout in collected.rollouts if not rollout.is_given)
     return {
         "rollouts/generate_s": seconds["generate"],
         "rollouts/reward_wait_s": seconds["reward_wait"],

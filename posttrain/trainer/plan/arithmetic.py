@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Collator, split_by_tokens
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader
 from posttrain.rollout.loader import RolloutLoader, Window
+from posttrain.rollout.rollout import DATASET, Request
 from posttrain.rollout.schedule import Schedule
 from posttrain.rollout.source import Prompts
 from posttrain.trainer.construction import collator_of
@@ -153,6 +154,8 @@ class PlannedWindows:
 
     def __init__(self, prompts: Prompts, side: Any, found: Rollouts) -> None:
         self.prompts, self.args, self.found, self.num_rows = prompts, side.args, found, prompts.num_rows
+        self.author_of, self.rows, self.is_rewarded = side.author_of, side.train_dataset, side.needs_rewards
+        self.has_answers = getattr(side.train_dataset, "has_answers", False)
         prepared = getattr(side.train_dataset, "prepared", None)
         is_written = getattr(getattr(side, "agents", None), "environments", None) is not None
         self.lengths = None if is_written else getattr(prepared, "unit_lengths", None)  # None: not known before the run
@@ -162,21 +165,34 @@ class PlannedWindows:
 
     def next_window(self) -> Window:
         self.window_start = self.prompts.taken
-        requests, found, longest = self.prompts.take_window(), self.found, self.args.max_completion_length
-        prompts = [0 if self.lengths is None else int(self.lengths[request.row]) for request in requests]
-        found.completions += len(requests)
-        found.reward_calls += REWARD_CALLS[self.args.reward_batching]([request.number for request in requests])
+        requests, found = self.prompts.take_window(), self.found
+        given = [self.author_of(request) == DATASET for request in requests]
+        written = [request for request, is_given in zip(requests, given) if not is_given]
+        found.completions += len(written)
+        if self.is_rewarded:
+            found.reward_calls += REWARD_CALLS[self.args.reward_batching]([request.number for request in written])
         if self.prompts.rank == 0:
             found.generations += 1
             found.prompts += self.prompts.schedule.prompts
+        return [(self._given(one) if is_given else self._longest(one),) for one, is_given in zip(requests, given)]
+
+    def _longest(self, request: Request) -> Sample:
+        """What the engine writes at most."""
+        found, longest = self.found, self.args.max_completion_length
+        prompt = 0 if self.lengths is None else int(self.lengths[request.row])
+        if prompt and self.has_answers:  # the length is that of prompt and completion
+            prompt = len(self.rows[request.row].ids)
         if self.lengths is not None:
-            found.prompt_tokens += sum(prompts)
-            found.most_tokens += sum(prompts) + len(requests) * longest
-            found.longest_prompt = max(found.longest_prompt, *prompts)
-        return [
-            (Sample(np.zeros(prompt + longest), np.arange(prompt + longest) >= max(prompt, 1), group=request.number),)
-            for request, prompt in zip(requests, prompts)
-        ]
+            found.prompt_tokens += prompt
+            found.most_tokens += prompt + longest
+            found.longest_prompt = max(found.longest_prompt, prompt)
+        return Sample(np.zeros(prompt + longest), np.arange(prompt + longest) >= max(prompt, 1), group=request.number)
+
+    def _given(self, request: Request) -> Sample:
+        """What the dataset brings; of a stream it is not known."""
+        if self.lengths is None:
+            return Sample(np.zeros(2), [False, True], group=request.number)
+        return replace(self.rows[request.row].answer, group=request.number)
 
 
 REWARD_CALLS = {"group": lambda groups: len(set(groups)), "sample": len, "all": lambda groups: 1}

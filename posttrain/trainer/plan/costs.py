@@ -51,6 +51,7 @@ class PlannedModel:
     shape: Shape
     reference: str  # `kind_of_reference`
     reward_models: Iterable[nn.Module] = ()  # on the meta device, too
+    teacher: nn.Module | None = None  # likewise
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------------
@@ -98,7 +99,9 @@ class RunMemory:
         """What lies on the device: when all are loaded, from then on, and while completions are written and scored."""
         run, args, shape, counts, weights = self.run, self.args, self.shape, self.run.counts, self.shape.weight_bytes
         judges = float(sum(parameter.nbytes for judge in run.reward_models for parameter in judge.parameters()))
+        teacher = sum(parameter.nbytes for parameter in run.teacher.parameters()) if run.teacher is not None else 0
         self.resident = {"weights": weights, "reward models": judges, "reference": weights * (run.reference == COPY)}
+        self.resident["teacher"] = float(teacher)
         self.loaded = dict(self.resident)
         if run.reference == COMPUTED_BEFORE and not shape.is_adapter:  # it answers before training, and goes
             self.loaded["reference"] = weights
@@ -257,6 +260,9 @@ class Work:
         }
         others = [Pass(what, passes, tokens, forward) for what, is_made in more.items() if is_made]
         self.per_step = [own, *(others if run.counts.rollouts is None else _of_rollouts(run, length))]
+        if run.teacher is not None:
+            theirs = _forward(Shape(run.teacher, None), tokens, length, asked)
+            self.per_step.append(Pass("teacher, forward", passes, tokens, theirs))
         self.before_training = []
         if run.reference == COMPUTED_BEFORE:
             share = (run.counts.rows_of_dataset or 0) / max(counted["rows"].mean, 1)

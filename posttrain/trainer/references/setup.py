@@ -19,7 +19,14 @@ from posttrain.data.store.prepare import cache_folder
 from posttrain.data.store.row_store import AnnotatedDataset, RowStore
 from posttrain.models.layers.kernels import COMPILED, compile_layers
 from posttrain.models.load.adapters import freeze_copy_of_adapter, is_peft_model
-from posttrain.models.load.model import CAUSAL_LM, LoadedModel, LoadOptions, innermost_model, load_model
+from posttrain.models.load.model import (
+    CAUSAL_LM,
+    LoadedModel,
+    LoadOptions,
+    innermost_model,
+    load_model,
+    load_tokenizer,
+)
 from posttrain.models.load.reference import (
     GIVEN_SUMS,
     FrozenCopy,
@@ -32,9 +39,10 @@ from posttrain.models.load.reference import (
     frozen_adapter,
     frozen_copy,
 )
+from posttrain.models.load.teacher import ModelTeacher
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import shard_frozen
-from posttrain.trainer.options.base import FSDP, BaseConfig, ReferenceConfig
+from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig, ReferenceConfig
 from posttrain.trainer.references.cache import store_of, with_reference_logps
 
 logger = logging.getLogger(__name__)
@@ -136,22 +144,72 @@ class ReferenceSetup:
             compile_layers(innermost_model(copy))  # a copy leaves the compiled code behind
         return frozen_copy(self._placed(copy))
 
+    def teacher(
+        self, model: Any, init_kwargs: dict[str, Any], tokenizer: Any = None, reads_the_students: bool = True
+    ) -> ModelTeacher:
+        """Another model that the policy learns from, loaded with arguments of its own: dtype, quantisation, revision.
+
+        `reads_the_students`: tokens, that is; otherwise it is only shown tokens of its own tokenizer.
+        """
+        if model is self.policy.model:
+            raise ValueError("`teacher_model` is the model that is trained: it would move with it. Pass another model.")
+        if self.args.sharding == DEEPSPEED:
+            raise ValueError(
+                "A teacher's head is read whole beside the student's, and DeepSpeed has both in pieces. Use FSDP (`fsdp=True`), or "
+                "one process per GPU without sharding."
+            )
+        if isinstance(model, nn.Module) and init_kwargs:
+            raise ValueError(
+                "`teacher_model_init_kwargs` and `teacher_model_revision` are for teachers given by name or path; this one is "
+                "loaded already. Leave them out."
+            )
+        if tokenizer is None:
+            tokenizer = self._tokenizer_of_teacher(model, init_kwargs)
+        loaded = self._loaded(model, CAUSAL_LM, replace(self._options(), model_init_kwargs=init_kwargs))
+        words = innermost_model(loaded.model).get_input_embeddings().num_embeddings
+        if reads_the_students:
+            self._grow(loaded)  # the policy may write any token that it has a row for, and the teacher must read it
+        size = sum(parameter.numel() for parameter in loaded.model.parameters())
+        dtype = str(next(loaded.model.parameters()).dtype).removeprefix("torch.")
+        asked = frozen_copy(self._placed(loaded.model))
+        asked.description, asked.chunk_tokens = f"{loaded.name} ({size:,} weights, {dtype})", self.args.chunk_tokens
+        return ModelTeacher(asked, loaded.name, words, tokenizer)
+
+    def _tokenizer_of_teacher(self, model: Any, init_kwargs: dict[str, Any]) -> Any:
+        try:
+            return load_tokenizer(model, init_kwargs, self.args.trust_remote_code)
+        except ValueError as error:
+            raise ValueError(
+                "Whether the teacher reads the student's tokens is seen from its tokenizer, and it has none beside it "
+                f"({error}) Pass it as `teacher_processing_class`."
+            ) from error
+
     def loaded_beside(self, model: Any, task: str = CAUSAL_LM) -> nn.Module:
         """Another model, which will be asked about the policy's batches."""
+        loaded = self._loaded(model, task, self._options())
+        self._grow(loaded)
+        return loaded.model
+
+    def _loaded(self, model: Any, task: str, options: LoadOptions) -> LoadedModel:
         args, policy = self.args, self.policy
-        options = LoadOptions(device=args.device) if isinstance(model, nn.Module) else self._options()
+        if isinstance(model, nn.Module):
+            options = LoadOptions(device=args.device)
         is_shared = policy.layout == SHARED  # one that cannot share prefixes runs ragged
         layout = {"layout": RAGGED if is_shared else policy.layout, "share_prefixes": is_shared}
         loaded = load_model(model, replace(options, task=task, sharded=args.sharding is not None, **layout))
         if loaded.layout != policy.layout:  # the policy shares prefixes, the other cannot
             policy.layout = self.collator.layout = loaded.layout
+        return loaded
+
+    def _grow(self, loaded: LoadedModel) -> None:
+        """The policy has grown for its tokenizer, and may write any token that it has a row for."""
+        policy = self.policy
         own, wanted = (
             innermost_model(one).get_input_embeddings().num_embeddings for one in (loaded.model, policy.model)
         )
-        if own < wanted:  # the policy has grown for its tokenizer, and may write any token that it has a row for
+        if own < wanted:
             innermost_model(loaded.model).resize_token_embeddings(wanted)
             logger.info(f"The embedding of {loaded.name} grew from {own} to {wanted} rows, which the policy has.")
-        return loaded.model
 
     def _options(self) -> LoadOptions:
         args = self.args

@@ -1,0 +1,338 @@
+"""GOLD: distillation from a teacher that may have another tokenizer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.batch import TokenBatch
+from posttrain.core.results import LossOutput, LossTerm, TokenScores
+from posttrain.core.sample import Sample
+from posttrain.data.alignment import align
+from posttrain.data.render.byte_decoding import bytes_of_tokens
+from posttrain.data.render.conversation import Conversation
+from posttrain.data.render.renderer import Renderer, RenderError
+from posttrain.losses.distributions import BOTH, SORTED_L1, Divergence, mixed_divergence, sorted_l1
+from posttrain.losses.formulas import NORMALISERS, Formula, Totals, filled, number
+from posttrain.models.load.model import load_tokenizer
+from posttrain.models.load.teacher import Teacher
+from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.models.scoring.two_heads import DivergenceQuestion
+from posttrain.rollout.rollout import Rollout
+from posttrain.trainer.construction import refuse_arguments
+from posttrain.trainer.distilling_trainer import DistillingTrainer
+from posttrain.trainer.options.base import check_range, option
+from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig
+from posttrain.trainer.report.model_card import Paper
+
+BOUNDARY = "boundary"
+"""1 at the first token of each group of the alignment: the two models are compared where it is to be foretold."""
+OBSERVED = "observed"
+
+
+@dataclass
+class GOLDConfig(NoPackingConfig, NoRewardsConfig, DistillingConfig):
+    """Options of GOLD."""
+
+    learning_rate: float = option(1e-7, "Initial learning rate of AdamW.")
+    disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
+    max_length: int | None = option(
+        1024,
+        "Longest row in tokens, prompt and completion together; what the student writes comes on top. None: no limit.",
+    )
+    max_completion_length: int = option(128, "Most tokens of a completion that is written.")
+    temperature: float = option(0.9, "Divides the logits in sampling, and without `use_uld_loss` in the loss, too.")
+    top_p: float = option(0.95, "Sample from the smallest set of tokens with this much probability.")
+    lmbda: float = option(
+        0.5,
+        "Share of the prompts whose completion the student writes; the others keep that of the dataset, or of the teacher "
+        "(`seq_kd`). Decided by a coin for each prompt, the same whatever the processes.",
+    )
+    seq_kd: bool = option(False, "Completions that the student does not write are the teacher's, not the dataset's.")
+    teacher_tokenizer_name_or_path: str | None = option(
+        None, "The teacher's tokenizer, with `use_uld_loss`. None: the one beside the teacher."
+    )
+    use_uld_loss: bool = option(
+        False,
+        "The teacher has another tokenizer: texts are aligned by bytes, and wherever a token begins on both sides, the sorted "
+        "probabilities of the next token are compared (ULD).",
+    )
+    use_extended_uld: bool = option(True, "Alignment by bytes. Without it tokens would be compared by their number.")
+    uld_token_merge_strategy: str = option(
+        OBSERVED, "Only 'observed': both distributions where a group of tokens begins; nothing has to be merged."
+    )
+    uld_use_hybrid_loss: bool = option(
+        False, "Words that both vocabularies have are compared one by one (`beta`), the others sorted."
+    )
+    uld_hybrid_matched_weight: float | None = option(
+        None, "Of the words that both have. None: their share of the teacher's vocabulary."
+    )
+    uld_hybrid_unmatched_weight: float | None = option(None, "Of the other words. None: 1 minus the weight above.")
+    uld_crossentropy_weight: float = option(0.0, "Weight of the likelihood of the completion's tokens, beside ULD.")
+    uld_distillation_weight: float = option(1.0, "Weight of ULD.")
+    uld_student_temperature: float = option(1.0, "Divides the student's logits in ULD.")
+    uld_teacher_temperature: float = option(1.0, "Divides the teacher's logits in ULD.")
+    uld_skip_student_eos: bool = option(
+        True,
+        "ULD does not compare where the student's completion ends. False, with the next option: stopping is taught.",
+    )
+    uld_skip_teacher_eos: bool = option(True, "The same of the teacher; both options must agree.")
+    uld_top_k: int = option(
+        0, "Compare this many of the largest probabilities of each side, and the sums of the rest. 0: all of them."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("uld_student_temperature", "uld_teacher_temperature"):
+            check_range(name, getattr(self, name), 0, open_low=True)
+        for name in ("uld_crossentropy_weight", "uld_distillation_weight", "uld_top_k"):
+            check_range(name, getattr(self, name), 0)
+        if self.uld_token_merge_strategy != OBSERVED or not self.use_extended_uld:
+            raise ValueError(
+                "`uld_token_merge_strategy` must be 'observed' and `use_extended_uld` True: distributions are compared where a "
+                "token begins on both sides, so that none has to be merged."
+            )
+        if self.uld_skip_student_eos != self.uld_skip_teacher_eos:
+            raise ValueError(
+                "`uld_skip_student_eos` and `uld_skip_teacher_eos` differ: the end of a text is compared with an end, so that both "
+                "are skipped or neither is."
+            )
+        weights = (self.uld_hybrid_matched_weight, self.uld_hybrid_unmatched_weight)
+        if (None in weights) != (weights == (None, None)):
+            raise ValueError("Give both of `uld_hybrid_matched_weight` and `uld_hybrid_unmatched_weight`, or neither.")
+        if self.use_uld_loss and self.seq_kd:
+            raise ValueError(
+                "`seq_kd` with `use_uld_loss`: a teacher with another tokenizer cannot continue the student's prompts. Let the "
+                "teacher write the completions beforehand, and give them as the dataset's."
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Hybrid(Divergence):
+    """(n, 2): Jensen-Shannon over the words that both have, all others together as one more; sorted L1 of the others."""
+
+    kind: str = SORTED_L1
+    ours: Tensor | None = None  # (W,) ids of the student's words that both have
+    theirs: Tensor | None = None  # (W,) their ids at the teacher
+
+    def __call__(self, student_logps: Tensor, teacher_logps: Tensor) -> Tensor:
+        matched, others = [], []
+        for logps, ids in ((student_logps, self.ours), (teacher_logps, self.theirs)):
+            ids = ids.to(logps.device)
+            others.append(logps.index_fill(-1, ids, -torch.inf))
+            # the rest by its own sum: 1 minus the sum of the others would lose its digits where it is small
+            matched.append(torch.cat([logps[:, ids], others[-1].logsumexp(-1, keepdim=True)], -1))
+        common = mixed_divergence(*matched, Divergence(self.beta).shares)
+        return torch.stack([common, sorted_l1(*others, self.top_k, self.tail)], -1)
+
+
+class BoundaryQuestion(DivergenceQuestion):
+    """Asked at some of the trained tokens only; what is said of all of them is another question's."""
+
+    def answer(self, model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
+        return {"divergences": super().answer(model, rows)["divergences"]}
+
+
+class GOLDTrainer(DistillingTrainer):
+    """GOLD (General Online Logit Distillation): GKD with one tokenizer; with two, ULD (arXiv:2402.12030) on aligned texts."""
+
+    method, title = "gold", "general online logit distillation"
+    paper = Paper(
+        "boizard2025uld",
+        "Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss for LLMs",
+        "Boizard, Nicolas and El Haddad, Kevin and Hudelot, C\\'eline and Colombo, Pierre",
+        2025,
+        "2402.12030",
+        "Transactions on Machine Learning Research",
+    )
+    config_class = GOLDConfig
+
+    def __init__(
+        self,
+        model: Any = None,
+        teacher_model: Any = None,
+        args: GOLDConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Any = None,
+        peft_config: Any = None,
+        *,
+        quantization_config: Any = None,
+        teacher_processing_class: Any = None,
+        engine: Any = None,
+    ) -> None:
+        """Arguments in TRL's order."""
+        refused = {"data_collator": data_collator, "compute_metrics": compute_metrics}
+        refused["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        refuse_arguments(type(self).__name__, model, **refused)
+        super().__init__(
+            model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks,
+            optimizers=optimizers, peft_config=peft_config, quantization_config=quantization_config,
+            teacher_processing_class=teacher_processing_class, engine=engine,
+        )  # fmt: skip
+
+    # ---- a teacher with another tokenizer ------------------------------------------------------------------------------
+
+    def prepare_reference(self, ref_model: Any, policy: Any) -> None:
+        """With two tokenizers there is nothing to be the same but the bytes of texts."""
+        if not self.args.use_uld_loss:
+            return super().prepare_reference(ref_model, policy)
+        super(DistillingTrainer, self).prepare_reference(ref_model, policy)
+        self.teacher = self.make_teacher(policy)
+        self._student_bytes, self._teacher_bytes = map(bytes_of_tokens, (self.processing_class, self.teacher.tokenizer))
+        self._teachers_renderer = Renderer(self.teacher.tokenizer)
+        self._compared = self._make_divergence()
+
+    def make_teacher(self, policy: Any) -> Teacher:
+        args = self.args
+        if not args.use_uld_loss:
+            return super().make_teacher(policy)
+        tokenizer, named = self.teacher_tokenizer, args.teacher_tokenizer_name_or_path
+        if tokenizer is None and named is not None:
+            tokenizer = load_tokenizer(named, None, args.trust_remote_code)
+        made = self.reference_setup().teacher(self.teacher_source, args.teacher_arguments(), tokenizer, False)
+        made.asked.temperature = args.uld_teacher_temperature
+        return made
+
+    def _make_divergence(self) -> Divergence:
+        args = self.args
+        how = {"top_k": args.uld_top_k, "top_k_of": BOTH, "tail": args.uld_top_k > 0}
+        if not args.uld_use_hybrid_loss:
+            return Divergence(kind=SORTED_L1, **how)
+        ours, theirs = words_of_both(self._student_bytes, self._teacher_bytes)
+        if not ours:
+            raise ValueError("`uld_use_hybrid_loss`: the two vocabularies have no word in common.")
+        ours.append(self.processing_class.eos_token_id)  # an end is an end, however it is spelt
+        theirs.append(self.teacher.tokenizer.eos_token_id)
+        return Hybrid(args.beta, ours=torch.tensor(ours), theirs=torch.tensor(theirs), **how)
+
+    @property
+    def hybrid_weights(self) -> tuple[float, float]:
+        """Of the words that both have, and of the others."""
+        given = self.args.uld_hybrid_matched_weight, self.args.uld_hybrid_unmatched_weight
+        share = len(self._compared.ours) / len(self._teacher_bytes)
+        return (share, 1 - share) if None in given else given
+
+    # ---- collection ----------------------------------------------------------------------------------------------------
+
+    def spread(self, rollouts: list[Rollout]) -> None:
+        super().spread(rollouts)
+        if self.args.use_uld_loss:
+            for rollout in rollouts:
+                self._attach_teachers_tokens(rollout)
+
+    def _attach_teachers_tokens(self, rollout: Rollout) -> None:
+        """The same completion in the teacher's tokens, behind the teacher's own rendering of the prompt, as the sample's twin."""
+        sample, start = rollout.sample, rollout.prompt_length
+        pieces = [self._student_bytes.get(int(token), b"") for token in sample.input_ids[start:]]
+        written = max(
+            (place for place, piece in enumerate(pieces, 1) if piece), default=0
+        )  # without the tokens that end it
+        text = b"".join(pieces).decode("utf-8", "replace")
+        (ids,) = self._teachers_renderer.encode_texts([text], add_special_tokens=False)
+        prompt = self._teachers_prompt(rollout)
+        found = align(pieces[:written], [self._teacher_bytes.get(int(token), b"") for token in ids])
+        places = found.boundaries
+        if written < len(pieces) and not self.args.uld_skip_student_eos and found.is_whole:
+            places.append((written, len(ids)))
+            ids = np.append(ids, self.teacher.tokenizer.eos_token_id)
+        twin = Sample.of_text(prompt, ids, row=sample.row)
+        for side, (one, begin) in enumerate(((sample, start), (twin, len(prompt)))):
+            flags = np.zeros(len(one), np.float32)
+            flags[[begin + place[side] for place in places]] = 1
+            one.per_token[BOUNDARY] = flags
+        sample.twin = twin
+
+    def _teachers_prompt(self, rollout: Rollout) -> np.ndarray:
+        renderer = self._teachers_renderer
+        if isinstance(rollout.prompt, str):
+            return renderer.encode_texts([rollout.prompt])[0]
+        kwargs = rollout.columns.get("chat_template_kwargs")
+        (ids,) = renderer.encode_prompts([Conversation(rollout.prompt, rollout.tools, kwargs)])
+        if isinstance(ids, RenderError):
+            raise ValueError(
+                f"The teacher's chat template does not render the prompt of row {rollout.sample.row}: {ids}"
+            )
+        return ids
+
+    # ---- the step --------------------------------------------------------------------------------------------------------
+
+    def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
+        """ULD at the boundaries, log-probs at all tokens; `divergences` are of all tokens, 0 between boundaries."""
+        if not self.args.use_uld_loss:
+            return super().score(model, batch, stats)
+        twin = batch.twin
+        if twin is None:  # a process without a row takes part with a token that every teacher has
+            twin = replace(batch, input_ids=torch.zeros_like(batch.input_ids), per_token={BOUNDARY: batch.targets[:0]})
+        ours, theirs = (one.per_token[BOUNDARY] > 0 for one in (batch if batch.twin else twin, twin))
+        taught = self.teacher.rows(twin)
+        question = BoundaryQuestion(
+            batch.positions[ours],
+            batch.targets[ours],
+            temperature=self.args.uld_student_temperature,
+            chunk_tokens=self.args.chunk_tokens,
+            teacher=replace(taught, hidden=taught.hidden[theirs]),
+            divergence=self._compared,
+        )
+        router_loss = self.loaded.router_loss_weight != 0
+        found = score_tokens(model, batch, stats, also=(question,), router_loss=router_loss)
+        everywhere = found.divergences.new_zeros(len(batch.targets), *found.divergences.shape[1:])
+        return replace(found, divergences=everywhere.index_put((ours.nonzero().squeeze(-1),), found.divergences))
+
+    def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
+        """Mean over the boundaries of a completion, then over completions; likelihood by tokens."""
+        args = self.args
+        if not args.use_uld_loss:
+            return super().loss(batch, policy, reference)
+        values, metrics = policy.divergences, {}
+        if args.uld_use_hybrid_loss:
+            parts = [self._mean_of_boundaries(batch, values[:, part]) for part in (0, 1)]
+            metrics = {"matched_loss": parts[0], "unmatched_loss": parts[1]}
+            mean = sum(weight * part for weight, part in zip(self.hybrid_weights, parts))
+        else:
+            mean = self._mean_of_boundaries(batch, values)
+        terms = [LossTerm(mean, "sequence", args.uld_distillation_weight)]
+        if args.uld_crossentropy_weight:
+            terms.append(LossTerm(-policy.logps, "token", args.uld_crossentropy_weight))
+        by_author = self.losses_by_author(batch, batch.expand(mean))
+        return LossOutput(terms, metrics=metrics | by_author)
+
+    def _mean_of_boundaries(self, batch: TokenBatch, values: Tensor) -> Tensor:
+        flags = batch.per_token.get(BOUNDARY, values[:0])
+        return batch.sequence_sum(values) / batch.sequence_sum(flags).clamp(min=1)
+
+    @classmethod
+    def formula(cls, args: Any, totals: Totals) -> Formula:
+        made = super().formula(args, totals)
+        if not args.use_uld_loss:
+            return made
+        line = "sum_i |sort(p)_i - sort(q)_i|, mean over the places of a completion where a token begins on both sides"
+        names = (
+            (
+                "p, q",
+                f"student and teacher at temperatures {number(args.uld_student_temperature)} and "
+                f"{number(args.uld_teacher_temperature)}",
+            ),
+            *made.names[1:],
+        )
+        terms = [f"{number(args.uld_distillation_weight)} * {line}"]
+        if args.uld_crossentropy_weight:
+            terms.append(f"{number(args.uld_crossentropy_weight)} * sum_t -log p(y_t)")
+        return Formula(tuple(terms), (filled(NORMALISERS["mean_of_token_means"], totals),), names)
+
+
+def words_of_both(ours: dict[int, bytes], theirs: dict[int, bytes]) -> tuple[list[int], list[int]]:
+    """Ids of the words that two vocabularies share, by their bytes: "Ġthe" of one and "▁the" of another are one word."""
+    by_bytes = {piece: number for number, piece in sorted(theirs.items(), reverse=True) if piece}
+    mine = {piece: number for number, piece in sorted(ours.items(), reverse=True) if piece}
+    shared = [(number, by_bytes[piece]) for piece, number in sorted(mine.items()) if piece in by_bytes]
+    return [one for one, _ in shared], [other for _, other in shared]

@@ -1,0 +1,136 @@
+"""Simple self-distillation: training on what the model itself writes, sampled more carefully than it will be used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.batch import TokenBatch
+from posttrain.core.options import refused
+from posttrain.core.results import SUMMED, LossOutput, LossTerm, TokenScores
+from posttrain.core.sample import Unit
+from posttrain.losses.formulas import SUPERVISED_FORMULAS, Formula, Totals, number
+from posttrain.models.scoring.token_scores import score_tokens
+from posttrain.rollout.collector import GroupTable
+from posttrain.rollout.rollout import Rollout
+from posttrain.trainer.online.rollout_metrics import as_tensors
+from posttrain.trainer.online_trainer import OnlineTrainer
+from posttrain.trainer.options.base import option
+from posttrain.trainer.options.distilling import NoRewardsConfig
+from posttrain.trainer.options.online import OnlineConfig
+from posttrain.trainer.report.model_card import Paper
+
+SHORTEST_LINE = 10
+"""Characters; a single line of fewer is a stub."""
+
+
+@dataclass
+class SSDConfig(NoRewardsConfig, OnlineConfig):
+    """Options of simple self-distillation."""
+
+    learning_rate: float = option(5e-5, "Initial learning rate of AdamW.")
+    disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
+    max_prompt_length: int | None = option(
+        512, "Longest prompt in tokens; longer ones are cut at their beginning. `max_length`, if set, takes its place."
+    )
+    max_completion_length: int = option(256, "Most tokens of a completion.")
+    num_generations: int = option(1, "Completions of each prompt.")
+    temperature: float = option(1.0, "Divides the logits in sampling. The loss is that at temperature 1.")
+    filter_empty: bool = option(
+        True, "Leave out completions that are empty, or a single line of fewer than 10 characters."
+    )
+    beta: float = refused(0.0, "There is no reference: nothing keeps the model near its beginning.")
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_prompt_length == 512:
+            self.max_prompt_length = None
+        super().__post_init__()
+
+
+def is_stub(text: str) -> bool:
+    """Empty, or a single line that says hardly anything."""
+    text = text.strip()
+    return not text or ("\n" not in text and len(text) < SHORTEST_LINE)
+
+
+class SSDTrainer(OnlineTrainer):
+    """SSD (arXiv:2604.01193): cross-entropy, at temperature 1, on own completions that were drawn otherwise."""
+
+    method, title = "ssd", "simple self-distillation"
+    paper = Paper(
+        "zhang2026embarrassingly",
+        "Embarrassingly Simple Self-Distillation Improves Code Generation",
+        "Zhang, Ruixiang and Bai, Richard He and Zheng, Huangjie and Jaitly, Navdeep and Collobert, Ronan and others",
+        2026,
+        "2604.01193",
+    )
+    config_class = SSDConfig
+    needs_rewards: ClassVar[bool] = False
+    needs_reference = False
+    needs_old_logps = False
+    scoring_temperature = 1.0
+
+    def __init__(
+        self,
+        model: Any,
+        args: SSDConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        *,
+        quantization_config: Any = None,
+        engine: Any = None,
+    ) -> None:
+        """Arguments in TRL's order."""
+        super().__init__(
+            model, None, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks, optimizers=optimizers,
+            quantization_config=quantization_config, peft_config=peft_config, engine=engine,
+        )  # fmt: skip
+
+    def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
+        return torch.zeros_like(totals)
+
+    def spread(self, rollouts: list[Rollout]) -> None:
+        """Nothing is weighed."""
+
+    def arranged(self, groups: list[list[Rollout]]) -> list[Unit | None]:
+        rollouts = [rollout for group in groups for rollout in group]
+        active = [not (one.masked or (self.args.filter_empty and is_stub(text_of(one)))) for one in rollouts]
+        mode = "train" if self.model.training else "eval"
+        self.metrics.add(mode, as_tensors({"ssd/active_sample_ratio": active}))
+        return [(one.sample,) if is_active else None for one, is_active in zip(rollouts, active)]
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def recomputes_logits(self) -> bool:
+        """A plain sum of nll has its gradient in the forward."""
+        return False
+
+    def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
+        return score_tokens(model, batch, stats, summed=True, **self.scoring_options())
+
+    def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
+        metrics = {"ssd/cross_entropy_loss": -policy.logps.detach()}
+        return LossOutput([LossTerm(policy.nll_sum, per="token", entries=SUMMED)], metrics=metrics)
+
+    @classmethod
+    def formula(cls, args: Any, totals: Totals) -> Formula:
+        drawn = f"temperature {number(args.temperature)}, top_p {number(args.top_p)}, top_k {number(args.top_k)}"
+        return Formula(
+            (SUPERVISED_FORMULAS["nll"],),
+            (f"sum over tokens / {totals['tokens']} trained tokens of the step",),
+            (("p", f"probability, at temperature 1, of a token that the model drew at {drawn}"),),
+        )
+
+
+def text_of(rollout: Rollout) -> str:
+    """What was written, whatever the form of the prompt."""
+    if isinstance(rollout.completion, str):
+        return rollout.completion
+    return "\n".join(str(message.get("content") or "") for message in rollout.completion)

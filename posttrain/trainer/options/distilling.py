@@ -1,0 +1,123 @@
+"""Options of methods that learn from a teacher, and of methods that need no reward."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.core.options import refused
+from posttrain.trainer.options.base import BaseConfig, check_range, option
+from posttrain.trainer.options.online import OnlineConfig
+
+NO_REWARD = "Nothing is rewarded: the loss compares what is written with nothing but a distribution or itself."
+UNPACKED = "Batches are ragged: nothing is padded, so that packing would save nothing."
+ONLY_COMPLETIONS = "Completions are trained and prompts are not, whoever wrote them."
+NO_REFERENCE = "There is no reference: nothing keeps the model near its beginning."
+
+
+@dataclass
+class NoRewardsConfig:
+    """Mixed into the configs of online methods without rewards and without a reference."""
+
+    reward_weights: list[float] | None = refused(None, NO_REWARD)
+    reward_on_error: str = refused("mask", NO_REWARD)
+    reward_default: float = refused(0.0, NO_REWARD)
+    reward_timeout: float | None = refused(60.0, NO_REWARD)
+    reward_workers: int | None = refused(None, NO_REWARD)
+    reward_retries: int = refused(0, NO_REWARD)
+    reward_batching: str = refused("group", NO_REWARD)
+    reward_cache: bool = refused(False, NO_REWARD)
+    drop_zero_variance: bool = refused(False, NO_REWARD)
+    refill_rounds: int = refused(4, NO_REWARD)
+    replay_buffer_size: int = refused(0, NO_REWARD)
+    sync_ref_model: bool = refused(False, NO_REFERENCE)
+    ref_model_mixup_alpha: float = refused(0.6, NO_REFERENCE)
+    ref_model_sync_steps: int = refused(512, NO_REFERENCE)
+
+    smallest_group = 1
+    has_reference = False
+
+
+@dataclass
+class NoPackingConfig:
+    """Options of TRL's SFTConfig that its distilling configs inherit and that mean nothing here; mixed in."""
+
+    packing: bool = refused(False, UNPACKED)
+    packing_strategy: str = refused("bfd", UNPACKED)
+    eval_packing: bool | None = refused(None, UNPACKED)
+    dataset_text_field: str = refused(
+        "text", "A text has no prompt: give rows of prompt and completion, or of messages."
+    )
+    completion_only_loss: bool | None = refused(None, ONLY_COMPLETIONS)
+    assistant_only_loss: bool = refused(False, ONLY_COMPLETIONS)
+    loss_type: str = refused("nll", "The loss is the divergence that `beta` names.")
+
+
+@dataclass
+class TeacherConfig:
+    """Which model teaches; mixed into configs."""
+
+    teacher_model_name_or_path: str | None = option(
+        None, "The teacher, where `teacher_model` is not given: a model with the student's tokenizer."
+    )
+    teacher_model_revision: str | None = option(None, "Branch, tag or commit of the teacher on the Hub.")
+    teacher_model_init_kwargs: dict[str, Any] | str | None = option(
+        None,
+        "Arguments of `from_pretrained` for the teacher, such as its dtype or quantization_config; JSON text is accepted. The "
+        "model's own are not handed to it.",
+    )
+
+    _VALID_DICT_FIELDS = [*BaseConfig._VALID_DICT_FIELDS, "teacher_model_init_kwargs"]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.teacher_model_init_kwargs, str):
+            self.teacher_model_init_kwargs = json.loads(self.teacher_model_init_kwargs)
+        super().__post_init__()
+        revision, given = self.teacher_model_revision, self.teacher_model_init_kwargs or {}
+        if revision is not None and given.get("revision", revision) != revision:
+            raise ValueError(
+                f"`teacher_model_revision` is {revision!r} and `teacher_model_init_kwargs` has {given['revision']!r}: give one."
+            )
+
+    def teacher_arguments(self) -> dict[str, Any]:
+        """Of `from_pretrained`."""
+        revision = {} if self.teacher_model_revision is None else {"revision": self.teacher_model_revision}
+        return {**(self.teacher_model_init_kwargs or {}), **revision}
+
+
+@dataclass
+class DistillingConfig(TeacherConfig, OnlineConfig):
+    """Options of methods whose student is compared with a teacher on completions of its own and of others."""
+
+    lmbda: float = option(
+        1.0,
+        "Share of the prompts whose completion the student writes; the others keep that of the dataset. Decided by a coin for each "
+        "prompt, the same whatever the processes.",
+    )
+    beta: float = option(
+        0.5,
+        "Divergence: 0 is KL(teacher, student), 1 is KL(student, teacher), in between the generalised Jensen-Shannon one, which is "
+        "not continuous at its ends: at 0.01 its gradient is about a hundredth of that at 0.",
+    )
+    num_generations: int = option(1, "Completions that the student writes of each prompt.")
+    seq_kd = False  # whether the teacher writes in the place of the dataset
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("lmbda", self.lmbda, 0, 1)
+        check_range("beta", self.beta, 0, 1)
+        if self.keep_logits:
+            raise ValueError(
+                "`keep_logits` is set; logits of student and teacher are compared chunk by chunk, and never kept. Leave it out."
+            )
+        if self.lmbda < 1 and self.num_generations > 1 and not self.seq_kd:
+            raise ValueError(
+                f"`num_generations` is {self.num_generations}, and of the prompts that the student does not answer "
+                f"(`lmbda`={self.lmbda}) the dataset has one completion each: leave it at 1, or set `lmbda` to 1."
+            )
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether rows must bring completions."""
+        return self.lmbda < 1 and not self.seq_kd

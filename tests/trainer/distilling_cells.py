@@ -1,0 +1,135 @@
+"""Distillation in the gradient matrix: the options of each variant, its teacher, and the naive loss of a whole step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.core.sample import Sample, Unit
+from posttrain.methods.gold import BOUNDARY
+from posttrain.trainer.distilling_trainer import ON_POLICY
+from tests import tiny
+
+SHARED = {"max_completion_length": 9, "rollout_engine": "transformers"}
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "gkd": {
+        "jsd": {"beta": 0.3},
+        "forward": {"beta": 0.0},
+        "reverse": {"beta": 1.0},
+        "tempered": {"beta": 0.3, "loss_temperature": 0.7},
+        "more_words": {"beta": 0.3},
+    },
+    "distillation": {"tempered": {"beta": 1.0, "temperature": 0.7}},
+    "gold": {
+        "uld": {"use_uld_loss": True, "uld_crossentropy_weight": 0.3, "uld_distillation_weight": 2.0},
+        "hybrid": {"use_uld_loss": True, "uld_use_hybrid_loss": True, "beta": 0.3},
+    },
+    "ssd": {"nll": {"temperature": 0.7}},
+}
+"""Method -> variant -> its options."""
+TEMPERATURE = {"tempered": 0.7}
+MORE_WORDS = 3
+
+
+def resembles_others(method: str, loss: str) -> bool:
+    """Distillation is GKD on other completions, and SSD's loss is SFT's."""
+    return (method, loss) not in (("gkd", "jsd"), ("gold", "hybrid"))
+
+
+def arguments(method: str, loss: str, dtype: torch.dtype) -> dict[str, Any]:
+    """What the constructor of the trainer wants besides."""
+    return (
+        {} if method == "ssd" else {"teacher_model": teacher(loss, dtype), "teacher_processing_class": tiny.tokenizer()}
+    )
+
+
+def teacher(loss: str, dtype: torch.dtype) -> Any:
+    """Other weights than the student's; of one variant, with words that the student has not."""
+    model = tiny.causal_lm(1)
+    if loss in ("more_words", *OPTIONS["gold"]):
+        torch.manual_seed(5)
+        model.resize_token_embeddings(model.config.vocab_size + MORE_WORDS, mean_resizing=False)
+    model = model.to(dtype)  # afterwards: of another dtype the new words would be others
+    return tiny.with_exact_norms(model) if dtype == torch.float64 else model
+
+
+def units(method: str, texts: list[Unit]) -> list[Unit]:
+    """Every other completion is the student's own. GOLD: with the teacher's tokens, of which as many begin a group."""
+    made = [replace(sample, scalars={ON_POLICY: float(sample.row % 2)}) for (sample,) in texts]
+    return [(with_teachers_tokens(sample) if method == "gold" else sample,) for sample in made]
+
+
+def with_teachers_tokens(sample: Sample) -> Sample:
+    rng = np.random.default_rng(sample.row)
+    twin = Sample.of_text(
+        rng.integers(0, 256, 3), rng.integers(0, 256, sample.num_trained + sample.row), row=sample.row
+    )
+    groups = max(sample.num_trained // 2, 1)
+    for one in (sample, twin):
+        chosen = rng.permutation(np.arange(1, len(one))[one.trained[1:]])[:groups]
+        one.per_token = {**one.per_token, BOUNDARY: np.isin(np.arange(len(one)), chosen).astype(np.float32)}
+    return replace(sample, twin=twin)
+
+
+def step_loss(
+    method: str, loss: str, rows: list[Unit], own: Callable[..., Any], theirs: Callable[..., Any]
+) -> torch.Tensor:
+    """Sum over tokens of the divergence / tokens; `own` and `theirs` map a sample to ((n, V) log-probs, tokens)."""
+    if method == "gold":
+        return gold_loss(loss, rows, own, theirs)
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    heat, options = TEMPERATURE.get(loss, 1.0), OPTIONS[method][loss]
+    for (sample,) in rows:
+        logps, targets = own(sample)
+        tokens += len(targets)
+        if method == "ssd":
+            total = total - sum(row[target] for row, target in zip(logps, targets))
+            continue
+        with torch.no_grad():
+            wanted = theirs(sample)[0][:, : logps.shape[-1]]
+        for p_row, q_row in zip(logps / heat, wanted / heat):
+            p, q = p_row.exp() / p_row.exp().sum(), q_row.exp() / q_row.exp().sum()
+            total = total + divergence(p, q, options["beta"])
+    return total / tokens
+
+
+def divergence(p: torch.Tensor, q: torch.Tensor, beta: float) -> torch.Tensor:
+    if beta in (0, 1):
+        first, second = (q, p) if beta == 0 else (p, q)
+        return (first * torch.log(first / second)).sum()
+    m = (1 - beta) * p + beta * q
+    return beta * (q * torch.log(q / m)).sum() + (1 - beta) * (p * torch.log(p / m)).sum()
+
+
+def gold_loss(loss: str, rows: list[Unit], own: Callable[..., Any], theirs: Callable[..., Any]) -> torch.Tensor:
+    """Mean over completions of the mean over places; the likelihood of all tokens besides."""
+    options, total, nll, tokens = OPTIONS["gold"][loss], torch.zeros((), dtype=torch.float64), 0.0, 0
+    for (sample,) in rows:
+        logps, targets = own(sample)
+        nll, tokens = nll - sum(row[target] for row, target in zip(logps, targets)), tokens + len(targets)
+        with torch.no_grad():
+            wanted = theirs(sample.twin)[0]
+        places = [np.flatnonzero(one.read_trained(BOUNDARY)) for one in (sample, sample.twin)]
+        values = [gold_value(loss, logps[a].exp(), wanted[b].exp()) for a, b in zip(*places, strict=True)]
+        total = total + sum(values) / len(values) / len(rows)
+    weights = options.get("uld_distillation_weight", 1.0), options.get("uld_crossentropy_weight", 0.0)
+    return weights[0] * total + weights[1] * nll / tokens
+
+
+def gold_value(loss: str, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    if loss == "uld":
+        return sorted_distance(p, q)
+    shared = 257  # bytes and the end of text; control tokens have none, and the teacher has further words
+    rest = [one[shared:] for one in (p, q)]
+    matched = divergence(*(torch.cat([one[:shared], more.sum()[None]]) for one, more in zip((p, q), rest)), 0.3)
+    share = shared / len(tiny.tokenizer())
+    return share * matched + (1 - share) * sorted_distance(*rest)
+
+
+def sorted_distance(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    p, q = (torch.cat([one, one.new_zeros(max(len(p), len(q)) - len(one))]).sort().values for one in (p, q))
+    return (p - q).abs().sum()
