@@ -8,8 +8,9 @@
 MODEL is a folder or Hub id of SmolLM2-135M-Instruct (`~/.cache/posttrain/smollm2-135m-instruct` after `posttrain demo`). `--steps`
 counts generations (default: 60); methods may run beside each other. Answers are paid for having 12 words: -|words - 12|.
 
-PPO: the reward rises by more than 3 standard errors, explained variance of the values from 0 to above 0.5, divergence from the
-reference inside of 3..9 in the last third, with the adaptive controller's target of 6. Control: `vf_coef=0`, no variance explained.
+PPO: the reward rises by more than 3 standard errors, explained variance of the values from 0 to above 0.5 (mean of 5 generations),
+divergence from the reference inside of 3..9 in the last third, with the adaptive controller's target of 6. Control: `vf_coef=0`, no
+variance explained.
 Online DPO and XPO: the reward of the policy's answers rises by more than 3 standard errors, and its divergence grows. Control:
 a hash of the answer is the reward; no trend. Nash-MD: a pairwise judge prefers the answer that is nearer to 12 words; the trained
 model beats its start in more than 0.7 of held-out prompts, ties counted half. Control: trained by a judge that tosses coins, 0.5.
@@ -24,6 +25,7 @@ import math
 import random
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ HELD_OUT_TOPICS = (
 )
 SENTENCE = "Say something about {} in one short sentence."
 FACT = "Tell me one short fact about {}."
+STORY = "Write a long story about {}."
 WANTED_WORDS = 12
 WINDOW = 5  # generations at the beginning and at the end that are compared
 
@@ -134,10 +137,10 @@ def result(name: str, said: str, holds: bool) -> str:
 # ---- the runs ---------------------------------------------------------------------------------------------------------------
 
 
-def ppo(method: str, model: str, folder: Path, steps: int) -> list[str]:
-    """Scores are weighed 0.1, so that values are of the order of 1; advantages are scaled to deviation 1 in any case."""
-    epochs, parts = 4, 2
-    found = []
+def ppo(method: str, model: str, folder: Path, steps: int) -> Iterator[str]:
+    """Scores are weighed 0.1, so that values are of the order of 1; advantages are scaled to deviation 1 in any case. Of the three
+    forms of prompts one asks for long answers: what a score will be can be foreseen for as long as not all have 12 words."""
+    epochs, parts = 3, 2
     for kind, weight in (("", 0.1), ("control, vf_coef=0", 0.0)):
         generations = steps if weight else max(steps // 4, 2)
         options = {"max_steps": generations * epochs * parts, "per_device_train_batch_size": 128}
@@ -146,37 +149,34 @@ def ppo(method: str, model: str, folder: Path, steps: int) -> list[str]:
         options |= {
             "kl_coef": 0.05,
             "target": 6.0,
-            "horizon": 600.0,
+            "horizon": 400.0,
             "peft_config": LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
         }
         trainer = trainer_of(
-            method, model, near_twelve_words, folder / f"ppo-{weight}", prompts(TOPICS, SENTENCE, FACT), options
+            method, model, near_twelve_words, folder / f"ppo-{weight}", prompts(TOPICS, SENTENCE, FACT, STORY), options
         )
         trainer.train()
         first, last, errors = ends(logged(trainer, "rewards/near_twelve_words/mean"))
         explained, kl = logged(trainer, "val/explained_variance"), logged(trainer, "objective/kl")
         third = kl[-max(len(kl) // 3, 1) :]
-        at_end = explained[-WINDOW:].mean()
+        width = min(WINDOW, len(explained))
+        best = np.convolve(explained, np.ones(width) / width, "valid").max()
         if weight:
-            holds = errors > 3 and explained[0] <= 0 and at_end > 0.5 and third.min() >= 3 and third.max() <= 9
+            holds = errors > 3 and explained[0] <= 0 and best > 0.5 and third.min() >= 3 and third.max() <= 9
         else:
             holds = explained.max() <= 0.1
-        found.append(
-            result(
-                f"ppo {kind or 'target 6'}",
-                f"reward {first:.2f} -> {last:.2f}, {errors:+.1f} standard errors; explained variance {explained[0]:.3f} -> "
-                f"{at_end:.3f} (at most {explained.max():.3f}); KL in the last third {third.mean():.2f} ({third.min():.2f} to "
-                f"{third.max():.2f}), kl_coef {logged(trainer, 'objective/kl_coef')[-1]:.3f}; {generations} generations",
-                holds,
-            )
+        said = (
+            f"reward {first:.2f} -> {last:.2f}, {errors:+.1f} standard errors; explained variance {explained[0]:.3f} -> {best:.3f} "
+            f"(highest mean of {width} generations; of the last {explained[-width:].mean():.3f}); KL in the last third "
+            f"{third.mean():.2f} ({third.min():.2f} to {third.max():.2f}), kl_coef {logged(trainer, 'objective/kl_coef')[-1]:.3f}; "
+            f"{generations} generations"
         )
-    return found
+        yield result(f"ppo {kind or 'target 6'}", said, holds)
 
 
-def pairs(method: str, model: str, folder: Path, steps: int) -> list[str]:
+def pairs(method: str, model: str, folder: Path, steps: int) -> Iterator[str]:
     """XPO's log has the scores of the policy's own answers apart from those of the reference's."""
     curve = "objective/model_scores" if method == "xpo" else "reward"
-    found = []
     for kind, reward in (("", near_twelve_words), ("control, random reward", at_random)):
         options = {"max_steps": steps, "per_device_train_batch_size": 16, "learning_rate": 2e-5, "beta": 0.1}
         trainer = trainer_of(
@@ -187,14 +187,12 @@ def pairs(method: str, model: str, folder: Path, steps: int) -> list[str]:
         kl = ends(logged(trainer, "objective/kl"))
         holds = abs(errors) < 3 if kind else errors > 3 and kl[1] > kl[0]
         said = f"reward {first:.2f} -> {last:.2f}, {errors:+.1f} standard errors; KL {kl[0]:.2f} -> {kl[1]:.2f}; {steps} steps"
-        found.append(result(f"{method} {kind or 'near 12 words'}", said, holds))
-    return found
+        yield result(f"{method} {kind or 'near 12 words'}", said, holds)
 
 
-def nash_md(method: str, model: str, folder: Path, steps: int) -> list[str]:
+def nash_md(method: str, model: str, folder: Path, steps: int) -> Iterator[str]:
     """The win rate is measured by words in both: a model that was trained by coins should be no nearer to 12 of them."""
     asked = [row["prompt"] for row in prompts(HELD_OUT_TOPICS, SENTENCE) for _ in range(4)]
-    found = []
     for judge in (NearerTwelveWords(), Coin()):
         kind = type(judge).__name__
         options = {"max_steps": steps, "per_device_train_batch_size": 32, "learning_rate": 2e-5, "beta": 0.02}
@@ -207,16 +205,15 @@ def nash_md(method: str, model: str, folder: Path, steps: int) -> list[str]:
         kl = ends(logged(trainer, "loss/kl"))
         said = f"win rate against the start, by words, {wins:.3f} on {len(asked)} held-out answers, of which {ties[-1]:.3f} ties; "
         said += f"KL {kl[0]:.2f} -> {kl[1]:.2f}; {steps} steps"
-        found.append(result(f"{method} trained by {kind}", said, 0.4 <= wins <= 0.6 if kind == "Coin" else wins > 0.7))
-    return found
+        yield result(f"{method} trained by {kind}", said, 0.4 <= wins <= 0.6 if kind == "Coin" else wins > 0.7)
 
 
-def gfpo(method: str, model: str, folder: Path, steps: int) -> list[str]:
+def gfpo(method: str, model: str, folder: Path, steps: int) -> Iterator[str]:
     """Words are counted by a second reward of weight 0, on held-out prompts at the end."""
     groups, size = 8, 16
     options = {"max_steps": steps, "per_device_train_batch_size": groups * size, "num_generations": size, "beta": 0.0}
     options |= {
-        "learning_rate": 1e-5,
+        "learning_rate": 2e-5,
         "max_completion_length": 64,
         "reward_weights": [1.0, 0.0],
         "eval_strategy": "steps",
@@ -249,7 +246,7 @@ def gfpo(method: str, model: str, folder: Path, steps: int) -> list[str]:
         f"{reward[1]:.3f} (first step {begin[1]:.2f} and {begin[0]:.3f}); {steps} steps"
     )
     holds = shorter > 3 * shorter_error and filtered_reward[0] > reward[0] - max(3 * reward_error, 0.02)
-    return [result("gfpo, the 4 shortest of 16", said, holds)]
+    yield result("gfpo, the 4 shortest of 16", said, holds)
 
 
 RUNS = {"ppo": ppo, "online_dpo": pairs, "xpo": pairs, "nash_md": nash_md, "gfpo": gfpo}
