@@ -22,11 +22,11 @@ from posttrain.models.scoring.token_scores import Measure, likeliest_tokens, log
 from posttrain.rollout.collector import Collected, GroupTable
 from posttrain.rollout.group_filter import GroupFilter, GroupScores
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
-from posttrain.trainer.online.agents import make_agents, refuse_agent_options
+from posttrain.trainer.online.agents import make_agents
 from posttrain.trainer.online.rollout_metrics import deviation
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import check_choice, check_range, option
-from posttrain.trainer.options.online import GroupConfig
+from posttrain.trainer.options.online import AgentConfig, GroupConfig
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.step.gathering import gathered_values
 
@@ -42,7 +42,7 @@ LOSS_OPTIONS = tuple(
 
 
 @dataclass
-class GRPOConfig(GroupConfig):
+class GRPOConfig(AgentConfig, GroupConfig):
     """Options of group relative policy optimisation."""
 
     loss_type: str = option("dapo", f"Which objective: {', '.join(name for name in POLICY_LOSSES if name != 'rloo')}.")
@@ -105,19 +105,6 @@ class GRPOConfig(GroupConfig):
     entropy_coef_delta: float = option(0.005, "By how much it moves after a step.")
     entropy_target: float = option(0.2, "Mean entropy of a token, in nats, to be kept.")
 
-    # ---- tools and environments
-    max_tool_calling_iterations: int | None = option(
-        None,
-        "How often, at most, the calls of an episode are run and the model speaks again. None: any number of times.",
-    )
-    tool_timeout: float | None = option(
-        60.0, "Seconds that one call of a tool, or of an environment's reset, may take. None: any time."
-    )
-    max_tool_result: int = option(10_000, "Characters of a tool's result that the model is shown; the rest is cut off.")
-    episode_timeout: float | None = option(
-        None, "Seconds after which an episode gets no further turn. None: it may take any time."
-    )
-
     # ---- sampler against trainer
     vllm_importance_sampling_correction: bool | None = option(
         None,
@@ -138,10 +125,6 @@ class GRPOConfig(GroupConfig):
         super().__post_init__()
         check_choice("scale_rewards", self.scale_rewards, tuple(REWARD_SCALES))
         check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
-        check_range("max_tool_result", self.max_tool_result, 1)
-        for name in ("max_tool_calling_iterations", "tool_timeout", "episode_timeout"):
-            if getattr(self, name) is not None:
-                check_range(name, getattr(self, name), 0)
         check_range("top_entropy_quantile", self.top_entropy_quantile, 0, 1, open_low=True)
         check_correction(
             self.vllm_importance_sampling_mode,
@@ -220,8 +203,6 @@ class GRPOTrainer(OnlineTrainer):
             raise ValueError("`group_filter_func` and `num_remains_in_group` need each other: give both, or neither.")
         if group_filter_func is not None:
             self.group_filter = GroupFilter(group_filter_func, args.num_remains_in_group)
-        if self.agents is None:
-            refuse_agent_options(args)
         if args.use_adaptive_entropy:
             self.entropy = EntropyController(
                 args.entropy_coef,

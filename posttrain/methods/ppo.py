@@ -36,10 +36,11 @@ from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rollout.collector import Collected, GroupTable
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, RETURNS, VALUES, Rollout
 from posttrain.trainer.checkpoints.snapshot import write_json, write_tensors
+from posttrain.trainer.online.agents import make_agents
 from posttrain.trainer.online.rollout_metrics import as_tensors
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import check_choice, check_range, option
-from posttrain.trainer.options.online import OnlineConfig
+from posttrain.trainer.options.online import AgentConfig
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.step.gathering import summed_over_processes
 
@@ -52,7 +53,7 @@ DERIVED = ("num_iterations", "steps_per_generation")
 
 
 @dataclass
-class PPOConfig(OnlineConfig):
+class PPOConfig(AgentConfig):
     """Options of proximal policy optimisation.
 
     `gradient_accumulation_steps` counts, as in TRL, the micro-batches of a *generation*. After construction it counts those of an
@@ -249,9 +250,11 @@ class PPOTrainer(OnlineTrainer):
         *,
         reward_funcs: Any = None,
         reward_processing_classes: Any = None,
+        tools: Any = None,
+        environment_factory: Any = None,
         **named: Any,
     ) -> None:
-        """`reward_model` is a classifier (id, folder or module); `reward_funcs` are rewards of any kind, as GRPO takes them."""
+        """`reward_model` is a classifier (id, folder or module); `reward_funcs`, `tools` and `environment_factory` are GRPO's."""
         if data_collator is not None:
             raise ValueError("PPOTrainer makes batches of its own completions: leave `data_collator` out.")
         if reward_model is not None and reward_funcs is not None:
@@ -266,6 +269,7 @@ class PPOTrainer(OnlineTrainer):
         if isinstance(reward_model, nn.Module) and reward_processing_classes is None:
             reward_processing_classes = [processing_class]
         self._value_source = value_model
+        self.agents = make_agents(tools, environment_factory, named.get("rollout_func"))
         data = (train_dataset, eval_dataset, processing_class, reward_processing_classes)
         loading = {"peft_config": peft_config, "ref_model": ref_model, **named}
         super().__init__(model, rewards, args, *data, callbacks, optimizers, **loading)

@@ -296,6 +296,30 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
 
 
 @dataclass
+class AgentConfig(OnlineConfig):
+    """Options of methods whose models may call tools or act in environments."""
+
+    max_tool_calling_iterations: int | None = option(
+        None,
+        "How often, at most, the calls of an episode are run and the model speaks again. None: any number of times.",
+    )
+    tool_timeout: float | None = option(
+        60.0, "Seconds that one call of a tool, or of an environment's reset, may take. None: any time."
+    )
+    max_tool_result: int = option(10_000, "Characters of a tool's result that the model is shown; the rest is cut off.")
+    episode_timeout: float | None = option(
+        None, "Seconds after which an episode gets no further turn. None: it may take any time."
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("max_tool_result", self.max_tool_result, 1)
+        for name in ("max_tool_calling_iterations", "tool_timeout", "episode_timeout"):
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), 0)
+
+
+@dataclass
 class GroupConfig(OnlineConfig):
     """Options of methods that compare the completions of a group, and all of them with a reference."""
 
