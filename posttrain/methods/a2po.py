@@ -208,15 +208,9 @@ class A2POTrainer(OnlineTrainer):
         """What stage 1 of this run has found, where the run was stopped before its first checkpoint. Else what an earlier run has
         left is deleted: whoever resumes this one would take it for its own."""
         path, found = Path(self.args.output_dir) / VALUES_FILE, None
-        if self.args.should_save and path.exists():
+        if self.args.should_save and self.is_in_train and path.exists():
             if self.lifecycle.continues:
-                found = json.loads(path.read_text(encoding="utf-8"))
-                now = self.lifecycle.checkpoints.run_state.identity
-                if changes := now.differences(RunIdentity(**found["identity"]), []):
-                    logger.warning(
-                        f"{path} is of a run that differs from this one ({changes[0]}): V* is estimated again."
-                    )
-                    found = None
+                found = self._usable(path)
             if found is None:
                 path.unlink()
         found = of_every_process(found, self.args.world_size)[0]
@@ -227,12 +221,28 @@ class A2POTrainer(OnlineTrainer):
             self.metrics.count(f"{FAILURES}{kind}", count)
         return {"v_star": torch.tensor(found["v_star"], dtype=torch.float64), "kept": torch.tensor(found["kept"])}
 
+    def _usable(self, path: Path) -> dict[str, Any] | None:
+        """What the file holds; None, with the reason in the log, where it is damaged or of another run."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            changes = self.identity().differences(RunIdentity(**found["identity"]), [])
+        except (ValueError, KeyError, TypeError) as error:  # other processes wait for what this one has read
+            changes = [f"it cannot be read: {error}"]
+        if not changes:
+            return found
+        logger.warning(f"{path} is not of this run ({changes[0]}): V* is estimated again.")
+        return None
+
     def _remember(self, values: dict[str, Tensor], failures: dict[str, int]) -> None:
         """Whole or absent: written beside its place and renamed. JSON has every digit of a float."""
-        if not self.args.should_save:
+        if not (self.args.should_save and self.is_in_train):
             return
-        path, identity = Path(self.args.output_dir) / VALUES_FILE, self.lifecycle.checkpoints.run_state.identity
-        kept = {"identity": asdict(identity), "failures": failures, **{name: v.tolist() for name, v in values.items()}}
+        path = Path(self.args.output_dir) / VALUES_FILE
+        kept = {
+            "identity": asdict(self.identity()),
+            "failures": failures,
+            **{name: v.tolist() for name, v in values.items()},
+        }
         with best_effort(
             f"{path}, without which a run that is resumed before its first checkpoint estimates V* again,"
         ):

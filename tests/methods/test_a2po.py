@@ -262,7 +262,7 @@ class StopsAtOnce(TrainerCallback):
         raise InterruptedError
 
 
-def test_a_run_that_is_stopped_before_its_first_checkpoint_does_not_estimate_again(tmp_path):
+def test_a_run_that_is_stopped_before_its_first_checkpoint_does_not_estimate_again(tmp_path, caplog):
     """Nor does it forget what failed meanwhile. Asked to start afresh, or with another `beta1`, it does estimate."""
     judged = []
 
@@ -296,6 +296,11 @@ def test_a_run_that_is_stopped_before_its_first_checkpoint_does_not_estimate_aga
     assert len(judged) == in_stage_1 + 8
     made(beta1=2.0).train(resume_from_checkpoint=True)
     assert len(judged) == in_stage_1 + 8
+    assert "v_star.json is not of this run (beta1: 0.5 -> 2.0): V* is estimated again." in caplog.text
+    (tmp_path / "v_star.json").write_text('{"identity"')
+    made(beta1=2.0).train(resume_from_checkpoint=True)
+    assert len(judged) == in_stage_1 + 8
+    assert "it cannot be read" in caplog.text
 
 
 def test_values_of_other_rows_are_refused(tmp_path):
