@@ -88,6 +88,12 @@ METHODS: dict[str, Method] = {
         "DistillationConfig",
         "On-policy distillation: a teacher on what the student writes",
     ),
+    "server_distillation": Method(
+        "posttrain.methods.server_distillation",
+        "ServerDistillationTrainer",
+        "ServerDistillationConfig",
+        "On-policy distillation from the likeliest tokens of a teacher on a server",
+    ),
     "gold": Method(
         "posttrain.methods.gold",
         "GOLDTrainer",

@@ -12,6 +12,7 @@ import torch
 from posttrain.core.sample import Sample, Unit
 from posttrain.methods.gold import BOUNDARY
 from posttrain.trainer.distilling_trainer import ON_POLICY
+from posttrain.trainer.online.served_teacher import TEACHER_LOGPS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPS
 from tests import tiny
 
 SHARED = {"max_completion_length": 9, "rollout_engine": "transformers"}
@@ -29,6 +30,14 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "hybrid": {"use_uld_loss": True, "uld_use_hybrid_loss": True, "beta": 0.3},
     },
     "ssd": {"nll": {"temperature": 0.7}},
+    "server_distillation": {
+        "top_3": {"beta": 0.0, "loss_top_k": 3},
+        "top_1": {"beta": 0.0},
+        "renormalised": {"beta": 0.0, "loss_top_k": 3, "loss_add_tail": False},
+        "between": {"beta": 0.3},
+        "between_renormalised": {"beta": 0.3, "loss_add_tail": False},
+        "written": {"beta": 1.0},
+    },
 }
 """Method -> variant -> its options."""
 TEMPERATURE = {"tempered": 0.7}
@@ -37,14 +46,25 @@ MORE_WORDS = 3
 
 def resembles_others(method: str, loss: str) -> bool:
     """Distillation is GKD on other completions, and SSD's loss is SFT's."""
-    return (method, loss) not in (("gkd", "jsd"), ("gold", "hybrid"))
+    return (method, loss) not in (("gkd", "jsd"), ("gold", "hybrid"), ("server_distillation", "top_3"))
 
 
 def arguments(method: str, loss: str, dtype: torch.dtype) -> dict[str, Any]:
     """What the constructor of the trainer wants besides."""
+    if method == "server_distillation":
+        return {"teacher": NotAsked()}
     return (
         {} if method == "ssd" else {"teacher_model": teacher(loss, dtype), "teacher_processing_class": tiny.tokenizer()}
     )
+
+
+class NotAsked:
+    """Where samples bring what a server has said."""
+
+    name, words = "none", None
+
+    def check(self, tokenizer: Any) -> None:
+        pass
 
 
 def teacher(loss: str, dtype: torch.dtype) -> Any:
@@ -60,7 +80,27 @@ def teacher(loss: str, dtype: torch.dtype) -> Any:
 def units(method: str, texts: list[Unit]) -> list[Unit]:
     """Every other completion is the student's own. GOLD: with the teacher's tokens, of which as many begin a group."""
     made = [replace(sample, scalars={ON_POLICY: float(sample.row % 2)}) for (sample,) in texts]
-    return [(with_teachers_tokens(sample) if method == "gold" else sample,) for sample in made]
+    add = {"gold": with_teachers_tokens, "server_distillation": with_likeliest_tokens}.get(
+        method, lambda sample: sample
+    )
+    return [(add(sample),) for sample in made]
+
+
+@torch.no_grad()
+def with_likeliest_tokens(sample: Sample) -> Sample:
+    """What a server would say of it; at every third place the teacher's first choice is the token that stands there."""
+    model = tiny.with_exact_norms(tiny.causal_lm(1, torch.float64))
+    ids = torch.from_numpy(sample.input_ids.astype(np.int64))
+    logits = model(input_ids=ids[None]).logits[0]
+    logits[::3][torch.arange(len(logits[::3])), ids.roll(-1)[::3]] += 9.0
+    logps = logits.log_softmax(-1)[:-1]
+    own, top = logps.gather(1, ids[1:, None])[:, 0], logps.topk(3, -1)
+    columns = {TEACHER_LOGPS: own, TEACHER_TOP_IDS: top.indices, TEACHER_TOP_LOGPS: top.values}
+    at = sample.trained[1:]
+    sample = replace(sample, per_token=dict(sample.per_token))
+    for name, values in columns.items():
+        sample.write_trained(name, values.numpy()[at])
+    return sample
 
 
 def with_teachers_tokens(sample: Sample) -> Sample:
@@ -81,6 +121,8 @@ def step_loss(
     """Sum over tokens of the divergence / tokens; `own` and `theirs` map a sample to ((n, V) log-probs, tokens)."""
     if method == "gold":
         return gold_loss(loss, rows, own, theirs)
+    if method == "server_distillation":
+        return served_loss(OPTIONS[method][loss], rows, own)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     heat, options = TEMPERATURE.get(loss, 1.0), OPTIONS[method][loss]
     for (sample,) in rows:
@@ -94,6 +136,23 @@ def step_loss(
         for p_row, q_row in zip(logps / heat, wanted / heat):
             p, q = p_row.exp() / p_row.exp().sum(), q_row.exp() / q_row.exp().sum()
             total = total + divergence(p, q, options["beta"])
+    return total / tokens
+
+
+def served_loss(options: dict[str, Any], rows: list[Unit], own: Callable[..., Any]) -> torch.Tensor:
+    """Sum over tokens of the divergence on a few of them, by names of tokens / tokens."""
+    total, tokens, beta = torch.zeros((), dtype=torch.float64), 0, options["beta"]
+    for (sample,) in rows:
+        columns = [sample.read_trained(name) for name in (TEACHER_LOGPS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPS)]
+        for row, target, written, ids, top in zip(*own(sample), *columns, strict=True):
+            named = dict(zip(ids.tolist(), top.tolist()))
+            likeliest = dict(list(named.items())[: options.get("loss_top_k", 1)]) if beta < 1 else {}
+            compared = likeliest | ({int(target): float(written)} if beta > 0 else {})
+            p = torch.stack([row[token].exp() for token in compared])
+            q = torch.tensor(list(compared.values()), dtype=torch.float64).exp()
+            if options.get("loss_add_tail", True):
+                p, q = (torch.cat([one, 1 - one.sum()[None]]) for one in (p, q))
+            total, tokens = total + divergence(p / p.sum(), q / q.sum(), beta), tokens + 1
     return total / tokens
 
 
