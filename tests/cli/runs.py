@@ -9,6 +9,7 @@ from posttrain.cli.commands import sweep_file
 from posttrain.cli.errors import UsageError
 from posttrain.cli.main import main
 from tests import tiny
+from tests.methods import model_server
 
 PAIRS = [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(24)]
 RATED = [
@@ -23,7 +24,7 @@ ROWS = {
     "tpo": [{**row, "reference": " It is so."} for row in PAIRS],
     **dict.fromkeys(("kto", "bco"), RATED),
     "prm": tiny.steps(24),
-    **dict.fromkeys((*ONLINE_METHODS, "distillation", "ssd"), QUESTIONS),
+    **dict.fromkeys((*ONLINE_METHODS, "distillation", "server_distillation", "ssd"), QUESTIONS),
 }
 ROWS["gkd"] = ROWS["gold"] = ROWS["sft"]
 TAUGHT = {"teacher_model_name_or_path": "model", "max_completion_length": 6}
@@ -59,12 +60,14 @@ def folder_with_inputs(folder: Path) -> Path:
 
 
 def options_of(method: str) -> dict:
-    """Options with which a method trains in a folder with inputs."""
+    """Options with which a method trains in a folder with inputs; a teacher's server is started, and ends with the test."""
     own = (
         {**ONLINE, "num_generations": ONLINE_METHODS[method]}
         if method in ONLINE_METHODS
         else UNREWARDED.get(method, {})
     )
+    if method == "server_distillation":
+        own = {**model_server.started(Path("model"), Path())[1], "max_completion_length": 6}
     named = {"model_name_or_path": "model", "dataset_name": f"{method}.jsonl", "output_dir": f"out-{method}"}
     return {**COMMON, **named, **own}
 

@@ -128,7 +128,10 @@ class Explained:
 
         from posttrain.models.load.model import LoadOptions, load_tokenizer, model_without_weights
         from posttrain.models.load.teacher import check_tokenizers
+        from posttrain.trainer.options.served_teacher import ServedTeacherConfig
 
+        if isinstance(self.args, ServedTeacherConfig) and self.args.teacher_model_server_url is None:
+            raise UsageError(f"posttrain {self.config.method} needs a teacher's server: --teacher_model_server_url.")
         if not getattr(self.side, "needs_teacher", False):
             return None
         named, arguments = self.args.teacher_model_name_or_path, self.args.teacher_arguments()
