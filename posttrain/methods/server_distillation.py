@@ -117,8 +117,8 @@ class ServerDistillationTrainer(DistillingTrainer):
         most = self.args.teacher_max_unanswered
         if len(reasons) > most * asked:
             raise RuntimeError(
-                f"{said}, more than `teacher_max_unanswered`={most:g} of them. The first: {reasons[0]} Start it again, and resume "
-                "from the last checkpoint."
+                f"{said}, more than `teacher_max_unanswered`={most:g} of them. The first: {reasons[0]} When the server answers "
+                "again, resume from the last checkpoint."
             )
         logger.warning(f"{said}; they are masked. The first: {reasons[0]}")
         return failed

@@ -67,7 +67,9 @@ def options_of(method: str) -> dict:
         else UNREWARDED.get(method, {})
     )
     if method == "server_distillation":
-        own = {**model_server.started(Path("model"), Path())[1], "max_completion_length": 6}
+        teacher = tiny.causal_lm(1, vocab_size=320)  # as many rows as the student gets for its tokenizer
+        teacher.save_pretrained("teacher")
+        own = {**model_server.started(Path("teacher"), Path())[1], "max_completion_length": 6}
     named = {"model_name_or_path": "model", "dataset_name": f"{method}.jsonl", "output_dir": f"out-{method}"}
     return {**COMMON, **named, **own}
 

@@ -39,7 +39,6 @@ COMMON = {
 def served(tmp_path):
     """(the server's process, options that name it); the teacher is `tiny.causal_lm(1)`."""
     tiny.causal_lm(1).save_pretrained(tmp_path / "teacher")
-    tiny.tokenizer().save_pretrained(tmp_path / "teacher")
     return model_server.started(tmp_path / "teacher", tmp_path)
 
 
@@ -70,7 +69,10 @@ class LocalTopK(DistillationTrainer):
 
 @needs_uvicorn
 def test_loss_and_gradient_are_those_of_the_likeliest_tokens_of_a_local_teacher(served, tmp_path):
-    trainer = make(tmp_path, beta=0.0, loss_top_k=3, **served[1])
+    options = {"beta": 0.0, "loss_top_k": 3, **served[1]}
+    with pytest.raises(ValueError, match=r"tokenizers of the student and of the teacher echo at http://127\.0\.0\.1:"):
+        make(tmp_path, {"teacher_processing_class": tiny.merging_tokenizer()}, **options)
+    trainer = make(tmp_path, {"teacher_processing_class": tiny.tokenizer()}, **options)
     trainer.train()
     local = LocalTopK(
         tiny.causal_lm(),
@@ -88,6 +90,8 @@ def test_loss_and_gradient_are_those_of_the_likeliest_tokens_of_a_local_teacher(
         assert ours["teacher/unanswered"] == 0
     for own, other in zip(trainer.model.parameters(), local.model.parameters()):
         torch.testing.assert_close(own, other, rtol=0, atol=1e-4)
+    losses = [one.evaluate(Dataset.from_list(PROMPTS[:3]))["eval_loss"] for one in (trainer, local)]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
     assert trainer.teacher.words == tiny.causal_lm().config.vocab_size
 
 
