@@ -16,7 +16,6 @@ from posttrain import (
     ServerDistillationConfig,
     ServerDistillationTrainer,
 )
-from posttrain.core.transport import ServerSlow
 from posttrain.losses.distributions import Divergence
 from posttrain.trainer.online.served_teacher import (
     TEACHER_LOGPS,
@@ -137,9 +136,17 @@ def test_a_server_that_is_killed_stops_the_run_or_masks_as_configured(served, tm
 
 def test_a_server_that_is_not_there_is_refused_at_the_start(tmp_path):
     with pytest.raises(
-        ServerSlow, match=r"No teacher answered at http://127.0.0.1:9 within `teacher_server_timeout`=0.5 s"
+        ConnectionError, match=r"No teacher answered at http://127\.0\.0\.1:9 within `teacher_server_timeout`=0.5 s"
     ):
         make(tmp_path, teacher_model_server_url="http://127.0.0.1:9", teacher_server_timeout=0.5)
+
+
+@needs_uvicorn
+def test_a_server_that_wants_another_token_is_refused_at_the_start(served, tmp_path, monkeypatch):
+    monkeypatch.delenv("POSTTRAIN_SERVE_TOKEN", raising=False)
+    url = served[1]["teacher_model_server_url"]
+    with pytest.raises(ConnectionError, match=r"cannot be asked: .* No token was given \(`teacher_server_token_file`"):
+        make(tmp_path, teacher_model_server_url=url)
 
 
 # ---- a plain vLLM --------------------------------------------------------------------------------------------------------

@@ -72,10 +72,13 @@ class ServedTeacher:
             self._client = client_of(self.url, token_of(self._token_file), self._deadlines, None, RAW)
             info = self._client.info()
         except ServerSlow as absence:
-            raise ServerSlow(
+            raise ConnectionError(
                 f"No teacher answered at {self.url} within `teacher_server_timeout`={self._wait:g} s "
                 f"({absence.__cause__ or absence}). Start one with `posttrain vllm-serve --model TEACHER`, or with `vllm serve`."
             ) from absence
+        except ServerError as error:  # its sentence names the option of a server that writes
+            said = str(error).replace("vllm_server_token_file", "teacher_server_token_file")
+            raise ConnectionError(f"The teacher's server cannot be asked: {said}") from error
         self.name, self.words, self._most_seconds = info.model, info.vocabulary, info.most_seconds
         needed = max(tokenizer.get_vocab().values()) + 1
         if self.words is not None and self.words < needed:
