@@ -94,6 +94,12 @@ METHODS: dict[str, Method] = {
         "GOLDConfig",
         "GOLD: distillation from a teacher that may have another tokenizer",
     ),
+    "sdft": Method(
+        "posttrain.methods.sdft",
+        "SDFTTrainer",
+        "SDFTConfig",
+        "Self-distillation fine-tuning: the model learns what it would say if it were shown more",
+    ),
     "ssd": Method("posttrain.methods.ssd", "SSDTrainer", "SSDConfig", "Simple self-distillation on own completions"),
 }
 
