@@ -26,12 +26,14 @@ ROWS = {
     **dict.fromkeys((*ONLINE_METHODS, "distillation", "ssd"), QUESTIONS),
 }
 ROWS["gkd"] = ROWS["gold"] = ROWS["sft"]
+ROWS["sdft"] = [{**row, "privileged_context": f"It is {row['answer']}."} for row in QUESTIONS]
 TAUGHT = {"teacher_model_name_or_path": "model", "max_completion_length": 6}
 UNREWARDED = {
     "gkd": TAUGHT,
     "gold": TAUGHT,
     "distillation": TAUGHT,
     "ssd": {"max_completion_length": 6, "filter_empty": False},
+    "sdft": {"max_completion_length": 6, "num_generations": 2},
 }
 """Methods that write completions and need no reward -> their options."""
 REWARD = '''
