@@ -100,6 +100,12 @@ METHODS: dict[str, Method] = {
         "SDFTConfig",
         "Self-distillation fine-tuning: the model learns what it would say if it were shown more",
     ),
+    "sdpo": Method(
+        "posttrain.methods.sdpo",
+        "SDPOTrainer",
+        "SDPOConfig",
+        "Self-distillation policy optimisation: the model learns from itself that has seen a success",
+    ),
     "ssd": Method("posttrain.methods.ssd", "SSDTrainer", "SSDConfig", "Simple self-distillation on own completions"),
 }
 

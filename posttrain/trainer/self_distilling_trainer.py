@@ -81,7 +81,7 @@ class SelfDistillingTrainer(DistillingTrainer):
 
     def make_teacher(self, policy: Any) -> Teacher:
         kind = self.args.teacher_model_kind
-        made = self.reference_setup().self_teacher(kind, policy)
+        made = self.reference_setup().self_teacher(kind, policy, self.live)
         made.asked.temperature = self.scoring_temperature
         if self.args.cast_lm_head_to_fp32:
             compute_head_in_float32(innermost_model(made.asked.model))

@@ -156,14 +156,16 @@ class ReferenceSetup:
             compile_layers(innermost_model(copy))  # a copy leaves the compiled code behind
         return frozen_copy(self._placed(copy))
 
-    def self_teacher(self, kind: str, source: Any) -> ModelTeacher:
-        """The policy as its own teacher: as the run began (`base`), as it is (`live`), or averaged (`ema`)."""
+    def self_teacher(self, kind: str, source: Any, reference: ModelReference | None = None) -> ModelTeacher:
+        """The policy as its own teacher: as the run began (`base`), as it is (`live`), or averaged (`ema`).
+
+        `reference` is the policy as the run began, where there is one already."""
         self._refuse_deepspeed()
         model = self.policy.model
         if kind == LIVE:
             asked = ModelReference(model, "the policy itself, without a gradient")
         elif kind == BASE:
-            asked = self.live(None, source)
+            asked = reference or self.live(None, source)
         else:
             if self.args.sharding is not None:
                 raise ValueError(
