@@ -43,6 +43,13 @@ class SDFTConfig(SelfDistillingConfig, NoRewardsConfig, OnlineConfig):
                 raise ValueError(f"`teacher_prompt_template` has no {place}: the teacher would not be shown it.")
 
 
+def check_context(context: Any, row: int) -> None:
+    """Refuse what is neither text nor messages."""
+    if not isinstance(context, str | list):
+        found = "nothing" if context is None else f"a {type(context).__name__}"
+        raise ValueError(f"Row {row} has {found} in the column {PRIVILEGED!r}: give text or messages.")
+
+
 class TaughtTurn(SingleTurn):
     """The engine continues the teacher's prompt; the rollout has the student's."""
 
@@ -96,14 +103,15 @@ class SDFTTrainer(SelfDistillingTrainer):
                 f"The dataset {name} has the columns {', '.join(columns)}; {type(self).__name__} needs {PRIVILEGED!r} besides the "
                 "prompt, what only the teacher is shown: text or messages."
             )
+        if columns is not None and hasattr(dataset, "__len__"):
+            for row, context in enumerate(dataset[PRIVILEGED]):
+                check_context(context, row)
         return super()._prepared(dataset, name)
 
     def teacher_prompt(self, prompt: Any, columns: dict[str, Any], row: int) -> Any:
         """The prompt with the context of its row in it."""
         context = columns.get(PRIVILEGED)
-        if not isinstance(context, str | list):
-            found = "nothing" if context is None else f"a {type(context).__name__}"
-            raise ValueError(f"Row {row} has {found} in the column {PRIVILEGED!r}: give text or messages.")
+        check_context(context, row)
         template = self.args.teacher_prompt_template
         return shown(prompt, lambda text: fill(template, {"prompt": text, PRIVILEGED: text_of(context)}), row)
 

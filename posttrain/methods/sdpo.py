@@ -24,7 +24,7 @@ from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
 from posttrain.trainer.distilling_trainer import DistillingTrainer
 from posttrain.trainer.online.rollout_metrics import as_tensors
 from posttrain.trainer.options.base import check_choice, check_range, option
-from posttrain.trainer.options.distilling import EMA, SAMPLED_TOKEN, SelfDistillingConfig
+from posttrain.trainer.options.distilling import EMA, LIVE, SAMPLED_TOKEN, SelfDistillingConfig
 from posttrain.trainer.options.online import GroupConfig
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.self_distilling_trainer import PRIVILEGED, SelfDistillingTrainer, fill, shown, text_of
@@ -268,7 +268,7 @@ class SDPOTrainer(SelfDistillingTrainer):
     def make_teacher(self, policy: Any) -> Teacher:
         if self.weight:
             return super().make_teacher(policy)
-        return self.reference_setup().self_teacher("live", policy)  # who is never asked
+        return self.reference_setup().self_teacher(LIVE, policy)  # who is never asked
 
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
         return (

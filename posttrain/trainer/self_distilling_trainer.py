@@ -35,12 +35,16 @@ from posttrain.models.scoring.float32_head import compute_head_in_float32
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rollout.rollout import OLD_LOGPS, Rollout
 from posttrain.trainer.distilling_trainer import DistillingTrainer, prompt_ids
-from posttrain.trainer.options.distilling import BASE, EMA, SAMPLED_TOKEN, TOPK_LOGITS, SelfDistillingConfig
+from posttrain.trainer.options.distilling import BASE, EMA, LIVE, SAMPLED_TOKEN, TOPK_LOGITS, SelfDistillingConfig
 from posttrain.trainer.references.setup import MoveTeacherCallback
 
 PRIVILEGED = "privileged_context"
 """Column with what only the teacher is shown: text or messages."""
-KINDS = {BASE: "the model as the run began", "live": "the model itself, without a gradient", EMA: "its moving average"}
+KINDS = {
+    BASE: "the model as the run began",
+    LIVE: "the model itself, without a gradient",
+    EMA: "its average over the run",
+}
 DISTILLATION_LOSS = "distillation_loss"
 
 
@@ -76,6 +80,7 @@ class SelfDistillingTrainer(DistillingTrainer):
     config_class: ClassVar[type[SelfDistillingConfig]] = SelfDistillingConfig
     formats = (PROMPT_ONLY,)
     needs_teacher: ClassVar[bool] = False  # one that is given
+    columns_read: ClassVar[tuple[str, ...]] = (PRIVILEGED,)  # besides the prompt
 
     # ---- the teacher -------------------------------------------------------------------------------------------------
 
@@ -156,6 +161,9 @@ class SelfDistillingTrainer(DistillingTrainer):
         return {f"{group}/{DISTILLATION_LOSS}": values.detach() for group in ("self_distillation", self.method)}
 
     # ---- what is said of the run -------------------------------------------------------------------------------------
+
+    def plan_lines(self, max_steps: int) -> dict[str, str]:
+        return super(DistillingTrainer, self).plan_lines(max_steps) | {"teacher": str(self.teacher)}
 
     @classmethod
     def formula(cls, args: Any, totals: Totals) -> Formula:

@@ -182,9 +182,8 @@ def test_rows_without_a_context_are_refused_by_name(tmp_path):
         ValueError, match="The dataset train has the columns prompt; SDFTTrainer needs 'privileged_context'"
     ):
         sdft(tmp_path, [{"prompt": "Hi"}])
-    trainer = sdft(tmp_path, [{"prompt": "Hi", "privileged_context": None}, *ROWS], shuffle_dataset=False)
-    with pytest.raises(ValueError, match="Row 0 has nothing in the column 'privileged_context'"):
-        collected(trainer)
+    with pytest.raises(ValueError, match="Row 8 has nothing in the column 'privileged_context'"):
+        sdft(tmp_path, [*ROWS, {"prompt": "Hi", "privileged_context": None}])
     with pytest.raises(ValueError, match="The prompt of row 7 has no user turn"):
         shown([{"role": "system", "content": "Be brief."}], str.upper, 7)
 
