@@ -52,7 +52,7 @@ class SDPOConfig(SelfDistillingConfig, GroupConfig):
         "What is compared: 'full_logits' all tokens of the vocabulary, 'topk_logits' the student's likeliest ones, 'sampled_token' "
         "the written one alone (with `distillation_alpha=1`).",
     )
-    distillation_topk: int | None = option(None, "'topk_logits': how many of the student's likeliest tokens.")
+    distillation_topk: int | None = option(None, "With 'topk_logits', how many of the student's likeliest tokens.")
     distillation_weight: float = option(
         1.0, "Share w of the distillation term; the policy term has 1 - w. 0: GRPO; 1: no policy term."
     )

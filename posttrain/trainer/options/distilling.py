@@ -71,9 +71,9 @@ class SelfDistillingConfig(SelfTaughtConfig):
         BASE, "Weights of the teacher: 'base' as the run began, 'live' the policy's own, 'ema' averaged over the run."
     )
     teacher_update_rate: float = option(
-        0.05, "'ema': the share of the policy that the teacher takes on in each update."
+        0.05, "With 'ema', the share of the policy that the teacher takes on in each update."
     )
-    teacher_sync_steps: int = option(1, "'ema': optimizer steps between updates of the teacher.")
+    teacher_sync_steps: int = option(1, "With 'ema', optimizer steps between updates of the teacher.")
     distillation_alpha: float = option(
         0.5,
         "Divergence: 0 is KL(teacher, student), 1 is KL(student, teacher), in between the generalised Jensen-Shannon one, which is "
@@ -84,9 +84,9 @@ class SelfDistillingConfig(SelfTaughtConfig):
         "What is compared: 'full_logits' all tokens of the vocabulary, 'topk_logits' the student's likeliest ones, 'sampled_token' "
         "the written one alone (with `distillation_alpha=1`).",
     )
-    distillation_topk: int | None = option(100, "'topk_logits': how many of the student's likeliest tokens.")
+    distillation_topk: int | None = option(100, "With 'topk_logits', how many of the student's likeliest tokens.")
     distillation_add_tail: bool = option(
-        False, "'topk_logits': all other tokens count as one more. False: both distributions are renormalised."
+        False, "With 'topk_logits', all other tokens count as one more. False: both distributions are renormalised."
     )
     distillation_is_clip: float | None = option(
         2.0,
@@ -95,9 +95,6 @@ class SelfDistillingConfig(SelfTaughtConfig):
     )
     use_teacher_server: bool = refused(
         False, "The teacher is the policy, whose weights are here: it is asked in this process."
-    )
-    keep_logits: bool | None = refused(
-        None, "Logits of student and teacher are compared chunk by chunk, and never kept."
     )
 
     lmbda, seq_kd, needs_answers = 1.0, False, False  # the student writes all completions
@@ -117,6 +114,10 @@ class SelfDistillingConfig(SelfTaughtConfig):
             raise ValueError(
                 f"`distillation_alpha` is {self.distillation_alpha:g}; of the written token alone only KL(student, teacher) can be "
                 "estimated: set it to 1, or another `distillation_mode`."
+            )
+        if self.keep_logits:
+            raise ValueError(
+                "`keep_logits` is set; logits of student and teacher are compared chunk by chunk, and never kept. Leave it out."
             )
         self.refuse_unread(TOPK_LOGITS, "distillation_mode", ("distillation_topk", "distillation_add_tail"))
         self.refuse_unread(EMA, "teacher_model_kind", ("teacher_update_rate", "teacher_sync_steps"))
