@@ -122,6 +122,7 @@ def test_a_server_that_does_not_answer_is_replaced(tmp_path, monkeypatch):
     assert Child(lambda: None, tmp_path / "third").wait() == 0
 
 
+@pytest.mark.slow
 def test_a_forked_program_ends_with_the_process_that_started_it(tmp_path):
     def owner():
         program = ForkedProgram(lambda: time.sleep(600), tmp_path / "program.log", os.environ)

@@ -6,7 +6,7 @@ import types
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -27,6 +27,7 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+SENTENCES = [" ".join(f"What is {i}? It is {i}. Hello, hi" for i in range(20))]
 FAMILIES = {"qwen2": Qwen2Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}
 
 
@@ -45,6 +46,24 @@ def tokenizer(chat_format: str | None = "chatml") -> PreTrainedTokenizerFast:
     if chat_format:
         use_chat_format(fast, chat_format)
     return fast
+
+
+def merging_tokenizer(
+    texts: list[str] = SENTENCES, words: int = 330, chat_format: str | None = "chatml"
+) -> PreTrainedTokenizerFast:
+    """Bytes and what can be merged of them in a few sentences: another vocabulary than `tokenizer`'s."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=words, initial_alphabet=alphabet, show_progress=False)
+    )
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>")
+    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
+    if chat_format:
+        use_chat_format(made, chat_format)
+    return made
 
 
 def config(family: str = "qwen2", **changes: Any) -> Any:

@@ -238,7 +238,7 @@ ROWS = (
         goal=(4, 2.5),
     ),
     Row("kto-0.5b", "kto", QWEN_05B, 256, HARMLESS, 1e-6, micro(32, 64), steps=SHORT_DEFAULT, goal=(4, 2.5)),
-    Row("orpo-0.5b", "orpo", QWEN_05B, 256, HARMLESS, 1e-6, micro(16, 32), steps=SHORT_DEFAULT, goal=(4, 2.5)),
+    Row("orpo-0.5b", "orpo", QWEN_05B, 256, HARMLESS, 1e-6, micro(8, 16), steps=SHORT_DEFAULT, goal=(4, 2.5)),
     *UPDATES,
     WHOLE,
     Row(

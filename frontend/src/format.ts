@@ -50,6 +50,11 @@ export function textOf(content: unknown): string {
   return JSON.stringify(content, null, 1);
 }
 
+/** Whether somebody else than the policy wrote a completion: its reference, or a mixture of both. */
+export function isByOther(author: string | null): boolean {
+  return author !== null && author !== "policy";
+}
+
 export const FLAG_NAMES: Record<string, string> = {
   error: "errors",
   failed_reward: "failed rewards",

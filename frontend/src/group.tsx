@@ -2,7 +2,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { useAnswer } from "./answer";
 import { api } from "./api";
-import { count, fixed, number } from "./format";
+import { count, fixed, isByOther, number } from "./format";
 import { useKeys } from "./keys";
 import { Calls, Spoken } from "./messages";
 import { openGroup } from "./rollouts";
@@ -112,6 +112,7 @@ function Completion({
         </label>
         <span class="grow" />
         {place ? <span class={`sign ${place === "best" ? "good" : "bad"}`}>{place}</span> : null}
+        {isByOther(rollout.author) ? <span class="sign">by the {rollout.author}</span> : null}
         {rollout.truncated ? <span class="sign warn">cut off</span> : null}
         {rollout.masked ? <span class="sign">masked</span> : null}
         <b class="score">{fixed(rollout.reward, 2)}</b>

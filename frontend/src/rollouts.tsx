@@ -1,7 +1,7 @@
 /** The table of rollouts: found by text, limits and flags, sorted by a column, opened by a row. */
 import { useEffect, useRef, useState } from "preact/hooks";
 import { api, Failure } from "./api";
-import { count, fixed, FLAG_NAMES, number } from "./format";
+import { count, fixed, FLAG_NAMES, isByOther, number } from "./format";
 import { unfocus, useKeys } from "./keys";
 import { EMPTY, type Filter, filterWords, go, live, look, toggleChosen, useStore } from "./store";
 import type { RolloutPage, Row, RunState } from "./types";
@@ -153,6 +153,7 @@ function Signs({ row }: { row: Row }) {
       ) : row.tool_calls ? (
         <span class="sign">{count(row.tool_calls, "call")}</span>
       ) : null}
+      {isByOther(row.author) ? <span class="sign">{row.author}</span> : null}
       {row.truncated ? <span class="sign warn">cut</span> : null}
       {row.masked ? <span class="sign">masked</span> : null}
       {!row.error && !row.truncated ? <span class="faint">{row.finish}</span> : null}

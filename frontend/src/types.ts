@@ -40,6 +40,7 @@ export interface Row {
   row: number | null;
   group: number;
   sample: number;
+  author: string | null;
   reward: number | null;
   rewards: Record<string, number | null>;
   advantage: number | null;

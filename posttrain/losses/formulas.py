@@ -112,6 +112,8 @@ PPO_FORMULAS = {
     "V = 0 after the last token",
     "k1": "-{kl_coef} * log(p_old / p_ref) + ",
     "k3": "-{kl_coef} * (p_ref / p_old - log(p_ref / p_old) - 1) + ",
+    "abs": "-{kl_coef} * |log(p_old / p_ref)| + ",
+    "mse": "-{kl_coef} * log(p_old / p_ref)**2 / 2 + ",
 }
 """Parts of PPO: the terms of a token, of value v and return R, and what A and r are made of."""
 

@@ -16,7 +16,12 @@ from torch.nn.utils.rnn import pad_sequence
 
 from posttrain.losses.kl import k1, k3
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k3": k3}
+KL_ESTIMATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "k1": k1,
+    "k3": k3,
+    "abs": lambda logps, reference_logps: k1(logps, reference_logps).abs(),
+    "mse": lambda logps, reference_logps: k1(logps, reference_logps).square() / 2,
+}
 """Value of `kl_estimator` -> (log-probs of the policy, of the reference) -> the divergence at each token."""
 SMALLEST_VARIANCE = 1e-8
 LARGEST_ERROR = 0.2  # of the divergence, relative to its target, that the controller answers to
@@ -70,6 +75,13 @@ class Moments:
         mean = total / max(number, 1)
         squares = summed((values - mean).square().sum()[None]).item()
         return cls(number, mean, squares / max(number - 1, 1))
+
+    def joined(self, other: Moments) -> Moments:
+        """Of the numbers of both (T. Chan, G. Golub and R. LeVeque 1979)."""
+        number, gap = self.number + other.number, other.mean - self.mean
+        squares = sum(part.variance * max(part.number - 1, 0) for part in (self, other))
+        squares += gap**2 * self.number * other.number / max(number, 1)
+        return Moments(number, self.mean + gap * other.number / max(number, 1), squares / max(number - 1, 1))
 
 
 def whitened(values: Tensor, keep_mean: bool = False, summed: Summed = lambda sums: sums) -> Tensor:

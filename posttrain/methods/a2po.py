@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
+import os
 import signal
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +17,7 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.options import refused
+from posttrain.core.processes import of_every_process
 from posttrain.core.results import LossOutput, TokenScores
 from posttrain.core.sample import Sample, Unit
 from posttrain.losses.formulas import Formula, Totals, number
@@ -22,7 +27,9 @@ from posttrain.rollout.eval_loader import runs_of_rows
 from posttrain.rollout.loader import RolloutLoader
 from posttrain.rollout.rollout import POLICY, REFERENCE, Request, Rollout
 from posttrain.rollout.source import PromptStream
-from posttrain.trainer.checkpoints.run_state import load_method_state
+from posttrain.trainer.checkpoints.checkpoint import best_effort
+from posttrain.trainer.checkpoints.run_state import RunIdentity, load_method_state
+from posttrain.trainer.checkpoints.snapshot import write_json
 from posttrain.trainer.online.authors import other_authors
 from posttrain.trainer.online_trainer import FAILURES, OnlineTrainer
 from posttrain.trainer.options.base import check_range, option
@@ -34,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 ADVANTAGE, V_STAR = "advantage", "v_star"
 """Scalars of a sample: r - V*, and V* of its row. In evaluation there is no V*."""
+VALUES_FILE = "v_star.json"
+"""In the output folder: V*, for a run that is stopped before its first checkpoint."""
 VALUE_SEED = 0x0A2B0  # the samples of stage 1 are drawn with other numbers than those that are trained on
 MOVES = "V* was estimated from the reference as the run began: a reference that moves would leave it behind."
 REPLACES = "A completion whose advantage is 0 teaches, too: it holds the policy near the reference."
@@ -152,7 +161,7 @@ class A2POTrainer(OnlineTrainer):
                 self.load_method_state(load_method_state(self.lifecycle.resumed_from, self.method_state()))
             elif self.values is None:
                 self._refuse_moving_reference()
-                self.values = self._estimated()
+                self.values = self._remembered() or self._estimated()
         loader = super().get_train_dataloader()
         if self.values is not None:
             kept = self.values["kept"].nonzero()[:, 0].tolist()
@@ -175,13 +184,13 @@ class A2POTrainer(OnlineTrainer):
         params = replace(params, seed=params.seed ^ VALUE_SEED)
         found = torch.full((len(rows),), math.nan, dtype=torch.float64)
         all_incorrect = torch.zeros(len(rows), dtype=torch.bool)
+        failures: Counter[str] = Counter()
         for run in runs_of_rows(len(rows), args.process_index, args.world_size):
             requests = [Request(row, row, sample) for row in run for sample in range(args.num_value_samples)]
             collected = collector.collect(requests, rows, params)
             totals, numbers = collected.totals, collected.table.groups
             self._report_graded(totals)
-            for kind, count in collected.table.failures.items():
-                self.metrics.count(f"{FAILURES}{kind}", count)
+            failures.update(collected.table.failures)
             for row in numbers[~totals.isnan()].unique().tolist():
                 rewards = totals[(numbers == row) & ~totals.isnan()]
                 found[row], all_incorrect[row] = optimal_value(rewards, args.beta1), bool((rewards == 0).all())
@@ -189,7 +198,56 @@ class A2POTrainer(OnlineTrainer):
             logger.info(f"V* of {int((~found.isnan()).sum()):,} of {len(rows):,} rows is estimated.")
         kept = ~found.isnan() & ~(all_incorrect & args.filter_all_incorrect)
         self._report(found, kept)
-        return {"v_star": found, "kept": kept}
+        for kind, count in failures.items():
+            self.metrics.count(f"{FAILURES}{kind}", count)
+        values = {"v_star": found, "kept": kept}
+        self._remember(values, failures)
+        return values
+
+    def _remembered(self) -> dict[str, Tensor] | None:
+        """What stage 1 of this run has found, where the run was stopped before its first checkpoint. Else what an earlier run has
+        left is deleted: whoever resumes this one would take it for its own."""
+        path, found = Path(self.args.output_dir) / VALUES_FILE, None
+        if self.args.should_save and self.is_in_train and path.exists():
+            if self.lifecycle.continues:
+                found = self._usable(path)
+            if found is None:
+                path.unlink()
+        found = of_every_process(found, self.args.world_size)[0]
+        if found is None:
+            return None
+        logger.info(f"V* of {len(found['v_star']):,} rows was estimated before the run was stopped: {path}.")
+        for kind, count in found["failures"].items():
+            self.metrics.count(f"{FAILURES}{kind}", count)
+        return {"v_star": torch.tensor(found["v_star"], dtype=torch.float64), "kept": torch.tensor(found["kept"])}
+
+    def _usable(self, path: Path) -> dict[str, Any] | None:
+        """What the file holds; None, with the reason in the log, where it is damaged or of another run."""
+        try:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            changes = self.identity().differences(RunIdentity(**found["identity"]), [])
+        except (ValueError, KeyError, TypeError) as error:  # other processes wait for what this one has read
+            changes = [f"it cannot be read: {error}"]
+        if not changes:
+            return found
+        logger.warning(f"{path} is not of this run ({changes[0]}): V* is estimated again.")
+        return None
+
+    def _remember(self, values: dict[str, Tensor], failures: dict[str, int]) -> None:
+        """Whole or absent: written beside its place and renamed. JSON has every digit of a float."""
+        if not (self.args.should_save and self.is_in_train):
+            return
+        path = Path(self.args.output_dir) / VALUES_FILE
+        kept = {
+            "identity": asdict(self.identity()),
+            "failures": failures,
+            **{name: v.tolist() for name, v in values.items()},
+        }
+        with best_effort(
+            f"{path}, without which a run that is resumed before its first checkpoint estimates V* again,"
+        ):
+            write_json(path.with_suffix(".tmp"), kept)
+            os.replace(path.with_suffix(".tmp"), path)
 
     def _leave_if_signalled(self) -> None:
         """Of any process: there is no step to finish and nothing to save yet."""

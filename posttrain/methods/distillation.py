@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.trainer.distilling_trainer import DistillingTrainer
-from posttrain.trainer.online.agents import make_agents, refuse_agent_options
+from posttrain.trainer.online.agents import make_agents
 from posttrain.trainer.options.base import option
 from posttrain.trainer.options.distilling import DistillingConfig, NoRewardsConfig
 from posttrain.trainer.options.online import AgentConfig
@@ -63,5 +63,3 @@ class DistillationTrainer(DistillingTrainer):
             optimizers=optimizers, quantization_config=quantization_config, peft_config=peft_config,
             teacher_processing_class=teacher_processing_class, engine=engine,
         )  # fmt: skip
-        if self.agents is None:
-            refuse_agent_options(self.args)

@@ -210,6 +210,8 @@ class GOLDTrainer(DistillingTrainer):
         ours, theirs = words_of_both(self._student_bytes, self._teacher_bytes)
         if not ours:
             raise ValueError("`uld_use_hybrid_loss`: the two vocabularies have no word in common.")
+        ours.append(self.processing_class.eos_token_id)  # an end is an end, however it is spelt
+        theirs.append(self.teacher.tokenizer.eos_token_id)
         return Hybrid(args.beta, ours=torch.tensor(ours), theirs=torch.tensor(theirs), **how)
 
     @property

@@ -22,7 +22,7 @@ from posttrain.models.scoring.token_scores import Measure, likeliest_tokens, log
 from posttrain.rollout.collector import Collected, GroupTable
 from posttrain.rollout.group_filter import GroupFilter, GroupScores
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
-from posttrain.trainer.online.agents import make_agents, refuse_agent_options
+from posttrain.trainer.online.agents import make_agents
 from posttrain.trainer.online.rollout_metrics import deviation
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import check_choice, check_range, option
@@ -203,8 +203,6 @@ class GRPOTrainer(OnlineTrainer):
             raise ValueError("`group_filter_func` and `num_remains_in_group` need each other: give both, or neither.")
         if group_filter_func is not None:
             self.group_filter = GroupFilter(group_filter_func, args.num_remains_in_group)
-        if self.agents is None:
-            refuse_agent_options(args)
         if args.use_adaptive_entropy:
             self.entropy = EntropyController(
                 args.entropy_coef,

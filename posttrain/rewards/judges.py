@@ -353,7 +353,7 @@ def named_judge(text: str) -> ChatJudge | str:
         given = dict(parse_qsl(query, keep_blank_values=True, strict_parsing=bool(query)))
         if unknown := [option for option in given if option not in NAMED_OPTIONS or not at]:
             known = f"it must be one of {', '.join(NAMED_OPTIONS)}" if at else "a judge by a reward model has none"
-            raise ValueError(f"there is no option {unknown[0]!r}; {known}.")
+            raise ValueError(f"unknown option {unknown[0]!r}; {known}.")
         if not at:
             return path
         options = {option: _read_option(option, value) for option, value in given.items()}

@@ -51,6 +51,7 @@ class Rollout:
     completion: str | list[dict[str, Any]]
     sample: Sample  # prompt and completion; `trained` marks what the model wrote
     prompt_length: int  # tokens
+    author: str = POLICY
     finish_reason: str = "stop"  # "stop", "length" or "error"
     error: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)  # of its row, and what a rollout function added

@@ -46,7 +46,7 @@ from posttrain.rollout.rollout import ADVANTAGES, DATASET, OLD_LOGPS, POLICY, Re
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
-from posttrain.trainer.online.agents import Agents, rows_for
+from posttrain.trainer.online.agents import Agents, refuse_agent_options, rows_for
 from posttrain.trainer.online.authors import other_authors, refuse_vllm
 from posttrain.trainer.online.rollout_log import RolloutLog
 from posttrain.trainer.online.rollout_metrics import as_tensors, rollout_metrics
@@ -106,6 +106,8 @@ class OnlineTrainer(BaseTrainer):
         data = (None, train_dataset, eval_dataset, processing_class)
         loading = {"quantization_config": quantization_config, "peft_config": peft_config, "ref_model": ref_model}
         super().__init__(model, args, *data, None, callbacks, optimizers, **loading)
+        if self.agents is None:
+            refuse_agent_options(self.args)
         if reward_funcs is None and not self.needs_rewards:
             reward_funcs = []
         rewards = (reward_funcs, self.args.reward_weights, reward_processing_classes)

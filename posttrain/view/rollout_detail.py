@@ -19,7 +19,7 @@ DETAIL_COLUMNS = [
     "rewards", "failures", "extras", "tool_calls", "error", "seconds", "epoch",
 ]  # fmt: skip
 AS_THEY_ARE = (
-    "id", "step", "row", "group", "sample", "tokens", "trained_tokens", "tool_calls", "tool_errors", "failures",
+    "id", "step", "row", "group", "sample", "author", "tokens", "trained_tokens", "tool_calls", "tool_errors", "failures",
     "policy_version", "error", "masked", "truncated",
 )  # fmt: skip
 REAL = ("reward", "advantage", "mismatch")

@@ -13,6 +13,7 @@ from posttrain.cli.commands.explain import Explained, counts_lines
 from posttrain.cli.options.arguments import parse
 from posttrain.cli.options.needs import notes_on_servers
 from posttrain.cli.running.assemble import trainer_of
+from posttrain.trainer.distilling_trainer import lands_on_policy
 from tests import tiny
 from tests.cli import test_broken_configs as broken
 from tests.cli.runs import flags, folder_with_inputs, options_of, posttrain
@@ -565,7 +566,7 @@ def test_activations_of_plain_layers_are_those_that_the_probe_finds():
 
     shape = {"hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 6, "num_attention_heads": 2}
     model = load_model(tiny.causal_lm(dtype=torch.bfloat16, **shape), LoadOptions(dtype=torch.bfloat16)).model
-    found = memory.activation_cost(model.model, model.config)
+    found = memory.activation_cost(model)
     told = Shape(model).activations(PLAIN)
     for level in ("none", "selective", "full"):
         assert told.kept[level] == pytest.approx(found.kept[level], rel=0.06), level
@@ -638,3 +639,26 @@ def test_offline_methods_are_explained(here, capsys, method, lines):
     shown = capsys.readouterr().out
     for line in lines:
         assert line in shown
+
+
+def test_a_teacher_is_resident_and_rows_of_the_dataset_are_counted_as_they_are(here):
+    """With a coin for each prompt: what the student writes is at most so long, what the dataset brings is as long as it is."""
+    told = explained("gkd", "sft", {**SMALL, "lmbda": 0.5, "max_completion_length": 40})
+    assert {phase.terms["teacher"] for phase in told.memory.phases} == {told.memory.resident["weights"]}
+    assert [one.what for one in told.work.per_step][-1] == "teacher, forward"
+    rows, args = told.side.train_dataset, told.args
+    order = [told.side.get_train_dataloader().source.order.row(number) for number in range(22)]
+    written = [lands_on_policy(args.seed, number, 0.5) for number in range(22)]
+    prompts = [len(rows[row].ids) for row in order]
+    lengths = [p + 40 if own else len(rows[row].answer) for row, p, own in zip(order, prompts, written)]
+    assert told.counts.rollouts.completions == sum(written) > 0
+    assert told.counts.per_step["tokens"].total == sum(lengths)
+    assert told.counts.rollouts.reward_calls == 0
+    only = explained("gkd", "sft", {**SMALL, "lmbda": 0.0}).counts
+    assert (only.rollouts.completions, only.per_step["tokens"].total) == (0, sum(len(rows[r].answer) for r in order))
+
+
+def test_a_run_without_a_teacher_cannot_be_explained(here, capsys):
+    options = {name: value for name, value in options_of("gkd").items() if name != "teacher_model_name_or_path"}
+    assert posttrain("explain", "gkd", *flags(options)) == 2
+    assert "posttrain gkd needs a teacher: --teacher_model_name_or_path." in capsys.readouterr().err

@@ -41,8 +41,8 @@ def test_names_of_judges(folder):
     names = ("judge:scores", "scores?rule=lines", "judge:org/m@http://127.0.0.1:1/v1", "judges_of_test.py:made")
     assert [judging_model(name) for name in names] == ["scores", "scores", None, None]
     for name, sentence in (
-        ("judge:org/m@http://127.0.0.1:1/v1?order=both", "there is no option 'order'; it must be one of orders"),
-        ("judge:scores?soft=1", "there is no option 'soft'; a judge by a reward model has none"),
+        ("judge:org/m@http://127.0.0.1:1/v1?order=both", "unknown option 'order'; it must be one of orders"),
+        ("judge:scores?soft=1", "unknown option 'soft'; a judge by a reward model has none"),
     ):
         with pytest.raises(UsageError, match=sentence):
             reward_named(name)

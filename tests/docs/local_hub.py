@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tests import tiny
 
@@ -13,6 +14,8 @@ WITH_TEMPLATE = {
     "HuggingFaceTB/SmolLM2-135M": None,
 }
 """Model id -> chat format of its tokenizer."""
+OTHER_FAMILY = "Qwen/Qwen2.5-0.5B-Instruct"
+"""With another tokenizer than the others have."""
 DEMO_CACHE = Path(".cache/posttrain/smollm2-135m-instruct")
 
 
@@ -20,13 +23,20 @@ def plant(home: Path) -> None:
     """Fill `home`/hub as `huggingface_hub` would after a download, and the folder in which `posttrain demo` keeps its model."""
     model = tiny.causal_lm(family="llama", max_position_embeddings=4096, tie_word_embeddings=True)
     for name, chat_format in WITH_TEMPLATE.items():
-        repository = home / "hub" / f"models--{name.replace('/', '--')}"
-        (repository / "refs").mkdir(parents=True)
-        (repository / "refs" / "main").write_text(REVISION)
-        save(model, repository / "snapshots" / REVISION, chat_format)
-    save(model, home / DEMO_CACHE, "chatml")
+        save(model, snapshot(home, name), tiny.tokenizer(chat_format))
+    tokenizer = tiny.merging_tokenizer()
+    save(tiny.causal_lm(vocab_size=len(tokenizer)), snapshot(home, OTHER_FAMILY), tokenizer)
+    save(model, home / DEMO_CACHE, tiny.tokenizer("chatml"))
 
 
-def save(model: object, folder: Path, chat_format: str | None) -> None:
+def snapshot(home: Path, name: str) -> Path:
+    """The folder of a model's files, as the Hub's client looks for it."""
+    repository = home / "hub" / f"models--{name.replace('/', '--')}"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(REVISION)
+    return repository / "snapshots" / REVISION
+
+
+def save(model: Any, folder: Path, tokenizer: Any) -> None:
     model.save_pretrained(folder)
-    tiny.tokenizer(chat_format).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -253,7 +253,7 @@ def test_compiled_layers_keep_less_than_uncompiled_ones():
     for each in (plain, compiled):
         each.set_attn_implementation(RAGGED_ATTENTION)
     compile_layers(compiled)
-    kept = [activation_cost(each.model, each.config).kept["none"] for each in (compiled, plain)]
+    kept = [activation_cost(each).kept["none"] for each in (compiled, plain)]
     print(f"a token keeps {kept[0] / 2**10:.1f} KiB compiled, {kept[1] / 2**10:.1f} KiB else")
     assert kept[0] < 0.6 * kept[1]
 

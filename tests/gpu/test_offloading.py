@@ -122,7 +122,7 @@ def test_offloading_does_not_synchronise():
 def test_the_measured_cost_of_a_token_is_what_the_allocator_sees(level):
     made = model()
     made.gradient_checkpointing_disable()
-    cost = memory.activation_cost(made.model, made.config)
+    cost = memory.activation_cost(made)
     made = model(level)
     loss(made, 1024).backward()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""PPO, Online DPO, XPO, Nash-MD and A2PO on a GPU: in float32 the first step of the CPU, in bfloat16 finite steps."""
+"""Online methods and distillation on a GPU: in float32 the first step of the CPU, in bfloat16 finite steps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
-METHODS_HERE = ("ppo", "online_dpo", "xpo", "nash_md", "a2po")
+METHODS_HERE = ("ppo", "online_dpo", "xpo", "nash_md", "a2po", "gkd", "distillation", "ssd")
+TAUGHT = ("gkd", "distillation")
 
 
 def half(completion_ids, **columns):
@@ -27,14 +28,20 @@ def steps(method, folder, adapter=False, **options):
         "save_strategy": "no",
         "report_to": "none",
         "optim": "adamw_torch",
-        "reward_workers": 0,
     }
+    given = (
+        {"teacher_model": tiny.causal_lm(1), "teacher_processing_class": tiny.tokenizer()} if method in TAUGHT else {}
+    )
+    if method == "ssd":
+        shared["filter_empty"] = False
+    elif method not in TAUGHT:
+        given, shared["reward_workers"] = {"reward_funcs": half}, 0
     trainer = METHODS[method].trainer_class(
         model=tiny.causal_lm(),
-        reward_funcs=half,
         args=METHODS[method].config_class(output_dir=str(folder), **shared, **options),
-        train_dataset=Dataset.from_list([{"prompt": f"Say {number}"} for number in range(16)]),
+        train_dataset=Dataset.from_list([{"prompt": f"Say {i}", "completion": f" {i}, {i + 1}"} for i in range(16)]),
         processing_class=tiny.tokenizer(),
+        **given,
         **({"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if adapter else {}),
     )
     trainer.train()
@@ -46,7 +53,14 @@ def steps(method, folder, adapter=False, **options):
 def test_the_first_step_is_that_of_the_cpu(method, tmp_path):
     found = steps(method, tmp_path / "gpu", bf16=False)[0]
     expected = steps(method, tmp_path / "cpu", use_cpu=True)[0]
-    names = ("loss", "grad_norm", "reward", "completions/mean_length")
+    names = {
+        "loss",
+        "grad_norm",
+        "reward",
+        "on_policy_loss",
+        "off_policy_loss",
+        "completions/mean_length",
+    } & found.keys()
     assert [found[name] for name in names] == pytest.approx([expected[name] for name in names], rel=5e-3, abs=5e-4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -187,3 +188,17 @@ def test_the_controller_follows_its_target_by_bounded_steps():
     fixed = KLController(0.05)
     fixed.observe(100.0, 64)
     assert fixed.coefficient == 0.05
+
+
+def test_moments_of_parts_are_those_of_the_whole():
+    values = torch.randn(23, dtype=torch.float64) + 1e6
+    parts = [Moments.of(part) for part in torch.split(values, [1, 0, 9, 13])]
+    joined, whole = functools.reduce(Moments.joined, parts, Moments(0, 0.0, 0.0)), Moments.of(values)
+    assert (joined.number, joined.mean) == (23, pytest.approx(whole.mean, abs=1e-6))
+    assert joined.variance == pytest.approx(whole.variance, rel=1e-6)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("k1", [0.5, -1.0]), ("abs", [0.5, 1.0]), ("mse", [0.125, 0.5])])
+def test_the_divergence_of_a_token_under_its_old_names(name, expected):
+    logps, reference = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.0])
+    assert KL_ESTIMATORS[name](logps, reference).tolist() == expected

@@ -12,6 +12,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from posttrain import A2POConfig, A2POTrainer, BEMACallback
 from posttrain.core.results import TokenScores
@@ -252,6 +253,54 @@ def test_a_resumed_run_does_not_estimate_again(tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
     assert len(judged) == 8  # those of the second step alone
     assert torch.equal(again.values["v_star"], first.values["v_star"])
+
+
+class StopsAtOnce(TrainerCallback):
+    """Leaves between stage 1 and the first step, as a kill would."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        raise InterruptedError
+
+
+def test_a_run_that_is_stopped_before_its_first_checkpoint_does_not_estimate_again(tmp_path, caplog):
+    """Nor does it forget what failed meanwhile. Asked to start afresh, or with another `beta1`, it does estimate."""
+    judged = []
+
+    def counted(completion_ids, **columns):
+        judged.extend(completion_ids)
+        return [
+            float("nan") if ids[0] % 5 == 0 else reward for ids, reward in zip(completion_ids, parity(completion_ids))
+        ]
+
+    def made(**options):
+        judged.clear()
+        return make(tmp_path, counted, max_steps=1, **options)
+
+    first = made()
+    first.add_callback(StopsAtOnce())
+    with pytest.raises(InterruptedError):
+        first.train()
+    in_stage_1 = 12 * 4
+    assert len(judged) == in_stage_1 + 8
+    again = made()
+    again.train(resume_from_checkpoint=True)
+    assert len(judged) == 8  # of the first step
+    assert all(torch.equal(again.values[name], first.values[name]) for name in first.values)
+    before, after = (
+        {kind: n for kind, n in one.metrics.totals.items() if kind.startswith("reward_failures/")}
+        for one in (first, again)
+    )
+    assert sum(before.values()) > 0
+    assert after == before
+    made().train()
+    assert len(judged) == in_stage_1 + 8
+    made(beta1=2.0).train(resume_from_checkpoint=True)
+    assert len(judged) == in_stage_1 + 8
+    assert "v_star.json is not of this run (beta1: 0.5 -> 2.0): V* is estimated again." in caplog.text
+    (tmp_path / "v_star.json").write_text('{"identity"')
+    made(beta1=2.0).train(resume_from_checkpoint=True)
+    assert len(judged) == in_stage_1 + 8
+    assert "it cannot be read" in caplog.text
 
 
 def test_values_of_other_rows_are_refused(tmp_path):

@@ -5,35 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from datasets import Dataset
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from posttrain import GOLDConfig, GOLDTrainer
-from posttrain.data.render.templates import use_chat_format
 from posttrain.methods.gold import BOUNDARY, words_of_both
 from tests import tiny
 from tests.trainer.test_distilling import CHATS, ROWS, collected
 
-TEXTS = [" ".join(f"What is {i}? It is {i}. Hello, hi" for i in range(20))]
-
-
-def merging_tokenizer(words=330):
-    """Byte-level merges, with a chat format of its own."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend.train_from_iterator(
-        TEXTS, trainers.BpeTrainer(vocab_size=words, initial_alphabet=alphabet, show_progress=False)
-    )
-    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", pad_token="<pad>")
-    made.add_special_tokens({"additional_special_tokens": ["<|im_start|>"]})
-    use_chat_format(made, "chatml")
-    return made
-
 
 def gold(folder, rows=ROWS, tokenizer=None, **options):
-    tokenizer = tokenizer or merging_tokenizer()
+    tokenizer = tokenizer or tiny.merging_tokenizer()
     args = GOLDConfig(
         output_dir=str(folder), report_to="none", use_cpu=True, save_strategy="no", logging_steps=1,
         per_device_train_batch_size=4, max_completion_length=6, learning_rate=1e-3, disable_tqdm=True,

@@ -123,6 +123,7 @@ def test_the_policys_completion_is_trained_and_the_mixtures_is_kept(tmp_path, en
         0.5,
     )
     kept = read_rollouts(tmp_path).to_pylist()
+    assert [row["author"] for row in kept] == ["policy", "mixture"] * 4
     assert len(kept) == 8  # both completions of each of the four prompts
     edges = [row["advantage"] for row in kept]
     assert all(one == pytest.approx(-other) for one, other in zip(edges[::2], edges[1::2]))

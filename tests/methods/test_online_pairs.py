@@ -199,6 +199,7 @@ def test_the_second_completion_of_xpo_is_the_reference_s(adapter, tmp_path):
         own = score_tokens(trainer.model.eval(), batch).logps.detach()
         reference = trainer.live.scores(batch).logps
         written = torch.from_numpy(one.sample.per_token[POLICY_LOGPS])[1:][torch.from_numpy(one.sample.trained[1:])]
+        assert one.author == ("reference" if one.request.sample else "policy")
         mine, other = (reference, own) if one.request.sample else (own, reference)
         assert torch.allclose(written, mine, atol=1e-4)
         assert not torch.allclose(written, other, atol=1e-3)

@@ -83,12 +83,19 @@ def test_mini_batches_are_optimizer_steps(size, accumulation, parts, found, tmp_
         ({"stop_token": "end"}, "it is 'eos' or left out"),
         ({"target": 3.0}, "`target` is an option of `adap_kl_ctrl`, which is off"),
         ({"adap_kl_ctrl": True, "kl_coef": 0.0}, "it would stay there"),
-        ({"kl_estimator": "k2"}, "k1, k3"),
+        ({"kl_estimator": "k2"}, "k1, k3, abs, mse"),
         ({"beta": 0.1}, "set `kl_coef`"),
         ({"mini_batch_size": 8}, "Completions of an optimizer step"),
         ({"init_kl_coef": 0.2, "kl_coef": 0.1}, "give one of them"),
         ({"sync_ref_model": True, "kl_coef": 0.0}, "with `kl_coef=0` there is none"),
         ({"replay_buffer_size": 4}, "an older policy's completions"),
+        ({"kl_penalty": "full"}, "sums over the vocabulary"),
+        ({"kl_penalty": "abs", "kl_estimator": "k3"}, "give one of them"),
+        ({"use_score_norm": True}, "an option of `use_score_scaling`, which is off"),
+        ({"score_clip": 0.0}, "score_clip"),
+        ({"ratio_threshold": 5.0}, "`cliprange` bounds what a token can do"),
+        ({"early_stopping": True}, "trained on `num_ppo_epochs` times"),
+        ({"target_kl": 0.1}, "held by `adap_kl_ctrl` and `target`"),
     ],
 )
 def test_options_without_a_meaning_are_refused(options, sentence, tmp_path):
@@ -273,6 +280,39 @@ def test_a_completion_without_a_score_takes_no_part(tmp_path):
     assert [unit[0].read_trained(RETURNS)[-1] for unit in window if unit is not None] == pytest.approx(
         [1.0] * sum(scored)
     )
+
+
+def test_rewards_are_scaled_by_those_of_the_run_so_far(tmp_path):
+    """Two generations: scores, then their divisor, are worked out by numpy; evaluation moves nothing, a checkpoint has it all."""
+    scaling = {"use_score_scaling": True, "use_score_norm": True, "score_clip": 1.5, "missing_eos_penalty": 0.25}
+    options = {"num_ppo_epochs": 1, "max_steps": 2, "save_strategy": "steps", "save_steps": 1, **scaling}
+    made = trainer(tmp_path, options=options, eval_dataset=prompts(3))
+    windows, credit = [], made.credit
+    made.credit = lambda table, totals: (
+        windows.append((totals, table.truncated, credit(table, totals))) or windows[-1][2]
+    )
+    made.train()
+    seen = np.zeros(0)
+    for totals, truncated, scores in windows:
+        seen = np.concatenate([seen, totals.numpy()])
+        expected = np.clip((totals.numpy() - seen.mean()) / seen.std(ddof=1), -1.5, 1.5) - 0.25 * truncated.numpy()
+        assert scores.numpy() == pytest.approx(expected, abs=1e-12)
+    assert len(seen) == 16
+    assert dataclasses.astuple(made.seen_rewards) == pytest.approx((16, seen.mean(), seen.var(ddof=1)))
+    before = made.seen_rewards
+    made.evaluate()
+    assert made.seen_rewards == before
+    again = trainer(tmp_path, options=options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert again.seen_rewards == before
+
+
+def test_rewards_that_are_all_equal_are_not_divided(tmp_path):
+    made = trainer(
+        tmp_path, reward=lambda completions, **columns: [3.0] * len(completions), options={"use_score_scaling": True}
+    )
+    made.train()
+    assert made.state.log_history[0]["objective/scores"] == 3
 
 
 def test_another_token_may_end_a_completion(tmp_path):

@@ -13,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 from torch.autograd.graph import saved_tensors_hooks
 
 from posttrain import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from posttrain.models.critic import as_critic, attach_critic
 from posttrain.models.layers.kernels import PLAIN
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.memory import fit as memory
@@ -27,6 +28,7 @@ from posttrain.models.memory.fit import (
     memory_plan,
 )
 from posttrain.models.memory.shape import Shape
+from posttrain.models.scoring.heads import SEQUENCE_REWARD
 from posttrain.trainer import base
 from posttrain.trainer import online_trainer as online
 from posttrain.trainer.step import memory_fit
@@ -37,7 +39,7 @@ KIB = 2**10
 
 
 def cost_of(model):
-    return memory.activation_cost(model.model, model.config)
+    return memory.activation_cost(model)
 
 
 def kept(body, config, tokens):
@@ -65,6 +67,19 @@ def test_activations_are_measured_and_grow_with_tokens(family):
     found = kept(model.model, model.config, 600) - kept(model.model, model.config, 100)
     assert cost.kept[NONE] == pytest.approx(found / 500, rel=0.01)
     assert cost.is_measured
+
+
+@pytest.mark.parametrize("of", [cost_of, lambda model: Shape(model).activations(PLAIN)], ids=["measured", "estimated"])
+def test_a_value_model_keeps_activations_of_its_own(of):
+    """PPO's value model runs in the policy's pass: its body keeps as much again as the policy's."""
+    policy = load_model(tiny.causal_lm(num_hidden_layers=4), LoadOptions()).model
+    alone = of(policy)
+    critic = load_model(tiny.reward_model(num_hidden_layers=4), LoadOptions(task=SEQUENCE_REWARD)).model
+    attach_critic(policy, as_critic(critic))
+    both = of(policy)
+    for level in (NONE, SELECTIVE, FULL):
+        assert both.kept[level] == pytest.approx(2 * alone.kept[level], rel=0.01), level
+    assert both.layer == alone.layer
 
 
 def test_full_checkpointing_keeps_the_layer_inputs():

@@ -69,7 +69,7 @@ def test_a_rollout_is_read_back_as_it_was(tmp_path):
     assert dict(row["rewards"]) == {"accuracy": 1.0, "style": None}
     assert dict(row["seconds"]) == {"generate": 0.5}
     plain = {
-        "step": 12, "epoch": 0.25, "row": 17, "group": 3, "sample": 1, "prompt": "two plus two",
+        "step": 12, "epoch": 0.25, "row": 17, "group": 3, "sample": 1, "author": "policy", "prompt": "two plus two",
         "completion": "four\n\u00e9\U0001f600", "advantage": 0.75, "reward": 1.0, "failures": [], "tool_calls": [],
         "finish_reason": "stop", "error": None, "masked": False, "truncated": False, "policy_version": 6,
     }  # fmt: skip
@@ -166,6 +166,16 @@ def test_a_file_that_was_not_finished_is_not_read(tmp_path):
     written(tmp_path, 1, [a_rollout(1)])
     (tmp_path / "rollouts" / "step=000001" / ".process-0-1.parquet.unfinished").write_bytes(b"half")
     assert len(read_rollouts(tmp_path)) == 1
+
+
+def test_rollouts_of_a_version_without_authors_are_read(tmp_path):
+    written(tmp_path, 1, [a_rollout(1)])
+    (file,) = tmp_path.rglob("process-0.parquet")
+    pq.write_table(pq.read_table(file, partitioning=None).drop_columns(["author"]), file)
+    for record in tmp_path.rglob("*.xxh3"):
+        record.unlink()
+    (row,) = read_rollouts(tmp_path).to_pylist()
+    assert (row["author"], row["prompt"]) == (None, "two plus two")
 
 
 # ---- the thread ----------------------------------------------------------------------------------------------------------
@@ -287,7 +297,12 @@ def test_pages_have_checksums_for_other_readers(tmp_path):
     written(tmp_path, 1, [a_rollout(number) for number in range(8)])
     (file,) = tmp_path.rglob("*.parquet")
     content = bytearray(file.read_bytes())
-    offset = pq.ParquetFile(file).metadata.row_group(0).column(6).data_page_offset
+    offset = (
+        pq.ParquetFile(file)
+        .metadata.row_group(0)
+        .column(rollout_store.FILE_SCHEMA.get_field_index("tools"))
+        .data_page_offset
+    )
     content[offset + 40] ^= 1
     file.write_bytes(content)
     with pytest.raises(OSError, match="CRC checksum verification failed"):

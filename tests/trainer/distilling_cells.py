@@ -214,7 +214,7 @@ def gold_loss(loss: str, rows: list[Unit], own: Callable[..., Any], theirs: Call
 def gold_value(loss: str, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     if loss == "uld":
         return sorted_distance(p, q)
-    shared = 256  # bytes; control tokens have none, and the teacher's further words are the student's nothing
+    shared = 257  # bytes and the end of text; control tokens have none, and the teacher has further words
     rest = [one[shared:] for one in (p, q)]
     matched = divergence(*(torch.cat([one[:shared], more.sum()[None]]) for one, more in zip((p, q), rest)), 0.3)
     share = shared / len(tiny.tokenizer())

@@ -83,7 +83,7 @@ def logs(folder: Path) -> str:
     return "\n".join(path.read_text() for path in folder.parent.glob(f"{folder.name}-*.log"))
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "grpo-stream", "a2po"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "grpo", "grpo-stream", "a2po", "gkd"])
 def test_two_processes_equal_one_and_resume_exactly(method, tmp_path):
     one, two, killed = tmp_path / "one", tmp_path / "two", tmp_path / "killed"
     assert launch(1, one, method, 4) == [0], logs(one)

@@ -37,7 +37,8 @@ def test_killed_at_random_instants_and_resumed_is_bit_identical(quiet, method, k
     """A third of the resumed runs is killed again, and a third of those once more.
 
     The short form kills every other method at a place in the code and the rest at a moment in time. A checkpoint holds
-    KTO's z, BCO's rewards and the classifier of its density ratio, and they are compared with it.
+    KTO's z, BCO's rewards and the classifier of its density ratio, PPO's critic and coefficient, A2PO's V*; they are compared
+    with it.
     """
     whole, passed, duration = quiet(method)
     identical, injected, first = 0, 0, runs.METHODS.index(method) % 2

@@ -105,6 +105,7 @@ def record(
         "row": row,
         "group": group,
         "sample": sample,
+        "author": "reference" if sample == 7 else "policy",
         "prompt": json.dumps(prompt),
         "completion": "" if error else json.dumps(messages, ensure_ascii=False),
         "prompt_ids": tokenizer.encode("<|im_start|>" + asked + END).ids,

@@ -51,7 +51,7 @@ def test_every_column_equals_the_store(index, records):
     names = reward_names(index)
     for number, (found, record) in enumerate(zip(in_order(index), records, strict=True)):
         row = row_of(found, names)
-        for name in ("step", "row", "group", "sample", "masked", "truncated", "policy_version"):
+        for name in ("step", "row", "group", "sample", "author", "masked", "truncated", "policy_version"):
             assert row[name] == record[name], (number, name)
         assert same(row["reward"], record["reward"])
         assert same(row["advantage"], record["advantage"])

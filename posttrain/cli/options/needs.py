@@ -67,7 +67,7 @@ def give_agents(side: Any, given: dict[str, Any], args: Any) -> None:
     if isinstance(side, OnlineTrainer):
         side.rollout_func = given.get("rollout_func")
         side.agents = make_agents(given.get("tools"), given.get("environment_factory"), side.rollout_func)
-        if side.agents is None and hasattr(args, "max_tool_result"):
+        if side.agents is None:
             refuse_agent_options(args)
 
 

@@ -12,6 +12,8 @@ storage by storage. What is kept grows with the tokens of a micro-batch, so two 
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from posttrain.models.attention.ragged import RAGGED_ATTENTION, segment_kwargs
 from posttrain.models.layers.checkpointing import KEPT
@@ -62,9 +65,29 @@ class ActivationCost:
     def of(self, level: str, offload: bool) -> float:
         return self.waiting(level, offload) + self.in_backward(level)
 
+    def __add__(self, other: ActivationCost) -> ActivationCost:
+        """Of two bodies that one pass runs through. Their layers run backward one after the other."""
+        kept = {level: mine + other.kept[level] for level, mine in self.kept.items()}
+        layer_input, layer = max(self.layer_input, other.layer_input), max(self.layer, other.layer)
+        return ActivationCost(kept, layer_input, layer, self.is_measured and other.is_measured)
 
-def activation_cost(body: nn.Module, config: Any) -> ActivationCost:
-    """What `body` (the model without its head) keeps for a token; `Shape.activations` estimates it where nothing can be run."""
+
+def activation_cost(model: nn.Module) -> ActivationCost:
+    """What the body of a model (and of a critic beside it) keeps for a token.
+
+    `Shape.activations` estimates it where nothing can be run.
+    """
+    own = _body_cost(getattr(model, model.base_model_prefix), model.config)
+    return functools.reduce(operator.add, (activation_cost(other) for other in models_beside(model)), own)
+
+
+def models_beside(model: nn.Module) -> list[nn.Module]:
+    """Models with a body of their own that a model holds and that run in its forward: PPO's value model."""
+    body = getattr(model, model.base_model_prefix, None)
+    return [child for child in model.children() if isinstance(child, PreTrainedModel) and child is not body]
+
+
+def _body_cost(body: nn.Module, config: Any) -> ActivationCost:
     text = config.get_text_config()
     layers, width = text.num_hidden_layers, text.hidden_size
     item = next(p.element_size() for p in body.parameters() if p.is_floating_point())

@@ -6,6 +6,8 @@ Activations are estimated here for layers that cannot be run: those of `explain`
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from posttrain.models.layers.fused_lora import SIBLINGS
 from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
-from posttrain.models.memory.fit import FULL, NONE, SELECTIVE, ActivationCost
+from posttrain.models.memory.fit import FULL, NONE, SELECTIVE, ActivationCost, models_beside
 from posttrain.models.scoring.token_scores import default_chunk_tokens
 
 QUANTISED_BYTES = {"load_in_4bit": 0.5 + 4 / 64, "load_in_8bit": 1.0}
@@ -63,6 +65,7 @@ class Shape:
         self.is_adapter = model is not innermost
         # widths that one token keeps for the adapters of all layers
         self.adapter_inputs = sum(adapter_inputs(module, fuses_lora) for module in model.modules())
+        self.beside = [Shape(other, dtype) for other in models_beside(innermost)]
 
     def activations(self, kernels: str) -> ActivationCost:
         """Bytes a token, by level, as `activation_cost` would measure them on the device."""
@@ -73,7 +76,8 @@ class Shape:
         selective = min(item * self._of_layers(SELECTIVE_WIDTHS), everything)
         inputs = self.widths[0] * item
         kept = {NONE: everything, SELECTIVE: selective, FULL: self.layers * inputs}
-        return ActivationCost(kept, inputs, everything / self.layers, is_measured=False)
+        own = ActivationCost(kept, inputs, everything / self.layers, is_measured=False)
+        return functools.reduce(operator.add, (other.activations(kernels) for other in self.beside), own)
 
     def _of_layers(self, times: tuple[int, ...]) -> int:
         return self.layers * sum(count * width for count, width in zip(times, self.widths))

@@ -95,14 +95,14 @@ class Writer:
         if not is_policy:
             engine.load_weights(None, version)
             engine.wake()
+
+        def hand_over(place: int, rollout: Rollout) -> None:
+            rollout.author = author
+            on_finished(indices[place], rollout)
+
         try:
             episodes = self.episodes([rows[i] for i in indices], [requests[i] for i in indices], params)
-
-            def finished(place: int, rollout: Rollout) -> None:
-                rollout.author = author
-                on_finished(indices[place], rollout)
-
-            run_episodes(engine, episodes, params, finished)
+            run_episodes(engine, episodes, params, hand_over)
         finally:
             if not is_policy:
                 engine.sleep()

@@ -110,6 +110,7 @@ class RunLifecycle(TrainerCallback):
         self.run, self.args, self.checkpoints, self.skipped = run, run.args, checkpoints, skipped
         self.stop_signal: int | None = None
         self.resumed_from: Path | None = None
+        self.continues = False  # whether a resume was asked for, be there a checkpoint or not
 
     @contextmanager
     def running(self, wanted: str | bool | None) -> Iterator[str | None]:
@@ -145,6 +146,7 @@ class RunLifecycle(TrainerCallback):
 
     def _checkpoint_to_resume(self, wanted: str | bool | None) -> Path | None:
         wanted = resume_request(wanted)
+        self.continues = bool(wanted)
         if not wanted:
             return None
         if wanted is True:

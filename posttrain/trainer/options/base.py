@@ -120,8 +120,8 @@ class BaseConfig(TrainingArguments):
     max_skipped_steps: int = option(3, "Stop after this many optimizer steps in a row whose gradient was not finite.")
     resume_allow_changes: list[str] = option(
         [],
-        "Options (or 'dataset', 'tokenizer', 'model', 'adapter', 'rewards') that may differ from those of the checkpoint on "
-        "resume.",
+        "Options (or 'dataset', 'tokenizer', 'model', 'adapter', 'rewards', 'teacher') that may differ from those of the "
+        "checkpoint on resume.",
     )
     save_in_background: bool = option(
         True,

@@ -200,16 +200,16 @@ class DistillingConfig(TeacherConfig, OnlineConfig):
         "not continuous at its ends: at 0.01 its gradient is about a hundredth of that at 0.",
     )
     num_generations: int = option(1, "Completions that the student writes of each prompt.")
-    keep_logits: bool | None = refused(
-        None, "Logits of student and teacher are compared chunk by chunk, and never kept."
-    )
-
     seq_kd = False  # whether the teacher writes in the place of the dataset
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("lmbda", self.lmbda, 0, 1)
         check_range("beta", self.beta, 0, 1)
+        if self.keep_logits:
+            raise ValueError(
+                "`keep_logits` is set; logits of student and teacher are compared chunk by chunk, and never kept. Leave it out."
+            )
         if self.lmbda < 1 and self.num_generations > 1 and not self.seq_kd:
             raise ValueError(
                 f"`num_generations` is {self.num_generations}, and of the prompts that the student does not answer "

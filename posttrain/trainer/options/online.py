@@ -297,7 +297,7 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
 
 @dataclass
 class AgentConfig:
-    """Options of methods whose model may call tools; mixed into their configs."""
+    """Options of methods whose models may call tools or act in environments; mixed into their configs."""
 
     max_tool_calling_iterations: int | None = option(
         None,

@@ -14,7 +14,7 @@ LOSS_OPTIONS = ("label_smoothing", "discopop_tau")
 
 @dataclass
 class PreferenceLossConfig:
-    """Which losses, and what they are told; mixed into configs that have a `beta`."""
+    """Which losses, and their options; mixed into configs that have a `beta`."""
 
     loss_type: list[str] = option(["sigmoid"], "One or several of the 15 losses, added up with `loss_weights`.")
     loss_weights: list[float] | None = option(None, "One weight for each of `loss_type`. None: 1 each.")

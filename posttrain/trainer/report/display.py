@@ -157,6 +157,11 @@ class RunSummary(TrainerCallback):
 # ---- before --------------------------------------------------------------------------------------------------------------
 
 
+def _name(run: ShownRun) -> str:
+    """online_dpo -> ONLINE DPO."""
+    return run.method.upper().replace("_", " ")
+
+
 def plan(run: ShownRun, step: int, max_steps: int) -> list[str]:
     """The lines of the block that opens a run."""
     args = run.args
@@ -168,7 +173,7 @@ def plan(run: ShownRun, step: int, max_steps: int) -> list[str]:
         **({} if run.reference is None else {"reference": str(run.reference)}),
         **run.plan_lines(max_steps),
     }
-    lines = [f"{run.method.upper()} of {run.loaded.name} ({_weights(run)}){begins}"]
+    lines = [f"{_name(run)} of {run.loaded.name} ({_weights(run)}){begins}"]
     lines += [f"  {name:<12}{line}" for name, line in parts.items()]
     lines += [f"  note        {note}" for note in run.loaded.notes]
     lines.append(f"  run         {args.output_dir} ({_kept(args)})")
@@ -250,9 +255,7 @@ def summary(run: ShownRun, steps: int, tokens: float, took: float) -> list[str]:
     if not steps and run.lifecycle.resumed_from is not None and state.global_step >= state.max_steps:
         ended = f"had ended at step {state.global_step} already"
     speed = f", {count(tokens / took)} tokens/s" if took > 0 and tokens else ""
-    lines = [
-        f"{run.method.upper()} {ended}: {several(steps, 'step')}, {count(tokens)} tokens in {duration(took)}{speed}"
-    ]
+    lines = [f"{_name(run)} {ended}: {several(steps, 'step')}, {count(tokens)} tokens in {duration(took)}{speed}"]
     lines += [
         f"  {name:<12}{number(values[0])} -> {number(values[-1])}"
         for name in _headline_metric(state.log_history)

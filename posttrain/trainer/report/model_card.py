@@ -242,6 +242,9 @@ def procedure(run: DescribedRun) -> str:
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     dtype = str(args.compute_dtype).removeprefix("torch.")
     lines = [f"{what}.", f"{state.global_step:,} optimizer steps of {rows:,} rows, in {dtype}."]
+    if (teacher := getattr(getattr(run, "teacher", None), "name", None)) is not None:
+        linked = f"[{teacher}](https://huggingface.co/{teacher})" if is_hub_id(teacher) else Path(teacher).name
+        lines.append(f"Its teacher was {linked}.")
     tracked = sys.modules["wandb"].run if "wandb" in args.report_to and "wandb" in sys.modules else None
     if tracked is not None:
         lines.append(f"[The run on Weights & Biases]({tracked.url}).")

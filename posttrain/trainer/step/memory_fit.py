@@ -63,9 +63,9 @@ def _decide(run: FittedRun) -> None:
     if is_decided(memory_overrides(run)):
         return
     innermost = innermost_model(run.model)
-    body, head = getattr(innermost, innermost.base_model_prefix), innermost.get_output_embeddings()
+    head = innermost.get_output_embeddings()
     if args.sharding is None:
-        cost = memory.activation_cost(body, innermost.config)
+        cost = memory.activation_cost(innermost)
         state = memory.state_cost(run.model.parameters(), head, args.world_size)
     else:  # shards cannot be run by themselves: what plain layers keep is the most that any do
         cost = Shape(run.model, args.compute_dtype).activations(PLAIN)

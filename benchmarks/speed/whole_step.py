@@ -1,0 +1,212 @@
+"""The whole step of PPO and of Online DPO, generation to update, posttrain against TRL.
+
+    python -m benchmarks.speed.whole_step ppo|online_dpo [--settings ours tuned default] [--trl-path FOLDER] [--tiny]
+
+A step is 256 completions of 512 tokens after prompts of 256, from a 0.5B with random weights (PPO: a reward model and a value model
+of the same size, four epochs over each generation; Online DPO: 128 pairs, a reward function). Each setting runs in a process of its
+own. `ours head` is PPO with its default critic, a head on the policy.
+
+PPO needs TRL 1.10.0, the last that has it. It keeps the logits of a generation in float32 and copies them once, 159 GB for 256
+completions, so that a smaller step is measured; TRL's Online DPO generates micro-batch by micro-batch, of which fewer are measured.
+Where a setting runs out of memory, the next smaller one is tried. Seconds are reported for 256 completions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from benchmarks.speed import judge, materials
+from benchmarks.speed.measure import peak_memory, reset_peak_memory
+from benchmarks.speed.rows import QWEN_05B, Lengths, Row, tiny
+
+COMPLETIONS, EPOCHS = 256, 4
+NAMES = {"ppo": "PPO", "online_dpo": "OnlineDPO"}
+SETTINGS: dict[str, dict[str, list[dict[str, Any]]]] = {
+    "ppo": {
+        "ours": [{"samples": 256, "micro": 256}, {"samples": 256, "micro": 64}],
+        "ours head": [{"samples": 256, "micro": 256}, {"samples": 256, "micro": 64}],
+        "tuned": [{"samples": 128, "micro": 16}, {"samples": 64, "micro": 16}],
+        "default": [{"samples": 64, "micro": 8}],
+    },
+    "online_dpo": {
+        "ours": [{"samples": 256, "micro": 256}, {"samples": 256, "micro": 64}],
+        "tuned": [{"samples": 128, "micro": 64}, {"samples": 128, "micro": 32}],
+        "default": [{"samples": 16, "micro": 16}],
+    },
+}
+"""Completions of a step and of a micro-batch, to be tried in turn until one fits."""
+
+
+def row_of(method: str, is_tiny: bool) -> Row:
+    row = Row(
+        method,
+        "grpo",
+        QWEN_05B,
+        COMPLETIONS,
+        Lengths(0, 0, 512, 512, prompt=256, seed=4),
+        1e-6,
+        (),
+        group=1,
+        writes=True,
+    )
+    return replace(tiny(row), rows=8, group=1) if is_tiny else row
+
+
+class GenerationMarks(TrainerCallback):
+    """When each generation's last update ended; the device has then finished everything before."""
+
+    def __init__(self, updates: int, device: str) -> None:
+        self.updates, self.device, self.marks = updates, device, []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        reset_peak_memory(self.device)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step % self.updates == 0:
+            if self.device == "cuda":
+                torch.cuda.synchronize()
+            self.marks.append(time.perf_counter())
+
+
+def options_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps: int, output: str) -> dict[str, Any]:
+    """Of the config. TRL's Online DPO counts prompts, two completions each; so do we."""
+    is_ours = setting.startswith("ours")
+    each = 2 if method == "online_dpo" else 1
+    made = {
+        "output_dir": output,
+        "learning_rate": row.learning_rate,
+        "lr_scheduler_type": "constant",
+        "report_to": "none",
+        "save_strategy": "no",
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "temperature": 1.0,
+        "per_device_train_batch_size": sizes["micro"] // each,
+        "gradient_accumulation_steps": sizes["samples"] // sizes["micro"],
+        "use_cpu": not torch.cuda.is_available(),
+    }
+    if setting == "tuned":
+        made |= {"bf16": False, "optim": "adamw_torch_fused", "gradient_checkpointing": False}
+    if method == "ppo":
+        made |= {"response_length": row.lengths.high, "total_episodes": steps * sizes["samples"]}
+        made |= {} if is_ours else {"num_sample_generations": 0}
+        made |= {"local_rollout_forward_batch_size": min(sizes["samples"], 128)} if setting == "tuned" else {}
+    else:
+        made |= {"max_new_tokens": row.lengths.high, "max_length": row.lengths.prompt + row.lengths.high + 16}
+        made |= {"max_steps": steps}
+        made |= {"use_liger_kernel": True} if setting == "tuned" and torch.cuda.is_available() else {}
+    return made
+
+
+def trainer_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps: int, output: str, device: str) -> Any:
+    is_ours, title = setting.startswith("ours"), NAMES[method]
+    library = importlib.import_module("posttrain" if is_ours else f"trl.experimental.{method}")
+    dtype = torch.float32 if setting == "default" or device == "cpu" else torch.bfloat16
+    tokenizer = materials.tokenizer(row)
+    tokenizer.backend_tokenizer.decoder = (
+        None  # words with spaces between them: what a reward model is shown is as long again
+    )
+    each = 2 if method == "online_dpo" else 1
+    groups = materials.groups(replace(row, rows=sizes["samples"] // each), steps)
+    options = options_of(row, method, setting, sizes, steps, output)
+    shared = {
+        "args": getattr(library, f"{title}Config")(**options),
+        "model": materials.build_model(row, device, dtype),
+        "processing_class": tokenizer,
+        "callbacks": [GenerationMarks(EPOCHS if is_ours and method == "ppo" else 1, device)],
+    }
+    if method == "online_dpo":
+        rows = Dataset.from_list([{"prompt": materials.text_of(prompt)} for prompt, _ in groups])
+        return getattr(library, f"{title}Trainer")(reward_funcs=judge.shortness, train_dataset=rows, **shared)
+    judged = replace(row, method="reward")
+    rows = Dataset.from_list([{"input_ids": prompt} for prompt, _ in groups])
+    critic = None if setting == "ours head" else materials.build_model(judged, device, dtype)
+    more = {"reward_processing_classes": tokenizer} if is_ours else {}
+    return library.PPOTrainer(
+        ref_model=None,
+        reward_model=materials.build_model(judged, device, dtype),
+        value_model=critic,
+        train_dataset=rows,
+        **shared,
+        **more,
+    )
+
+
+def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_tiny: bool) -> dict[str, Any]:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    row = row_of(method, is_tiny)
+    if is_tiny:
+        sizes = {name: max(size // 16, 2) for name, size in sizes.items()}
+    with tempfile.TemporaryDirectory() as output:
+        trainer = trainer_of(row, method, setting, sizes, timed + 1, output, device)
+        marks = next(one for one in trainer.callback_handler.callbacks if isinstance(one, GenerationMarks))
+        trainer.train()
+    seconds = [after - before for before, after in zip(marks.marks, marks.marks[1:])]
+    last = trainer.state.log_history[-2:]
+    return {
+        "method": method,
+        "setting": setting,
+        **sizes,
+        "step_seconds": seconds,
+        "seconds_for_256": sum(seconds) / len(seconds) * COMPLETIONS / sizes["samples"],
+        "peak_gib": peak_memory(device) / 2**30,
+        "last_logs": last,
+    }
+
+
+def one_setting(method: str, setting: str, timed: int, is_tiny: bool, out: Path) -> None:
+    """Sizes in turn, each in a fresh process (what an out-of-memory error leaves behind is gone with it)."""
+    for place, sizes in enumerate(SETTINGS[method][setting]):
+        command = [sys.executable, "-m", "benchmarks.speed.whole_step", method, "--child", setting, str(place)]
+        command += ["--timed", str(timed), "--out", str(out), *(["--tiny"] if is_tiny else [])]
+        log = out.with_suffix(f".{method}-{setting.replace(' ', '-')}-{place}.log")
+        with log.open("w", encoding="utf-8") as written:
+            code = subprocess.run(command, stdout=written, stderr=written, check=False).returncode
+        if code == 0:
+            return
+        text = log.read_text(encoding="utf-8")
+        why = "out of memory" if "OutOfMemoryError" in text else text.strip().splitlines()[-1][:300]
+        print(json.dumps({"method": method, "setting": setting, **sizes, "error": why}), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("method", choices=SETTINGS)
+    parser.add_argument("--settings", nargs="+", default=["ours", "tuned", "default"])
+    parser.add_argument("--trl-path", type=Path)
+    parser.add_argument("--timed", type=int, default=2)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--out", type=Path, default=Path("runs/speed/whole_step.jsonl"))
+    parser.add_argument("--child", nargs=2, metavar=("SETTING", "PLACE"), help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    if asked.child:
+        setting, place = asked.child
+        found = measured(asked.method, setting, SETTINGS[asked.method][setting][int(place)], asked.timed, asked.tiny)
+        with asked.out.open("a", encoding="utf-8") as out:
+            out.write(json.dumps(found) + "\n")
+        return
+    if asked.trl_path:
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(asked.trl_path.resolve()), os.environ.get("PYTHONPATH", "")])
+    for setting in asked.settings:
+        one_setting(asked.method, setting, asked.timed if setting.startswith("ours") else 1, asked.tiny, asked.out)
+    if asked.out.exists():
+        print(asked.out.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    main()
