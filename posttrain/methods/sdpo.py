@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 MEASURED = "self_distillation/"
+FEEDBACK = "feedback"
+"""Scalar of a sample: 1 where its teacher is shown feedback."""
 WHOLE_GROUPS = "Groups in which nothing succeeds are left out of the distillation term; none is replaced."
 ONE_TEACHER = "The teacher follows the policy (`teacher_model_kind`); the reference of `beta` stays."
 
@@ -210,7 +212,7 @@ class SDPOTrainer(SelfDistillingTrainer):
         super(DistillingTrainer, self).spread(rollouts)
         if not self.weight:
             return
-        args, flags = self.args, []
+        args = self.args
         own = [(one.group, one.request.sample, self._demonstrated(one)) for one in rollouts if self._succeeded(one)]
         every = of_every_process(own, args.world_size)  # also where there is none: all processes ask, or none does
         successes = sorted(attempt for part in every for attempt in part)
@@ -218,17 +220,15 @@ class SDPOTrainer(SelfDistillingTrainer):
             solution = demonstration(
                 successes, rollout.group, rollout.request.sample, args.dont_reprompt_on_self_success
             )
-            feedback = text_of(rollout.columns.get(PRIVILEGED))
-            is_wanted = args.include_environment_feedback and not (
-                solution and args.environment_feedback_only_without_solution
+            is_alone = solution is None or not args.environment_feedback_only_without_solution
+            feedback = (
+                text_of(rollout.columns.get(PRIVILEGED)) if args.include_environment_feedback and is_alone else ""
             )
-            flags.append(
-                (bool(feedback), bool(feedback) and is_wanted, self._reprompt(rollout, solution, feedback * is_wanted))
-            )
-        names = ("feedback_available_fraction", "feedback_used_fraction", "reprompt_sample_fraction")
-        numbers = {f"{MEASURED}{name}": [flag[place] for flag in flags] for place, name in enumerate(names)}
-        self.metrics.add("train" if self.model.training else "eval", as_tensors(numbers))
-        self._inactive = 0 if any(flag[2] for flag in flags) else self._inactive + self.model.training
+            rollout.sample.scalars |= {
+                ACTIVE: float(solution is not None or bool(feedback)),
+                FEEDBACK: float(bool(feedback)),
+            }
+            self._reprompt(rollout, solution, feedback)
 
     def _succeeded(self, rollout: Rollout) -> bool:
         is_success = not rollout.masked and rollout.reward >= self.args.success_reward_threshold
@@ -238,14 +238,12 @@ class SDPOTrainer(SelfDistillingTrainer):
         text = text_of(rollout.completion)
         return without_thinking(text) if self.args.remove_thinking_from_demonstration else text
 
-    def _reprompt(self, rollout: Rollout, solution: str | None, feedback: str) -> bool:
-        """Give a sample its twin, and say whether the teacher is shown more than the student."""
+    def _reprompt(self, rollout: Rollout, solution: str | None, feedback: str) -> None:
+        """Give a sample its twin: the completion behind what the teacher is shown."""
         args, sample = self.args, rollout.sample
-        is_active = solution is not None or bool(feedback)
-        sample.scalars[ACTIVE] = float(is_active)
-        if not is_active:
+        if not sample.scalars[ACTIVE]:
             sample.twin = replace(sample, per_token={}, scalars={}, twin=None)  # compared, and counted for nothing
-            return False
+            return
         parts = {
             "solution": ""
             if solution is None
@@ -254,7 +252,6 @@ class SDPOTrainer(SelfDistillingTrainer):
         }
         prompt = shown(rollout.prompt, lambda text: fill(args.reprompt_template, {"prompt": text, **parts}), sample.row)
         self.attach_twin(rollout, prompt, args.max_reprompt_len)
-        return True
 
     def arranged(self, groups: list[list[Rollout]]) -> list[Unit | None]:
         """Without a policy term, samples whose teacher is shown nothing take part in nothing."""
@@ -324,8 +321,23 @@ class SDPOTrainer(SelfDistillingTrainer):
             collected.numbers |= {f"{MEASURED}{name}": value for name, value in found.items()}
             if mode == "train":
                 self._flat = self._flat + 1 if flat == 1 else 0
-                self._warn()
+        if self.weight:
+            self._measure_prompts(collected, mode)
+        if mode == "train":
+            self._warn()
         super()._measure(collected, mode)
+
+    def _measure_prompts(self, collected: Collected, mode: str) -> None:
+        """What the teacher was shown, of this process: a log puts the processes together."""
+        mine = [one for one in collected.rollouts if not one.masked]
+        found = {
+            "feedback_available_fraction": [bool(text_of(one.columns.get(PRIVILEGED))) for one in mine],
+            "feedback_used_fraction": [one.sample.scalars[FEEDBACK] for one in mine],
+            "reprompt_sample_fraction": [one.sample.scalars[ACTIVE] for one in mine],
+        }
+        self.metrics.add(mode, as_tensors({f"{MEASURED}{name}": values for name, values in found.items()}))
+        if mode == "train":
+            self._inactive = 0 if any(found["reprompt_sample_fraction"]) else self._inactive + 1
 
     def _warn(self) -> None:
         interval = self.args.diagnostics_warning_interval

@@ -22,7 +22,7 @@ from tests import tiny
 CACHE = tempfile.mkdtemp(prefix="posttrain-tokens-")
 
 
-ONLINE = ("grpo", "rloo", "online_dpo", "xpo", "nash_md", "a2po")
+ONLINE = ("grpo", "rloo", "online_dpo", "xpo", "nash_md", "a2po", "sdpo")
 ONLINE_OPTIONS = {
     "num_generations": 4,
     "max_completion_length": 5,
@@ -57,6 +57,7 @@ WINDOW = {"max_completion_length": 5, "steps_per_generation": 4, "num_iterations
 TAUGHT_OPTIONS = {
     "gkd": {**WINDOW, "lmbda": 0.5},
     "sdft": {**WINDOW, "num_generations": 2, "teacher_model_kind": "ema", "teacher_update_rate": 0.3},
+    "sdpo": {"distillation_weight": 0.5, "success_reward_threshold": 8.0, "teacher_update_rate": 0.3},
 }
 
 
