@@ -110,6 +110,14 @@ def test_the_average_moves_every_so_many_steps_by_its_rate(tmp_path):
         torch.testing.assert_close(trainer.teacher.asked.weights()[name], wanted)
 
 
+def test_what_is_saved_of_two_adapters_is_the_trained_one(tmp_path):
+    trainer = sdft(tmp_path, teacher_model_kind="ema", given={"peft_config": LORA})
+    assert set(trainer.model.peft_config) == {"default", "teacher"}
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "adapter_model.safetensors").exists()
+    assert not (tmp_path / "saved" / "teacher").exists()
+
+
 def test_an_adapter_on_the_head_and_options_without_effect_are_refused(tmp_path):
     on_head = LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
     untied = tiny.causal_lm(tie_word_embeddings=False)
