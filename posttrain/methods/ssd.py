@@ -22,6 +22,7 @@ from posttrain.trainer.options.base import option
 from posttrain.trainer.options.distilling import NO_REFERENCE, NoRewardsConfig, SelfTaughtConfig
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.report.model_card import Paper
+from posttrain.trainer.self_distilling_trainer import text_of
 
 SHORTEST_LINE = 10
 """Characters; a single line of fewer is a stub."""
@@ -90,7 +91,7 @@ class SSDTrainer(OnlineTrainer):
 
     def arranged(self, groups: list[list[Rollout]]) -> list[Unit | None]:
         rollouts = [rollout for group in groups for rollout in group]
-        active = [not (one.masked or (self.args.filter_empty and is_stub(text_of(one)))) for one in rollouts]
+        active = [not (one.masked or (self.args.filter_empty and is_stub(text_of(one.completion)))) for one in rollouts]
         mode = "train" if self.model.training else "eval"
         self.metrics.add(mode, as_tensors({"ssd/active_sample_ratio": active}))
         return [(one.sample,) if is_active else None for one, is_active in zip(rollouts, active)]
@@ -116,10 +117,3 @@ class SSDTrainer(OnlineTrainer):
             (f"sum over tokens / {totals['tokens']} trained tokens of the step",),
             (("p", f"probability, at temperature 1, of a token that the model drew at {drawn}"),),
         )
-
-
-def text_of(rollout: Rollout) -> str:
-    """What was written, whatever the form of the prompt."""
-    if isinstance(rollout.completion, str):
-        return rollout.completion
-    return "\n".join(str(message.get("content") or "") for message in rollout.completion)
