@@ -167,6 +167,11 @@ def _completed(logps: Tensor, inside: Tensor | None, tail: bool) -> Tensor:
     return torch.cat([logps, (-torch.expm1(mass.clamp(max=LARGEST_LOG_MASS))).log()], -1)
 
 
+def sampled_divergence(logps: Tensor, teacher_logps: Tensor) -> Tensor:
+    """(N,) `sg(log p - log q) log p` at the written tokens: its mean over what the student writes has the gradient of KL(p, q)."""
+    return (logps - teacher_logps).detach() * logps
+
+
 def sorted_l1(student_logps: Tensor, teacher_logps: Tensor, top_k: int = 0, tail: bool = False) -> Tensor:
     """ULD (arXiv:2402.12030): sum_i |sort(p)_i - sort(q)_i|, the shorter one padded with 0; at most 2.
 

@@ -14,8 +14,7 @@ from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.core.sample import Sample
 from posttrain.data.alignment import align
 from posttrain.data.render.byte_decoding import bytes_of_tokens
-from posttrain.data.render.conversation import Conversation
-from posttrain.data.render.renderer import Renderer, RenderError
+from posttrain.data.render.renderer import Renderer
 from posttrain.losses.distributions import BOTH, SORTED_L1, Divergence, mixed_divergence, sorted_l1
 from posttrain.losses.formulas import NORMALISERS, Formula, Totals, filled, number
 from posttrain.models.load.model import load_tokenizer
@@ -24,7 +23,7 @@ from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.models.scoring.two_heads import DivergenceQuestion
 from posttrain.rollout.rollout import Rollout
 from posttrain.trainer.construction import refuse_arguments
-from posttrain.trainer.distilling_trainer import DistillingTrainer
+from posttrain.trainer.distilling_trainer import DistillingTrainer, prompt_ids
 from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig
 from posttrain.trainer.report.model_card import Paper
@@ -239,7 +238,8 @@ class GOLDTrainer(DistillingTrainer):
         )  # without the tokens that end it
         text = b"".join(pieces).decode("utf-8", "replace")
         (ids,) = self._teachers_renderer.encode_texts([text], add_special_tokens=False)
-        prompt = self._teachers_prompt(rollout)
+        kwargs = rollout.columns.get("chat_template_kwargs")
+        prompt = prompt_ids(self._teachers_renderer, rollout.prompt, rollout.tools, kwargs, sample.row)
         found = align(pieces[:written], [self._teacher_bytes.get(int(token), b"") for token in ids])
         places = found.boundaries
         if written < len(pieces) and not self.args.uld_skip_student_eos and found.is_whole:
@@ -251,18 +251,6 @@ class GOLDTrainer(DistillingTrainer):
             flags[[begin + place[side] for place in places]] = 1
             one.per_token[BOUNDARY] = flags
         sample.twin = twin
-
-    def _teachers_prompt(self, rollout: Rollout) -> np.ndarray:
-        renderer = self._teachers_renderer
-        if isinstance(rollout.prompt, str):
-            return renderer.encode_texts([rollout.prompt])[0]
-        kwargs = rollout.columns.get("chat_template_kwargs")
-        (ids,) = renderer.encode_prompts([Conversation(rollout.prompt, rollout.tools, kwargs)])
-        if isinstance(ids, RenderError):
-            raise ValueError(
-                f"The teacher's chat template does not render the prompt of row {rollout.sample.row}: {ids}"
-            )
-        return ids
 
     # ---- the step --------------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,18 @@ METHODS: dict[str, Method] = {
         "GOLDConfig",
         "GOLD: distillation from a teacher that may have another tokenizer",
     ),
+    "sdft": Method(
+        "posttrain.methods.sdft",
+        "SDFTTrainer",
+        "SDFTConfig",
+        "Self-distillation fine-tuning: the model learns what it would say if it were shown more",
+    ),
+    "sdpo": Method(
+        "posttrain.methods.sdpo",
+        "SDPOTrainer",
+        "SDPOConfig",
+        "Self-distillation policy optimisation: the model learns from itself that has seen a success",
+    ),
     "ssd": Method("posttrain.methods.ssd", "SSDTrainer", "SSDConfig", "Simple self-distillation on own completions"),
 }
 

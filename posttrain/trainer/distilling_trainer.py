@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
+from posttrain.data.render.conversation import Conversation
+from posttrain.data.render.renderer import Renderer, RenderError
 from posttrain.data.rows.formats import LAST_TURN, PROMPT_COMPLETION, PROMPT_ONLY, RowFormat
 from posttrain.losses.distributions import Divergence
 from posttrain.losses.formulas import Formula, Totals, divergence_formula, number
@@ -29,6 +32,16 @@ from posttrain.trainer.options.distilling import DistillingConfig
 COIN = 0xC0111  # in the place of a completion's number: no completion has so high a one
 ON_POLICY = "on_policy"
 """Scalar of a sample: 1 where the student wrote it."""
+
+
+def prompt_ids(renderer: Renderer, prompt: Any, tools: Any, template_kwargs: Any, row: int) -> np.ndarray:
+    """A prompt, text or messages, as tokens for a teacher that is shown another one than the student, or reads other tokens."""
+    if isinstance(prompt, str):
+        return renderer.encode_texts([prompt])[0]
+    (ids,) = renderer.encode_prompts([Conversation(prompt, tools, template_kwargs)])
+    if isinstance(ids, RenderError):
+        raise ValueError(f"The teacher's chat template does not render the prompt of row {row}: {ids}")
+    return ids
 
 
 def lands_on_policy(seed: int, number: int, lmbda: float) -> bool:
@@ -150,7 +163,12 @@ class DistillingTrainer(OnlineTrainer):
             vocabulary=self.vocabulary,
             chunk_tokens=self.args.chunk_tokens,
             router_loss=self.loaded.router_loss_weight != 0,
+            **self.how_compared(batch),
         )
+
+    def how_compared(self, batch: TokenBatch) -> dict[str, Any]:
+        """Further options of `score_divergence`: what is known about the loss before the forward makes it cheaper."""
+        return {}
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         return LossOutput(policy.divergences, per="token", metrics=self.losses_by_author(batch, policy.divergences))

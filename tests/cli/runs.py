@@ -15,7 +15,7 @@ RATED = [
     {"prompt": f"What is {i}?", "completion": f" {i}." if i % 2 else " No.", "label": i % 2 == 1} for i in range(24)
 ]
 QUESTIONS = [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)]
-ONLINE_METHODS = {"grpo": 4, "rloo": 4, "online_dpo": 2, "xpo": 2, "nash_md": 2, "ppo": 1, "a2po": 1}
+ONLINE_METHODS = {"grpo": 4, "rloo": 4, "online_dpo": 2, "xpo": 2, "nash_md": 2, "ppo": 1, "a2po": 1, "sdpo": 4}
 """Method -> completions of a prompt."""
 ROWS = {
     "sft": [{"prompt": f"What is {i}?", "completion": f" It is {i}."} for i in range(24)],
@@ -26,12 +26,14 @@ ROWS = {
     **dict.fromkeys((*ONLINE_METHODS, "distillation", "ssd"), QUESTIONS),
 }
 ROWS["gkd"] = ROWS["gold"] = ROWS["sft"]
+ROWS["sdft"] = [{**row, "privileged_context": f"It is {row['answer']}."} for row in QUESTIONS]
 TAUGHT = {"teacher_model_name_or_path": "model", "max_completion_length": 6}
 UNREWARDED = {
     "gkd": TAUGHT,
     "gold": TAUGHT,
     "distillation": TAUGHT,
     "ssd": {"max_completion_length": 6, "filter_empty": False},
+    "sdft": {"max_completion_length": 6, "num_generations": 2},
 }
 """Methods that write completions and need no reward -> their options."""
 REWARD = '''

@@ -375,6 +375,12 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         "remove_unused_columns max_completion_length ds3_gather_for_generation shuffle_dataset temperature top_p top_k min_p "
         "generation_kwargs chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode beta lmbda "
         "max_tool_calling_iterations log_completions num_completions_to_print log_unique_prompts",
+        **dict.fromkeys(
+            ("sdft", "sdpo"),
+            "max_prompt_length num_generations num_generations_eval max_completion_length num_iterations use_teacher_server "
+            "teacher_model_kind teacher_update_rate teacher_sync_steps distillation_alpha distillation_mode distillation_topk "
+            "distillation_is_clip distillation_add_tail ds3_gather_for_generation cache_implementation vllm_mode",
+        ),
         "ssd": "max_prompt_length max_completion_length generation_batch_size steps_per_generation temperature top_k top_p min_p "
         "repetition_penalty generation_kwargs cache_implementation chat_template_kwargs use_vllm vllm_mode disable_dropout "
         "filter_empty num_iterations shuffle_dataset ds3_gather_for_generation",

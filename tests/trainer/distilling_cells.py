@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.core.batch import ACTIVE
 from posttrain.core.sample import Sample, Unit
 from posttrain.methods.gold import BOUNDARY
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
 from posttrain.trainer.distilling_trainer import ON_POLICY
 from tests import tiny
 
@@ -28,23 +30,48 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "uld": {"use_uld_loss": True, "uld_crossentropy_weight": 0.3, "uld_distillation_weight": 2.0},
         "hybrid": {"use_uld_loss": True, "uld_use_hybrid_loss": True, "beta": 0.3},
     },
+    "sdft": {
+        "topk": {"distillation_alpha": 0.0, "distillation_topk": 5},
+        "tail": {"distillation_topk": 5, "distillation_add_tail": True, "teacher_model_kind": "live"},
+        "full": {"distillation_mode": "full_logits", "teacher_model_kind": "ema"},
+        "sampled": {"distillation_mode": "sampled_token", "distillation_alpha": 1.0},
+        "clipped": {"distillation_alpha": 1.0, "distillation_topk": 5, "distillation_is_clip": 1.05},
+    },
+    "sdpo": {
+        "mixed": {
+            "distillation_weight": 0.6,
+            "distillation_mode": "topk_logits",
+            "distillation_topk": 5,
+            "distillation_add_tail": True,
+            "distillation_alpha": 0.5,
+        },
+        "only": {"distillation_is_clip": 1.05, "teacher_model_kind": "live"},
+    },
     "ssd": {"nll": {"temperature": 0.7}},
 }
+for _variant in (*OPTIONS["sdft"].values(), *OPTIONS["sdpo"].values()):
+    _variant.setdefault("distillation_is_clip", None)
+for _variant in OPTIONS["sdpo"].values():
+    _variant.setdefault("distillation_mode", "sampled_token")
+    _variant.setdefault("distillation_alpha", 1.0)
 """Method -> variant -> its options."""
+SELF_TAUGHT = ("sdft", "sdpo")
 TEMPERATURE = {"tempered": 0.7}
 MORE_WORDS = 3
 
 
 def resembles_others(method: str, loss: str) -> bool:
     """Distillation is GKD on other completions, and SSD's loss is SFT's."""
-    return (method, loss) not in (("gkd", "jsd"), ("gold", "hybrid"))
+    return (method, loss) not in (("gkd", "jsd"), ("gold", "hybrid"), ("sdft", "clipped"), ("sdpo", "mixed"))
 
 
 def arguments(method: str, loss: str, dtype: torch.dtype) -> dict[str, Any]:
     """What the constructor of the trainer wants besides."""
-    return (
-        {} if method == "ssd" else {"teacher_model": teacher(loss, dtype), "teacher_processing_class": tiny.tokenizer()}
-    )
+    if method == "sdpo":
+        return {"reward_funcs": lambda completions, **columns: [0.0] * len(completions)}
+    if method in ("ssd", "sdft"):
+        return {}
+    return {"teacher_model": teacher(loss, dtype), "teacher_processing_class": tiny.tokenizer()}
 
 
 def teacher(loss: str, dtype: torch.dtype) -> Any:
@@ -59,8 +86,27 @@ def teacher(loss: str, dtype: torch.dtype) -> Any:
 
 def units(method: str, texts: list[Unit]) -> list[Unit]:
     """Every other completion is the student's own. GOLD: with the teacher's tokens, of which as many begin a group."""
+    if method in SELF_TAUGHT:
+        return [(with_teachers_prompt(sample, method == "sdpo"),) for (sample,) in texts]
     made = [replace(sample, scalars={ON_POLICY: float(sample.row % 2)}) for (sample,) in texts]
     return [(with_teachers_tokens(sample) if method == "gold" else sample,) for sample in made]
+
+
+def with_teachers_prompt(sample: Sample, is_rewarded: bool) -> Sample:
+    """The same tokens behind some more, and log-probs of before the step near those of now; with rewards, of some samples only."""
+    rng = np.random.default_rng(sample.row)
+    more, first = 2 + sample.row % 3, np.arange(len(sample)) > 0
+    twin = Sample(
+        np.concatenate([rng.integers(0, 256, more), sample.input_ids]),
+        np.concatenate([np.zeros(more, dtype=bool), sample.trained & first]),
+        row=sample.row,
+    )
+    old = -5.5 + rng.integers(-4, 5, len(sample)).astype(np.float32) / 16
+    if not is_rewarded:
+        return replace(sample, per_token={OLD_LOGPS: old}, twin=twin)
+    advantages = np.full(len(sample), (sample.row - 3.5) / 4, np.float32)
+    scalars = {ACTIVE: float(sample.row % 3 != 1)}
+    return replace(sample, per_token={OLD_LOGPS: old, ADVANTAGES: advantages}, scalars=scalars, twin=twin)
 
 
 def with_teachers_tokens(sample: Sample) -> Sample:
@@ -81,6 +127,12 @@ def step_loss(
     """Sum over tokens of the divergence / tokens; `own` and `theirs` map a sample to ((n, V) log-probs, tokens)."""
     if method == "gold":
         return gold_loss(loss, rows, own, theirs)
+    if method in SELF_TAUGHT:
+        options = OPTIONS[method][loss]
+        values = [mean_of_completion(options, one, own) for (one,) in rows if one.scalars.get(ACTIVE, 1)]
+        weight = options.get("distillation_weight", 1.0)
+        taught = weight * sum(values) / len(values)
+        return taught + (1 - weight) * clipped_policy(rows, own) if weight < 1 else taught
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     heat, options = TEMPERATURE.get(loss, 1.0), OPTIONS[method][loss]
     for (sample,) in rows:
@@ -95,6 +147,45 @@ def step_loss(
             p, q = p_row.exp() / p_row.exp().sum(), q_row.exp() / q_row.exp().sum()
             total = total + divergence(p, q, options["beta"])
     return total / tokens
+
+
+def clipped_policy(rows: list[Unit], own: Callable[..., Any]) -> torch.Tensor:
+    """Sum over tokens of -min(rho A, clip(rho) A) / tokens."""
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for (sample,) in rows:
+        known = sample.read_trained(OLD_LOGPS), sample.read_trained(ADVANTAGES)
+        for row, target, old, advantage in zip(*own(sample), *known, strict=True):
+            rho = (row[target] - float(old)).exp()
+            total = total - torch.minimum(rho * float(advantage), rho.clamp(0.8, 1.2) * float(advantage))
+            tokens += 1
+    return total / tokens
+
+
+def mean_of_completion(options: dict[str, Any], sample: Sample, own: Callable[..., Any]) -> torch.Tensor:
+    """The policy is its own teacher, behind another prompt."""
+    logps, targets = own(sample)
+    with torch.no_grad():
+        wanted = own(sample.twin)[0]
+    total = torch.zeros((), dtype=torch.float64)
+    for p, q, target, old in zip(logps, wanted, targets, sample.read_trained(OLD_LOGPS), strict=True):
+        value = own_divergence(options, p, q, target)
+        cap = options["distillation_is_clip"]
+        total = total + value * (1 if cap is None else min(float((p[target].detach() - float(old)).exp()), cap))
+    return total / len(targets)
+
+
+def own_divergence(options: dict[str, Any], p: torch.Tensor, q: torch.Tensor, target: int) -> torch.Tensor:
+    """From log-probs of a row."""
+    if options.get("distillation_mode") == "sampled_token":
+        return (p[target] - q[target]).detach() * p[target]
+    p, q = p.exp(), q.exp()
+    if options.get("distillation_mode") != "full_logits":
+        chosen = p.topk(options["distillation_topk"]).indices
+        p, q = p[chosen], q[chosen]
+        if options.get("distillation_add_tail"):
+            p, q = (torch.cat([one, 1 - one.sum(0, keepdim=True)]) for one in (p, q))
+        p, q = p / p.sum(), q / q.sum()
+    return divergence(p, q, options.get("distillation_alpha", 0.5))
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor, beta: float) -> torch.Tensor:

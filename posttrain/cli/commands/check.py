@@ -96,10 +96,10 @@ class Checked:
         return RewardColumns(self.side, given) if given else None
 
     def _unread(self, rows: Any, name: str) -> list[str]:
-        """Columns that no reward and no environment reads; a reward's own that are missing are a finding."""
+        """Columns that neither the method nor a reward or an environment reads; a reward's own that are missing are a finding."""
         from posttrain.data.store.audit import ERROR, AuditFinding
 
-        columns = list(rows.column_names or ())
+        columns = [one for one in rows.column_names or () if one not in getattr(self.side, "columns_read", ())]
         if self.rewards is None:
             return columns
         missing = self.rewards.missing(columns)

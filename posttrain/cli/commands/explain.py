@@ -129,6 +129,8 @@ class Explained:
         from posttrain.models.load.model import LoadOptions, load_tokenizer, model_without_weights
         from posttrain.models.load.teacher import check_tokenizers
 
+        if hasattr(self.args, "teacher_model_kind"):  # the policy itself
+            return self.side.model if getattr(self.args, "distillation_weight", 1) else None
         if not getattr(self.side, "needs_teacher", False):
             return None
         named, arguments = self.args.teacher_model_name_or_path, self.args.teacher_arguments()
