@@ -23,8 +23,7 @@ from posttrain.models.load.teacher import Teacher
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.models.scoring.two_heads import DivergenceQuestion
 from posttrain.rollout.rollout import Rollout
-from posttrain.trainer.construction import refuse_arguments
-from posttrain.trainer.distilling_trainer import DistillingTrainer
+from posttrain.trainer.distilling_trainer import DistillingTrainer, RowsDistillingTrainer
 from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig
 from posttrain.trainer.report.model_card import Paper
@@ -119,7 +118,7 @@ class Hybrid(Divergence):
     ours: Tensor | None = None  # (W,) ids of the student's words that both have
     theirs: Tensor | None = None  # (W,) their ids at the teacher
 
-    def __call__(self, student_logps: Tensor, teacher_logps: Tensor) -> Tensor:
+    def __call__(self, student_logps: Tensor, teacher_logps: Tensor, targets: Tensor | None = None) -> Tensor:
         matched, others = [], []
         for logps, ids in ((student_logps, self.ours), (teacher_logps, self.theirs)):
             ids = ids.to(logps.device)
@@ -137,7 +136,7 @@ class BoundaryQuestion(DivergenceQuestion):
         return {"divergences": super().answer(model, rows)["divergences"]}
 
 
-class GOLDTrainer(DistillingTrainer):
+class GOLDTrainer(RowsDistillingTrainer):
     """GOLD (General Online Logit Distillation): GKD with one tokenizer; with two, ULD (arXiv:2402.12030) on aligned texts."""
 
     method, title = "gold", "general online logit distillation"
@@ -150,35 +149,6 @@ class GOLDTrainer(DistillingTrainer):
         "Transactions on Machine Learning Research",
     )
     config_class = GOLDConfig
-
-    def __init__(
-        self,
-        model: Any = None,
-        teacher_model: Any = None,
-        args: GOLDConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        preprocess_logits_for_metrics: Any = None,
-        peft_config: Any = None,
-        *,
-        quantization_config: Any = None,
-        teacher_processing_class: Any = None,
-        engine: Any = None,
-    ) -> None:
-        """Arguments in TRL's order."""
-        refused = {"data_collator": data_collator, "compute_metrics": compute_metrics}
-        refused["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
-        refuse_arguments(type(self).__name__, model, **refused)
-        super().__init__(
-            model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks,
-            optimizers=optimizers, peft_config=peft_config, quantization_config=quantization_config,
-            teacher_processing_class=teacher_processing_class, engine=engine,
-        )  # fmt: skip
 
     # ---- a teacher with another tokenizer ------------------------------------------------------------------------------
 

@@ -88,6 +88,12 @@ METHODS: dict[str, Method] = {
         "DistillationConfig",
         "On-policy distillation: a teacher on what the student writes",
     ),
+    "iw_opd": Method(
+        "posttrain.methods.iw_opd",
+        "IWOPDTrainer",
+        "IWOPDConfig",
+        "IW-OPD: own completions, each token by how much likelier a teacher finds it",
+    ),
     "gold": Method(
         "posttrain.methods.gold",
         "GOLDTrainer",

@@ -23,6 +23,7 @@ from posttrain.models.scoring.two_heads import score_divergence
 from posttrain.rollout.collector import GroupTable
 from posttrain.rollout.engines.noise import noise_base, uniform
 from posttrain.rollout.rollout import DATASET, POLICY, TEACHER, Request, Rollout
+from posttrain.trainer.construction import refuse_arguments
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.distilling import DistillingConfig
 
@@ -196,3 +197,41 @@ class DistillingTrainer(OnlineTrainer):
     @property
     def scoring_temperature(self) -> float:
         return self.compared_at(self.args)
+
+
+class RowsDistillingTrainer(DistillingTrainer):
+    """A DistillingTrainer with the arguments that TRL's GKD, GOLD and IW-OPD share, which are those of its SFTTrainer."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        teacher_model: Any = None,
+        args: DistillingConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Any = None,
+        peft_config: Any = None,
+        formatting_func: Any = None,
+        *,
+        quantization_config: Any = None,
+        teacher_processing_class: Any = None,
+        engine: Any = None,
+    ) -> None:
+        """Arguments in TRL's order."""
+        refused = {
+            "data_collator": data_collator,
+            "compute_metrics": compute_metrics,
+            "formatting_func": formatting_func,
+        }
+        refused["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        refuse_arguments(type(self).__name__, model, **refused)
+        super().__init__(
+            model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks,
+            optimizers=optimizers, peft_config=peft_config, quantization_config=quantization_config,
+            teacher_processing_class=teacher_processing_class, engine=engine,
+        )  # fmt: skip

@@ -23,7 +23,7 @@ ROWS = {
     "tpo": [{**row, "reference": " It is so."} for row in PAIRS],
     **dict.fromkeys(("kto", "bco"), RATED),
     "prm": tiny.steps(24),
-    **dict.fromkeys((*ONLINE_METHODS, "distillation", "ssd"), QUESTIONS),
+    **dict.fromkeys((*ONLINE_METHODS, "distillation", "iw_opd", "ssd"), QUESTIONS),
 }
 ROWS["gkd"] = ROWS["gold"] = ROWS["sft"]
 TAUGHT = {"teacher_model_name_or_path": "model", "max_completion_length": 6}
@@ -31,6 +31,7 @@ UNREWARDED = {
     "gkd": TAUGHT,
     "gold": TAUGHT,
     "distillation": TAUGHT,
+    "iw_opd": TAUGHT,
     "ssd": {"max_completion_length": 6, "filter_empty": False},
 }
 """Methods that write completions and need no reward -> their options."""

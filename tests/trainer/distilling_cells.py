@@ -11,6 +11,8 @@ import torch
 
 from posttrain.core.sample import Sample, Unit
 from posttrain.methods.gold import BOUNDARY
+from posttrain.methods.iw_opd import TEACHER_LOGPS
+from posttrain.rollout.rollout import OLD_LOGPS
 from posttrain.trainer.distilling_trainer import ON_POLICY
 from tests import tiny
 
@@ -24,6 +26,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "more_words": {"beta": 0.3},
     },
     "distillation": {"tempered": {"beta": 1.0, "temperature": 0.7}},
+    "iw_opd": {
+        "iw_opd": {"temperature": 0.7, "lmbda": 0.5, "iw_opd_gamma": 0.8},
+        "top_2": {"distillation_objective": "jsd", "beta": 0.3, "loss_top_k": 2},
+        "realised": {"distillation_objective": "jsd", "beta": 0.3},
+    },
     "gold": {
         "uld": {"use_uld_loss": True, "uld_crossentropy_weight": 0.3, "uld_distillation_weight": 2.0},
         "hybrid": {"use_uld_loss": True, "uld_use_hybrid_loss": True, "beta": 0.3},
@@ -31,13 +38,13 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "ssd": {"nll": {"temperature": 0.7}},
 }
 """Method -> variant -> its options."""
-TEMPERATURE = {"tempered": 0.7}
+TEMPERATURE = {"tempered": 0.7, "iw_opd": 0.7}
 MORE_WORDS = 3
 
 
 def resembles_others(method: str, loss: str) -> bool:
     """Distillation is GKD on other completions, and SSD's loss is SFT's."""
-    return (method, loss) not in (("gkd", "jsd"), ("gold", "hybrid"))
+    return (method, loss) not in (("gkd", "jsd"), ("gold", "hybrid"), ("iw_opd", "iw_opd"))
 
 
 def arguments(method: str, loss: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -60,7 +67,15 @@ def teacher(loss: str, dtype: torch.dtype) -> Any:
 def units(method: str, texts: list[Unit]) -> list[Unit]:
     """Every other completion is the student's own. GOLD: with the teacher's tokens, of which as many begin a group."""
     made = [replace(sample, scalars={ON_POLICY: float(sample.row % 2)}) for (sample,) in texts]
-    return [(with_teachers_tokens(sample) if method == "gold" else sample,) for sample in made]
+    more = {"gold": with_teachers_tokens, "iw_opd": with_logps}.get(method, lambda sample: sample)
+    return [(more(sample),) for sample in made]
+
+
+def with_logps(sample: Sample) -> Sample:
+    """Numbers as the teacher and the student that wrote might have said them."""
+    rng = np.random.default_rng(sample.row)
+    columns = {name: -5 + rng.normal(size=len(sample)) for name in (TEACHER_LOGPS, OLD_LOGPS)}
+    return replace(sample, per_token={**sample.per_token, **columns})
 
 
 def with_teachers_tokens(sample: Sample) -> Sample:
@@ -89,12 +104,36 @@ def step_loss(
         if method == "ssd":
             total = total - sum(row[target] for row, target in zip(logps, targets))
             continue
+        if loss == "iw_opd":
+            total = total + iw_opd_loss(sample, (logps / heat).log_softmax(-1), targets, options["iw_opd_gamma"])
+            continue
         with torch.no_grad():
             wanted = theirs(sample)[0][:, : logps.shape[-1]]
-        for p_row, q_row in zip(logps / heat, wanted / heat):
+        for p_row, q_row, target in zip(logps / heat, wanted / heat, targets):
             p, q = p_row.exp() / p_row.exp().sum(), q_row.exp() / q_row.exp().sum()
+            if method == "iw_opd":
+                p, q = with_tail(p, q, target, options.get("loss_top_k"))
             total = total + divergence(p, q, options["beta"])
     return total / tokens
+
+
+def iw_opd_loss(sample: Sample, logps: torch.Tensor, targets: torch.Tensor, gamma: float) -> torch.Tensor:
+    """-sum_t w_t a_t log p(y_t) of one completion."""
+    own = [row[target] for row, target in zip(logps, targets)]
+    then = sample.read_trained(OLD_LOGPS).tolist() if sample.scalars[ON_POLICY] else [one.item() for one in own]
+    gaps = [q - mu for q, mu in zip(sample.read_trained(TEACHER_LOGPS).tolist(), then)]
+    whole = sum(abs(a) for a in gaps)
+    weights = [1 + gamma * (1 - sum(abs(a) for a in gaps[:t]) / whole) for t in range(len(gaps))]
+    return -sum(w * a * lp for w, a, lp in zip(weights, gaps, own))
+
+
+def with_tail(
+    p: torch.Tensor, q: torch.Tensor, target: torch.Tensor, top_k: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens of both, of the student the one that follows where no number is given, and the rest."""
+    ours = [target.item()] if top_k is None else p.topk(top_k).indices.tolist()
+    chosen = sorted({*ours, *q.topk(top_k or 1).indices.tolist()})
+    return tuple(torch.cat([one[chosen], 1 - one[chosen].sum()[None]]) for one in (p, q))
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor, beta: float) -> torch.Tensor:

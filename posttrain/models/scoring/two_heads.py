@@ -180,7 +180,7 @@ def _compared(
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
         wanted = theirs(head_input(taught, theirs.module))
         wanted = normalised(wanted.to(torch.promote_types(wanted.dtype, logits.dtype)))
-    return divergence(normalised(logits), wanted)
+    return divergence(normalised(logits), wanted, targets)
 
 
 def normalised(logits: Tensor) -> Tensor:
