@@ -21,9 +21,9 @@ from posttrain.losses.formulas import NORMALISERS, Formula, Totals, filled, numb
 from posttrain.models.load.model import load_tokenizer
 from posttrain.models.load.teacher import Teacher
 from posttrain.models.scoring.token_scores import score_tokens
-from posttrain.models.scoring.two_heads import DivergenceQuestion
+from posttrain.models.scoring.two_heads import DivergencesAlone
 from posttrain.rollout.rollout import Rollout
-from posttrain.trainer.distilling_trainer import DistillingTrainer, RowsDistillingTrainer
+from posttrain.trainer.distilling_trainer import RowsDistillingTrainer, TaughtTrainer
 from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig
 from posttrain.trainer.report.model_card import Paper
@@ -129,13 +129,6 @@ class Hybrid(Divergence):
         return torch.stack([common, sorted_l1(*others, self.top_k, self.tail)], -1)
 
 
-class BoundaryQuestion(DivergenceQuestion):
-    """Asked at some of the trained tokens only; what is said of all of them is another question's."""
-
-    def answer(self, model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
-        return {"divergences": super().answer(model, rows)["divergences"]}
-
-
 class GOLDTrainer(RowsDistillingTrainer):
     """GOLD (General Online Logit Distillation): GKD with one tokenizer; with two, ULD (arXiv:2402.12030) on aligned texts."""
 
@@ -156,7 +149,7 @@ class GOLDTrainer(RowsDistillingTrainer):
         """With two tokenizers there is nothing to be the same but the bytes of texts."""
         if not self.args.use_uld_loss:
             return super().prepare_reference(ref_model, policy)
-        super(DistillingTrainer, self).prepare_reference(ref_model, policy)
+        super(TaughtTrainer, self).prepare_reference(ref_model, policy)
         self.teacher = self.make_teacher(policy)
         self._student_bytes, self._teacher_bytes = map(bytes_of_tokens, (self.processing_class, self.teacher.tokenizer))
         self._teachers_renderer = Renderer(self.teacher.tokenizer)
@@ -245,7 +238,7 @@ class GOLDTrainer(RowsDistillingTrainer):
             twin = replace(batch, input_ids=torch.zeros_like(batch.input_ids), per_token={BOUNDARY: batch.targets[:0]})
         ours, theirs = (one.per_token[BOUNDARY] > 0 for one in (batch if batch.twin else twin, twin))
         taught = self.teacher.rows(twin)
-        question = BoundaryQuestion(
+        question = DivergencesAlone(
             batch.positions[ours],
             batch.targets[ours],
             temperature=self.args.uld_student_temperature,

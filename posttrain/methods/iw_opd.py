@@ -48,8 +48,8 @@ class IWOPDConfig(NoRewardsConfig, DistillingConfig):
     top_p: float = option(0.95, "Sample from the smallest set of tokens with this much probability.")
     distillation_objective: str = option(
         IW_OPD,
-        "'iw_opd': the likelihood of each token, weighed by how much likelier the teacher finds it, more at the beginning; 'jsd': "
-        "the divergence that `beta` names.",
+        "What is learnt: 'iw_opd', the likelihood of each token, weighed by how much likelier the teacher finds it, more at the "
+        "beginning; 'jsd', the divergence that `beta` names.",
     )
     iw_opd_gamma: float = option(
         0.5, "Tokens at the beginning weigh up to 1 + this; the weight falls to 1 as the disagreement is used up."
