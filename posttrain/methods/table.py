@@ -94,6 +94,12 @@ METHODS: dict[str, Method] = {
         "IWOPDConfig",
         "IW-OPD: own completions, each token by how much likelier a teacher finds it",
     ),
+    "minillm": Method(
+        "posttrain.methods.minillm",
+        "MiniLLMTrainer",
+        "MiniLLMConfig",
+        "MiniLLM: the divergence from a teacher by policy gradients, beside rewards if there are any",
+    ),
     "gold": Method(
         "posttrain.methods.gold",
         "GOLDTrainer",
@@ -103,8 +109,10 @@ METHODS: dict[str, Method] = {
     "ssd": Method("posttrain.methods.ssd", "SSDTrainer", "SSDConfig", "Simple self-distillation on own completions"),
 }
 
-_TEACHER = "`posttrain gkd` and `posttrain distillation` learn from a teacher."
 PLANNED: dict[str, tuple[str, str]] = {
-    "minillm": ("MiniLLM", _TEACHER),
+    "server_distillation": (
+        "ServerDistillation",
+        "`posttrain gkd` and `posttrain distillation` learn from a teacher beside the student.",
+    ),
 }
 """Methods of TRL's that are to come: name -> (what it is called, what is there instead)."""

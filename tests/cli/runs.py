@@ -23,7 +23,7 @@ ROWS = {
     "tpo": [{**row, "reference": " It is so."} for row in PAIRS],
     **dict.fromkeys(("kto", "bco"), RATED),
     "prm": tiny.steps(24),
-    **dict.fromkeys((*ONLINE_METHODS, "distillation", "iw_opd", "ssd"), QUESTIONS),
+    **dict.fromkeys((*ONLINE_METHODS, "distillation", "iw_opd", "minillm", "ssd"), QUESTIONS),
 }
 ROWS["gkd"] = ROWS["gold"] = ROWS["sft"]
 TAUGHT = {"teacher_model_name_or_path": "model", "max_completion_length": 6}
@@ -32,6 +32,7 @@ UNREWARDED = {
     "gold": TAUGHT,
     "distillation": TAUGHT,
     "iw_opd": TAUGHT,
+    "minillm": {**TAUGHT, "num_generations": 2},
     "ssd": {"max_completion_length": 6, "filter_empty": False},
 }
 """Methods that write completions and need no reward -> their options."""

@@ -12,7 +12,7 @@ import torch
 from posttrain.core.sample import Sample, Unit
 from posttrain.methods.gold import BOUNDARY
 from posttrain.methods.iw_opd import TEACHER_LOGPS
-from posttrain.rollout.rollout import OLD_LOGPS
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
 from posttrain.trainer.distilling_trainer import ON_POLICY
 from tests import tiny
 
@@ -31,6 +31,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "top_2": {"distillation_objective": "jsd", "beta": 0.3, "loss_top_k": 2},
         "realised": {"distillation_objective": "jsd", "beta": 0.3},
     },
+    "minillm": {"one_temperature": {}, "two_temperatures": {"temperature": 1.3, "kd_temperature": 0.7}},
     "gold": {
         "uld": {"use_uld_loss": True, "uld_crossentropy_weight": 0.3, "uld_distillation_weight": 2.0},
         "hybrid": {"use_uld_loss": True, "uld_use_hybrid_loss": True, "beta": 0.3},
@@ -44,7 +45,12 @@ MORE_WORDS = 3
 
 def resembles_others(method: str, loss: str) -> bool:
     """Distillation is GKD on other completions, and SSD's loss is SFT's."""
-    return (method, loss) not in (("gkd", "jsd"), ("gold", "hybrid"), ("iw_opd", "iw_opd"))
+    return (method, loss) not in (
+        ("gkd", "jsd"),
+        ("gold", "hybrid"),
+        ("iw_opd", "iw_opd"),
+        ("minillm", "two_temperatures"),
+    )
 
 
 def arguments(method: str, loss: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -67,14 +73,17 @@ def teacher(loss: str, dtype: torch.dtype) -> Any:
 def units(method: str, texts: list[Unit]) -> list[Unit]:
     """Every other completion is the student's own. GOLD: with the teacher's tokens, of which as many begin a group."""
     made = [replace(sample, scalars={ON_POLICY: float(sample.row % 2)}) for (sample,) in texts]
-    more = {"gold": with_teachers_tokens, "iw_opd": with_logps}.get(method, lambda sample: sample)
+    more = {"gold": with_teachers_tokens, "iw_opd": with_logps, "minillm": with_logps}.get(
+        method, lambda sample: sample
+    )
     return [(more(sample),) for sample in made]
 
 
 def with_logps(sample: Sample) -> Sample:
-    """Numbers as the teacher and the student that wrote might have said them."""
+    """Numbers as the teacher and the student that wrote might have said them, and advantages of tokens."""
     rng = np.random.default_rng(sample.row)
     columns = {name: -5 + rng.normal(size=len(sample)) for name in (TEACHER_LOGPS, OLD_LOGPS)}
+    columns[ADVANTAGES] = rng.normal(size=len(sample))
     return replace(sample, per_token={**sample.per_token, **columns})
 
 
@@ -96,6 +105,8 @@ def step_loss(
     """Sum over tokens of the divergence / tokens; `own` and `theirs` map a sample to ((n, V) log-probs, tokens)."""
     if method == "gold":
         return gold_loss(loss, rows, own, theirs)
+    if method == "minillm":
+        return minillm_loss(OPTIONS[method][loss], rows, own, theirs)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     heat, options = TEMPERATURE.get(loss, 1.0), OPTIONS[method][loss]
     for (sample,) in rows:
@@ -114,6 +125,26 @@ def step_loss(
             if method == "iw_opd":
                 p, q = with_tail(p, q, target, options.get("loss_top_k"))
             total = total + divergence(p, q, options["beta"])
+    return total / tokens
+
+
+def minillm_loss(
+    options: dict[str, float], rows: list[Unit], own: Callable[..., Any], theirs: Callable[..., Any]
+) -> torch.Tensor:
+    """Sum over tokens of the clipped surrogate, with an advantage of each, and of KL(p, q) / tokens."""
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for (sample,) in rows:
+        logps, targets = own(sample)
+        tokens += len(targets)
+        with torch.no_grad():
+            wanted = (theirs(sample)[0] / options.get("kd_temperature", 1.0)).log_softmax(-1)
+        written = (logps / options.get("temperature", 1.0)).log_softmax(-1)
+        compared = (logps / options.get("kd_temperature", 1.0)).log_softmax(-1)
+        columns = zip(sample.read_trained(OLD_LOGPS).tolist(), sample.read_trained(ADVANTAGES).tolist())
+        for place, (old, advantage) in enumerate(columns):
+            ratio = (written[place][targets[place]] - old).exp()
+            total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            total = total + divergence(compared[place].exp(), wanted[place].exp(), 1.0)
     return total / tokens
 
 
