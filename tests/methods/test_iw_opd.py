@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from datasets import Dataset
 
 from posttrain import IWOPDConfig, IWOPDTrainer
 from posttrain.methods.iw_opd import TEACHER_LOGPS, prefix_weights
+from posttrain.migration.trl_names import found
 from posttrain.rollout.rollout import OLD_LOGPS, POLICY
 from tests import tiny
 from tests.trainer.test_distilling import ROWS, collected
@@ -17,8 +19,9 @@ from tests.trainer.test_distilling import ROWS, collected
 
 def iw_opd(folder, teacher=1, **options):
     args = IWOPDConfig(
-        output_dir=str(folder), report_to="none", use_cpu=True, save_strategy="no", logging_steps=1, disable_tqdm=True,
-        **{"per_device_train_batch_size": 4, "max_completion_length": 6, "learning_rate": 1e-3, "max_steps": 2, **options},
+        output_dir=str(folder), report_to="none", use_cpu=True, logging_steps=1, disable_tqdm=True,
+        **{"save_strategy": "no", "per_device_train_batch_size": 4, "max_completion_length": 6, "learning_rate": 1e-3,
+           "max_steps": 2, **options},
     )  # fmt: skip
     own = {"processing_class": tiny.tokenizer(), "teacher_processing_class": tiny.tokenizer()}
     return IWOPDTrainer(tiny.causal_lm(), tiny.causal_lm(teacher), args, train_dataset=Dataset.from_list(ROWS), **own)
@@ -85,3 +88,33 @@ def test_a_generation_that_is_used_once_needs_no_pass_of_its_own(tmp_path):
 def test_what_has_no_effect_or_is_not_there_is_refused(options, sentence, tmp_path):
     with pytest.raises(ValueError, match=sentence):
         IWOPDConfig(output_dir=str(tmp_path), **options)
+
+
+def test_a_resumed_run_continues_in_the_middle_of_a_generation(tmp_path):
+    """What the teacher said of it is in the checkpoint: another teacher's answer would be another gradient."""
+    options = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
+    whole = iw_opd(tmp_path, **options)
+    whole.train()
+    resumed = iw_opd(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for name, tensor in resumed.model.state_dict().items():
+        assert (tensor == whole.model.state_dict()[name]).all(), name
+
+
+def test_arguments_are_where_trl_has_them():
+    order = [
+        "model",
+        "teacher_model",
+        "args",
+        "data_collator",
+        "train_dataset",
+        "eval_dataset",
+        "processing_class",
+        "compute_metrics",
+        "callbacks",
+        "optimizers",
+        "preprocess_logits_for_metrics",
+        "peft_config",
+    ]
+    assert list(inspect.signature(IWOPDTrainer).parameters)[: len(order)] == order
+    assert found("IWOPDTrainer", "trl.experimental.iw_opd") is IWOPDTrainer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from datasets import Dataset
 
 from posttrain import MiniLLMConfig, MiniLLMTrainer
 from posttrain.methods.minillm import GAIN, discounted_gains
+from posttrain.migration.trl_names import found
 from posttrain.rollout.rollout import ADVANTAGES
 from tests import tiny
 from tests.trainer.test_distilling import ROWS, collected
@@ -21,9 +23,9 @@ def length(completions, **columns):
 
 def minillm(folder, teacher=1, reward_funcs=None, **options):
     args = MiniLLMConfig(
-        output_dir=str(folder), report_to="none", use_cpu=True, save_strategy="no", logging_steps=1, disable_tqdm=True,
-        **{"per_device_train_batch_size": 4, "max_completion_length": 6, "learning_rate": 1e-3, "max_steps": 2,
-           "num_generations": 2, "reward_workers": 0, **options},
+        output_dir=str(folder), report_to="none", use_cpu=True, logging_steps=1, disable_tqdm=True,
+        **{"save_strategy": "no", "per_device_train_batch_size": 4, "max_completion_length": 6, "learning_rate": 1e-3,
+           "max_steps": 2, "num_generations": 2, "reward_workers": 0, **options},
     )  # fmt: skip
     own = {"processing_class": tiny.tokenizer(), "teacher_processing_class": tiny.tokenizer()}
     prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in ROWS])
@@ -42,8 +44,8 @@ def minillm(folder, teacher=1, reward_funcs=None, **options):
     ],
 )
 def test_the_worked_example(gamma, normalised, after_step, wanted):
-    found = discounted_gains(np.array([0.5, -0.2, 0.1]), gamma, normalised, after_step)
-    assert found.tolist() == pytest.approx(wanted, abs=1e-6)
+    values = discounted_gains(np.array([0.5, -0.2, 0.1]), gamma, normalised, after_step)
+    assert values.tolist() == pytest.approx(wanted, abs=1e-6)
 
 
 @pytest.mark.parametrize("rewarded", [False, True])
@@ -76,8 +78,8 @@ def test_a_perfect_student_without_rewards_stays_where_it_is(options, tmp_path):
 def test_the_student_comes_nearer_to_its_teacher(tmp_path):
     trainer = minillm(tmp_path, max_steps=12, learning_rate=5e-3)
     trainer.train()
-    found = [entry["minillm/reverse_kl"] for entry in trainer.state.log_history if "loss" in entry]
-    assert sum(found[-3:]) < 0.8 * sum(found[:3])
+    seen = [entry["minillm/reverse_kl"] for entry in trainer.state.log_history if "loss" in entry]
+    assert sum(seen[-3:]) < 0.8 * sum(seen[:3])
 
 
 @pytest.mark.parametrize(
@@ -93,3 +95,33 @@ def test_the_student_comes_nearer_to_its_teacher(tmp_path):
 def test_what_has_no_effect_is_refused(options, sentence, tmp_path):
     with pytest.raises(ValueError, match=sentence):
         minillm(tmp_path, **options)
+
+
+def test_a_resumed_run_continues_in_the_middle_of_a_generation(tmp_path):
+    """What the teacher said of it is in the checkpoint: another teacher's answer would be another gradient."""
+    options = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
+    whole = minillm(tmp_path, **options)
+    whole.train()
+    resumed = minillm(tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for name, tensor in resumed.model.state_dict().items():
+        assert (tensor == whole.model.state_dict()[name]).all(), name
+
+
+def test_arguments_are_where_trl_has_them():
+    order = [
+        "model",
+        "teacher_model",
+        "reward_funcs",
+        "args",
+        "train_dataset",
+        "eval_dataset",
+        "processing_class",
+        "reward_processing_classes",
+        "callbacks",
+        "optimizers",
+        "peft_config",
+        "rollout_func",
+    ]
+    assert list(inspect.signature(MiniLLMTrainer).parameters)[: len(order)] == order
+    assert found("MiniLLMTrainer", "trl.experimental.minillm") is MiniLLMTrainer
