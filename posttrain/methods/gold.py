@@ -20,10 +20,9 @@ from posttrain.losses.formulas import NORMALISERS, Formula, Totals, filled, numb
 from posttrain.models.load.model import load_tokenizer
 from posttrain.models.load.teacher import Teacher
 from posttrain.models.scoring.token_scores import score_tokens
-from posttrain.models.scoring.two_heads import DivergenceQuestion
+from posttrain.models.scoring.two_heads import DivergencesAlone
 from posttrain.rollout.rollout import Rollout
-from posttrain.trainer.construction import refuse_arguments
-from posttrain.trainer.distilling_trainer import DistillingTrainer, prompt_ids
+from posttrain.trainer.distilling_trainer import RowsDistillingTrainer, TaughtTrainer, prompt_ids
 from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig
 from posttrain.trainer.report.model_card import Paper
@@ -118,7 +117,7 @@ class Hybrid(Divergence):
     ours: Tensor | None = None  # (W,) ids of the student's words that both have
     theirs: Tensor | None = None  # (W,) their ids at the teacher
 
-    def __call__(self, student_logps: Tensor, teacher_logps: Tensor) -> Tensor:
+    def __call__(self, student_logps: Tensor, teacher_logps: Tensor, targets: Tensor | None = None) -> Tensor:
         matched, others = [], []
         for logps, ids in ((student_logps, self.ours), (teacher_logps, self.theirs)):
             ids = ids.to(logps.device)
@@ -129,14 +128,7 @@ class Hybrid(Divergence):
         return torch.stack([common, sorted_l1(*others, self.top_k, self.tail)], -1)
 
 
-class BoundaryQuestion(DivergenceQuestion):
-    """Asked at some of the trained tokens only; what is said of all of them is another question's."""
-
-    def answer(self, model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
-        return {"divergences": super().answer(model, rows)["divergences"]}
-
-
-class GOLDTrainer(DistillingTrainer):
+class GOLDTrainer(RowsDistillingTrainer):
     """GOLD (General Online Logit Distillation): GKD with one tokenizer; with two, ULD (arXiv:2402.12030) on aligned texts."""
 
     method, title = "gold", "general online logit distillation"
@@ -150,42 +142,13 @@ class GOLDTrainer(DistillingTrainer):
     )
     config_class = GOLDConfig
 
-    def __init__(
-        self,
-        model: Any = None,
-        teacher_model: Any = None,
-        args: GOLDConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        preprocess_logits_for_metrics: Any = None,
-        peft_config: Any = None,
-        *,
-        quantization_config: Any = None,
-        teacher_processing_class: Any = None,
-        engine: Any = None,
-    ) -> None:
-        """Arguments in TRL's order."""
-        refused = {"data_collator": data_collator, "compute_metrics": compute_metrics}
-        refused["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
-        refuse_arguments(type(self).__name__, model, **refused)
-        super().__init__(
-            model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks,
-            optimizers=optimizers, peft_config=peft_config, quantization_config=quantization_config,
-            teacher_processing_class=teacher_processing_class, engine=engine,
-        )  # fmt: skip
-
     # ---- a teacher with another tokenizer ------------------------------------------------------------------------------
 
     def prepare_reference(self, ref_model: Any, policy: Any) -> None:
         """With two tokenizers there is nothing to be the same but the bytes of texts."""
         if not self.args.use_uld_loss:
             return super().prepare_reference(ref_model, policy)
-        super(DistillingTrainer, self).prepare_reference(ref_model, policy)
+        super(TaughtTrainer, self).prepare_reference(ref_model, policy)
         self.teacher = self.make_teacher(policy)
         self._student_bytes, self._teacher_bytes = map(bytes_of_tokens, (self.processing_class, self.teacher.tokenizer))
         self._teachers_renderer = Renderer(self.teacher.tokenizer)
@@ -263,7 +226,7 @@ class GOLDTrainer(DistillingTrainer):
             twin = replace(batch, input_ids=torch.zeros_like(batch.input_ids), per_token={BOUNDARY: batch.targets[:0]})
         ours, theirs = (one.per_token[BOUNDARY] > 0 for one in (batch if batch.twin else twin, twin))
         taught = self.teacher.rows(twin)
-        question = BoundaryQuestion(
+        question = DivergencesAlone(
             batch.positions[ours],
             batch.targets[ours],
             temperature=self.args.uld_student_temperature,

@@ -88,6 +88,18 @@ METHODS: dict[str, Method] = {
         "DistillationConfig",
         "On-policy distillation: a teacher on what the student writes",
     ),
+    "iw_opd": Method(
+        "posttrain.methods.iw_opd",
+        "IWOPDTrainer",
+        "IWOPDConfig",
+        "IW-OPD: own completions, each token by how much likelier a teacher finds it",
+    ),
+    "minillm": Method(
+        "posttrain.methods.minillm",
+        "MiniLLMTrainer",
+        "MiniLLMConfig",
+        "MiniLLM: the divergence from a teacher by policy gradients, beside rewards if there are any",
+    ),
     "gold": Method(
         "posttrain.methods.gold",
         "GOLDTrainer",
@@ -109,8 +121,10 @@ METHODS: dict[str, Method] = {
     "ssd": Method("posttrain.methods.ssd", "SSDTrainer", "SSDConfig", "Simple self-distillation on own completions"),
 }
 
-_TEACHER = "`posttrain gkd` and `posttrain distillation` learn from a teacher."
 PLANNED: dict[str, tuple[str, str]] = {
-    "minillm": ("MiniLLM", _TEACHER),
+    "server_distillation": (
+        "ServerDistillation",
+        "`posttrain gkd` and `posttrain distillation` learn from a teacher beside the student.",
+    ),
 }
 """Methods of TRL's that are to come: name -> (what it is called, what is there instead)."""

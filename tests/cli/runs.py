@@ -23,7 +23,7 @@ ROWS = {
     "tpo": [{**row, "reference": " It is so."} for row in PAIRS],
     **dict.fromkeys(("kto", "bco"), RATED),
     "prm": tiny.steps(24),
-    **dict.fromkeys((*ONLINE_METHODS, "distillation", "ssd"), QUESTIONS),
+    **dict.fromkeys((*ONLINE_METHODS, "distillation", "iw_opd", "minillm", "ssd"), QUESTIONS),
 }
 ROWS["gkd"] = ROWS["gold"] = ROWS["sft"]
 ROWS["sdft"] = [{**row, "privileged_context": f"It is {row['answer']}."} for row in QUESTIONS]
@@ -32,6 +32,8 @@ UNREWARDED = {
     "gkd": TAUGHT,
     "gold": TAUGHT,
     "distillation": TAUGHT,
+    "iw_opd": TAUGHT,
+    "minillm": {**TAUGHT, "num_generations": 2},
     "ssd": {"max_completion_length": 6, "filter_empty": False},
     "sdft": {"max_completion_length": 6, "num_generations": 2},
 }

@@ -12,6 +12,7 @@ import torch
 from posttrain.core.batch import ACTIVE
 from posttrain.core.sample import Sample, Unit
 from posttrain.methods.gold import BOUNDARY
+from posttrain.methods.iw_opd import TEACHER_LOGPS
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
 from posttrain.trainer.distilling_trainer import ON_POLICY
 from tests import tiny
@@ -26,6 +27,12 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "more_words": {"beta": 0.3},
     },
     "distillation": {"tempered": {"beta": 1.0, "temperature": 0.7}},
+    "iw_opd": {
+        "iw_opd": {"temperature": 0.7, "lmbda": 0.5, "iw_opd_gamma": 0.8},
+        "top_2": {"distillation_objective": "jsd", "beta": 0.3, "loss_top_k": 2},
+        "realised": {"distillation_objective": "jsd", "beta": 0.3},
+    },
+    "minillm": {"one_temperature": {}, "two_temperatures": {"temperature": 1.3, "kd_temperature": 0.7}},
     "gold": {
         "uld": {"use_uld_loss": True, "uld_crossentropy_weight": 0.3, "uld_distillation_weight": 2.0},
         "hybrid": {"use_uld_loss": True, "uld_use_hybrid_loss": True, "beta": 0.3},
@@ -56,13 +63,20 @@ for _variant in OPTIONS["sdpo"].values():
     _variant.setdefault("distillation_alpha", 1.0)
 """Method -> variant -> its options."""
 SELF_TAUGHT = ("sdft", "sdpo")
-TEMPERATURE = {"tempered": 0.7}
+TEMPERATURE = {"tempered": 0.7, "iw_opd": 0.7}
 MORE_WORDS = 3
 
 
 def resembles_others(method: str, loss: str) -> bool:
     """Distillation is GKD on other completions, and SSD's loss is SFT's."""
-    return (method, loss) not in (("gkd", "jsd"), ("gold", "hybrid"), ("sdft", "clipped"), ("sdpo", "mixed"))
+    return (method, loss) not in (
+        ("gkd", "jsd"),
+        ("gold", "hybrid"),
+        ("iw_opd", "iw_opd"),
+        ("minillm", "two_temperatures"),
+        ("sdft", "clipped"),
+        ("sdpo", "mixed"),
+    )
 
 
 def arguments(method: str, loss: str, dtype: torch.dtype) -> dict[str, Any]:
@@ -89,7 +103,18 @@ def units(method: str, texts: list[Unit]) -> list[Unit]:
     if method in SELF_TAUGHT:
         return [(with_teachers_prompt(sample, method == "sdpo"),) for (sample,) in texts]
     made = [replace(sample, scalars={ON_POLICY: float(sample.row % 2)}) for (sample,) in texts]
-    return [(with_teachers_tokens(sample) if method == "gold" else sample,) for sample in made]
+    more = {"gold": with_teachers_tokens, "iw_opd": with_logps, "minillm": with_logps}.get(
+        method, lambda sample: sample
+    )
+    return [(more(sample),) for sample in made]
+
+
+def with_logps(sample: Sample) -> Sample:
+    """Numbers as the teacher and the student that wrote might have said them, and advantages of tokens."""
+    rng = np.random.default_rng(sample.row)
+    columns = {name: -5 + rng.normal(size=len(sample)) for name in (TEACHER_LOGPS, OLD_LOGPS)}
+    columns[ADVANTAGES] = rng.normal(size=len(sample))
+    return replace(sample, per_token={**sample.per_token, **columns})
 
 
 def with_teachers_prompt(sample: Sample, is_rewarded: bool) -> Sample:
@@ -133,6 +158,8 @@ def step_loss(
         weight = options.get("distillation_weight", 1.0)
         taught = weight * sum(values) / len(values)
         return taught + (1 - weight) * clipped_policy(rows, own) if weight < 1 else taught
+    if method == "minillm":
+        return minillm_loss(OPTIONS[method][loss], rows, own, theirs)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     heat, options = TEMPERATURE.get(loss, 1.0), OPTIONS[method][loss]
     for (sample,) in rows:
@@ -141,10 +168,15 @@ def step_loss(
         if method == "ssd":
             total = total - sum(row[target] for row, target in zip(logps, targets))
             continue
+        if loss == "iw_opd":
+            total = total + iw_opd_loss(sample, (logps / heat).log_softmax(-1), targets, options["iw_opd_gamma"])
+            continue
         with torch.no_grad():
             wanted = theirs(sample)[0][:, : logps.shape[-1]]
-        for p_row, q_row in zip(logps / heat, wanted / heat):
+        for p_row, q_row, target in zip(logps / heat, wanted / heat, targets):
             p, q = p_row.exp() / p_row.exp().sum(), q_row.exp() / q_row.exp().sum()
+            if method == "iw_opd":
+                p, q = with_tail(p, q, target, options.get("loss_top_k"))
             total = total + divergence(p, q, options["beta"])
     return total / tokens
 
@@ -186,6 +218,45 @@ def own_divergence(options: dict[str, Any], p: torch.Tensor, q: torch.Tensor, ta
             p, q = (torch.cat([one, 1 - one.sum(0, keepdim=True)]) for one in (p, q))
         p, q = p / p.sum(), q / q.sum()
     return divergence(p, q, options.get("distillation_alpha", 0.5))
+
+
+def minillm_loss(
+    options: dict[str, float], rows: list[Unit], own: Callable[..., Any], theirs: Callable[..., Any]
+) -> torch.Tensor:
+    """Sum over tokens of the clipped surrogate, with an advantage of each, and of KL(p, q) / tokens."""
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for (sample,) in rows:
+        logps, targets = own(sample)
+        tokens += len(targets)
+        with torch.no_grad():
+            wanted = (theirs(sample)[0] / options.get("kd_temperature", 1.0)).log_softmax(-1)
+        written = (logps / options.get("temperature", 1.0)).log_softmax(-1)
+        compared = (logps / options.get("kd_temperature", 1.0)).log_softmax(-1)
+        columns = zip(sample.read_trained(OLD_LOGPS).tolist(), sample.read_trained(ADVANTAGES).tolist())
+        for place, (old, advantage) in enumerate(columns):
+            ratio = (written[place][targets[place]] - old).exp()
+            total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            total = total + divergence(compared[place].exp(), wanted[place].exp(), 1.0)
+    return total / tokens
+
+
+def iw_opd_loss(sample: Sample, logps: torch.Tensor, targets: torch.Tensor, gamma: float) -> torch.Tensor:
+    """-sum_t w_t a_t log p(y_t) of one completion."""
+    own = [row[target] for row, target in zip(logps, targets)]
+    then = sample.read_trained(OLD_LOGPS).tolist() if sample.scalars[ON_POLICY] else [one.item() for one in own]
+    gaps = [q - mu for q, mu in zip(sample.read_trained(TEACHER_LOGPS).tolist(), then)]
+    whole = sum(abs(a) for a in gaps)
+    weights = [1 + gamma * (1 - sum(abs(a) for a in gaps[:t]) / whole) for t in range(len(gaps))]
+    return -sum(w * a * lp for w, a, lp in zip(weights, gaps, own))
+
+
+def with_tail(
+    p: torch.Tensor, q: torch.Tensor, target: torch.Tensor, top_k: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens of both, of the student the one that follows where no number is given, and the rest."""
+    ours = [target.item()] if top_k is None else p.topk(top_k).indices.tolist()
+    chosen = sorted({*ours, *q.topk(top_k or 1).indices.tolist()})
+    return tuple(torch.cat([one[chosen], 1 - one[chosen].sum()[None]]) for one in (p, q))
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor, beta: float) -> torch.Tensor:

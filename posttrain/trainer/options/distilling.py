@@ -173,6 +173,10 @@ class TeacherConfig:
         if isinstance(self.teacher_model_init_kwargs, str):
             self.teacher_model_init_kwargs = json.loads(self.teacher_model_init_kwargs)
         super().__post_init__()
+        if self.keep_logits:
+            raise ValueError(
+                "`keep_logits` is set; logits of student and teacher are compared chunk by chunk, and never kept. Leave it out."
+            )
         revision, given = self.teacher_model_revision, self.teacher_model_init_kwargs or {}
         if revision is not None and given.get("revision", revision) != revision:
             raise ValueError(
@@ -206,10 +210,6 @@ class DistillingConfig(TeacherConfig, OnlineConfig):
         super().__post_init__()
         check_range("lmbda", self.lmbda, 0, 1)
         check_range("beta", self.beta, 0, 1)
-        if self.keep_logits:
-            raise ValueError(
-                "`keep_logits` is set; logits of student and teacher are compared chunk by chunk, and never kept. Leave it out."
-            )
         if self.lmbda < 1 and self.num_generations > 1 and not self.seq_kd:
             raise ValueError(
                 f"`num_generations` is {self.num_generations}, and of the prompts that the student does not answer "
