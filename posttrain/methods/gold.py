@@ -108,6 +108,10 @@ class GOLDConfig(NoPackingConfig, NoRewardsConfig, DistillingConfig):
                 "teacher write the completions beforehand, and give them as the dataset's."
             )
 
+    @property
+    def shares_tokenizer(self) -> bool:
+        return not self.use_uld_loss
+
 
 @dataclass(frozen=True, eq=False)
 class Hybrid(Divergence):

@@ -137,7 +137,8 @@ class Explained:
         if named is None:
             raise UsageError(f"posttrain {self.config.method} needs a teacher: --teacher_model_name_or_path.")
         theirs = load_tokenizer(named, arguments, self.args.trust_remote_code)
-        check_tokenizers(self.side.renderer.tokenizer, theirs, named)
+        if self.args.shares_tokenizer:
+            check_tokenizers(self.side.renderer.tokenizer, theirs, named)
         own = arguments.get("dtype")
         shared |= {"dtype": getattr(torch, own)} if own in ("bfloat16", "float32", "float16") else {}
         return model_without_weights(named, LoadOptions(model_init_kwargs=arguments, **shared))

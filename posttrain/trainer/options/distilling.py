@@ -183,6 +183,11 @@ class TeacherConfig:
                 f"`teacher_model_revision` is {revision!r} and `teacher_model_init_kwargs` has {given['revision']!r}: give one."
             )
 
+    @property
+    def shares_tokenizer(self) -> bool:
+        """Whether the teacher must read the student's own tokens."""
+        return True
+
     def teacher_arguments(self) -> dict[str, Any]:
         """Of `from_pretrained`."""
         revision = {} if self.teacher_model_revision is None else {"revision": self.teacher_model_revision}
