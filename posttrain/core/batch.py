@@ -18,6 +18,10 @@ RAGGED, PADDED, SHARED = "ragged", "padded", "shared"
 """One row without padding; a row per sample; one row in which samples of a unit that begin alike share their beginning."""
 
 
+ACTIVE = "active"
+"""Scalar of a sample: 1 where it has a part in a term that only some samples have, which is divided per `sequence:active`."""
+
+
 @dataclass(frozen=True)
 class SharedPrefixes:
     """Where the shared beginnings of a SHARED batch lie: G groups of samples that begin with the same tokens.
@@ -140,6 +144,8 @@ class TokenBatch:
         if len(self.roles) > 1:
             for name in self.roles:
                 counts[f"token:{name}"] = int(self.role(self.counts, name).sum())
+        else:  # also where a process has none: all add up the same counts
+            counts[f"sequence:{ACTIVE}"] = float(self.scalars[ACTIVE].sum()) if ACTIVE in self.scalars else 0.0
         return StepTotals(counts)
 
 

@@ -49,6 +49,7 @@ class Divergence:
     top_k: int = 0  # 0: the whole vocabulary
     top_k_of: str = TEACHER  # whose likeliest tokens are the support
     tail: bool = False  # everything outside of the support as one more token; otherwise it is renormalised
+    realised: bool = False  # the token that follows stands in the place of the student's likeliest one: with top_k 1
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -66,6 +67,10 @@ class Divergence:
         if self.tail and not self.top_k:
             raise ValueError(
                 "tail is what lies outside of top_k tokens; with top_k 0, the whole vocabulary, there is none."
+            )
+        if self.realised and (self.top_k != 1 or self.top_k_of == TEACHER):
+            raise ValueError(
+                f"realised is for a support of top_k 1 of {STUDENT} or {BOTH}: it is one token a position."
             )
         if self.kind == SORTED_L1:
             if self.top_k and self.top_k_of != BOTH:
@@ -91,13 +96,18 @@ class Divergence:
         """Whether it is of the family above, over the whole vocabulary: what fused heads compute."""
         return self.kind != SORTED_L1 and not self.top_k
 
-    def __call__(self, student_logps: Tensor, teacher_logps: Tensor) -> Tensor:
-        """(n, V), (n, V) normalised log-probs -> (n,). Only sorted_l1 takes vocabularies of two sizes."""
+    def __call__(self, student_logps: Tensor, teacher_logps: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(n, V), (n, V) normalised log-probs -> (n,). Only sorted_l1 takes vocabularies of two sizes.
+
+        `targets`: (n,) the tokens that follow, which `realised` asks for.
+        """
         if self.kind == SORTED_L1:
             return sorted_l1(student_logps, teacher_logps, self.top_k, self.tail)
         if not self.top_k or self.top_k >= student_logps.shape[-1]:
             return mixed_divergence(student_logps, teacher_logps, self.shares)
-        ids, inside = support(student_logps, teacher_logps, self.top_k, self.top_k_of)
+        ids, inside = support(
+            student_logps, teacher_logps, self.top_k, self.top_k_of, targets if self.realised else None
+        )
         return on_support(student_logps.gather(-1, ids), teacher_logps.gather(-1, ids), self, inside)
 
 
@@ -125,11 +135,16 @@ def log_mixture(student_logps: Tensor, teacher_logps: Tensor, w: float) -> Tenso
     return torch.logaddexp(torch.where(neither, 0.0, ours), theirs)
 
 
-def support(student_logps: Tensor, teacher_logps: Tensor, top_k: int, of: str) -> tuple[Tensor, Tensor | None]:
-    """(n, k) ids of the likeliest tokens; of both: (n, 2k), and where a token has not been named before."""
+def support(
+    student_logps: Tensor, teacher_logps: Tensor, top_k: int, of: str, realised: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(n, k) ids of the likeliest tokens; of both: (n, 2k), and where a token has not been named before.
+
+    `realised`: (n,) tokens in the place of the student's likeliest.
+    """
     with torch.no_grad():
         found = [
-            logps.topk(top_k, -1).indices
+            logps.topk(top_k, -1).indices if name == TEACHER or realised is None else realised[:, None]
             for name, logps in ((TEACHER, teacher_logps), (STUDENT, student_logps))
             if of in (name, BOTH)
         ]
@@ -165,6 +180,11 @@ def _completed(logps: Tensor, inside: Tensor | None, tail: bool) -> Tensor:
     if not tail:
         return logps - mass
     return torch.cat([logps, (-torch.expm1(mass.clamp(max=LARGEST_LOG_MASS))).log()], -1)
+
+
+def sampled_divergence(logps: Tensor, teacher_logps: Tensor) -> Tensor:
+    """(N,) `sg(log p - log q) log p` at the written tokens: its mean over what the student writes has the gradient of KL(p, q)."""
+    return (logps - teacher_logps).detach() * logps
 
 
 def sorted_l1(student_logps: Tensor, teacher_logps: Tensor, top_k: int = 0, tail: bool = False) -> Tensor:

@@ -120,9 +120,10 @@ PPO_FORMULAS = {
 DIVERGENCE_FORMULAS = {
     "forward": "sum_v(q * log(q / p))",
     "reverse": "sum_v(p * log(p / q))",
+    "sampled": "sg(log(p / q)) * log(p)",
     "between": "{beta} * sum_v(q * log(q / m)) + (1 - {beta}) * sum_v(p * log(p / m)) where m = (1 - {beta}) * p + {beta} * q",
 }
-"""Of a token: from the student's distribution p to the teacher's q, for beta 0, 1 and between."""
+"""Of a token: from the student's distribution p to the teacher's q, for beta 0, 1 and between; of the written token alone."""
 
 NORMALISERS = {
     "per_token": "sum over tokens / {tokens} trained tokens of the step",

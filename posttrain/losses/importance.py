@@ -94,6 +94,11 @@ def effective_sample_size(ratios: Tensor) -> Tensor:
     return share.reshape(1)
 
 
+def capped_ratios(logps: Tensor, old_logps: Tensor, cap: float) -> Tensor:
+    """(N,) weights without gradient, `min(p / p_old, cap)`."""
+    return bounded_exp(logps.detach() - old_logps).clamp(max=cap)
+
+
 def off_policy_mask(
     batch: TokenBatch, logps: Tensor, sampling_logps: Tensor, advantages: Tensor, threshold: float
 ) -> Tensor:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.options import refused
-from posttrain.trainer.construction import refuse_arguments
-from posttrain.trainer.distilling_trainer import DistillingTrainer
+from posttrain.trainer.distilling_trainer import RowsDistillingTrainer
 from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig
 from posttrain.trainer.report.model_card import Paper
@@ -46,7 +45,7 @@ class GKDConfig(NoPackingConfig, NoRewardsConfig, DistillingConfig):
         check_range("loss_temperature", self.loss_temperature, 0, open_low=True)
 
 
-class GKDTrainer(DistillingTrainer):
+class GKDTrainer(RowsDistillingTrainer):
     """GKD (arXiv:2306.13649): the divergence from a teacher on the student's own completions and on those of a dataset."""
 
     method, title = "gkd", "generalised knowledge distillation"
@@ -59,40 +58,6 @@ class GKDTrainer(DistillingTrainer):
         "International Conference on Learning Representations",
     )
     config_class = GKDConfig
-
-    def __init__(
-        self,
-        model: Any = None,
-        teacher_model: Any = None,
-        args: GKDConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        preprocess_logits_for_metrics: Any = None,
-        peft_config: Any = None,
-        formatting_func: Any = None,
-        *,
-        quantization_config: Any = None,
-        teacher_processing_class: Any = None,
-        engine: Any = None,
-    ) -> None:
-        """Arguments in TRL's order."""
-        refused = {
-            "data_collator": data_collator,
-            "compute_metrics": compute_metrics,
-            "formatting_func": formatting_func,
-        }
-        refused["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
-        refuse_arguments(type(self).__name__, model, **refused)
-        super().__init__(
-            model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks,
-            optimizers=optimizers, peft_config=peft_config, quantization_config=quantization_config,
-            teacher_processing_class=teacher_processing_class, engine=engine,
-        )  # fmt: skip
 
     @classmethod
     def compared_at(cls, args: Any) -> float:

@@ -14,17 +14,15 @@ from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.core.sample import Sample
 from posttrain.data.alignment import align
 from posttrain.data.render.byte_decoding import bytes_of_tokens
-from posttrain.data.render.conversation import Conversation
-from posttrain.data.render.renderer import Renderer, RenderError
+from posttrain.data.render.renderer import Renderer
 from posttrain.losses.distributions import BOTH, SORTED_L1, Divergence, mixed_divergence, sorted_l1
 from posttrain.losses.formulas import NORMALISERS, Formula, Totals, filled, number
 from posttrain.models.load.model import load_tokenizer
 from posttrain.models.load.teacher import Teacher
 from posttrain.models.scoring.token_scores import score_tokens
-from posttrain.models.scoring.two_heads import DivergenceQuestion
+from posttrain.models.scoring.two_heads import DivergencesAlone
 from posttrain.rollout.rollout import Rollout
-from posttrain.trainer.construction import refuse_arguments
-from posttrain.trainer.distilling_trainer import DistillingTrainer
+from posttrain.trainer.distilling_trainer import RowsDistillingTrainer, TaughtTrainer, prompt_ids
 from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig
 from posttrain.trainer.report.model_card import Paper
@@ -110,6 +108,10 @@ class GOLDConfig(NoPackingConfig, NoRewardsConfig, DistillingConfig):
                 "teacher write the completions beforehand, and give them as the dataset's."
             )
 
+    @property
+    def shares_tokenizer(self) -> bool:
+        return not self.use_uld_loss
+
 
 @dataclass(frozen=True, eq=False)
 class Hybrid(Divergence):
@@ -119,7 +121,7 @@ class Hybrid(Divergence):
     ours: Tensor | None = None  # (W,) ids of the student's words that both have
     theirs: Tensor | None = None  # (W,) their ids at the teacher
 
-    def __call__(self, student_logps: Tensor, teacher_logps: Tensor) -> Tensor:
+    def __call__(self, student_logps: Tensor, teacher_logps: Tensor, targets: Tensor | None = None) -> Tensor:
         matched, others = [], []
         for logps, ids in ((student_logps, self.ours), (teacher_logps, self.theirs)):
             ids = ids.to(logps.device)
@@ -130,14 +132,7 @@ class Hybrid(Divergence):
         return torch.stack([common, sorted_l1(*others, self.top_k, self.tail)], -1)
 
 
-class BoundaryQuestion(DivergenceQuestion):
-    """Asked at some of the trained tokens only; what is said of all of them is another question's."""
-
-    def answer(self, model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
-        return {"divergences": super().answer(model, rows)["divergences"]}
-
-
-class GOLDTrainer(DistillingTrainer):
+class GOLDTrainer(RowsDistillingTrainer):
     """GOLD (General Online Logit Distillation): GKD with one tokenizer; with two, ULD (arXiv:2402.12030) on aligned texts."""
 
     method, title = "gold", "general online logit distillation"
@@ -151,42 +146,13 @@ class GOLDTrainer(DistillingTrainer):
     )
     config_class = GOLDConfig
 
-    def __init__(
-        self,
-        model: Any = None,
-        teacher_model: Any = None,
-        args: GOLDConfig | None = None,
-        data_collator: Any = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        compute_metrics: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        preprocess_logits_for_metrics: Any = None,
-        peft_config: Any = None,
-        *,
-        quantization_config: Any = None,
-        teacher_processing_class: Any = None,
-        engine: Any = None,
-    ) -> None:
-        """Arguments in TRL's order."""
-        refused = {"data_collator": data_collator, "compute_metrics": compute_metrics}
-        refused["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
-        refuse_arguments(type(self).__name__, model, **refused)
-        super().__init__(
-            model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks,
-            optimizers=optimizers, peft_config=peft_config, quantization_config=quantization_config,
-            teacher_processing_class=teacher_processing_class, engine=engine,
-        )  # fmt: skip
-
     # ---- a teacher with another tokenizer ------------------------------------------------------------------------------
 
     def prepare_reference(self, ref_model: Any, policy: Any) -> None:
         """With two tokenizers there is nothing to be the same but the bytes of texts."""
         if not self.args.use_uld_loss:
             return super().prepare_reference(ref_model, policy)
-        super(DistillingTrainer, self).prepare_reference(ref_model, policy)
+        super(TaughtTrainer, self).prepare_reference(ref_model, policy)
         self.teacher = self.make_teacher(policy)
         self._student_bytes, self._teacher_bytes = map(bytes_of_tokens, (self.processing_class, self.teacher.tokenizer))
         self._teachers_renderer = Renderer(self.teacher.tokenizer)
@@ -239,7 +205,8 @@ class GOLDTrainer(DistillingTrainer):
         )  # without the tokens that end it
         text = b"".join(pieces).decode("utf-8", "replace")
         (ids,) = self._teachers_renderer.encode_texts([text], add_special_tokens=False)
-        prompt = self._teachers_prompt(rollout)
+        kwargs = rollout.columns.get("chat_template_kwargs")
+        prompt = prompt_ids(self._teachers_renderer, rollout.prompt, rollout.tools, kwargs, sample.row)
         found = align(pieces[:written], [self._teacher_bytes.get(int(token), b"") for token in ids])
         places = found.boundaries
         if written < len(pieces) and not self.args.uld_skip_student_eos and found.is_whole:
@@ -252,18 +219,6 @@ class GOLDTrainer(DistillingTrainer):
             one.per_token[BOUNDARY] = flags
         sample.twin = twin
 
-    def _teachers_prompt(self, rollout: Rollout) -> np.ndarray:
-        renderer = self._teachers_renderer
-        if isinstance(rollout.prompt, str):
-            return renderer.encode_texts([rollout.prompt])[0]
-        kwargs = rollout.columns.get("chat_template_kwargs")
-        (ids,) = renderer.encode_prompts([Conversation(rollout.prompt, rollout.tools, kwargs)])
-        if isinstance(ids, RenderError):
-            raise ValueError(
-                f"The teacher's chat template does not render the prompt of row {rollout.sample.row}: {ids}"
-            )
-        return ids
-
     # ---- the step --------------------------------------------------------------------------------------------------------
 
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
@@ -275,7 +230,7 @@ class GOLDTrainer(DistillingTrainer):
             twin = replace(batch, input_ids=torch.zeros_like(batch.input_ids), per_token={BOUNDARY: batch.targets[:0]})
         ours, theirs = (one.per_token[BOUNDARY] > 0 for one in (batch if batch.twin else twin, twin))
         taught = self.teacher.rows(twin)
-        question = BoundaryQuestion(
+        question = DivergencesAlone(
             batch.positions[ours],
             batch.targets[ours],
             temperature=self.args.uld_student_temperature,

@@ -19,35 +19,25 @@ from posttrain.rollout.rollout import Rollout
 from posttrain.trainer.online.rollout_metrics import as_tensors
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import option
-from posttrain.trainer.options.distilling import NoRewardsConfig
+from posttrain.trainer.options.distilling import NO_REFERENCE, NoRewardsConfig, SelfTaughtConfig
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.report.model_card import Paper
+from posttrain.trainer.self_distilling_trainer import text_of
 
 SHORTEST_LINE = 10
 """Characters; a single line of fewer is a stub."""
 
 
 @dataclass
-class SSDConfig(NoRewardsConfig, OnlineConfig):
+class SSDConfig(SelfTaughtConfig, NoRewardsConfig, OnlineConfig):
     """Options of simple self-distillation."""
 
-    learning_rate: float = option(5e-5, "Initial learning rate of AdamW.")
-    disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
-    max_prompt_length: int | None = option(
-        512, "Longest prompt in tokens; longer ones are cut at their beginning. `max_length`, if set, takes its place."
-    )
-    max_completion_length: int = option(256, "Most tokens of a completion.")
     num_generations: int = option(1, "Completions of each prompt.")
     temperature: float = option(1.0, "Divides the logits in sampling. The loss is that at temperature 1.")
     filter_empty: bool = option(
         True, "Leave out completions that are empty, or a single line of fewer than 10 characters."
     )
-    beta: float = refused(0.0, "There is no reference: nothing keeps the model near its beginning.")
-
-    def __post_init__(self) -> None:
-        if self.max_length is not None and self.max_prompt_length == 512:
-            self.max_prompt_length = None
-        super().__post_init__()
+    beta: float = refused(0.0, NO_REFERENCE)
 
 
 def is_stub(text: str) -> bool:
@@ -101,7 +91,7 @@ class SSDTrainer(OnlineTrainer):
 
     def arranged(self, groups: list[list[Rollout]]) -> list[Unit | None]:
         rollouts = [rollout for group in groups for rollout in group]
-        active = [not (one.masked or (self.args.filter_empty and is_stub(text_of(one)))) for one in rollouts]
+        active = [not (one.masked or (self.args.filter_empty and is_stub(text_of(one.completion)))) for one in rollouts]
         mode = "train" if self.model.training else "eval"
         self.metrics.add(mode, as_tensors({"ssd/active_sample_ratio": active}))
         return [(one.sample,) if is_active else None for one, is_active in zip(rollouts, active)]
@@ -127,10 +117,3 @@ class SSDTrainer(OnlineTrainer):
             (f"sum over tokens / {totals['tokens']} trained tokens of the step",),
             (("p", f"probability, at temperature 1, of a token that the model drew at {drawn}"),),
         )
-
-
-def text_of(rollout: Rollout) -> str:
-    """What was written, whatever the form of the prompt."""
-    if isinstance(rollout.completion, str):
-        return rollout.completion
-    return "\n".join(str(message.get("content") or "") for message in rollout.completion)

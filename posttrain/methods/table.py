@@ -94,17 +94,43 @@ METHODS: dict[str, Method] = {
         "ServerDistillationConfig",
         "On-policy distillation from the likeliest tokens of a teacher on a server",
     ),
+    "iw_opd": Method(
+        "posttrain.methods.iw_opd",
+        "IWOPDTrainer",
+        "IWOPDConfig",
+        "IW-OPD: own completions, each token by how much likelier a teacher finds it",
+    ),
+    "minillm": Method(
+        "posttrain.methods.minillm",
+        "MiniLLMTrainer",
+        "MiniLLMConfig",
+        "MiniLLM: the divergence from a teacher by policy gradients, beside rewards if there are any",
+    ),
     "gold": Method(
         "posttrain.methods.gold",
         "GOLDTrainer",
         "GOLDConfig",
         "GOLD: distillation from a teacher that may have another tokenizer",
     ),
+    "sdft": Method(
+        "posttrain.methods.sdft",
+        "SDFTTrainer",
+        "SDFTConfig",
+        "Self-distillation fine-tuning: the model learns what it would say if it were shown more",
+    ),
+    "sdpo": Method(
+        "posttrain.methods.sdpo",
+        "SDPOTrainer",
+        "SDPOConfig",
+        "Self-distillation policy optimisation: the model learns from itself that has seen a success",
+    ),
     "ssd": Method("posttrain.methods.ssd", "SSDTrainer", "SSDConfig", "Simple self-distillation on own completions"),
 }
 
-_TEACHER = "`posttrain gkd` and `posttrain distillation` learn from a teacher."
 PLANNED: dict[str, tuple[str, str]] = {
-    "minillm": ("MiniLLM", _TEACHER),
+    "async_distillation": (
+        "AsyncDistillation",
+        "`posttrain server_distillation` learns from a teacher on a server, between rollouts and not beside them.",
+    ),
 }
 """Methods of TRL's that are to come: name -> (what it is called, what is there instead)."""

@@ -200,8 +200,13 @@ def arranged(rollouts: list[Rollout], method: MethodHooks, rules: WindowRules) -
 
 
 def _untrained(rollout: Rollout) -> Rollout:
-    """A copy that trains no token; the rollout itself is kept as it was written."""
-    return replace(rollout, sample=replace(rollout.sample, trained=np.zeros_like(rollout.sample.trained)))
+    """A copy that trains no token, nor does its twin; the rollout itself is kept as it was written."""
+    return replace(rollout, sample=_untrained_sample(rollout.sample))
+
+
+def _untrained_sample(sample: Sample) -> Sample:
+    twin = None if sample.twin is None else _untrained_sample(sample.twin)
+    return replace(sample, trained=np.zeros_like(sample.trained), twin=twin)
 
 
 def groups_of(rollouts: list[Rollout]) -> list[list[Rollout]]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
+from posttrain.data.render.conversation import Conversation
+from posttrain.data.render.renderer import Renderer, RenderError
 from posttrain.data.rows.formats import LAST_TURN, PROMPT_COMPLETION, PROMPT_ONLY, RowFormat
 from posttrain.losses.distributions import Divergence
 from posttrain.losses.formulas import Formula, Totals, divergence_formula, number
@@ -23,6 +26,7 @@ from posttrain.models.scoring.two_heads import score_divergence
 from posttrain.rollout.collector import GroupTable
 from posttrain.rollout.engines.noise import noise_base, uniform
 from posttrain.rollout.rollout import DATASET, POLICY, TEACHER, Request, Rollout
+from posttrain.trainer.construction import refuse_arguments
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.distilling import DistillingConfig
 
@@ -31,12 +35,80 @@ ON_POLICY = "on_policy"
 """Scalar of a sample: 1 where the student wrote it."""
 
 
+def prompt_ids(renderer: Renderer, prompt: Any, tools: Any, template_kwargs: Any, row: int) -> np.ndarray:
+    """A prompt, text or messages, as tokens for a teacher that is shown another one than the student, or reads other tokens."""
+    if isinstance(prompt, str):
+        return renderer.encode_texts([prompt])[0]
+    (ids,) = renderer.encode_prompts([Conversation(prompt, tools, template_kwargs)])
+    if isinstance(ids, RenderError):
+        raise ValueError(f"The teacher's chat template does not render the prompt of row {row}: {ids}")
+    return ids
+
+
 def lands_on_policy(seed: int, number: int, lmbda: float) -> bool:
     """The coin of the `number`-th prompt of a run: the same on every process, in every split, after every resume."""
     return uniform(noise_base(seed, number, COIN), 0) < lmbda
 
 
-class DistillingTrainer(OnlineTrainer):
+class TaughtTrainer(OnlineTrainer):
+    """An OnlineTrainer with a teacher; methods mix it in before the trainer that they are otherwise."""
+
+    needs_teacher: ClassVar[bool] = True  # one that is given; else `make_teacher` makes it of something else
+    teacher: Teacher | None = None
+
+    def __init__(
+        self,
+        *given: Any,
+        teacher_model: Any = None,
+        teacher_processing_class: Any = None,
+        args: Any = None,
+        **named: Any,
+    ) -> None:
+        """`teacher_model` is a name, a folder or a module; `teacher_processing_class` its tokenizer, where it has none beside it.
+        Further arguments are those of the next class."""
+        self.teacher_source = (
+            getattr(args, "teacher_model_name_or_path", None) if teacher_model is None else teacher_model
+        )
+        self.teacher_tokenizer = teacher_processing_class
+        if self.teacher_source is None and self.needs_teacher:
+            raise ValueError(
+                f"{type(self).__name__} needs a teacher: pass `teacher_model`, or set `teacher_model_name_or_path`."
+            )
+        super().__init__(*given, args=args, **named)
+
+    def prepare_reference(self, ref_model: Any, policy: Any) -> None:
+        super().prepare_reference(ref_model, policy)
+        self.teacher = self.make_teacher(policy)
+        self.teacher.check(self.processing_class)
+
+    def make_teacher(self, policy: Any) -> Teacher:
+        """Whoever this method learns from; `policy` is what the student was loaded from."""
+        made = self.reference_setup().teacher(
+            self.teacher_source, self.args.teacher_arguments(), self.teacher_tokenizer
+        )
+        made.asked.temperature = self.teacher_temperature
+        if self.args.cast_lm_head_to_fp32:
+            compute_head_in_float32(innermost_model(made.asked.model))
+        return made
+
+    @property
+    def teacher_temperature(self) -> float:
+        return self.scoring_temperature
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Words that both have, where one has more: families pad the sizes of one tokenizer differently."""
+        own, theirs = innermost_model(self.model).get_input_embeddings().num_embeddings, self.teacher.words
+        return None if theirs in (None, own) else min(own, theirs)
+
+    def identity_parts(self) -> dict[str, Any]:
+        return super().identity_parts() | {"teacher": str(self.teacher)}
+
+    def plan_lines(self, max_steps: int) -> dict[str, str]:
+        return super().plan_lines(max_steps) | {"teacher": str(self.teacher)}
+
+
+class DistillingTrainer(TaughtTrainer):
     """See the module's docstring."""
 
     config_class: ClassVar[type[DistillingConfig]] = DistillingConfig
@@ -44,8 +116,6 @@ class DistillingTrainer(OnlineTrainer):
     needs_rewards: ClassVar[bool] = False
     needs_reference = False
     needs_old_logps = False
-    needs_teacher: ClassVar[bool] = True  # one that is given; else `make_teacher` makes it of something else
-    teacher: Teacher | None = None
     evaluates = False  # on the completions of the dataset, where it has such
 
     def __init__(
@@ -60,45 +130,14 @@ class DistillingTrainer(OnlineTrainer):
         teacher_processing_class: Any = None,
         **named: Any,
     ) -> None:
-        """`teacher_model` is a name, a folder or a module; `teacher_processing_class` its tokenizer, where it has none beside it.
-        Further arguments are OnlineTrainer's, by name."""
-        self.teacher_source = (
-            getattr(args, "teacher_model_name_or_path", None) if teacher_model is None else teacher_model
-        )
-        self.teacher_tokenizer = teacher_processing_class
-        if self.teacher_source is None and self.needs_teacher:
-            raise ValueError(
-                f"{type(self).__name__} needs a teacher: pass `teacher_model`, or set `teacher_model_name_or_path`."
-            )
-        named |= {"args": args, "train_dataset": train_dataset, "eval_dataset": eval_dataset}
+        """Further arguments are those of TaughtTrainer and OnlineTrainer, by name."""
+        named |= {"teacher_model": teacher_model, "teacher_processing_class": teacher_processing_class, "args": args}
+        named |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset}
         super().__init__(model, processing_class=processing_class, **named)
-
-    # ---- the teacher -------------------------------------------------------------------------------------------------
-
-    def prepare_reference(self, ref_model: Any, policy: Any) -> None:
-        super().prepare_reference(ref_model, policy)
-        self.teacher = self.make_teacher(policy)
-        self.teacher.check(self.processing_class)
-
-    def make_teacher(self, policy: Any) -> Teacher:
-        """Whoever this method learns from; `policy` is what the student was loaded from."""
-        made = self.reference_setup().teacher(
-            self.teacher_source, self.args.teacher_arguments(), self.teacher_tokenizer
-        )
-        made.asked.temperature = self.scoring_temperature
-        if self.args.cast_lm_head_to_fp32:
-            compute_head_in_float32(innermost_model(made.asked.model))
-        return made
 
     @property
     def divergence(self) -> Divergence:
         return Divergence(self.args.beta)
-
-    @property
-    def vocabulary(self) -> int | None:
-        """Words that both have, where one has more: families pad the sizes of one tokenizer differently."""
-        own, theirs = innermost_model(self.model).get_input_embeddings().num_embeddings, self.teacher.words
-        return None if theirs in (None, own) else min(own, theirs)
 
     # ---- who writes --------------------------------------------------------------------------------------------------
 
@@ -150,7 +189,12 @@ class DistillingTrainer(OnlineTrainer):
             vocabulary=self.vocabulary,
             chunk_tokens=self.args.chunk_tokens,
             router_loss=self.loaded.router_loss_weight != 0,
+            **self.how_compared(batch),
         )
+
+    def how_compared(self, batch: TokenBatch) -> dict[str, Any]:
+        """Further options of `score_divergence`: what is known about the loss before the forward makes it cheaper."""
+        return {}
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         return LossOutput(policy.divergences, per="token", metrics=self.losses_by_author(batch, policy.divergences))
@@ -173,10 +217,7 @@ class DistillingTrainer(OnlineTrainer):
         others = "the teacher" if args.seq_kd else "the dataset"
         shares = {wrote: args.lmbda, others: 1 - args.lmbda}
         of_prompts = "; ".join(f"{share:.0%} of the prompts: {who}" for who, share in shares.items() if share)
-        return lines | {"teacher": str(self.teacher), "rollouts": of_prompts}
-
-    def identity_parts(self) -> dict[str, Any]:
-        return super().identity_parts() | {"teacher": str(self.teacher)}
+        return lines | {"rollouts": of_prompts}
 
     @classmethod
     def formula(cls, args: Any, totals: Totals) -> Formula:
@@ -196,3 +237,41 @@ class DistillingTrainer(OnlineTrainer):
     @property
     def scoring_temperature(self) -> float:
         return self.compared_at(self.args)
+
+
+class RowsDistillingTrainer(DistillingTrainer):
+    """A DistillingTrainer with the arguments that TRL's GKD, GOLD and IW-OPD share, which are those of its SFTTrainer."""
+
+    def __init__(
+        self,
+        model: Any = None,
+        teacher_model: Any = None,
+        args: DistillingConfig | None = None,
+        data_collator: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_metrics: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        preprocess_logits_for_metrics: Any = None,
+        peft_config: Any = None,
+        formatting_func: Any = None,
+        *,
+        quantization_config: Any = None,
+        teacher_processing_class: Any = None,
+        engine: Any = None,
+    ) -> None:
+        """Arguments in TRL's order."""
+        refused = {
+            "data_collator": data_collator,
+            "compute_metrics": compute_metrics,
+            "formatting_func": formatting_func,
+        }
+        refused["preprocess_logits_for_metrics"] = preprocess_logits_for_metrics
+        refuse_arguments(type(self).__name__, model, **refused)
+        super().__init__(
+            model, teacher_model, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks,
+            optimizers=optimizers, peft_config=peft_config, quantization_config=quantization_config,
+            teacher_processing_class=teacher_processing_class, engine=engine,
+        )  # fmt: skip

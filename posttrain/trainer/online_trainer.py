@@ -36,7 +36,7 @@ from posttrain.rollout.engines.joint_export import JointExport
 from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.engines.weight_sync import WeightSync
-from posttrain.rollout.episodes.writing import Writer
+from posttrain.rollout.episodes.writing import MakeEpisodes, Writer
 from posttrain.rollout.eval_loader import EvalRolloutLoader
 from posttrain.rollout.group_filter import GroupFilter
 from posttrain.rollout.loader import RolloutLoader
@@ -265,7 +265,7 @@ class OnlineTrainer(BaseTrainer):
         writer = Writer(
             self.weight_sync,
             text_decoder(self.processing_class),
-            None if agents is None else agents.episodes(self.renderer, self.engine, self.args),
+            self.make_episodes(),
             self.rollout_func,
             self,
             other_authors(self),
@@ -274,6 +274,10 @@ class OnlineTrainer(BaseTrainer):
         has_environments = agents is not None and agents.environments is not None
         release = {"release": agents.environments.give_back} if has_environments else {}
         return RolloutCollector(writer, self.rewards, self, self.args.world_size, **release)
+
+    def make_episodes(self) -> MakeEpisodes | None:
+        """What makes the episodes of requests; None: each is a prompt and its completion."""
+        return None if self.agents is None else self.agents.episodes(self.renderer, self.engine, self.args)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ RATED = [
     {"prompt": f"What is {i}?", "completion": f" {i}." if i % 2 else " No.", "label": i % 2 == 1} for i in range(24)
 ]
 QUESTIONS = [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)]
-ONLINE_METHODS = {"grpo": 4, "rloo": 4, "online_dpo": 2, "xpo": 2, "nash_md": 2, "ppo": 1, "a2po": 1}
+ONLINE_METHODS = {"grpo": 4, "rloo": 4, "online_dpo": 2, "xpo": 2, "nash_md": 2, "ppo": 1, "a2po": 1, "sdpo": 4}
 """Method -> completions of a prompt."""
 ROWS = {
     "sft": [{"prompt": f"What is {i}?", "completion": f" It is {i}."} for i in range(24)],
@@ -24,15 +24,19 @@ ROWS = {
     "tpo": [{**row, "reference": " It is so."} for row in PAIRS],
     **dict.fromkeys(("kto", "bco"), RATED),
     "prm": tiny.steps(24),
-    **dict.fromkeys((*ONLINE_METHODS, "distillation", "server_distillation", "ssd"), QUESTIONS),
+    **dict.fromkeys((*ONLINE_METHODS, "distillation", "server_distillation", "iw_opd", "minillm", "ssd"), QUESTIONS),
 }
 ROWS["gkd"] = ROWS["gold"] = ROWS["sft"]
+ROWS["sdft"] = [{**row, "privileged_context": f"It is {row['answer']}."} for row in QUESTIONS]
 TAUGHT = {"teacher_model_name_or_path": "model", "max_completion_length": 6}
 UNREWARDED = {
     "gkd": TAUGHT,
     "gold": TAUGHT,
     "distillation": TAUGHT,
+    "iw_opd": TAUGHT,
+    "minillm": {**TAUGHT, "num_generations": 2},
     "ssd": {"max_completion_length": 6, "filter_empty": False},
+    "sdft": {"max_completion_length": 6, "num_generations": 2},
 }
 """Methods that write completions and need no reward -> their options."""
 REWARD = '''

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests import tiny
-from tests.cli.runs import COMMON, posttrain
+from tests.cli.runs import COMMON, folder_with_inputs, posttrain
 
 COUNT = 60
 WORDS = [
@@ -270,3 +270,16 @@ def test_a_hundred_thousand_rows_in_two_minutes(tmp_path, model):
     print(f"100,000 rows, {report['datasets'][0]['tokens']:,} tokens: {took:.0f} s")
     assert code == 0
     assert took < 120
+
+
+def test_gold_shows_how_two_tokenizers_cut_and_others_refuse_them(tmp_path, capsys):
+    inputs, tokenizer = folder_with_inputs(tmp_path), tiny.merging_tokenizer()
+    tiny.causal_lm(vocab_size=len(tokenizer)).save_pretrained(inputs / "teacher")
+    tokenizer.save_pretrained(inputs / "teacher")
+    shared = ["--model_name_or_path", str(inputs / "model"), "--teacher_model_name_or_path", str(inputs / "teacher")]
+    shared += ["--dataset_name", str(inputs / "gold.jsonl"), "--samples", "1"]
+    assert posttrain("check", "gold", *shared, "--use_uld_loss", "true") == 0
+    shown = capsys.readouterr().out
+    assert "teacher: 9 tokens are 5 of the teacher's, compared at 5 places:  |I|t =  It   |i|s =  is     0  ." in shown
+    assert posttrain("check", "gold", *shared) == 1
+    assert "The tokenizers of the student and of the teacher" in capsys.readouterr().out

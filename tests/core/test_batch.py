@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.batch import StepTotals, TokenBatch, copy_by_one_thread, segment_sum
+from posttrain.core.batch import ACTIVE, StepTotals, TokenBatch, copy_by_one_thread, segment_sum
 
 PAIRS = ("chosen", "rejected")
 
@@ -93,7 +93,11 @@ def test_gradient_through_a_role():
 
 
 def test_totals_of_texts_and_of_pairs():
-    assert batch_with([2, 0, 3]).totals().counts == {"token": 5, "sequence": 3, "unit": 3, "batch": 1}
+    texts = batch_with([2, 0, 3])
+    counts = {"token": 5, "sequence": 3, "unit": 3, "batch": 1, "sequence:active": 0}
+    assert texts.totals().counts == counts
+    texts.scalars[ACTIVE] = numbers(1, 0, 1)  # a term that only two of them have
+    assert texts.totals().counts == counts | {"sequence:active": 2}
     assert batch_with([2, 1, 1, 3], PAIRS).totals().counts == {
         "token": 7,
         "sequence": 4,

@@ -247,3 +247,19 @@ def test_what_cannot_be_compared_is_refused(given, sentence):
 def test_one_token_without_a_tail_is_refused():
     with pytest.raises(ValueError, match="the loss is always 0"):
         on_support(logs(P)[:, :1], logs(Q)[:, :1], Divergence(0))
+
+
+def test_the_realised_token_stands_for_the_students_likeliest():
+    """beta 1: KL of (p_y, 1 - p_y) from (q_y, 1 - q_y); in between the teacher's likeliest is there, too, once."""
+    p, q = (torch.tensor([row] * 2, dtype=torch.float64) for row in ([0.5, 0.3, 0.2], [0.2, 0.1, 0.7]))
+    reverse = Divergence(1.0, top_k=1, top_k_of=STUDENT, tail=True, realised=True)
+    found = reverse(p.log(), q.log(), torch.tensor([1, 2]))
+    wanted = [a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b)) for a, b in ((0.3, 0.1), (0.2, 0.7))]
+    assert found.tolist() == pytest.approx(wanted, abs=1e-12)
+    both = Divergence(0.3, top_k=1, top_k_of=BOTH, tail=True, realised=True)
+    found = both(p.log(), q.log(), torch.tensor([1, 2]))
+    whole = Divergence(0.3)
+    pair = whole(*(torch.tensor([row], dtype=torch.float64).log() for row in ([0.2, 0.8], [0.7, 0.3])))
+    assert found.tolist() == pytest.approx([whole(p.log(), q.log())[0].item(), pair.item()], abs=1e-12)
+    with pytest.raises(ValueError, match="realised is for a support of top_k 1"):
+        Divergence(0.0, top_k=1, tail=True, realised=True)

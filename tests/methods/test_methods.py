@@ -377,6 +377,22 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         "remove_unused_columns max_completion_length ds3_gather_for_generation shuffle_dataset temperature top_p top_k min_p "
         "generation_kwargs chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode beta lmbda "
         "max_tool_calling_iterations log_completions num_completions_to_print log_unique_prompts",
+        **dict.fromkeys(
+            ("sdft", "sdpo"),
+            "max_prompt_length num_generations num_generations_eval max_completion_length num_iterations use_teacher_server "
+            "teacher_model_kind teacher_update_rate teacher_sync_steps distillation_alpha distillation_mode distillation_topk "
+            "distillation_is_clip distillation_add_tail ds3_gather_for_generation cache_implementation vllm_mode",
+        ),
+        "gold": "temperature top_p top_k lmbda beta max_completion_length disable_dropout seq_kd teacher_model_name_or_path "
+        "teacher_model_revision teacher_model_init_kwargs teacher_tokenizer_name_or_path use_uld_loss use_extended_uld "
+        "uld_use_hybrid_loss uld_crossentropy_weight uld_distillation_weight uld_skip_student_eos uld_skip_teacher_eos",
+        "iw_opd": "temperature lmbda beta distillation_objective iw_opd_gamma iw_opd_epsilon reverse_kl_top_1_mode loss_top_k "
+        "max_completion_length max_prompt_length disable_dropout teacher_model_name_or_path teacher_model_revision "
+        "teacher_model_init_kwargs use_teacher_server teacher_model_server_url loss_add_tail num_generations top_p top_k "
+        "generation_batch_size use_vllm vllm_mode vllm_group_port vllm_sync_frequency vllm_structured_outputs_regex "
+        "log_completions log_completions_steps num_completions_to_print",
+        "minillm": "teacher_model_init_kwargs disable_dropout rkl_advantage single_step_decomposition kd_temperature gamma "
+        "length_normalization num_generations loss_type epsilon scale_rewards beta reward_weights temperature",
         "ssd": "max_prompt_length max_completion_length generation_batch_size steps_per_generation temperature top_k top_p min_p "
         "repetition_penalty generation_kwargs cache_implementation chat_template_kwargs use_vllm vllm_mode disable_dropout "
         "filter_empty num_iterations shuffle_dataset ds3_gather_for_generation",

@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.core.batch import ACTIVE
 from posttrain.core.sample import Sample, Unit
 from posttrain.methods.gold import BOUNDARY
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
 from posttrain.trainer.distilling_trainer import ON_POLICY
 from posttrain.trainer.online.served_teacher import TEACHER_LOGPS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPS
 from tests import tiny
@@ -25,9 +27,32 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "more_words": {"beta": 0.3},
     },
     "distillation": {"tempered": {"beta": 1.0, "temperature": 0.7}},
+    "iw_opd": {
+        "iw_opd": {"temperature": 0.7, "lmbda": 0.5, "iw_opd_gamma": 0.8},
+        "top_2": {"distillation_objective": "jsd", "beta": 0.3, "loss_top_k": 2},
+        "realised": {"distillation_objective": "jsd", "beta": 0.3},
+    },
+    "minillm": {"one_temperature": {}, "two_temperatures": {"temperature": 1.3, "kd_temperature": 0.7}},
     "gold": {
         "uld": {"use_uld_loss": True, "uld_crossentropy_weight": 0.3, "uld_distillation_weight": 2.0},
         "hybrid": {"use_uld_loss": True, "uld_use_hybrid_loss": True, "beta": 0.3},
+    },
+    "sdft": {
+        "topk": {"distillation_alpha": 0.0, "distillation_topk": 5},
+        "tail": {"distillation_topk": 5, "distillation_add_tail": True, "teacher_model_kind": "live"},
+        "full": {"distillation_mode": "full_logits", "teacher_model_kind": "ema"},
+        "sampled": {"distillation_mode": "sampled_token", "distillation_alpha": 1.0},
+        "clipped": {"distillation_alpha": 1.0, "distillation_topk": 5, "distillation_is_clip": 1.05},
+    },
+    "sdpo": {
+        "mixed": {
+            "distillation_weight": 0.6,
+            "distillation_mode": "topk_logits",
+            "distillation_topk": 5,
+            "distillation_add_tail": True,
+            "distillation_alpha": 0.5,
+        },
+        "only": {"distillation_is_clip": 1.05, "teacher_model_kind": "live"},
     },
     "ssd": {"nll": {"temperature": 0.7}},
     "server_distillation": {
@@ -39,23 +64,39 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "written": {"beta": 1.0},
     },
 }
+for _variant in (*OPTIONS["sdft"].values(), *OPTIONS["sdpo"].values()):
+    _variant.setdefault("distillation_is_clip", None)
+for _variant in OPTIONS["sdpo"].values():
+    _variant.setdefault("distillation_mode", "sampled_token")
+    _variant.setdefault("distillation_alpha", 1.0)
 """Method -> variant -> its options."""
-TEMPERATURE = {"tempered": 0.7}
+SELF_TAUGHT = ("sdft", "sdpo")
+TEMPERATURE = {"tempered": 0.7, "iw_opd": 0.7}
 MORE_WORDS = 3
 
 
 def resembles_others(method: str, loss: str) -> bool:
     """Distillation is GKD on other completions, and SSD's loss is SFT's."""
-    return (method, loss) not in (("gkd", "jsd"), ("gold", "hybrid"), ("server_distillation", "top_3"))
+    return (method, loss) not in (
+        ("gkd", "jsd"),
+        ("gold", "hybrid"),
+        ("iw_opd", "iw_opd"),
+        ("minillm", "two_temperatures"),
+        ("sdft", "clipped"),
+        ("sdpo", "mixed"),
+        ("server_distillation", "top_3"),
+    )
 
 
 def arguments(method: str, loss: str, dtype: torch.dtype) -> dict[str, Any]:
     """What the constructor of the trainer wants besides."""
     if method == "server_distillation":
         return {"teacher": NotAsked()}
-    return (
-        {} if method == "ssd" else {"teacher_model": teacher(loss, dtype), "teacher_processing_class": tiny.tokenizer()}
-    )
+    if method == "sdpo":
+        return {"reward_funcs": lambda completions, **columns: [0.0] * len(completions)}
+    if method in ("ssd", "sdft"):
+        return {}
+    return {"teacher_model": teacher(loss, dtype), "teacher_processing_class": tiny.tokenizer()}
 
 
 class NotAsked:
@@ -79,11 +120,37 @@ def teacher(loss: str, dtype: torch.dtype) -> Any:
 
 def units(method: str, texts: list[Unit]) -> list[Unit]:
     """Every other completion is the student's own. GOLD: with the teacher's tokens, of which as many begin a group."""
+    if method in SELF_TAUGHT:
+        return [(with_teachers_prompt(sample, method == "sdpo"),) for (sample,) in texts]
     made = [replace(sample, scalars={ON_POLICY: float(sample.row % 2)}) for (sample,) in texts]
-    add = {"gold": with_teachers_tokens, "server_distillation": with_likeliest_tokens}.get(
-        method, lambda sample: sample
+    more = {"gold": with_teachers_tokens, "server_distillation": with_likeliest_tokens}
+    more |= {"iw_opd": with_logps, "minillm": with_logps}
+    return [(more.get(method, lambda sample: sample)(sample),) for sample in made]
+
+
+def with_logps(sample: Sample) -> Sample:
+    """Numbers as the teacher and the student that wrote might have said them, and advantages of tokens."""
+    rng = np.random.default_rng(sample.row)
+    columns = {name: -5 + rng.normal(size=len(sample)) for name in (TEACHER_LOGPS, OLD_LOGPS)}
+    columns[ADVANTAGES] = rng.normal(size=len(sample))
+    return replace(sample, per_token={**sample.per_token, **columns})
+
+
+def with_teachers_prompt(sample: Sample, is_rewarded: bool) -> Sample:
+    """The same tokens behind some more, and log-probs of before the step near those of now; with rewards, of some samples only."""
+    rng = np.random.default_rng(sample.row)
+    more, first = 2 + sample.row % 3, np.arange(len(sample)) > 0
+    twin = Sample(
+        np.concatenate([rng.integers(0, 256, more), sample.input_ids]),
+        np.concatenate([np.zeros(more, dtype=bool), sample.trained & first]),
+        row=sample.row,
     )
-    return [(add(sample),) for sample in made]
+    old = -5.5 + rng.integers(-4, 5, len(sample)).astype(np.float32) / 16
+    if not is_rewarded:
+        return replace(sample, per_token={OLD_LOGPS: old}, twin=twin)
+    advantages = np.full(len(sample), (sample.row - 3.5) / 4, np.float32)
+    scalars = {ACTIVE: float(sample.row % 3 != 1)}
+    return replace(sample, per_token={OLD_LOGPS: old, ADVANTAGES: advantages}, scalars=scalars, twin=twin)
 
 
 @torch.no_grad()
@@ -123,6 +190,14 @@ def step_loss(
         return gold_loss(loss, rows, own, theirs)
     if method == "server_distillation":
         return served_loss(OPTIONS[method][loss], rows, own)
+    if method in SELF_TAUGHT:
+        options = OPTIONS[method][loss]
+        values = [mean_of_completion(options, one, own) for (one,) in rows if one.scalars.get(ACTIVE, 1)]
+        weight = options.get("distillation_weight", 1.0)
+        taught = weight * sum(values) / len(values)
+        return taught + (1 - weight) * clipped_policy(rows, own) if weight < 1 else taught
+    if method == "minillm":
+        return minillm_loss(OPTIONS[method][loss], rows, own, theirs)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     heat, options = TEMPERATURE.get(loss, 1.0), OPTIONS[method][loss]
     for (sample,) in rows:
@@ -131,10 +206,15 @@ def step_loss(
         if method == "ssd":
             total = total - sum(row[target] for row, target in zip(logps, targets))
             continue
+        if loss == "iw_opd":
+            total = total + iw_opd_loss(sample, (logps / heat).log_softmax(-1), targets, options["iw_opd_gamma"])
+            continue
         with torch.no_grad():
             wanted = theirs(sample)[0][:, : logps.shape[-1]]
-        for p_row, q_row in zip(logps / heat, wanted / heat):
+        for p_row, q_row, target in zip(logps / heat, wanted / heat, targets):
             p, q = p_row.exp() / p_row.exp().sum(), q_row.exp() / q_row.exp().sum()
+            if method == "iw_opd":
+                p, q = with_tail(p, q, target, options.get("loss_top_k"))
             total = total + divergence(p, q, options["beta"])
     return total / tokens
 
@@ -154,6 +234,84 @@ def served_loss(options: dict[str, Any], rows: list[Unit], own: Callable[..., An
                 p, q = (torch.cat([one, 1 - one.sum()[None]]) for one in (p, q))
             total, tokens = total + divergence(p / p.sum(), q / q.sum(), beta), tokens + 1
     return total / tokens
+
+
+def clipped_policy(rows: list[Unit], own: Callable[..., Any]) -> torch.Tensor:
+    """Sum over tokens of -min(rho A, clip(rho) A) / tokens."""
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for (sample,) in rows:
+        known = sample.read_trained(OLD_LOGPS), sample.read_trained(ADVANTAGES)
+        for row, target, old, advantage in zip(*own(sample), *known, strict=True):
+            rho = (row[target] - float(old)).exp()
+            total = total - torch.minimum(rho * float(advantage), rho.clamp(0.8, 1.2) * float(advantage))
+            tokens += 1
+    return total / tokens
+
+
+def mean_of_completion(options: dict[str, Any], sample: Sample, own: Callable[..., Any]) -> torch.Tensor:
+    """The policy is its own teacher, behind another prompt."""
+    logps, targets = own(sample)
+    with torch.no_grad():
+        wanted = own(sample.twin)[0]
+    total = torch.zeros((), dtype=torch.float64)
+    for p, q, target, old in zip(logps, wanted, targets, sample.read_trained(OLD_LOGPS), strict=True):
+        value = own_divergence(options, p, q, target)
+        cap = options["distillation_is_clip"]
+        total = total + value * (1 if cap is None else min(float((p[target].detach() - float(old)).exp()), cap))
+    return total / len(targets)
+
+
+def own_divergence(options: dict[str, Any], p: torch.Tensor, q: torch.Tensor, target: int) -> torch.Tensor:
+    """From log-probs of a row."""
+    if options.get("distillation_mode") == "sampled_token":
+        return (p[target] - q[target]).detach() * p[target]
+    p, q = p.exp(), q.exp()
+    if options.get("distillation_mode") != "full_logits":
+        chosen = p.topk(options["distillation_topk"]).indices
+        p, q = p[chosen], q[chosen]
+        if options.get("distillation_add_tail"):
+            p, q = (torch.cat([one, 1 - one.sum(0, keepdim=True)]) for one in (p, q))
+        p, q = p / p.sum(), q / q.sum()
+    return divergence(p, q, options.get("distillation_alpha", 0.5))
+
+
+def minillm_loss(
+    options: dict[str, float], rows: list[Unit], own: Callable[..., Any], theirs: Callable[..., Any]
+) -> torch.Tensor:
+    """Sum over tokens of the clipped surrogate, with an advantage of each, and of KL(p, q) / tokens."""
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    for (sample,) in rows:
+        logps, targets = own(sample)
+        tokens += len(targets)
+        with torch.no_grad():
+            wanted = (theirs(sample)[0] / options.get("kd_temperature", 1.0)).log_softmax(-1)
+        written = (logps / options.get("temperature", 1.0)).log_softmax(-1)
+        compared = (logps / options.get("kd_temperature", 1.0)).log_softmax(-1)
+        columns = zip(sample.read_trained(OLD_LOGPS).tolist(), sample.read_trained(ADVANTAGES).tolist())
+        for place, (old, advantage) in enumerate(columns):
+            ratio = (written[place][targets[place]] - old).exp()
+            total = total - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+            total = total + divergence(compared[place].exp(), wanted[place].exp(), 1.0)
+    return total / tokens
+
+
+def iw_opd_loss(sample: Sample, logps: torch.Tensor, targets: torch.Tensor, gamma: float) -> torch.Tensor:
+    """-sum_t w_t a_t log p(y_t) of one completion."""
+    own = [row[target] for row, target in zip(logps, targets)]
+    then = sample.read_trained(OLD_LOGPS).tolist() if sample.scalars[ON_POLICY] else [one.item() for one in own]
+    gaps = [q - mu for q, mu in zip(sample.read_trained(TEACHER_LOGPS).tolist(), then)]
+    whole = sum(abs(a) for a in gaps)
+    weights = [1 + gamma * (1 - sum(abs(a) for a in gaps[:t]) / whole) for t in range(len(gaps))]
+    return -sum(w * a * lp for w, a, lp in zip(weights, gaps, own))
+
+
+def with_tail(
+    p: torch.Tensor, q: torch.Tensor, target: torch.Tensor, top_k: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens of both, of the student the one that follows where no number is given, and the rest."""
+    ours = [target.item()] if top_k is None else p.topk(top_k).indices.tolist()
+    chosen = sorted({*ours, *q.topk(top_k or 1).indices.tolist()})
+    return tuple(torch.cat([one[chosen], 1 - one[chosen].sum()[None]]) for one in (p, q))
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor, beta: float) -> torch.Tensor:

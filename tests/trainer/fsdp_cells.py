@@ -39,6 +39,7 @@ ONLINE = {
 }  # fmt: skip
 PPO = {"max_completion_length": 5, "reward_workers": 0, "num_ppo_epochs": 2, "adap_kl_ctrl": True}
 GKD = {"max_completion_length": 5, "lmbda": 0.5, "beta": 0.3}
+SDFT = {"max_completion_length": 5, "num_generations": 2}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -85,6 +86,8 @@ CELLS = {
     "ppo-lora": Cell("ppo", PPO, LORA, resumes=True),
     "gkd": Cell("gkd", {**GKD, "eval_strategy": "steps"}, resumes=True),
     "gkd-lora": Cell("gkd", {**GKD, "lmbda": 0.0, "chunk_tokens": 7}, LORA),
+    "sdft": Cell("sdft", SDFT | {"distillation_mode": "full_logits", "teacher_model_kind": "live"}),
+    "sdft-lora": Cell("sdft", SDFT | {"distillation_topk": 5, "steps_per_generation": 4}, LORA),
     "grpo-lora": Cell("grpo", ONLINE | {"max_tokens_per_pass": 40}, LORA, fsdp={"activation_checkpointing": True}),
 }
 
@@ -104,7 +107,7 @@ def triples(rows: int) -> list[dict[str, Any]]:
 
 DATA = {
     "sft": tiny.chats, "grpo": prompts, "ppo": prompts, "tpo": triples, "kto": resumable_run.rated, "bco": resumable_run.rated,
-    "prm": tiny.steps, "gkd": resumable_run.DATA["gkd"],
+    "prm": tiny.steps, "gkd": resumable_run.DATA["gkd"], "sdft": resumable_run.DATA["sdft"],
 }  # fmt: skip
 """The others read pairs."""
 
@@ -158,7 +161,7 @@ def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
 
 def _cut(method: str, world: int) -> dict[str, int]:
     """Eight rows a step; the same micro-batches on one process as on two (the routers' loss depends on them)."""
-    if method in ("grpo", "ppo", "gkd"):  # which rollouts come together depends on the accumulation
+    if method in ("grpo", "ppo", "gkd", "sdft"):  # which rollouts come together depends on the accumulation
         return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 2}
     return {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // world}
 

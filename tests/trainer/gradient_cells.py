@@ -52,10 +52,11 @@ BETWEEN_PROCESSES = (
     ("orpo", "prompt"),  # two denominators, and flags of tokens
     ("prm", "steps"),  # by judged tokens, with a head at them
     ("grpo", "bnpo"),  # by the tokens of each micro-batch of each process
+    ("sdpo", "mixed"),  # by tokens, and by the samples that have a part in a term
     ("grpo", "top_entropy"),  # a threshold over the micro-batches of all processes
 )
 """What a process has to know of the others is different for these, and for no other loss."""
-OF_ANY_MODEL = (("dpo", "sft"), ("dpo", "aot_unpaired"), ("grpo", "top_entropy"))
+OF_ANY_MODEL = (("dpo", "sft"), ("dpo", "aot_unpaired"), ("sdpo", "mixed"), ("grpo", "top_entropy"))
 """Of those, losses that a neighbour of the same coupling covers for every adapter and dtype: by day they take one of each."""
 DEFAULT = "default"
 """The loss of a method of which nothing is known here but its entry of METHODS: with its default options, held against itself."""

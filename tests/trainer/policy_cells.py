@@ -12,10 +12,10 @@ import torch
 from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Collator
 from posttrain.losses.policy import POLICY_LOSSES, PolicyTokens
-from posttrain.methods.grpo import LIKELIEST
 from posttrain.models.load.reference import PRECOMPUTED
 from posttrain.rollout.loader import units_of
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
+from posttrain.trainer.policy_group_trainer import LIKELIEST
 from tests.losses.policy_oracle import naive_loss, token_batch
 
 Scored = tuple[

@@ -22,7 +22,7 @@ from tests import tiny
 CACHE = tempfile.mkdtemp(prefix="posttrain-tokens-")
 
 
-ONLINE = ("grpo", "rloo", "online_dpo", "xpo", "nash_md", "a2po")
+ONLINE = ("grpo", "rloo", "online_dpo", "xpo", "nash_md", "a2po", "sdpo")
 ONLINE_OPTIONS = {
     "num_generations": 4,
     "max_completion_length": 5,
@@ -53,7 +53,12 @@ PPO_OPTIONS = {
 }
 
 
-TAUGHT_OPTIONS = {"max_completion_length": 5, "lmbda": 0.5, "steps_per_generation": 4, "num_iterations": 2}
+WINDOW = {"max_completion_length": 5, "steps_per_generation": 4, "num_iterations": 2}
+TAUGHT_OPTIONS = {
+    "gkd": {**WINDOW, "lmbda": 0.5},
+    "sdft": {**WINDOW, "num_generations": 2, "teacher_model_kind": "ema", "teacher_update_rate": 0.3},
+    "sdpo": {"distillation_weight": 0.5, "success_reward_threshold": 8.0, "teacher_update_rate": 0.3},
+}
 
 
 def checksum(completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
@@ -81,6 +86,7 @@ DATA = {
     "sft": tiny.chats,
     "baseline": tiny.chats,
     "gkd": lambda rows: [{"prompt": f"Say {i}", "completion": f" {i}, {i + 1}"} for i in range(rows)],
+    "sdft": lambda rows: [{"prompt": f"Say {i}", "privileged_context": f"{i}, {i + 1}"} for i in range(rows)],
     **dict.fromkeys((*ONLINE, "ppo"), prompts),
     "prm": tiny.steps,
 }  # the others read pairs
@@ -191,8 +197,7 @@ def make(
         chosen = {**own, **chosen}
     if name == "ppo":
         chosen = {**chosen, **PPO_OPTIONS, **options}
-    if name == "gkd":
-        chosen = {**TAUGHT_OPTIONS, **chosen}
+    chosen = {**TAUGHT_OPTIONS.get(name, {}), **chosen}
     extra: dict[str, Any] = {"args": METHODS[name].config_class(**chosen)}
     if name in (*ONLINE, "ppo"):
         extra["reward_funcs"] = checksum

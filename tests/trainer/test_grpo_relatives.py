@@ -11,11 +11,11 @@ import torch
 from posttrain import DPPOConfig, DPPOTrainer, GFPOConfig, GFPOTrainer, GRPOConfig, GRPOTrainer
 from posttrain.losses.advantages import group_normalised
 from posttrain.losses.policy import TRUST_DIVERGENCES
-from posttrain.methods.grpo import LIKELIEST
 from posttrain.rollout.collector import Collected, GroupTable
 from posttrain.rollout.group_filter import GroupFilter
 from posttrain.rollout.rollout import ADVANTAGES
 from posttrain.rollout.store import read_rollouts
+from posttrain.trainer.policy_group_trainer import LIKELIEST
 from tests import tiny
 from tests.forked import start_group, wait_for_group
 from tests.rollout.scripted_engine import ScriptedEngine

@@ -50,6 +50,7 @@ MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_al
         ("ppo-bf16-lora", {}),
         ("ppo-critic", {}),
         ("gkd", {}),  # a coin for each prompt, inside of a generation that feeds two steps, twice
+        ("sdft-bf16-lora", {}),  # a second adapter that averages the first in float32
     ],
     ids=[
         "bf16-lora",
@@ -63,6 +64,7 @@ MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_al
         "ppo-head",
         "ppo-value-model",
         "coin",
+        "averaged-teacher",
     ],
 )
 def test_killed_at_a_step_boundary_and_resumed_is_bit_identical(method, options, tmp_path):

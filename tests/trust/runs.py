@@ -20,7 +20,7 @@ from posttrain.trainer.checkpoints import checkpoint as files
 from tests.forked import Child
 from tests.trainer import resumable_run
 
-METHODS = tuple("sft dpo reward grpo kto bco-udm prm orpo ppo online_dpo xpo nash_md a2po".split())  # noqa: SIM905
+METHODS = tuple("sft dpo reward grpo kto bco-udm prm orpo ppo online_dpo xpo nash_md a2po sdft sdpo".split())  # noqa: SIM905
 SAVE_STEPS = 2
 OPTIONS: dict[str, Any] = {"save_steps": SAVE_STEPS}
 TIMINGS = ("_runtime", "_per_second", "_s", "_time", "run_id")

@@ -64,6 +64,7 @@ class Checked:
         packages = missing_packages(config, self.args)
         self.findings = [AuditFinding(WARNING, "package", "run", missing) for missing in packages]
         self.rewards = self._rewards()
+        self.teachers_tokenizer = self._teachers_tokenizer()
         self.audits: list[Audit] = []
         self.prepared: list[Any] = []
         agents = getattr(self.side, "agents", None)
@@ -95,11 +96,30 @@ class Checked:
             return None
         return RewardColumns(self.side, given) if given else None
 
+    def _teachers_tokenizer(self) -> Any:
+        """Of a method whose teacher may have another one; one that the student's tokens do not fit is a finding."""
+        from posttrain.data.store.audit import ERROR, AuditFinding
+        from posttrain.models.load.model import load_tokenizer
+        from posttrain.models.load.teacher import check_tokenizers
+
+        named = getattr(self.args, "teacher_model_name_or_path", None)
+        if named is None:
+            return None
+        beside = getattr(self.args, "teacher_tokenizer_name_or_path", None)
+        try:
+            theirs = load_tokenizer(beside or named, self.args.teacher_arguments(), self.args.trust_remote_code)
+            if not self.args.shares_tokenizer:
+                return theirs
+            check_tokenizers(self.side.renderer.tokenizer, theirs, named)
+        except ValueError as error:
+            self.findings.append(AuditFinding(ERROR, "teacher", "run", str(error).rstrip(".")))
+        return None
+
     def _unread(self, rows: Any, name: str) -> list[str]:
-        """Columns that no reward and no environment reads; a reward's own that are missing are a finding."""
+        """Columns that neither the method nor a reward or an environment reads; a reward's own that are missing are a finding."""
         from posttrain.data.store.audit import ERROR, AuditFinding
 
-        columns = list(rows.column_names or ())
+        columns = [one for one in rows.column_names or () if one not in getattr(self.side, "columns_read", ())]
         if self.rewards is None:
             return columns
         missing = self.rewards.missing(columns)
@@ -169,7 +189,7 @@ class Checked:
                 yield number, int(unit)
 
     def _show_sample(self, console: Any, prepared: Any, number: int, unit: int) -> None:
-        from posttrain.cli.running.token_view import coloured, kinds_of, marked
+        from posttrain.cli.running.token_view import aligned, coloured, kinds_of, marked
 
         sample = prepared.store.sample(number, int(prepared.store.rows[unit]))
         start, stop = prepared.window(number)
@@ -183,6 +203,9 @@ class Checked:
             console.print(coloured(tokenizer, sample.input_ids, kinds))
         else:
             console.print(marked(tokenizer, sample.input_ids, kinds), markup=False)
+        if self.teachers_tokenizer is not None:
+            chosen = [int(token) for token, kind in zip(sample.input_ids, kinds) if kind == "trained"]
+            console.print(aligned(tokenizer, self.teachers_tokenizer, chosen), markup=False)
 
     def as_json(self) -> dict[str, Any]:
         findings = [{**asdict(finding), "rows": list(finding.rows)} for finding in self.findings]

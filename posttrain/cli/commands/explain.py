@@ -132,13 +132,16 @@ class Explained:
 
         if isinstance(self.args, ServedTeacherConfig) and self.args.teacher_model_server_url is None:
             raise UsageError(f"posttrain {self.config.method} needs a teacher's server: --teacher_model_server_url.")
+        if hasattr(self.args, "teacher_model_kind"):  # the policy itself
+            return self.side.model if getattr(self.args, "distillation_weight", 1) else None
         if not getattr(self.side, "needs_teacher", False):
             return None
         named, arguments = self.args.teacher_model_name_or_path, self.args.teacher_arguments()
         if named is None:
             raise UsageError(f"posttrain {self.config.method} needs a teacher: --teacher_model_name_or_path.")
         theirs = load_tokenizer(named, arguments, self.args.trust_remote_code)
-        check_tokenizers(self.side.renderer.tokenizer, theirs, named)
+        if self.args.shares_tokenizer:
+            check_tokenizers(self.side.renderer.tokenizer, theirs, named)
         own = arguments.get("dtype")
         shared |= {"dtype": getattr(torch, own)} if own in ("bfloat16", "float32", "float16") else {}
         return model_without_weights(named, LoadOptions(model_init_kwargs=arguments, **shared))

@@ -66,3 +66,26 @@ def pieces_of(tokenizer: Any, ids: np.ndarray) -> list[str]:
         pieces.append(text if is_whole else "")
         start = stop if is_whole else start
     return pieces
+
+
+def aligned(tokenizer: Any, teachers: Any, ids: list[int]) -> str:
+    """How student and teacher cut the text of some tokens, and where both begin a token: "un|believ = unbel|iev  able"."""
+    from posttrain.data.alignment import align
+    from posttrain.data.render.byte_decoding import bytes_of_tokens
+
+    ours, theirs = bytes_of_tokens(tokenizer), bytes_of_tokens(teachers)
+    pieces = [piece for piece in (ours.get(token, b"") for token in ids) if piece]
+    text = b"".join(pieces).decode("utf-8", "replace")
+    others = [theirs.get(token, b"") for token in teachers(text, add_special_tokens=False)["input_ids"]]
+    found, shown = align(pieces, others), []
+    for group in found.groups:
+        cuts = [
+            "|".join(piece.decode("utf-8", "replace") for piece in side[first:last])
+            for side, (first, last) in ((pieces, group.student), (others, group.teacher))
+        ]
+        shown.append(cuts[0] if cuts[0] == cuts[1] else " = ".join(cuts))
+    rest = "" if found.is_whole else "; the rest of the text is not the same in both"
+    return (
+        f"teacher: {len(pieces)} tokens are {len(others)} of the teacher's, compared at {len(found.boundaries)} places{rest}: "
+        + "  ".join(shown)
+    )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-REFERENCE_ADAPTER = "ref"
+REFERENCE_ADAPTER, TEACHER_ADAPTER = "ref", "teacher"
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -83,17 +83,25 @@ def with_targets(peft_config: Any) -> Any:
     return peft_config
 
 
-def freeze_copy_of_adapter(model: nn.Module, source: str = "default") -> str:
-    """Keep the adapter as it is now under the name `ref`, frozen: the reference of a run that continues an adapter."""
-    model.add_adapter(REFERENCE_ADAPTER, model.peft_config[source])
+def freeze_copy_of_adapter(model: nn.Module, source: str = "default", name: str = REFERENCE_ADAPTER) -> str:
+    """Keep the adapter as it is now under another name, frozen: the reference of a run that continues an adapter, or a teacher."""
+    model.add_adapter(name, model.peft_config[source])
     state = dict(model.named_parameters())
     with torch.no_grad():
-        for name, parameter in state.items():
-            if f".{REFERENCE_ADAPTER}." in name or name.endswith(f".{REFERENCE_ADAPTER}"):
-                parameter.copy_(state[name.replace(f".{REFERENCE_ADAPTER}", f".{source}")])
-                parameter.requires_grad_(False)
+        for original, parameter in tensors_of_adapter(model, name, source).items():
+            parameter.copy_(state[original])
+            parameter.requires_grad_(False)
     model.set_adapter(source)
-    return REFERENCE_ADAPTER
+    return name
+
+
+def tensors_of_adapter(model: nn.Module, name: str, source: str) -> dict[str, torch.Tensor]:
+    """Those of the adapter `name`, each under the name of its counterpart in the adapter `source`."""
+    return {
+        full.replace(f".{name}", f".{source}"): parameter
+        for full, parameter in model.named_parameters()
+        if f".{name}." in full or full.endswith(f".{name}")
+    }
 
 
 @contextmanager

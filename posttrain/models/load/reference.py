@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import TokenScores
-from posttrain.models.load.adapters import adapter_in_use
+from posttrain.models.load.adapters import (
+    REFERENCE_ADAPTER,
+    adapter_in_use,
+    freeze_copy_of_adapter,
+    tensors_of_adapter,
+)
 from posttrain.models.scoring.token_scores import score_tokens
 
 PRECOMPUTED = "reference_logps"
@@ -75,20 +80,66 @@ class ModelReference(Reference):
 
 
 @dataclass
-class FrozenCopy(ModelReference):
-    """A model of its own that never gets a gradient."""
+class MovableReference(ModelReference):
+    """Weights of its own, which can be moved towards the policy's."""
 
-    is_given: bool = False  # by the user; else it is the policy before training
+    averages: dict[str, Tensor] = field(default_factory=dict)  # see `keep_averages`
 
-    def check_sync(self) -> None:
-        """It can move."""
+    def weights(self) -> dict[str, Tensor]:
+        """Its own, by the names of the policy's that they follow."""
+        raise NotImplementedError
+
+    def keep_averages(self) -> None:
+        """Average in float32 beside weights of less: a small share of a bfloat16's last digit would be lost each time."""
+        own = self.weights().items()
+        self.averages = {name: w.float() for name, w in own if torch.promote_types(w.dtype, torch.float32) != w.dtype}
+
+    def state(self) -> dict[str, Tensor]:
+        """What has moved, as exactly as it is known."""
+        return {**self.weights(), **self.averages}
+
+    @torch.no_grad()
+    def load_state(self, saved: dict[str, Tensor]) -> None:
+        for name, tensor in self.state().items():
+            tensor.copy_(saved[name])
+        self._write_averages()
 
     @torch.no_grad()
     def sync(self, policy: nn.Module, alpha: float) -> None:
         """reference = (1 - alpha) reference + alpha policy, name by name (arXiv:2404.09656)."""
         current = dict(policy.named_parameters())
-        for name, parameter in self.model.named_parameters():
-            parameter.lerp_(current[name].to(parameter.dtype), alpha)
+        for name, tensor in self.state().items():
+            tensor.lerp_(current[name].to(tensor.dtype), alpha)
+        self._write_averages()
+
+    def _write_averages(self) -> None:
+        own = self.weights() if self.averages else {}
+        for name, average in self.averages.items():
+            own[name].copy_(average)
+
+
+@dataclass
+class FrozenCopy(MovableReference):
+    """A model of its own that never gets a gradient."""
+
+    is_given: bool = False  # by the user; else it is the policy before training
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.model.named_parameters())
+
+    def check_sync(self) -> None:
+        """It can move."""
+
+
+@dataclass
+class FrozenAdapter(MovableReference):
+    """A second adapter on the policy's base, which never gets a gradient."""
+
+    name: str = REFERENCE_ADAPTER
+    source: str = "default"  # the policy's
+
+    def weights(self) -> dict[str, Tensor]:
+        return tensors_of_adapter(self.model, self.name, self.source)
 
 
 class Precomputed(Reference):
@@ -132,8 +183,12 @@ def adapter_off(model: nn.Module) -> ModelReference:
     return ModelReference(model, "the base model under the adapter", lambda: adapter_in_use(model, None))
 
 
-def frozen_adapter(model: nn.Module, name: str) -> ModelReference:
-    return ModelReference(model, f"the frozen adapter {name!r}", lambda: adapter_in_use(model, name))
+def frozen_adapter(model: nn.Module, name: str = REFERENCE_ADAPTER) -> FrozenAdapter:
+    """The policy's adapter as it is now, copied under another name."""
+    source = model.active_adapter
+    freeze_copy_of_adapter(model, source, name)
+    context = lambda: adapter_in_use(model, name)  # noqa: E731
+    return FrozenAdapter(model, f"the frozen adapter {name!r}", context, name=name, source=source)
 
 
 def frozen_copy(model: nn.Module) -> FrozenCopy:

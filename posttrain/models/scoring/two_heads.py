@@ -168,6 +168,13 @@ class DivergenceQuestion(TokenQuestion):
                 raise ValueError(f"vocabulary is {self.vocabulary}, and the {name}'s head has {size} words.")
 
 
+class DivergencesAlone(DivergenceQuestion):
+    """Asked beside another question, which has the log-probs: of other tokens, or at another temperature."""
+
+    def answer(self, model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
+        return {"divergences": super().answer(model, rows)["divergences"]}
+
+
 def _chunk_of_two(device: torch.device, words: int, item: int) -> int:
     """Two chunks of logits, `words` a row together, take the memory that one has otherwise."""
     return max(default_chunk_tokens(device, words // 2, item) // 2, 1)
@@ -180,7 +187,7 @@ def _compared(
     with torch.no_grad(), torch.autocast(logits.device.type, enabled=False):
         wanted = theirs(head_input(taught, theirs.module))
         wanted = normalised(wanted.to(torch.promote_types(wanted.dtype, logits.dtype)))
-    return divergence(normalised(logits), wanted)
+    return divergence(normalised(logits), wanted, targets)
 
 
 def normalised(logits: Tensor) -> Tensor:

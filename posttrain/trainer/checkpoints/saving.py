@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
+from posttrain.models.load.adapters import TEACHER_ADAPTER
 from posttrain.models.sharding import local_part
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.background_save import (
@@ -293,7 +294,9 @@ class Checkpoints:
         """Weights, tokenizer and options; options as JSON instead of Trainer's pickle."""
         folder.mkdir(parents=True, exist_ok=True)
         model = self.run.accelerator.unwrap_model(self.run.model, keep_torch_compile=False)
-        model.save_pretrained(str(folder), state_dict=state_dict)
+        # A teacher that averages the policy's adapter is a part of the run's state, and not of what was trained.
+        own = [name for name in getattr(model, "peft_config", ()) if name != TEACHER_ADAPTER]
+        model.save_pretrained(str(folder), state_dict=state_dict, **({"selected_adapters": own} if own else {}))
         if self.args.should_save:
             self._save_tokenizer(folder)
             files.write_json(folder / OPTIONS, self.args.to_dict())

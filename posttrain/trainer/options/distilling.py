@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from posttrain.core.options import refused
-from posttrain.trainer.options.base import BaseConfig, check_range, option
+from posttrain.losses.distributions import STUDENT, Divergence
+from posttrain.trainer.options.base import BaseConfig, check_choice, check_range, option
 from posttrain.trainer.options.online import OnlineConfig
 
 NO_REWARD = "Nothing is rewarded: the loss compares what is written with nothing but a distribution or itself."
@@ -37,6 +38,104 @@ class NoRewardsConfig:
 
     smallest_group = 1
     has_reference = False
+
+
+@dataclass
+class SelfTaughtConfig:
+    """Sizes of methods whose model learns from what it writes itself; mixed in."""
+
+    learning_rate: float = option(5e-5, "Initial learning rate of AdamW.")
+    disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
+    max_prompt_length: int | None = option(
+        512, "Longest prompt in tokens; longer ones are cut at their beginning. `max_length`, if set, takes its place."
+    )
+    max_completion_length: int = option(256, "Most tokens of a completion.")
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_prompt_length == 512:
+            self.max_prompt_length = None
+        super().__post_init__()
+
+
+BASE, LIVE, EMA = "base", "live", "ema"
+"""Kinds of a teacher that is the policy itself: as the run began, as it is, and averaged over the run."""
+SAMPLED_TOKEN, FULL_LOGITS, TOPK_LOGITS = "sampled_token", "full_logits", "topk_logits"
+MODES = (SAMPLED_TOKEN, FULL_LOGITS, TOPK_LOGITS)
+
+
+@dataclass
+class SelfDistillingConfig(SelfTaughtConfig):
+    """Options of methods whose model is its own teacher, which is shown more than the student; mixed in."""
+
+    teacher_model_kind: str = option(
+        BASE, "Weights of the teacher: 'base' as the run began, 'live' the policy's own, 'ema' averaged over the run."
+    )
+    teacher_update_rate: float = option(
+        0.05, "With 'ema', the share of the policy that the teacher takes on in each update."
+    )
+    teacher_sync_steps: int = option(1, "With 'ema', optimizer steps between updates of the teacher.")
+    distillation_alpha: float = option(
+        0.5,
+        "Divergence: 0 is KL(teacher, student), 1 is KL(student, teacher), in between the generalised Jensen-Shannon one, which is "
+        "not continuous at its ends: at 0.01 its gradient is about a hundredth of that at 0.",
+    )
+    distillation_mode: str = option(
+        TOPK_LOGITS,
+        "What is compared: 'full_logits' all tokens of the vocabulary, 'topk_logits' the student's likeliest ones, 'sampled_token' "
+        "the written one alone (with `distillation_alpha=1`).",
+    )
+    distillation_topk: int | None = option(100, "With 'topk_logits', how many of the student's likeliest tokens.")
+    distillation_add_tail: bool = option(
+        False, "With 'topk_logits', all other tokens count as one more. False: both distributions are renormalised."
+    )
+    distillation_is_clip: float | None = option(
+        2.0,
+        "Largest weight of a token, its ratio to the policy that wrote it, where a generation feeds several steps or passes. None: "
+        "no weights.",
+    )
+    use_teacher_server: bool = refused(
+        False, "The teacher is the policy, whose weights are here: it is asked in this process."
+    )
+
+    lmbda, seq_kd, needs_answers = 1.0, False, False  # the student writes all completions
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("teacher_model_kind", self.teacher_model_kind, (BASE, LIVE, EMA))
+        check_choice("distillation_mode", self.distillation_mode, MODES)
+        check_range("distillation_alpha", self.distillation_alpha, 0, 1)
+        check_range("teacher_update_rate", self.teacher_update_rate, 0, 1, open_low=True)
+        check_range("teacher_sync_steps", self.teacher_sync_steps, 1)
+        if self.distillation_is_clip is not None:
+            check_range("distillation_is_clip", self.distillation_is_clip, 0, open_low=True)
+        if self.distillation_mode == TOPK_LOGITS and self.distillation_topk is None:
+            raise ValueError("`distillation_mode='topk_logits'` needs `distillation_topk`, a number of tokens.")
+        if self.distillation_mode == SAMPLED_TOKEN and self.distillation_alpha != 1:
+            raise ValueError(
+                f"`distillation_alpha` is {self.distillation_alpha:g}; of the written token alone only KL(student, teacher) can be "
+                "estimated: set it to 1, or another `distillation_mode`."
+            )
+        if self.keep_logits:
+            raise ValueError(
+                "`keep_logits` is set; logits of student and teacher are compared chunk by chunk, and never kept. Leave it out."
+            )
+        self.refuse_unread(TOPK_LOGITS, "distillation_mode", ("distillation_topk", "distillation_add_tail"))
+        self.refuse_unread(EMA, "teacher_model_kind", ("teacher_update_rate", "teacher_sync_steps"))
+        self.divergence()
+
+    def refuse_unread(self, wanted: str, choice: str, names: tuple[str, ...]) -> None:
+        """An option that is set and has no effect."""
+        ignored = sorted(set(names) & self.set_by_user())
+        if ignored and getattr(self, choice) != wanted and getattr(self, ignored[0]):
+            raise ValueError(f"`{ignored[0]}` is set, but only `{choice}={wanted!r}` reads it. Leave it out.")
+
+    def divergence(self) -> Divergence:
+        """Of modes that compare distributions."""
+        if self.distillation_mode != TOPK_LOGITS:
+            return Divergence(self.distillation_alpha)
+        return Divergence(
+            self.distillation_alpha, top_k=self.distillation_topk, top_k_of=STUDENT, tail=self.distillation_add_tail
+        )
 
 
 @dataclass
@@ -74,11 +173,20 @@ class TeacherConfig:
         if isinstance(self.teacher_model_init_kwargs, str):
             self.teacher_model_init_kwargs = json.loads(self.teacher_model_init_kwargs)
         super().__post_init__()
+        if self.keep_logits:
+            raise ValueError(
+                "`keep_logits` is set; logits of student and teacher are compared chunk by chunk, and never kept. Leave it out."
+            )
         revision, given = self.teacher_model_revision, self.teacher_model_init_kwargs or {}
         if revision is not None and given.get("revision", revision) != revision:
             raise ValueError(
                 f"`teacher_model_revision` is {revision!r} and `teacher_model_init_kwargs` has {given['revision']!r}: give one."
             )
+
+    @property
+    def shares_tokenizer(self) -> bool:
+        """Whether the teacher must read the student's own tokens."""
+        return True
 
     def teacher_arguments(self) -> dict[str, Any]:
         """Of `from_pretrained`."""
@@ -107,10 +215,6 @@ class DistillingConfig(TeacherConfig, OnlineConfig):
         super().__post_init__()
         check_range("lmbda", self.lmbda, 0, 1)
         check_range("beta", self.beta, 0, 1)
-        if self.keep_logits:
-            raise ValueError(
-                "`keep_logits` is set; logits of student and teacher are compared chunk by chunk, and never kept. Leave it out."
-            )
         if self.lmbda < 1 and self.num_generations > 1 and not self.seq_kd:
             raise ValueError(
                 f"`num_generations` is {self.num_generations}, and of the prompts that the student does not answer "

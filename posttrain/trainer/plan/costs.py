@@ -22,6 +22,7 @@ from posttrain.models.memory.shape import Shape
 from posttrain.models.scoring.head_kernels import STATISTICS
 from posttrain.rollout.engines.native.cache import LayerShape
 from posttrain.rollout.engines.native.engine import MAX_SLOTS
+from posttrain.trainer.options.distilling import BASE, LIVE
 from posttrain.trainer.references.setup import ADAPTER_OFF, COMPUTED_BEFORE, COPY, NO_REFERENCE
 from posttrain.trainer.step.memory_fit import (
     apply,
@@ -95,13 +96,24 @@ class RunMemory:
         self._place_models()
         self._choose_settings()
 
+    def _teacher_bytes(self) -> float:
+        """Another model's; of the policy as its own teacher, what is copied of it, and averages in float32."""
+        teacher, kind = self.run.teacher, getattr(self.args, "teacher_model_kind", None)
+        if teacher is None or kind == LIVE:
+            return 0.0
+        if kind is None:
+            return float(sum(parameter.nbytes for parameter in teacher.parameters()))
+        if kind == BASE:
+            return 0.0 if self.shape.is_adapter else float(self.shape.weight_bytes)
+        moved = [one for one in teacher.parameters() if one.requires_grad or not self.shape.is_adapter]
+        return float(sum(one.nbytes + (4 * one.numel() if one.element_size() < 4 else 0) for one in moved))
+
     def _place_models(self) -> None:
         """What lies on the device: when all are loaded, from then on, and while completions are written and scored."""
         run, args, shape, counts, weights = self.run, self.args, self.shape, self.run.counts, self.shape.weight_bytes
         judges = float(sum(parameter.nbytes for judge in run.reward_models for parameter in judge.parameters()))
-        teacher = sum(parameter.nbytes for parameter in run.teacher.parameters()) if run.teacher is not None else 0
         self.resident = {"weights": weights, "reward models": judges, "reference": weights * (run.reference == COPY)}
-        self.resident["teacher"] = float(teacher)
+        self.resident["teacher"] = self._teacher_bytes()
         self.loaded = dict(self.resident)
         if run.reference == COMPUTED_BEFORE and not shape.is_adapter:  # it answers before training, and goes
             self.loaded["reference"] = weights

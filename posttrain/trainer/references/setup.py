@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from torch import nn
 from transformers import TrainerCallback
@@ -18,7 +17,7 @@ from posttrain.data.options import PrepareOptions
 from posttrain.data.store.prepare import cache_folder
 from posttrain.data.store.row_store import AnnotatedDataset, RowStore
 from posttrain.models.layers.kernels import COMPILED, compile_layers
-from posttrain.models.load.adapters import freeze_copy_of_adapter, is_peft_model
+from posttrain.models.load.adapters import TEACHER_ADAPTER, is_peft_model
 from posttrain.models.load.model import (
     CAUSAL_LM,
     LoadedModel,
@@ -32,6 +31,7 @@ from posttrain.models.load.reference import (
     FrozenCopy,
     GivenSums,
     ModelReference,
+    MovableReference,
     Precomputed,
     Reference,
     adapter_off,
@@ -43,11 +43,12 @@ from posttrain.models.load.teacher import ModelTeacher
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import shard_frozen
 from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig, ReferenceConfig
+from posttrain.trainer.options.distilling import BASE, LIVE
 from posttrain.trainer.references.cache import store_of, with_reference_logps
 
 logger = logging.getLogger(__name__)
 
-MOVED_REFERENCE = "moved_reference"
+MOVED_REFERENCE, MOVED_TEACHER = "moved_reference", "moved_teacher"
 NO_REFERENCE, FROM_ROWS, COMPUTED_BEFORE, ADAPTER_OFF, COPY = (
     "none", "brought by the rows", "computed once, before training", "the model without its adapter", "a frozen copy",
 )  # fmt: skip
@@ -59,34 +60,42 @@ class SyncRefModelCallback(TrainerCallback):
     reference = (1 - ref_model_mixup_alpha) * reference + ref_model_mixup_alpha * policy
     """
 
+    options: tuple[str, str] = ("ref_model_sync_steps", "ref_model_mixup_alpha")
+    file: str = MOVED_REFERENCE
+
     def __init__(self, ref_model: Reference | nn.Module, accelerator: Accelerator | None = None) -> None:
         self.reference = ref_model if isinstance(ref_model, Reference) else frozen_copy(ref_model)
         self.accelerator = accelerator
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step % args.ref_model_sync_steps == 0:
+        steps, share = (getattr(args, name) for name in self.options)
+        if state.global_step % steps == 0:
             model = kwargs["model"]
             if self.accelerator is not None:
                 model = self.accelerator.unwrap_model(model)
-            self.reference.sync(model, args.ref_model_mixup_alpha)
+            self.reference.sync(model, share)
 
     def save_state_files(self, folder: Path) -> None:
         """A reference that has moved is a part of the run's state."""
-        save_moved(self.reference, Path(folder))
+        save_moved(self.reference, Path(folder), self.file)
 
     def load_state_files(self, folder: Path) -> None:
-        load_moved(self.reference, Path(folder))
+        load_moved(self.reference, Path(folder), self.file)
 
 
-def save_moved(reference: ModelReference, folder: Path) -> None:
-    files.save_tree(folder / MOVED_REFERENCE, dict(reference.model.named_parameters()))
+class MoveTeacherCallback(SyncRefModelCallback):
+    """Every `teacher_sync_steps` a teacher that averages the policy moves by `teacher_update_rate` towards it."""
+
+    options = ("teacher_sync_steps", "teacher_update_rate")
+    file = MOVED_TEACHER
 
 
-@torch.no_grad()
-def load_moved(reference: ModelReference, folder: Path) -> None:
-    saved = files.load_tree(folder / MOVED_REFERENCE)
-    for name, parameter in reference.model.named_parameters():
-        parameter.copy_(saved[name])
+def save_moved(reference: MovableReference, folder: Path, file: str = MOVED_REFERENCE) -> None:
+    files.save_tree(folder / file, reference.state())
+
+
+def load_moved(reference: MovableReference, folder: Path, file: str = MOVED_REFERENCE) -> None:
+    reference.load_state(files.load_tree(folder / file))
 
 
 @dataclass
@@ -137,12 +146,51 @@ class ReferenceSetup:
             return replace(frozen_copy(self._placed(self.loaded_beside(ref_model))), is_given=True)
         if is_peft_model(policy.model):
             if isinstance(source, nn.Module) and is_peft_model(source):  # an adapter that is trained further
-                return frozen_adapter(policy.model, freeze_copy_of_adapter(policy.model, policy.model.active_adapter))
+                return frozen_adapter(policy.model)
             return adapter_off(policy.model)
-        copy = create_reference_model(policy.model)
-        if policy.kernels == COMPILED:
+        return self._copy_of_policy()
+
+    def _copy_of_policy(self) -> FrozenCopy:
+        copy = create_reference_model(self.policy.model)
+        if self.policy.kernels == COMPILED:
             compile_layers(innermost_model(copy))  # a copy leaves the compiled code behind
         return frozen_copy(self._placed(copy))
+
+    def self_teacher(self, kind: str, source: Any, reference: ModelReference | None = None) -> ModelTeacher:
+        """The policy as its own teacher: as the run began (`base`), as it is (`live`), or averaged (`ema`).
+
+        `reference` is the policy as the run began, where there is one already."""
+        self._refuse_deepspeed()
+        model = self.policy.model
+        if kind == LIVE:
+            asked = ModelReference(model, "the policy itself, without a gradient")
+        elif kind == BASE:
+            asked = reference or self.live(None, source)
+        else:
+            if self.args.sharding is not None:
+                raise ValueError(
+                    "`teacher_model_kind='ema'` averages whole weights; under FSDP they are in pieces. Use 'base' or 'live', or "
+                    "one process per GPU without sharding."
+                )
+            asked = frozen_adapter(model, TEACHER_ADAPTER) if is_peft_model(model) else self._copy_of_policy()
+            asked.description = "the moving average of the policy"
+            asked.keep_averages()
+        own_head = innermost_model(model).get_output_embeddings()
+        if kind != LIVE and is_peft_model(model) and any(w.requires_grad for w in own_head.parameters()):
+            raise ValueError(
+                f"The adapter is on the output head, too, which reads the states of the teacher ({asked}) beside the policy's and "
+                "can be in one state only. Leave the head out of `target_modules` and `modules_to_save`, or use "
+                "`teacher_model_kind='live'`."
+            )
+        asked.chunk_tokens = self.args.chunk_tokens
+        return ModelTeacher(asked, str(asked))
+
+    def _refuse_deepspeed(self) -> None:
+        if self.args.sharding == DEEPSPEED:
+            raise ValueError(
+                "A teacher's head is read whole beside the student's, and DeepSpeed has both in pieces. Use FSDP (`fsdp=True`), or "
+                "one process per GPU without sharding."
+            )
 
     def teacher(
         self, model: Any, init_kwargs: dict[str, Any], tokenizer: Any = None, reads_the_students: bool = True
@@ -153,11 +201,7 @@ class ReferenceSetup:
         """
         if model is self.policy.model:
             raise ValueError("`teacher_model` is the model that is trained: it would move with it. Pass another model.")
-        if self.args.sharding == DEEPSPEED:
-            raise ValueError(
-                "A teacher's head is read whole beside the student's, and DeepSpeed has both in pieces. Use FSDP (`fsdp=True`), or "
-                "one process per GPU without sharding."
-            )
+        self._refuse_deepspeed()
         if isinstance(model, nn.Module) and init_kwargs:
             raise ValueError(
                 "`teacher_model_init_kwargs` and `teacher_model_revision` are for teachers given by name or path; this one is "

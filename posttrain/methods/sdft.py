@@ -1,0 +1,143 @@
+"""Self-distillation fine-tuning: the model learns what it would say if it were shown more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from posttrain.core.batch import TokenBatch
+from posttrain.core.options import refused
+from posttrain.core.results import LossOutput, TokenScores
+from posttrain.rollout.engines.protocol import Prompt, SamplingParams
+from posttrain.rollout.episodes.episode import SingleTurn
+from posttrain.rollout.episodes.writing import MakeEpisodes
+from posttrain.rollout.prompt_rows import PromptRow
+from posttrain.rollout.rollout import Request, Rollout
+from posttrain.trainer.options.base import check_range, option
+from posttrain.trainer.options.distilling import NO_REFERENCE, NoRewardsConfig, SelfDistillingConfig
+from posttrain.trainer.options.online import OnlineConfig
+from posttrain.trainer.report.model_card import Paper
+from posttrain.trainer.self_distilling_trainer import PRIVILEGED, SelfDistillingTrainer, fill, shown, text_of
+
+
+@dataclass
+class SDFTConfig(SelfDistillingConfig, NoRewardsConfig, OnlineConfig):
+    """Options of self-distillation fine-tuning."""
+
+    teacher_prompt_template: str = option(
+        "{prompt}\n\n{privileged_context}",
+        "What the teacher is shown in the place of the prompt, of a conversation in the place of its last user turn.",
+    )
+    generate_from_teacher: bool = option(
+        False, "Completions are written to the teacher's prompt, by the policy. False: to the student's."
+    )
+    num_loss_tokens_to_skip: int = option(0, "Tokens at the beginning of each completion that are not trained.")
+    beta: float = refused(0.0, NO_REFERENCE)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_range("num_loss_tokens_to_skip", self.num_loss_tokens_to_skip, 0)
+        for place in ("{prompt}", f"{{{PRIVILEGED}}}"):
+            if place not in self.teacher_prompt_template:
+                raise ValueError(f"`teacher_prompt_template` has no {place}: the teacher would not be shown it.")
+
+
+def check_context(context: Any, row: int) -> None:
+    """Refuse what is neither text nor messages."""
+    if not isinstance(context, str | list):
+        found = "nothing" if context is None else f"a {type(context).__name__}"
+        raise ValueError(f"Row {row} has {found} in the column {PRIVILEGED!r}: give text or messages.")
+
+
+class TaughtTurn(SingleTurn):
+    """The engine continues the teacher's prompt; the rollout has the student's."""
+
+    def __init__(self, row: PromptRow, request: Request, decode: Any, teacher_ids: Any) -> None:
+        super().__init__(row, request, decode)
+        self.teacher_ids = teacher_ids
+
+    def prompt(self) -> Prompt:
+        return replace(super().prompt(), ids=self.teacher_ids)
+
+
+class SDFTTrainer(SelfDistillingTrainer):
+    """SDFT (arXiv:2601.19897): on its own completions the model is compared with itself that has seen a demonstration."""
+
+    method, title = "sdft", "self-distillation fine-tuning"
+    paper = Paper(
+        "shenfeld2026self",
+        "Self-Distillation Enables Continual Learning",
+        'Shenfeld, Idan and Damani, Mehul and H{\\"u}botter, Jonas and Agrawal, Pulkit',
+        2026,
+        "2601.19897",
+    )
+    config_class = SDFTConfig
+
+    def __init__(
+        self,
+        model: Any,
+        args: SDFTConfig | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        *,
+        quantization_config: Any = None,
+        engine: Any = None,
+    ) -> None:
+        """Arguments in TRL's order."""
+        super().__init__(
+            model, None, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks, optimizers=optimizers,
+            quantization_config=quantization_config, peft_config=peft_config, engine=engine,
+        )  # fmt: skip
+
+    # ---- what the teacher is shown -----------------------------------------------------------------------------------
+
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        columns = getattr(dataset, "column_names", None)
+        if columns is not None and PRIVILEGED not in columns:
+            raise ValueError(
+                f"The dataset {name} has the columns {', '.join(columns)}; {type(self).__name__} needs {PRIVILEGED!r} besides the "
+                "prompt, what only the teacher is shown: text or messages."
+            )
+        if columns is not None and hasattr(dataset, "__len__"):
+            for row, context in enumerate(dataset[PRIVILEGED]):
+                check_context(context, row)
+        return super()._prepared(dataset, name)
+
+    def teacher_prompt(self, prompt: Any, columns: dict[str, Any], row: int) -> Any:
+        """The prompt with the context of its row in it."""
+        context = columns.get(PRIVILEGED)
+        check_context(context, row)
+        template = self.args.teacher_prompt_template
+        return shown(prompt, lambda text: fill(template, {"prompt": text, PRIVILEGED: text_of(context)}), row)
+
+    def make_episodes(self) -> MakeEpisodes | None:
+        return self._taught_turns if self.args.generate_from_teacher else None
+
+    def _taught_turns(
+        self, rows: Sequence[PromptRow], requests: Sequence[Request], params: SamplingParams
+    ) -> list[TaughtTurn]:
+        room, made = self.room_beside(params.max_tokens), {}
+        for row in rows:
+            if row.row not in made:
+                prompt = self.teacher_prompt(row.prompt, row.columns, row.row)
+                made[row.row] = self.teacher_ids(prompt, row.columns, row.row, room)
+        decode = self.collector.writer.decode
+        return [TaughtTurn(row, request, decode, made[row.row]) for row, request in zip(rows, requests)]
+
+    def spread(self, rollouts: list[Rollout]) -> None:
+        for rollout in rollouts:
+            if not rollout.masked:
+                start, sample = rollout.prompt_length, rollout.sample
+                sample.trained[start : start + self.args.num_loss_tokens_to_skip] = False
+                self.attach_twin(rollout, self.teacher_prompt(rollout.prompt, rollout.columns, sample.row))
+
+    # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
+        values = self.distillation(batch, policy)
+        return LossOutput(values, per="sequence", metrics=self.distillation_metrics(values[: batch.num_samples]))
