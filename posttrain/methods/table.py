@@ -100,6 +100,12 @@ METHODS: dict[str, Method] = {
         "MiniLLMConfig",
         "MiniLLM: the divergence from a teacher by policy gradients, beside rewards if there are any",
     ),
+    "server_distillation": Method(
+        "posttrain.methods.server_distillation",
+        "ServerDistillationTrainer",
+        "ServerDistillationConfig",
+        "On-policy distillation from the likeliest tokens of a teacher on a server",
+    ),
     "gold": Method(
         "posttrain.methods.gold",
         "GOLDTrainer",
@@ -122,9 +128,8 @@ METHODS: dict[str, Method] = {
 }
 
 PLANNED: dict[str, tuple[str, str]] = {
-    "server_distillation": (
-        "ServerDistillation",
-        "`posttrain gkd` and `posttrain distillation` learn from a teacher beside the student.",
-    ),
+    "async_grpo": ("AsyncGRPO", "`posttrain grpo` takes turns: it generates, then it trains."),
+    "async_distillation": ("AsyncDistillation", "`posttrain server_distillation` asks a teacher's server in turns."),
+    "papo": ("PAPO", "It needs images; `posttrain grpo` trains on texts."),
 }
 """Methods of TRL's that are to come: name -> (what it is called, what is there instead)."""

@@ -31,6 +31,7 @@ UNSUPPORTED: dict[str, str] = {
     "AutoModelForSeq2SeqLMWithValueHead": "encoder-decoder models are not supported",
     "PreTrainedModelWrapper": _VALUE_HEAD,
     "WeaveCallback": "posttrain writes every rollout to parquet: `posttrain view RUN` shows them",
+    "build_teacher_request_inputs": "ServerDistillationTrainer asks the teacher's server itself",
     "setup_chat_format": "it is gone from TRL, too: use_chat_format(model, tokenizer, 'chatml')",
     "DataCollatorForCompletionOnlyLM": "SFTConfig(completion_only_loss=True) on prompt and completion columns does that",
 }

@@ -36,8 +36,9 @@ class MethodHooks(Protocol):
     def author_of(self, request: Request) -> str:
         """Who writes this request: POLICY or another of its `authors`."""
 
-    def annotate(self, samples: list[Sample]) -> None:
-        """Write old and reference log-probs, and whatever else is known of finished samples, on them."""
+    def annotate(self, samples: list[Sample]) -> dict[int, str] | None:
+        """Write old and reference log-probs, and whatever else is known of finished samples, on them; numbers of those that
+        cannot be trained on, and why."""
 
     def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
         """(N,) advantages of the samples of all processes; `totals` are their weighted rewards, NaN where there is none."""
@@ -121,7 +122,9 @@ class RolloutCollector:
             results = judged.finish()
         scored = time.perf_counter()
         rollouts = pending.with_rewards(results, self.rewards.names)
-        self.method.annotate([rollout.sample for rollout in rollouts if not rollout.masked])
+        kept = [rollout for rollout in rollouts if not rollout.masked]
+        for number, why in (self.method.annotate([rollout.sample for rollout in kept]) or {}).items():
+            kept[number].masked, kept[number].error = True, why
         annotated = time.perf_counter()
         table = gathered(rollouts, pending.values(results), results.failure_counts(), self.world_size)
         totals, advantages = self.credited(rollouts, table)

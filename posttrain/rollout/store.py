@@ -91,7 +91,7 @@ ROLLOUT_SCHEMA = pa.schema(
         _field("extras", _TEXTS, "name of a column of `log_extra` -> what a reward said there; texts, others as JSON"),
         _field("tool_calls", pa.list_(_TOOL_CALL), "in order: tool, arguments as JSON, its result or error, seconds"),
         _field("finish_reason", pa.string(), "stop, length or error"),
-        _field("error", pa.string(), "why it could not be written; null: it could"),
+        _field("error", pa.string(), "why it could not be written, or a teacher not asked about it; null: neither"),
         _field("masked", pa.bool_(), "took no part in the training, nor in the statistics of its group"),
         _field("truncated", pa.bool_(), "ended because its allowance of tokens was used up"),
         _field("policy_version", pa.int64(), "version of the weights that wrote it; -1: the dataset brought it"),

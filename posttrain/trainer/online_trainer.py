@@ -316,13 +316,13 @@ class OnlineTrainer(BaseTrainer):
     def decode_exactly(self) -> Callable[[Any], str]:
         return functools.partial(self.processing_class.decode, skip_special_tokens=False)
 
-    def annotate(self, samples: list[Sample]) -> None:
+    def annotate(self, samples: list[Sample]) -> dict[int, str] | None:
         """The trainer's own log-probs, and the reference's, written on the samples."""
         if self.has_old_logps:
             self.write_columns(samples, self.policy_columns)
         if self.live is not None:
             self.write_columns(samples, lambda batch: {PRECOMPUTED: self.live.scores(batch).logps})
-        self.annotated(samples)
+        return self.annotated(samples)
 
     def write_columns(self, samples: list[Sample], columns_of: Callable[[TokenBatch], dict[str, Tensor]]) -> None:
         """As the function of that name, with this run's batches."""
@@ -330,8 +330,8 @@ class OnlineTrainer(BaseTrainer):
         passes = (lambda count: most_of_any_process(count, self.args)) if self.is_fully_sharded else int
         write_columns(samples, columns_of, collator, self.args.device, passes)
 
-    def annotated(self, samples: list[Sample]) -> None:
-        """A method may write further numbers on samples that have their log-probs."""
+    def annotated(self, samples: list[Sample]) -> dict[int, str] | None:
+        """A method may write further numbers on samples that have their log-probs; numbers of those that it masks, and why."""
 
     def policy_columns(self, batch: TokenBatch) -> dict[str, Tensor]:
         """What the trainer's own weights say about each token at the time of generation: name of a column -> (N,)."""

@@ -9,6 +9,7 @@ from posttrain.cli.commands import sweep_file
 from posttrain.cli.errors import UsageError
 from posttrain.cli.main import main
 from tests import tiny
+from tests.methods import model_server
 
 PAIRS = [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(24)]
 RATED = [
@@ -23,7 +24,7 @@ ROWS = {
     "tpo": [{**row, "reference": " It is so."} for row in PAIRS],
     **dict.fromkeys(("kto", "bco"), RATED),
     "prm": tiny.steps(24),
-    **dict.fromkeys((*ONLINE_METHODS, "distillation", "iw_opd", "minillm", "ssd"), QUESTIONS),
+    **dict.fromkeys((*ONLINE_METHODS, "distillation", "server_distillation", "iw_opd", "minillm", "ssd"), QUESTIONS),
 }
 ROWS["gkd"] = ROWS["gold"] = ROWS["sft"]
 ROWS["sdft"] = [{**row, "privileged_context": f"It is {row['answer']}."} for row in QUESTIONS]
@@ -63,12 +64,16 @@ def folder_with_inputs(folder: Path) -> Path:
 
 
 def options_of(method: str) -> dict:
-    """Options with which a method trains in a folder with inputs."""
+    """Options with which a method trains in a folder with inputs; a teacher's server is started, and ends with the test."""
     own = (
         {**ONLINE, "num_generations": ONLINE_METHODS[method]}
         if method in ONLINE_METHODS
         else UNREWARDED.get(method, {})
     )
+    if method == "server_distillation":
+        teacher = tiny.causal_lm(1, vocab_size=320)  # as many rows as the student gets for its tokenizer
+        teacher.save_pretrained("teacher")
+        own = {**model_server.started(Path("teacher"), Path())[1], "max_completion_length": 6}
     named = {"model_name_or_path": "model", "dataset_name": f"{method}.jsonl", "output_dir": f"out-{method}"}
     return {**COMMON, **named, **own}
 

@@ -662,3 +662,16 @@ def test_a_run_without_a_teacher_cannot_be_explained(here, capsys):
     options = {name: value for name, value in options_of("gkd").items() if name != "teacher_model_name_or_path"}
     assert posttrain("explain", "gkd", *flags(options)) == 2
     assert "posttrain gkd needs a teacher: --teacher_model_name_or_path." in capsys.readouterr().err
+
+
+def test_a_teacher_on_a_server_is_not_asked_and_not_counted(here, capsys):
+    plain = {**options_of("distillation"), "teacher_model_name_or_path": None, "loss_top_k": 3, "beta": 0.0}
+    options = flags({name: value for name, value in plain.items() if value is not None})
+    assert posttrain("explain", "server_distillation", *options, "--teacher_model_server_url", "http://gpu7:8000") == 0
+    shown = capsys.readouterr().out
+    assert "v: the teacher's 3 likeliest tokens, the rest as one more" in shown
+    assert "teacher, forward" not in shown
+    assert posttrain("explain", "server_distillation", *options) == 2
+    assert (
+        "posttrain server_distillation needs a teacher's server: --teacher_model_server_url." in capsys.readouterr().err
+    )

@@ -10,8 +10,12 @@ from typing import Any
 
 import pytest
 
+from posttrain.serve.auth import TOKEN_VARIABLE
 from tests.docs import local_hub, page_runner
 from tests.forked import Child, read_environment_again
+from tests.methods import model_server
+
+TEACHER = "HuggingFaceTB/SmolLM2-360M-Instruct"
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +36,12 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], dict[st
             read_environment_again()
             page_runner.run(path, folder)
 
-        child = Child(page, folder / "output.log", environment=environment)
+        given = environment
+        if "TEACHER_URL" in path.read_text(encoding="utf-8"):  # where a server of a teacher is at hand
+            _, options = model_server.started(local_hub.folder_of(home, TEACHER), folder)
+            token = Path(options["teacher_server_token_file"]).read_text()
+            given = environment | {"TEACHER_URL": options["teacher_model_server_url"], TOKEN_VARIABLE: token}
+        child = Child(page, folder / "output.log", environment=given)
         code = child.wait(page_runner.PAGE_SECONDS)
         failure = None if code == 0 else f"{path} ended with {code}:\n{child.output()[-6000:]}"
         return {"failure": failure, "seconds": time.monotonic() - started}

@@ -31,10 +31,14 @@ def plant(home: Path) -> None:
 
 def snapshot(home: Path, name: str) -> Path:
     """The folder of a model's files, as the Hub's client looks for it."""
-    repository = home / "hub" / f"models--{name.replace('/', '--')}"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text(REVISION)
-    return repository / "snapshots" / REVISION
+    refs = folder_of(home, name).parents[1] / "refs"
+    refs.mkdir(parents=True)
+    (refs / "main").write_text(REVISION)
+    return folder_of(home, name)
+
+
+def folder_of(home: Path, name: str) -> Path:
+    return home / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / REVISION
 
 
 def save(model: Any, folder: Path, tokenizer: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from posttrain.models.load.weight_export import exported_specs
+from posttrain.rollout.engines.vllm.launcher import free_port
 from posttrain.serve import launch
 from posttrain.serve.engine.protocol import LENGTH, STOP, AdapterRef, Job, Progress, ScoreJob
+from tests.forked import Child
 from tests.serve.echo_engine import EchoEngine
 
 
@@ -57,8 +60,14 @@ class ModelEngine(EchoEngine):
     @torch.no_grad()
     def _score(self, job: ScoreJob) -> Progress:
         logits = self.used.pop(job.job_id)(input_ids=torch.tensor([list(job.ids)])).logits[0]
-        logps = logits[:-1].log_softmax(-1).gather(1, torch.tensor(job.ids[1:])[:, None])[:, 0]
-        return Progress(job.job_id, job.ids[job.start :], LENGTH, logps[job.start - 1 :].tolist())
+        logps = logits[job.start - 1 : -1].log_softmax(-1)
+        own, likeliest = logps.gather(1, torch.tensor(job.ids[job.start :])[:, None])[:, 0], logps.topk(job.top_k, -1)
+        top = (
+            [[*zip(*place)] for place in zip(likeliest.indices.tolist(), likeliest.values.tolist())]
+            if job.top_k
+            else []
+        )
+        return Progress(job.job_id, job.ids[job.start :], LENGTH, own.tolist(), top)
 
     @torch.no_grad()
     def load_weights(self, tensors: Any) -> None:
@@ -74,6 +83,17 @@ class ModelEngine(EchoEngine):
 
     def remove_adapter(self, adapter: AdapterRef) -> None:
         self.adapters.pop(adapter.number)
+
+
+def started(model: Path, folder: Path) -> tuple[Child, dict[str, Any]]:
+    """(a server of the model in that folder, the options with which it is a teacher's)."""
+    token, port = folder / "teacher.token", free_port()
+    token.touch(mode=0o600)
+    token.write_text("0123456789abcdef" * 3)
+    words = ("--model", str(model), "--port", str(port), "--token-file", str(token))
+    server = Child(lambda: main(words), folder / "teacher.log")
+    url = f"http://127.0.0.1:{port}"
+    return server, {"teacher_model_server_url": url, "teacher_server_token_file": str(token)}
 
 
 def main(words: Sequence[str]) -> None:

@@ -371,6 +371,8 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         ),
         "gkd": "temperature lmbda beta max_new_tokens teacher_model_name_or_path teacher_model_init_kwargs disable_dropout seq_kd "
         "packing eval_packing dataset_text_field completion_only_loss assistant_only_loss",
+        "server_distillation": "teacher_model_server_url vllm_server_port loss_top_k loss_add_tail reverse_kl_top_1_mode beta "
+        "temperature max_completion_length teacher_model_name_or_path",
         "distillation": "teacher_model_name_or_path teacher_model_revision teacher_model_init_kwargs disable_dropout "
         "remove_unused_columns max_completion_length ds3_gather_for_generation shuffle_dataset temperature top_p top_k min_p "
         "generation_kwargs chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode beta lmbda "

@@ -12,9 +12,9 @@ import torch
 from posttrain.core.batch import ACTIVE
 from posttrain.core.sample import Sample, Unit
 from posttrain.methods.gold import BOUNDARY
-from posttrain.methods.iw_opd import TEACHER_LOGPS
-from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, TEACHER_LOGPS
 from posttrain.trainer.distilling_trainer import ON_POLICY
+from posttrain.trainer.online.served_teacher import TEACHER_TOP_IDS, TEACHER_TOP_LOGPS
 from tests import tiny
 
 SHARED = {"max_completion_length": 9, "rollout_engine": "transformers"}
@@ -55,6 +55,14 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "only": {"distillation_is_clip": 1.05, "teacher_model_kind": "live"},
     },
     "ssd": {"nll": {"temperature": 0.7}},
+    "server_distillation": {
+        "top_3": {"beta": 0.0, "loss_top_k": 3},
+        "top_1": {"beta": 0.0},
+        "renormalised": {"beta": 0.0, "loss_top_k": 3, "loss_add_tail": False},
+        "between": {"beta": 0.3},
+        "between_renormalised": {"beta": 0.3, "loss_add_tail": False},
+        "written": {"beta": 1.0},
+    },
 }
 for _variant in (*OPTIONS["sdft"].values(), *OPTIONS["sdpo"].values()):
     _variant.setdefault("distillation_is_clip", None)
@@ -76,16 +84,28 @@ def resembles_others(method: str, loss: str) -> bool:
         ("minillm", "two_temperatures"),
         ("sdft", "clipped"),
         ("sdpo", "mixed"),
+        ("server_distillation", "top_3"),
     )
 
 
 def arguments(method: str, loss: str, dtype: torch.dtype) -> dict[str, Any]:
     """What the constructor of the trainer wants besides."""
+    if method == "server_distillation":
+        return {"teacher": NotAsked()}
     if method == "sdpo":
         return {"reward_funcs": lambda completions, **columns: [0.0] * len(completions)}
     if method in ("ssd", "sdft"):
         return {}
     return {"teacher_model": teacher(loss, dtype), "teacher_processing_class": tiny.tokenizer()}
+
+
+class NotAsked:
+    """Where samples bring what a server has said."""
+
+    name, words = "none", None
+
+    def check(self, tokenizer: Any) -> None:
+        pass
 
 
 def teacher(loss: str, dtype: torch.dtype) -> Any:
@@ -103,10 +123,9 @@ def units(method: str, texts: list[Unit]) -> list[Unit]:
     if method in SELF_TAUGHT:
         return [(with_teachers_prompt(sample, method == "sdpo"),) for (sample,) in texts]
     made = [replace(sample, scalars={ON_POLICY: float(sample.row % 2)}) for (sample,) in texts]
-    more = {"gold": with_teachers_tokens, "iw_opd": with_logps, "minillm": with_logps}.get(
-        method, lambda sample: sample
-    )
-    return [(more(sample),) for sample in made]
+    more = {"gold": with_teachers_tokens, "iw_opd": with_logps, "minillm": with_logps}
+    more["server_distillation"] = with_likeliest_tokens
+    return [(more.get(method, lambda sample: sample)(sample),) for sample in made]
 
 
 def with_logps(sample: Sample) -> Sample:
@@ -132,6 +151,23 @@ def with_teachers_prompt(sample: Sample, is_rewarded: bool) -> Sample:
     advantages = np.full(len(sample), (sample.row - 3.5) / 4, np.float32)
     scalars = {ACTIVE: float(sample.row % 3 != 1)}
     return replace(sample, per_token={OLD_LOGPS: old, ADVANTAGES: advantages}, scalars=scalars, twin=twin)
+
+
+@torch.no_grad()
+def with_likeliest_tokens(sample: Sample) -> Sample:
+    """What a server would say of it; at every third place the teacher's first choice is the token that stands there."""
+    model = tiny.with_exact_norms(tiny.causal_lm(1, torch.float64))
+    ids = torch.from_numpy(sample.input_ids.astype(np.int64))
+    logits = model(input_ids=ids[None]).logits[0]
+    logits[::3][torch.arange(len(logits[::3])), ids.roll(-1)[::3]] += 9.0
+    logps = logits.log_softmax(-1)[:-1]
+    own, top = logps.gather(1, ids[1:, None])[:, 0], logps.topk(3, -1)
+    columns = {TEACHER_LOGPS: own, TEACHER_TOP_IDS: top.indices, TEACHER_TOP_LOGPS: top.values}
+    at = sample.trained[1:]
+    sample = replace(sample, per_token=dict(sample.per_token))
+    for name, values in columns.items():
+        sample.write_trained(name, values.numpy()[at])
+    return sample
 
 
 def with_teachers_tokens(sample: Sample) -> Sample:
@@ -160,6 +196,8 @@ def step_loss(
         return taught + (1 - weight) * clipped_policy(rows, own) if weight < 1 else taught
     if method == "minillm":
         return minillm_loss(OPTIONS[method][loss], rows, own, theirs)
+    if method == "server_distillation":
+        return served_loss(OPTIONS[method][loss], rows, own)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     heat, options = TEMPERATURE.get(loss, 1.0), OPTIONS[method][loss]
     for (sample,) in rows:
@@ -257,6 +295,23 @@ def with_tail(
     ours = [target.item()] if top_k is None else p.topk(top_k).indices.tolist()
     chosen = sorted({*ours, *q.topk(top_k or 1).indices.tolist()})
     return tuple(torch.cat([one[chosen], 1 - one[chosen].sum()[None]]) for one in (p, q))
+
+
+def served_loss(options: dict[str, Any], rows: list[Unit], own: Callable[..., Any]) -> torch.Tensor:
+    """Sum over tokens of the divergence on a few of them, by names of tokens / tokens."""
+    total, tokens, beta = torch.zeros((), dtype=torch.float64), 0, options["beta"]
+    for (sample,) in rows:
+        columns = [sample.read_trained(name) for name in (TEACHER_LOGPS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPS)]
+        for row, target, written, ids, top in zip(*own(sample), *columns, strict=True):
+            named = dict(zip(ids.tolist(), top.tolist()))
+            likeliest = dict(list(named.items())[: options.get("loss_top_k", 1)]) if beta < 1 else {}
+            compared = likeliest | ({int(target): float(written)} if beta > 0 else {})
+            p = torch.stack([row[token].exp() for token in compared])
+            q = torch.tensor(list(compared.values()), dtype=torch.float64).exp()
+            if options.get("loss_add_tail", True):
+                p, q = (torch.cat([one, 1 - one.sum()[None]]) for one in (p, q))
+            total, tokens = total + divergence(p / p.sum(), q / q.sum(), beta), tokens + 1
+    return total / tokens
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor, beta: float) -> torch.Tensor:
