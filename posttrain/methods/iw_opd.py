@@ -16,14 +16,12 @@ from posttrain.losses.distributions import BOTH, STUDENT, TEACHER, Divergence
 from posttrain.losses.extrema import highest, lowest
 from posttrain.losses.formulas import NORMALISERS, Formula, Totals, filled, number
 from posttrain.rollout.collector import Collected
-from posttrain.rollout.rollout import OLD_LOGPS, POLICY
+from posttrain.rollout.rollout import OLD_LOGPS, POLICY, TEACHER_LOGPS
 from posttrain.trainer.distilling_trainer import ON_POLICY, DistillingTrainer, RowsDistillingTrainer
 from posttrain.trainer.options.base import check_choice, check_range, option
 from posttrain.trainer.options.distilling import DistillingConfig, NoRewardsConfig
 from posttrain.trainer.report.model_card import Paper
 
-TEACHER_LOGPS = "teacher_logps"
-"""What a Sample knows of the teacher: its log-prob of each token."""
 IW_OPD, JSD = "iw_opd", "jsd"
 SAMPLED, ARGMAX = "sampled", "argmax"
 OF_OBJECTIVE = {

@@ -18,10 +18,11 @@ from posttrain.losses.formulas import Formula, Totals, divergence_formula
 from posttrain.models.load.model import innermost_model
 from posttrain.models.scoring.token_scores import Measure, logps_of_tokens, score_tokens
 from posttrain.rollout.collector import Collected
+from posttrain.rollout.rollout import TEACHER_LOGPS
 from posttrain.trainer.distilling_trainer import DistillingTrainer
 from posttrain.trainer.online.agents import make_agents
 from posttrain.trainer.online.rollout_metrics import as_tensors
-from posttrain.trainer.online.served_teacher import TEACHER_LOGPS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPS, ServedTeacher
+from posttrain.trainer.online.served_teacher import TEACHER_TOP_IDS, TEACHER_TOP_LOGPS, ServedTeacher
 from posttrain.trainer.options.base import option
 from posttrain.trainer.options.distilling import DistillingConfig, NoRewardsConfig
 from posttrain.trainer.options.online import AgentConfig

@@ -88,12 +88,6 @@ METHODS: dict[str, Method] = {
         "DistillationConfig",
         "On-policy distillation: a teacher on what the student writes",
     ),
-    "server_distillation": Method(
-        "posttrain.methods.server_distillation",
-        "ServerDistillationTrainer",
-        "ServerDistillationConfig",
-        "On-policy distillation from the likeliest tokens of a teacher on a server",
-    ),
     "iw_opd": Method(
         "posttrain.methods.iw_opd",
         "IWOPDTrainer",
@@ -105,6 +99,12 @@ METHODS: dict[str, Method] = {
         "MiniLLMTrainer",
         "MiniLLMConfig",
         "MiniLLM: the divergence from a teacher by policy gradients, beside rewards if there are any",
+    ),
+    "server_distillation": Method(
+        "posttrain.methods.server_distillation",
+        "ServerDistillationTrainer",
+        "ServerDistillationConfig",
+        "On-policy distillation from the likeliest tokens of a teacher on a server",
     ),
     "gold": Method(
         "posttrain.methods.gold",
@@ -128,9 +128,8 @@ METHODS: dict[str, Method] = {
 }
 
 PLANNED: dict[str, tuple[str, str]] = {
-    "async_distillation": (
-        "AsyncDistillation",
-        "`posttrain server_distillation` learns from a teacher on a server, between rollouts and not beside them.",
-    ),
+    "async_grpo": ("AsyncGRPO", "`posttrain grpo` takes turns: it generates, then it trains."),
+    "async_distillation": ("AsyncDistillation", "`posttrain server_distillation` asks a teacher's server in turns."),
+    "papo": ("PAPO", "It needs images; `posttrain grpo` trains on texts."),
 }
 """Methods of TRL's that are to come: name -> (what it is called, what is there instead)."""

@@ -18,6 +18,8 @@ OLD_LOGPS = "old_logps"
 ADVANTAGES = "advantages"
 POLICY, REFERENCE, MIXTURE, TEACHER, DATASET = "policy", "reference", "mixture", "teacher", "dataset"
 """Who writes a completion. Its log-probs are those of who wrote it; those of the dataset's own completions are not known."""
+TEACHER_LOGPS = "teacher_logps"
+"""log-prob of each token under a teacher, asked when it was collected."""
 VALUES, RETURNS = "values", "returns"
 """What a critic said about each token at the time of generation, and what it should have said."""
 

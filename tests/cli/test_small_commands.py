@@ -63,7 +63,7 @@ def test_json_goes_into_a_folder_that_is_made(folder):
     assert (folder / "new/folder/found.json").read_text() == '{\n "a": 1\n}\n'
 
 
-@pytest.mark.parametrize("name", [*PLANNED, "Async-Distillation"])
+@pytest.mark.parametrize("name", [*PLANNED, "Async-GRPO"])
 def test_a_planned_method_says_that_it_is_planned(capsys, name):
     assert posttrain(name, "--model_name_or_path", "x") == 2
     said = capsys.readouterr().err
@@ -73,8 +73,8 @@ def test_a_planned_method_says_that_it_is_planned(capsys, name):
 
 @pytest.mark.parametrize("command", ["check", "explain"])
 def test_other_commands_say_so_too(capsys, command):
-    assert posttrain(command, "async_distillation", "--beta", "0.1") == 2
-    assert capsys.readouterr().err.startswith(f"posttrain {command}: AsyncDistillation is planned and not there yet.")
+    assert posttrain(command, "async_grpo", "--beta", "0.1") == 2
+    assert capsys.readouterr().err.startswith(f"posttrain {command}: AsyncGRPO is planned and not there yet.")
 
 
 def test_a_method_may_be_written_with_a_hyphen(capsys):
@@ -88,7 +88,7 @@ def test_planned_methods_are_none_that_are_there():
 
 @pytest.mark.parametrize(
     ("name", "title"),
-    [("AsyncDistillationConfig", "AsyncDistillation"), ("AsyncDistillationTrainer", "AsyncDistillation")],
+    [("AsyncGRPOConfig", "AsyncGRPO"), ("PAPOTrainer", "PAPO")],
 )
 def test_a_script_that_imports_a_planned_method_is_answered_likewise(name, title):
     with pytest.raises(UnsupportedByPosttrain, match=f"{name} from trl.*{title} is planned"):

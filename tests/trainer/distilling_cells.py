@@ -12,9 +12,9 @@ import torch
 from posttrain.core.batch import ACTIVE
 from posttrain.core.sample import Sample, Unit
 from posttrain.methods.gold import BOUNDARY
-from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, TEACHER_LOGPS
 from posttrain.trainer.distilling_trainer import ON_POLICY
-from posttrain.trainer.online.served_teacher import TEACHER_LOGPS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPS
+from posttrain.trainer.online.served_teacher import TEACHER_TOP_IDS, TEACHER_TOP_LOGPS
 from tests import tiny
 
 SHARED = {"max_completion_length": 9, "rollout_engine": "transformers"}
@@ -123,8 +123,8 @@ def units(method: str, texts: list[Unit]) -> list[Unit]:
     if method in SELF_TAUGHT:
         return [(with_teachers_prompt(sample, method == "sdpo"),) for (sample,) in texts]
     made = [replace(sample, scalars={ON_POLICY: float(sample.row % 2)}) for (sample,) in texts]
-    more = {"gold": with_teachers_tokens, "server_distillation": with_likeliest_tokens}
-    more |= {"iw_opd": with_logps, "minillm": with_logps}
+    more = {"gold": with_teachers_tokens, "iw_opd": with_logps, "minillm": with_logps}
+    more["server_distillation"] = with_likeliest_tokens
     return [(more.get(method, lambda sample: sample)(sample),) for sample in made]
 
 
@@ -188,8 +188,6 @@ def step_loss(
     """Sum over tokens of the divergence / tokens; `own` and `theirs` map a sample to ((n, V) log-probs, tokens)."""
     if method == "gold":
         return gold_loss(loss, rows, own, theirs)
-    if method == "server_distillation":
-        return served_loss(OPTIONS[method][loss], rows, own)
     if method in SELF_TAUGHT:
         options = OPTIONS[method][loss]
         values = [mean_of_completion(options, one, own) for (one,) in rows if one.scalars.get(ACTIVE, 1)]
@@ -198,6 +196,8 @@ def step_loss(
         return taught + (1 - weight) * clipped_policy(rows, own) if weight < 1 else taught
     if method == "minillm":
         return minillm_loss(OPTIONS[method][loss], rows, own, theirs)
+    if method == "server_distillation":
+        return served_loss(OPTIONS[method][loss], rows, own)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     heat, options = TEMPERATURE.get(loss, 1.0), OPTIONS[method][loss]
     for (sample,) in rows:
@@ -216,23 +216,6 @@ def step_loss(
             if method == "iw_opd":
                 p, q = with_tail(p, q, target, options.get("loss_top_k"))
             total = total + divergence(p, q, options["beta"])
-    return total / tokens
-
-
-def served_loss(options: dict[str, Any], rows: list[Unit], own: Callable[..., Any]) -> torch.Tensor:
-    """Sum over tokens of the divergence on a few of them, by names of tokens / tokens."""
-    total, tokens, beta = torch.zeros((), dtype=torch.float64), 0, options["beta"]
-    for (sample,) in rows:
-        columns = [sample.read_trained(name) for name in (TEACHER_LOGPS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPS)]
-        for row, target, written, ids, top in zip(*own(sample), *columns, strict=True):
-            named = dict(zip(ids.tolist(), top.tolist()))
-            likeliest = dict(list(named.items())[: options.get("loss_top_k", 1)]) if beta < 1 else {}
-            compared = likeliest | ({int(target): float(written)} if beta > 0 else {})
-            p = torch.stack([row[token].exp() for token in compared])
-            q = torch.tensor(list(compared.values()), dtype=torch.float64).exp()
-            if options.get("loss_add_tail", True):
-                p, q = (torch.cat([one, 1 - one.sum()[None]]) for one in (p, q))
-            total, tokens = total + divergence(p / p.sum(), q / q.sum(), beta), tokens + 1
     return total / tokens
 
 
@@ -312,6 +295,23 @@ def with_tail(
     ours = [target.item()] if top_k is None else p.topk(top_k).indices.tolist()
     chosen = sorted({*ours, *q.topk(top_k or 1).indices.tolist()})
     return tuple(torch.cat([one[chosen], 1 - one[chosen].sum()[None]]) for one in (p, q))
+
+
+def served_loss(options: dict[str, Any], rows: list[Unit], own: Callable[..., Any]) -> torch.Tensor:
+    """Sum over tokens of the divergence on a few of them, by names of tokens / tokens."""
+    total, tokens, beta = torch.zeros((), dtype=torch.float64), 0, options["beta"]
+    for (sample,) in rows:
+        columns = [sample.read_trained(name) for name in (TEACHER_LOGPS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPS)]
+        for row, target, written, ids, top in zip(*own(sample), *columns, strict=True):
+            named = dict(zip(ids.tolist(), top.tolist()))
+            likeliest = dict(list(named.items())[: options.get("loss_top_k", 1)]) if beta < 1 else {}
+            compared = likeliest | ({int(target): float(written)} if beta > 0 else {})
+            p = torch.stack([row[token].exp() for token in compared])
+            q = torch.tensor(list(compared.values()), dtype=torch.float64).exp()
+            if options.get("loss_add_tail", True):
+                p, q = (torch.cat([one, 1 - one.sum()[None]]) for one in (p, q))
+            total, tokens = total + divergence(p / p.sum(), q / q.sum(), beta), tokens + 1
+    return total / tokens
 
 
 def divergence(p: torch.Tensor, q: torch.Tensor, beta: float) -> torch.Tensor:

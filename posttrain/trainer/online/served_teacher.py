@@ -20,11 +20,12 @@ from posttrain.models.load.teacher import check_tokenizers
 from posttrain.rollout.engines.vllm.client import MARGIN_SECONDS, Client, ServerClient
 from posttrain.rollout.engines.vllm.params import RAW
 from posttrain.rollout.engines.vllm.transport import Deadlines, parallel_calls
+from posttrain.rollout.rollout import TEACHER_LOGPS
 from posttrain.trainer.online.vllm_setup import NOT_FOUND, client_of
 from posttrain.trainer.online.vllm_setup import _token as token_of
 
-TEACHER_LOGPS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPS = "teacher_logps", "teacher_top_ids", "teacher_top_logps"
-"""Columns of a sample: the teacher's log-prob of each trained token (tokens,), its likeliest tokens there and theirs (tokens, k);
+TEACHER_TOP_IDS, TEACHER_TOP_LOGPS = "teacher_top_ids", "teacher_top_logps"
+"""Columns of a sample beside `TEACHER_LOGPS`: the teacher's likeliest tokens at each trained one and their log-probs (tokens, k);
 -inf where it has named fewer."""
 AT_ONCE = 32  # calls; a server works on many sequences together
 AGAIN_SECONDS = 0.5
