@@ -70,7 +70,7 @@ PROTOCOLS = {
     LoggedRun: "run", EvaluatedRun: "trainer", AnsweringRun: "trainer", WritingRun: "trainer", JudgedRun: "trainer",
 }  # fmt: skip
 """What an object reads of the run that it belongs to, and the name that it has for that run."""
-ASKED_WHERE_THERE_IS_ONE = {"engine", "weight_sync", "live", "stop_ids"}
+ASKED_WHERE_THERE_IS_ONE = {"engine", "weight_sync", "live", "stop_ids", "teacher"}
 """Read behind a `hasattr` or `getattr`: not every trainer has them."""
 RELIED_ON = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step")
 """Attributes of Trainer's loop that a resume restores."""
