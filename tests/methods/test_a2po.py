@@ -215,7 +215,9 @@ def test_evaluation_has_rewards_and_no_loss(tmp_path):
 # ---- resume ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("step", [1, 3], ids=["after-stage-1", "inside-a-generation"])
+@pytest.mark.parametrize(
+    "step", [1, pytest.param(3, marks=pytest.mark.slow)], ids=["after-stage-1", "inside-a-generation"]
+)
 def test_killed_and_resumed_is_bit_identical(step, tmp_path):
     """Step 1: there is no checkpoint yet, and the run begins again. Step 3: the third of four steps that a generation feeds."""
     run("a2po", tmp_path / "whole")

@@ -21,6 +21,8 @@ from tests.forked import Child
 from tests.trainer import resumable_run
 
 METHODS = tuple("sft dpo reward grpo kto bco-udm prm orpo ppo online_dpo xpo nash_md a2po sdft sdpo".split())  # noqa: SIM905
+ALIKE = tuple("orpo online_dpo xpo nash_md sdft sdpo".split())  # noqa: SIM905
+"""Those whose state is of kinds that the others have, too: their short forms are with the slow tests."""
 SAVE_STEPS = 2
 OPTIONS: dict[str, Any] = {"save_steps": SAVE_STEPS}
 TIMINGS = ("_runtime", "_per_second", "_s", "_time", "run_id")

@@ -13,7 +13,10 @@ from posttrain.core import faults
 from posttrain.trainer.checkpoints import checkpoint as files
 from tests.trust import runs
 
-LENGTHS = [pytest.param(1, id="short"), pytest.param(20, id="long", marks=pytest.mark.trust)]
+KILLED = [
+    pytest.param(one, 1, id=f"{one}-short", marks=pytest.mark.slow if one in runs.ALIKE else ()) for one in runs.METHODS
+]
+KILLED += [pytest.param(one, 20, id=f"{one}-long", marks=pytest.mark.trust) for one in runs.METHODS]
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +34,7 @@ def quiet(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("kills", LENGTHS)
-@pytest.mark.parametrize("method", runs.METHODS)
+@pytest.mark.parametrize(("method", "kills"), KILLED)
 def test_killed_at_random_instants_and_resumed_is_bit_identical(quiet, method, kills, tmp_path, figure):
     """A third of the resumed runs is killed again, and a third of those once more.
 
