@@ -35,8 +35,8 @@ def test_help_imports_nothing_heavy() -> None:
 
 @pytest.mark.xfail(
     strict=True,
-    reason="`trainer/references/setup.py` reads three words from `options/distilling.py`, which imports the options of vLLM and with "
-    "them httpx: the words move down with the next GPU receipt.",
+    reason="`trainer/references/setup.py` reads three words from `options/distilling.py`, which imports the options of vLLM and "
+    "with them httpx: the words move down with the next GPU receipt.",
 )
 @pytest.mark.slow
 def test_trainers_import_only_what_transformers_needs_anyway() -> None:
