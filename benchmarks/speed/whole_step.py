@@ -40,7 +40,7 @@ SETTINGS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "ours": [{"samples": 256, "micro": 256}, {"samples": 256, "micro": 64}],
         "ours head": [{"samples": 256, "micro": 256}, {"samples": 256, "micro": 64}],
         "tuned": [{"samples": 128, "micro": 16}, {"samples": 64, "micro": 16}],
-        "default": [{"samples": 64, "micro": 8}],
+        "default": [{"samples": 32, "micro": 8}],
     },
     "online_dpo": {
         "ours": [{"samples": 256, "micro": 256}, {"samples": 256, "micro": 64}],

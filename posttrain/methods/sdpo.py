@@ -18,13 +18,13 @@ from posttrain.core.sample import Unit
 from posttrain.losses.advantages import REWARD_SCALES, group_normalised
 from posttrain.losses.formulas import Formula, Totals, advantage_formula, number, policy_formula
 from posttrain.losses.policy import PolicyTokens, check_policy_loss, policy_loss
-from posttrain.models.load.teacher import Teacher
+from posttrain.models.load.teacher import EMA, LIVE, Teacher
 from posttrain.rollout.collector import Collected, GroupTable
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
 from posttrain.trainer.distilling_trainer import DistillingTrainer
 from posttrain.trainer.online.rollout_metrics import as_tensors
 from posttrain.trainer.options.base import check_choice, check_range, option
-from posttrain.trainer.options.distilling import EMA, LIVE, SAMPLED_TOKEN, SelfDistillingConfig
+from posttrain.trainer.options.distilling import SAMPLED_TOKEN, SelfDistillingConfig
 from posttrain.trainer.options.online import GroupConfig
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.self_distilling_trainer import PRIVILEGED, SelfDistillingTrainer, fill, shown, text_of

@@ -30,12 +30,12 @@ from posttrain.losses.formulas import (
 from posttrain.losses.importance import capped_ratios
 from posttrain.models.inference import context_length
 from posttrain.models.load.model import innermost_model
-from posttrain.models.load.teacher import Teacher
+from posttrain.models.load.teacher import BASE, EMA, LIVE, Teacher
 from posttrain.models.scoring.float32_head import compute_head_in_float32
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rollout.rollout import OLD_LOGPS, Rollout
 from posttrain.trainer.distilling_trainer import DistillingTrainer, prompt_ids
-from posttrain.trainer.options.distilling import BASE, EMA, LIVE, SAMPLED_TOKEN, TOPK_LOGITS, SelfDistillingConfig
+from posttrain.trainer.options.distilling import SAMPLED_TOKEN, TOPK_LOGITS, SelfDistillingConfig
 from posttrain.trainer.references.setup import MoveTeacherCallback
 
 PRIVILEGED = "privileged_context"

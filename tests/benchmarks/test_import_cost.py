@@ -33,11 +33,6 @@ def test_help_imports_nothing_heavy() -> None:
     assert not loaded & {"torch", "transformers", "datasets", "numpy", "optuna", "sqlalchemy", "duckdb"}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="`trainer/references/setup.py` reads three words from `options/distilling.py`, which imports the options of vLLM and "
-    "with them httpx: the words move down with the next GPU receipt.",
-)
 @pytest.mark.slow
 def test_trainers_import_only_what_transformers_needs_anyway() -> None:
     needed, loaded = modules_after(NEEDED, "from posttrain import SFTConfig, SFTTrainer")

@@ -13,6 +13,9 @@ from posttrain.models.load.model import innermost_model
 from posttrain.models.load.reference import ModelReference
 from posttrain.models.scoring.two_heads import TeacherRows, teacher_rows
 
+BASE, LIVE, EMA = "base", "live", "ema"
+"""States of the student that can be its teacher: as the run began, as it is, averaged over the run."""
+
 
 class Teacher(Protocol):
     """Answers about a batch without a gradient. Which kind it is, no loss ever asks."""

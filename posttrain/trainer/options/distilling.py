@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.core.options import refused
 from posttrain.losses.distributions import STUDENT, Divergence
+from posttrain.models.load.teacher import BASE, EMA, LIVE
 from posttrain.trainer.options.base import BaseConfig, check_choice, check_range, option
 from posttrain.trainer.options.online import OnlineConfig
 
@@ -57,8 +58,6 @@ class SelfTaughtConfig:
         super().__post_init__()
 
 
-BASE, LIVE, EMA = "base", "live", "ema"
-"""Kinds of a teacher that is the policy itself: as the run began, as it is, and averaged over the run."""
 SAMPLED_TOKEN, FULL_LOGITS, TOPK_LOGITS = "sampled_token", "full_logits", "topk_logits"
 MODES = (SAMPLED_TOKEN, FULL_LOGITS, TOPK_LOGITS)
 

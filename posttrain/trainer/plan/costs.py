@@ -16,13 +16,13 @@ from torch import nn
 
 from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
 from posttrain.models.load.model import innermost_model
+from posttrain.models.load.teacher import BASE, LIVE
 from posttrain.models.memory import fit as memory
 from posttrain.models.memory.fit import FULL, NONE, SELECTIVE
 from posttrain.models.memory.shape import Shape
 from posttrain.models.scoring.head_kernels import STATISTICS
 from posttrain.rollout.engines.native.cache import LayerShape
 from posttrain.rollout.engines.native.engine import MAX_SLOTS
-from posttrain.trainer.options.distilling import BASE, LIVE
 from posttrain.trainer.references.setup import ADAPTER_OFF, COMPUTED_BEFORE, COPY, NO_REFERENCE
 from posttrain.trainer.step.memory_fit import (
     apply,

@@ -39,11 +39,10 @@ from posttrain.models.load.reference import (
     frozen_adapter,
     frozen_copy,
 )
-from posttrain.models.load.teacher import ModelTeacher
+from posttrain.models.load.teacher import BASE, LIVE, ModelTeacher
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import shard_frozen
 from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig, ReferenceConfig
-from posttrain.trainer.options.distilling import BASE, LIVE
 from posttrain.trainer.references.cache import store_of, with_reference_logps
 
 logger = logging.getLogger(__name__)
