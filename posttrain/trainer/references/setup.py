@@ -16,8 +16,8 @@ from posttrain.data.collate import Collator
 from posttrain.data.options import PrepareOptions
 from posttrain.data.store.prepare import cache_folder
 from posttrain.data.store.row_store import AnnotatedDataset, RowStore
-from posttrain.models.layers.kernels import COMPILED, compile_layers
-from posttrain.models.load.adapters import TEACHER_ADAPTER, is_peft_model
+from posttrain.models.layers.kernels import COMPILED, PLAIN, compile_layers
+from posttrain.models.load.adapters import TEACHER_ADAPTER, is_peft_model, is_quantized
 from posttrain.models.load.model import (
     CAUSAL_LM,
     LoadedModel,
@@ -235,8 +235,9 @@ class ReferenceSetup:
 
     def _loaded(self, model: Any, task: str, options: LoadOptions) -> LoadedModel:
         args, policy = self.args, self.policy
-        if isinstance(model, nn.Module):
-            options = LoadOptions(device=args.device)
+        if isinstance(model, nn.Module):  # as it is: its dtype and its adapter are the caller's; how its layers are run is not
+            has_own_layers = is_peft_model(model) or is_quantized(innermost_model(model))
+            options = LoadOptions(device=args.device, layer_kernels=(PLAIN if has_own_layers else policy.kernels,))
         is_shared = policy.layout == SHARED  # one that cannot share prefixes runs ragged
         layout = {"layout": RAGGED if is_shared else policy.layout, "share_prefixes": is_shared}
         loaded = load_model(model, replace(options, task=task, sharded=args.sharding is not None, **layout))
