@@ -1,6 +1,6 @@
-"""The whole step of PPO and of Online DPO, generation to update, posttrain against TRL.
+"""The whole step of PPO, of Online DPO and of GKD, generation to update, posttrain against TRL.
 
-    python -m benchmarks.speed.whole_step ppo|online_dpo [--settings ours tuned default] [--trl-path FOLDER] [--tiny]
+    python -m benchmarks.speed.whole_step ppo|online_dpo|gkd [--settings ours tuned default matched] [--trl-path FOLDER] [--tiny]
 
 A step is 256 completions of 512 tokens after prompts of 256, from a 0.5B with random weights (PPO: a reward model and a value model
 of the same size, four epochs over each generation; Online DPO: 128 pairs, a reward function). Each setting runs in a process of its
@@ -8,7 +8,8 @@ own. `ours head` is PPO with its default critic, a head on the policy.
 
 PPO needs TRL 1.10.0, the last that has it. It keeps the logits of a generation in float32 and copies them once, 159 GB for 256
 completions, so that a smaller step is measured; TRL's Online DPO generates micro-batch by micro-batch, of which fewer are measured.
-Where a setting runs out of memory, the next smaller one is tried. Seconds are reported for 256 completions.
+Where a setting runs out of memory, the next smaller one is tried. Seconds are reported for 256 completions. `gkd_step.py` says what
+a step of GKD is.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,15 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from benchmarks.speed import judge, materials
+from benchmarks.speed import gkd_step, judge, materials
 from benchmarks.speed.measure import peak_memory, reset_peak_memory
 from benchmarks.speed.rows import QWEN_05B, Lengths, Row, tiny
 
-COMPLETIONS, EPOCHS = 256, 4
+COMPLETIONS = {"ppo": 256, "online_dpo": 256, "gkd": gkd_step.ROWS}
+EPOCHS = 4
+WARM_UP = {"ppo": 1, "online_dpo": 1, "gkd": 2}
+"""Steps before those that are timed."""
+TINY_SCALES = {"ppo": 16, "online_dpo": 16, "gkd": 4}
 NAMES = {"ppo": "PPO", "online_dpo": "OnlineDPO"}
 SETTINGS: dict[str, dict[str, list[dict[str, Any]]]] = {
     "ppo": {
@@ -47,16 +53,19 @@ SETTINGS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "tuned": [{"samples": 128, "micro": 64}, {"samples": 128, "micro": 32}],
         "default": [{"samples": 16, "micro": 16}],
     },
+    "gkd": gkd_step.SETTINGS,
 }
 """Completions of a step and of a micro-batch, to be tried in turn until one fits."""
 
 
 def row_of(method: str, is_tiny: bool) -> Row:
+    if method == "gkd":
+        return gkd_step.row_of(is_tiny)
     row = Row(
         method,
         "grpo",
         QWEN_05B,
-        COMPLETIONS,
+        COMPLETIONS[method],
         Lengths(0, 0, 512, 512, prompt=256, seed=4),
         1e-6,
         (),
@@ -82,9 +91,8 @@ class GenerationMarks(TrainerCallback):
             self.marks.append(time.perf_counter())
 
 
-def options_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps: int, output: str) -> dict[str, Any]:
-    """Of the config. TRL's Online DPO counts prompts, two completions each; so do we."""
-    is_ours = setting.startswith("ours")
+def shared_options(row: Row, method: str, setting: str, sizes: dict[str, int], output: str) -> dict[str, Any]:
+    """Of every config. TRL's Online DPO counts prompts, two completions each; so do we."""
     each = 2 if method == "online_dpo" else 1
     made = {
         "output_dir": output,
@@ -101,6 +109,12 @@ def options_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps
     }
     if setting == "tuned":
         made |= {"bf16": False, "optim": "adamw_torch_fused", "gradient_checkpointing": False}
+    return made
+
+
+def options_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps: int, output: str) -> dict[str, Any]:
+    """Of the config of PPO or Online DPO."""
+    is_ours, made = setting.startswith("ours"), shared_options(row, method, setting, sizes, output)
     if method == "ppo":
         made |= {"response_length": row.lengths.high, "total_episodes": steps * sizes["samples"]}
         made |= {} if is_ours else {"num_sample_generations": 0}
@@ -113,22 +127,24 @@ def options_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps
 
 
 def trainer_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps: int, output: str, device: str) -> Any:
-    is_ours, title = setting.startswith("ours"), NAMES[method]
-    library = importlib.import_module("posttrain" if is_ours else f"trl.experimental.{method}")
+    is_ours = setting.startswith("ours")
     dtype = torch.float32 if setting == "default" or device == "cpu" else torch.bfloat16
     tokenizer = materials.tokenizer(row)
     tokenizer.backend_tokenizer.decoder = (
         None  # words with spaces between them: what a reward model is shown is as long again
     )
-    each = 2 if method == "online_dpo" else 1
-    groups = materials.groups(replace(row, rows=sizes["samples"] // each), steps)
-    options = options_of(row, method, setting, sizes, steps, output)
     shared = {
-        "args": getattr(library, f"{title}Config")(**options),
         "model": materials.build_model(row, device, dtype),
         "processing_class": tokenizer,
         "callbacks": [GenerationMarks(EPOCHS if is_ours and method == "ppo" else 1, device)],
     }
+    if method == "gkd":
+        options = shared_options(row, method, setting, sizes, output)
+        return gkd_step.trainer_of(row, setting, sizes, options, steps, dtype, **shared)
+    title, each = NAMES[method], 2 if method == "online_dpo" else 1
+    library = importlib.import_module("posttrain" if is_ours else f"trl.experimental.{method}")
+    groups = materials.groups(replace(row, rows=sizes["samples"] // each), steps)
+    shared["args"] = getattr(library, f"{title}Config")(**options_of(row, method, setting, sizes, steps, output))
     if method == "online_dpo":
         rows = Dataset.from_list([{"prompt": materials.text_of(prompt)} for prompt, _ in groups])
         return getattr(library, f"{title}Trainer")(reward_funcs=judge.shortness, train_dataset=rows, **shared)
@@ -149,29 +165,42 @@ def trainer_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps
 def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_tiny: bool) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     row = row_of(method, is_tiny)
-    if is_tiny:
-        sizes = {name: max(size // 16, 2) for name, size in sizes.items()}
     with tempfile.TemporaryDirectory() as output:
-        trainer = trainer_of(row, method, setting, sizes, timed + 1, output, device)
+        trainer = trainer_of(row, method, setting, sizes, timed + WARM_UP[method], output, device)
         marks = next(one for one in trainer.callback_handler.callbacks if isinstance(one, GenerationMarks))
         trainer.train()
-    seconds = [after - before for before, after in zip(marks.marks, marks.marks[1:])]
-    last = trainer.state.log_history[-2:]
+    ends, whole = marks.marks[WARM_UP[method] - 1 :], COMPLETIONS[method]
+    seconds = [after - before for before, after in pairwise(ends)]
     return {
         "method": method,
         "setting": setting,
         **sizes,
         "step_seconds": seconds,
-        "seconds_for_256": sum(seconds) / len(seconds) * COMPLETIONS / sizes["samples"],
+        f"seconds_for_{whole}": sum(seconds) / len(seconds) * whole / sizes["samples"],
         "peak_gib": peak_memory(device) / 2**30,
-        "last_logs": last,
+        **(gkd_step.figures(row, sizes["samples"], trainer.state.log_history) if method == "gkd" else {}),
+        "last_logs": trainer.state.log_history[-2:],
     }
+
+
+def sizes_of(method: str, setting: str, is_tiny: bool, out: Path) -> list[dict[str, Any]]:
+    """To be tried in turn; `matched` has those of TRL tuned, as last measured."""
+    if setting != "matched":
+        scale = TINY_SCALES[method] if is_tiny else 1
+        return [{name: max(size // scale, 2) for name, size in one.items()} for one in SETTINGS[method][setting]]
+    lines = map(json.loads, out.read_text(encoding="utf-8").splitlines() if out.exists() else [])
+    tuned = [one for one in lines if one["method"] == method and one["setting"] == "tuned"]
+    if not tuned:
+        raise SystemExit(
+            f"`matched` takes its sizes from TRL tuned, and {out} has no such line: measure `tuned` first."
+        )
+    return [{name: tuned[-1][name] for name in ("samples", "micro")}]
 
 
 def one_setting(method: str, setting: str, timed: int, is_tiny: bool, out: Path) -> None:
     """Sizes in turn, each in a fresh process (what an out-of-memory error leaves behind is gone with it)."""
-    for place, sizes in enumerate(SETTINGS[method][setting]):
-        command = [sys.executable, "-m", "benchmarks.speed.whole_step", method, "--child", setting, str(place)]
+    for place, sizes in enumerate(sizes_of(method, setting, is_tiny, out)):
+        command = [sys.executable, "-m", "benchmarks.speed.whole_step", method, "--child", setting, json.dumps(sizes)]
         command += ["--timed", str(timed), "--out", str(out), *(["--tiny"] if is_tiny else [])]
         log = out.with_suffix(f".{method}-{setting.replace(' ', '-')}-{place}.log")
         with log.open("w", encoding="utf-8") as written:
@@ -191,19 +220,20 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=2)
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--out", type=Path, default=Path("runs/speed/whole_step.jsonl"))
-    parser.add_argument("--child", nargs=2, metavar=("SETTING", "PLACE"), help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, metavar=("SETTING", "SIZES"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.out.parent.mkdir(parents=True, exist_ok=True)
     if asked.child:
-        setting, place = asked.child
-        found = measured(asked.method, setting, SETTINGS[asked.method][setting][int(place)], asked.timed, asked.tiny)
+        setting, sizes = asked.child
+        found = measured(asked.method, setting, json.loads(sizes), asked.timed, asked.tiny)
         with asked.out.open("a", encoding="utf-8") as out:
             out.write(json.dumps(found) + "\n")
         return
     if asked.trl_path:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(asked.trl_path.resolve()), os.environ.get("PYTHONPATH", "")])
     for setting in asked.settings:
-        one_setting(asked.method, setting, asked.timed if setting.startswith("ours") else 1, asked.tiny, asked.out)
+        timed = 1 if setting in ("tuned", "default") else asked.timed
+        one_setting(asked.method, setting, timed, asked.tiny, asked.out)
     if asked.out.exists():
         print(asked.out.read_text(encoding="utf-8"))
 
