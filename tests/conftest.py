@@ -7,6 +7,7 @@ import tempfile
 
 _CACHE = tempfile.mkdtemp(prefix="posttrain-tests-")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # see tests/forked.py
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_CACHE", _CACHE)
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

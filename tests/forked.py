@@ -33,6 +33,7 @@ PRELOADED = ("tests.preloaded", "tests.forked", "tests.trainer.resumable_run", "
 ENVIRONMENT = {
     **os.environ,
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),  # no pools of threads
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # importing pyarrow starts a thread of jemalloc's on some machines
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
 }
 READ_AT_IMPORT = ("huggingface_hub.constants", "datasets.config")

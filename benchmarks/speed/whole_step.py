@@ -2,9 +2,10 @@
 
     python -m benchmarks.speed.whole_step ppo|online_dpo|gkd [--settings ours tuned default matched] [--trl-path FOLDER] [--tiny]
 
-A step is 256 completions of 512 tokens after prompts of 256, from a 0.5B with random weights (PPO: a reward model and a value model
-of the same size, four epochs over each generation; Online DPO: 128 pairs, a reward function). Each setting runs in a process of its
-own. `ours head` is PPO with its default critic, a head on the policy.
+A step is 256 completions of 512 tokens after prompts of 256, from a 0.5B with random weights (PPO: 32 prompts with eight completions
+each, for TRL as rows that are there eight times; a reward model and a value model of the same size, four epochs over each
+generation; Online DPO: 128 pairs, a reward function). Each setting runs in a process of its own. `ours head` is PPO with its default
+critic, a head on the policy.
 
 PPO needs TRL 1.10.0, the last that has it. It keeps the logits of a generation in float32 and copies them once, 159 GB for 256
 completions, so that a smaller step is measured; TRL's Online DPO generates micro-batch by micro-batch, of which fewer are measured.
@@ -36,7 +37,7 @@ from benchmarks.speed.measure import peak_memory, reset_peak_memory
 from benchmarks.speed.rows import QWEN_05B, Lengths, Row, tiny
 
 COMPLETIONS = {"ppo": 256, "online_dpo": 256, "gkd": gkd_step.ROWS}
-EPOCHS = 4
+EPOCHS, GROUP = 4, 8
 WARM_UP = {"ppo": 1, "online_dpo": 1, "gkd": 2}
 """Steps before those that are timed."""
 TINY_SCALES = {"ppo": 16, "online_dpo": 16, "gkd": 4}
@@ -117,7 +118,7 @@ def options_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps
     is_ours, made = setting.startswith("ours"), shared_options(row, method, setting, sizes, output)
     if method == "ppo":
         made |= {"response_length": row.lengths.high, "total_episodes": steps * sizes["samples"]}
-        made |= {} if is_ours else {"num_sample_generations": 0}
+        made |= {"num_generations": min(GROUP, sizes["samples"])} if is_ours else {"num_sample_generations": 0}
         made |= {"local_rollout_forward_batch_size": min(sizes["samples"], 128)} if setting == "tuned" else {}
     else:
         made |= {"max_new_tokens": row.lengths.high, "max_length": row.lengths.prompt + row.lengths.high + 16}
@@ -143,13 +144,14 @@ def trainer_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps
         return gkd_step.trainer_of(row, setting, sizes, options, steps, dtype, **shared)
     title, each = NAMES[method], 2 if method == "online_dpo" else 1
     library = importlib.import_module("posttrain" if is_ours else f"trl.experimental.{method}")
+    each = min(GROUP, sizes["samples"]) if method == "ppo" else each
     groups = materials.groups(replace(row, rows=sizes["samples"] // each), steps)
     shared["args"] = getattr(library, f"{title}Config")(**options_of(row, method, setting, sizes, steps, output))
     if method == "online_dpo":
         rows = Dataset.from_list([{"prompt": materials.text_of(prompt)} for prompt, _ in groups])
         return getattr(library, f"{title}Trainer")(reward_funcs=judge.shortness, train_dataset=rows, **shared)
     judged = replace(row, method="reward")
-    rows = Dataset.from_list([{"input_ids": prompt} for prompt, _ in groups])
+    rows = Dataset.from_list([{"input_ids": prompt} for prompt, _ in groups for _ in range(1 if is_ours else each)])
     critic = None if setting == "ours head" else materials.build_model(judged, device, dtype)
     more = {"reward_processing_classes": tokenizer} if is_ours else {}
     return library.PPOTrainer(
