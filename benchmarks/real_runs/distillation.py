@@ -1,141 +1,207 @@
-"""Does a student come nearer to its teacher, in the way that the divergence says? With a real model.
+"""Do the methods of distillation learn what they should, and nothing where there is nothing to learn? With a real model.
 
-    python -m benchmarks.real_runs.distillation MODEL [gkd-forward gkd-reverse distillation iw_opd minillm] [--steps 100]
+    python -m benchmarks.real_runs.distillation MODEL [RUN ...] [--steps N] [--python PYTHON_WITH_VLLM]
 
-The teacher is MODEL (SmolLM2-135M-Instruct), the student its first 20 of 30 layers. Measured before and after, on held-out prompts:
-the reverse KL on what the student writes, the forward KL on what the teacher writes, and the entropy of the student on the latter.
-The divergence that is trained must fall to less than half; forward KL covers (the entropy rises above that of reverse KL), reverse
-KL seeks. Control: the teacher is the student itself, whose loss is 0 and whose weights stay where they are.
+MODEL is SmolLM2-135M-Instruct. Each run prints a line of JSON with its figures, those of its control, and whether both hold.
+
+gkd-forward, gkd-reverse, distillation, iw_opd, minillm, server_distillation: the teacher is MODEL, the student its first two
+thirds of the layers. On held-out prompts, before and after: `reverse`, KL(student, teacher) on what the student writes; `forward`,
+KL(teacher, student) on what the teacher writes; `forward_own`, the same on what the student writes; the student's entropy on what
+the teacher writes (the teacher's own beside it). The divergence that is trained must fall to less than half. Control: the teacher
+is the student itself; loss and movement of the weights (by SGD) are below 1e-6. Where both directions of GKD are run, a last line
+compares their entropies: forward KL covers, so that its student has the higher one. `server_distillation` asks a `posttrain
+vllm-serve` of MODEL on the same device; its control is the whole MODEL as student, whose loss stays below 1e-2 in the rounding of
+two engines.
+
+sdft, sdpo, ssd: see `self_distillation.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
+import json
+import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from datasets import Dataset
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.real_runs import self_distillation
+from benchmarks.real_runs.drawn_answers import draw, entropies, user
 from benchmarks.real_runs.online_methods import HELD_OUT_TOPICS, SENTENCE, TOPICS
 from posttrain.methods.table import METHODS
+from posttrain.rollout.engines.vllm.launcher import ServerProcess, new_token
+from posttrain.rollout.engines.vllm.transport import Deadlines
 
-LAYERS = 20
-RUNS: dict[str, tuple[str, dict[str, Any]]] = {
-    "gkd-forward": ("gkd", {"beta": 0.0, "lmbda": 0.5, "seq_kd": True}),
-    "gkd-reverse": ("gkd", {"beta": 1.0, "lmbda": 0.5, "seq_kd": True}),
-    "distillation": ("distillation", {"beta": 1.0}),
-    "iw_opd": ("iw_opd", {"lmbda": 1.0}),
-    "minillm": ("minillm", {"num_generations": 1, "scale_rewards": "none"}),
+TAUGHT: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gkd-forward": ("gkd", "forward", {"beta": 0.0, "lmbda": 0.5, "seq_kd": True}),
+    "gkd-reverse": ("gkd", "reverse", {"beta": 1.0, "lmbda": 0.5, "seq_kd": True}),
+    "distillation": ("distillation", "reverse", {"beta": 1.0}),
+    "iw_opd": ("iw_opd", "reverse", {"lmbda": 1.0, "top_p": 1.0, "num_generations": 4}),
+    "minillm": ("minillm", "reverse", {"num_generations": 4, "scale_rewards": "none"}),
+    "server_distillation": ("server_distillation", "forward_own", {"beta": 0.0, "loss_top_k": 20}),
 }
-CONTROL = "teacher = student"
+"""Run -> method, the measure that must fall to less than half, options. Estimates from drawn tokens have four answers a prompt."""
+ANSWER_TOKENS, PROMPTS_A_STEP, CONTROL_STEPS = 32, 16, 5
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def loaded(model: str) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device())
 
 
 def student_of(model: str) -> Any:
-    """The first layers of a model, its last norm and its head."""
-    made = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    made.model.layers = made.model.layers[:LAYERS]
-    made.config.num_hidden_layers = LAYERS
+    """The first two thirds of the layers of a model, its last norm and its head."""
+    made = loaded(model)
+    kept = max(len(made.model.layers) * 2 // 3, 1)
+    made.model.layers = made.model.layers[:kept]
+    made.config.num_hidden_layers = kept
     if getattr(made.config, "layer_types", None):
-        made.config.layer_types = made.config.layer_types[:LAYERS]
+        made.config.layer_types = made.config.layer_types[:kept]
     return made
 
 
-def prompts(topics: str) -> list[list[dict[str, str]]]:
-    return [[{"role": "user", "content": SENTENCE.format(topic)}] for topic in topics.split()]
+def divergence(first: Tensor, second: Tensor) -> Tensor:
+    return (first.exp() * (first - second)).sum(-1)
 
 
-@torch.no_grad()
 def measured(student: Any, teacher: Any, tokenizer: Any) -> dict[str, float]:
     """Means over the tokens that were drawn."""
-    device, found = next(student.parameters()).device, {}
-    teacher = teacher.to(device).eval()
-    student.eval()
-    chats = [tokenizer.apply_chat_template(chat, add_generation_prompt=True) for chat in prompts(HELD_OUT_TOPICS)]
-    chats = [chat if isinstance(chat, list) else chat["input_ids"] for chat in chats]
-    width = max(map(len, chats))
-    ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(chat)) + chat for chat in chats], device=device)
-    mask = torch.tensor([[0] * (width - len(chat)) + [1] * len(chat) for chat in chats], device=device)
-    for name, writer in (("reverse", student), ("forward", teacher)):
-        torch.manual_seed(0)
-        ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
-        written = writer.generate(ids, attention_mask=mask, do_sample=True, top_k=0, max_new_tokens=32, **ends)
-        ended = (written[:, width:] == tokenizer.eos_token_id).cumsum(-1)
-        real = (ended == 0) | ((ended == 1) & (written[:, width:] == tokenizer.eos_token_id))
-        seen = torch.cat([mask, real.long()], -1)
-        logps = [
-            one(written, attention_mask=seen).logits[:, width - 1 : -1].float().log_softmax(-1)[real]
-            for one in (student, teacher)
-        ]
-        p, q = logps
-        first, second = (p, q) if name == "reverse" else (q, p)
-        found[name] = float((first.exp() * (first - second)).sum(-1).mean())
-        if name == "forward":
-            found["entropy"] = float(-(p.exp() * p).sum(-1).mean())
-    return found
+    chats = [user(SENTENCE.format(topic)) for topic in HELD_OUT_TOPICS.split()]
+    own, theirs = (draw(writer, tokenizer, chats, ANSWER_TOKENS) for writer in (student, teacher))
+    return {
+        "reverse": own.mean(lambda p, q, _: divergence(p, q), student, teacher),
+        "forward_own": own.mean(lambda p, q, _: divergence(q, p), student, teacher),
+        "forward": theirs.mean(lambda p, q, _: divergence(q, p), student, teacher),
+        "entropy": theirs.mean(entropies, student),
+        "entropy_of_teacher": theirs.mean(entropies, teacher),
+    }
 
 
-def trained(run: str, student: Any, teacher: Any, tokenizer: Any, folder: Path, steps: int) -> Any:
-    method, options = RUNS[run]
-    shared = {"max_steps": steps, "per_device_train_batch_size": 16, "learning_rate": 1e-4, "logging_steps": 1}
-    shared |= {"max_completion_length": 32, "temperature": 1.0, "lr_scheduler_type": "constant", "save_strategy": "no"}
-    shared |= {"report_to": "none", "verbosity": "quiet", "seed": 1}
+def trained(
+    run: str, student: Any, tokenizer: Any, folder: Path, steps: int, named: dict[str, Any], **more: Any
+) -> Any:
+    """`named` are arguments of the trainer, `more` further options."""
+    method, _, options = TAUGHT[run]
+    shared = {"max_steps": steps, "learning_rate": 1e-4, "lr_scheduler_type": "constant", "logging_steps": 1, "seed": 1}
+    shared |= {"per_device_train_batch_size": PROMPTS_A_STEP * options.get("num_generations", 1), "temperature": 1.0}
+    shared |= {"max_completion_length": ANSWER_TOKENS, "save_strategy": "no", "report_to": "none", "verbosity": "quiet"}
     trainer = METHODS[method].trainer_class(
         model=student,
-        teacher_model=teacher,
-        args=METHODS[method].config_class(output_dir=str(folder), **shared | options),
-        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(TOPICS)]),
+        args=METHODS[method].config_class(output_dir=str(folder), **shared | options | more),
+        train_dataset=Dataset.from_list([{"prompt": user(SENTENCE.format(topic))} for topic in TOPICS.split()]),
         processing_class=tokenizer,
         teacher_processing_class=tokenizer,
+        **named,
     )
     trainer.train()
     return trainer
 
 
-def results(names: list[str], model: str, folder: Path, steps: int) -> Iterator[str]:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    teacher = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device)
-    before = measured(student_of(model).to(device), teacher, tokenizer)
-    entropies = {}
-    for name in names:
-        began = time.perf_counter()
-        trainer = trained(name, student_of(model), copy.deepcopy(teacher), tokenizer, folder / name, steps)
-        after = measured(trainer.model, teacher, tokenizer)
-        entropies[name] = after["entropy"]
-        which = "forward" if name == "gkd-forward" else "reverse"
-        holds = "holds" if after[which] < before[which] / 2 else "does not hold"
-        said = ", ".join(f"{key} {before[key]:.3f} -> {after[key]:.3f}" for key in before)
-        yield f"{name}: {said}; {steps} steps in {time.perf_counter() - began:.0f} s; {holds}"
-    if {"gkd-forward", "gkd-reverse"} <= entropies.keys():
-        holds = "holds" if entropies["gkd-forward"] > entropies["gkd-reverse"] else "does not hold"
-        yield f"entropy after forward KL above that after reverse KL: {holds}"
-    student = student_of(model)
+def logged(trainer: Any, name: str) -> list[float]:
+    return [entry[name] for entry in trainer.state.log_history if name in entry]
+
+
+def control(run: str, student: Any, tokenizer: Any, folder: Path, steps: int) -> dict[str, Any]:
+    """The teacher is the student. By SGD: Adam would make full-size steps of the rounding of a gradient."""
     start = {key: value.detach().clone() for key, value in student.named_parameters()}
-    trainer = trained(
-        "gkd-reverse", student, copy.deepcopy(student), tokenizer, folder / "control", max(steps // 20, 2)
-    )
-    moved = max(
-        float((value.detach().cpu() - start[key]).abs().max()) for key, value in trainer.model.named_parameters()
-    )
-    loss = max(abs(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
-    holds = "holds" if loss < 1e-4 else "does not hold"
-    yield f"{CONTROL}: largest loss {loss:.1e}, largest change of a weight {moved:.1e}; {holds}"
+    given = {"teacher_model": copy.deepcopy(student)}
+    trainer = trained(run, student, tokenizer, folder, steps, given, optim="sgd")
+    moved = max(float((value.detach() - start[key]).abs().max()) for key, value in trainer.model.named_parameters())
+    loss = max(map(abs, logged(trainer, "loss")))
+    norm = max(logged(trainer, "grad_norm"))
+    return {"largest_loss": loss, "largest_move": moved, "grad_norm": norm, "holds": loss < 1e-6 and moved < 1e-6}
+
+
+@contextmanager
+def served(model: str, folder: Path, python: str) -> Iterator[dict[str, Any]]:
+    """Options of a trainer whose teacher is a server of ours, which runs meanwhile."""
+    token, file = new_token(), folder / "token"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="ascii") as written:
+        written.write(token)
+    words = ["--model", model, "--context-length", "512", "--memory-share", "0.2", "--eager"]
+    server = ServerProcess(words, folder / "server.log", python, token=token, deadlines=Deadlines(start=300))
+    try:
+        server.start()
+        server.wait_until_healthy()
+        yield {
+            "teacher_model_server_url": f"http://127.0.0.1:{server.port}",
+            "teacher_server_token_file": str(file),
+            "teacher_max_unanswered": 0.0,
+        }
+    finally:
+        server.close()
+
+
+def from_a_server(
+    run: str, model: str, tokenizer: Any, folder: Path, steps: int, python: str
+) -> tuple[Any, dict[str, Any]]:
+    """(the trainer, the control: a student that is its teacher, and has nothing to learn)."""
+    with served(model, folder, python) as options:
+        trainer = trained(run, student_of(model), tokenizer, folder / "run", steps, {}, **options)
+        same = trained(run, loaded(model), tokenizer, folder / "control", min(steps, CONTROL_STEPS), {}, **options)
+    loss = max(map(abs, logged(same, "loss")))
+    return trainer, {"largest_loss": loss, "holds": loss < 1e-2}
+
+
+def taught(run: str, model: str, folder: Path, steps: int, python: str) -> dict[str, Any]:
+    """A student before and after, and the control."""
+    tokenizer, teacher = AutoTokenizer.from_pretrained(model), loaded(model)
+    before = measured(student_of(model), teacher, tokenizer)
+    if run == "server_distillation":
+        trainer, without = from_a_server(run, model, tokenizer, folder, steps, python)
+    else:
+        given = {"teacher_model": copy.deepcopy(teacher)}
+        trainer = trained(run, student_of(model), tokenizer, folder / "run", steps, given)
+        without = control(run, student_of(model), tokenizer, folder / "control", min(steps, CONTROL_STEPS))
+    after, trains = measured(trainer.model, teacher, tokenizer), TAUGHT[run][1]
+    falls, norm = after[trains] < before[trains] / 2, logged(trainer, "grad_norm")[0]
+    figures = {"trains": trains, "before": before, "after": after, "first_grad_norm": norm, "control": without}
+    return figures | {"holds": falls and without["holds"]}
+
+
+Proof = Callable[[str, str, Path, int, str], dict[str, Any]]
+RUNS: dict[str, tuple[Proof, int]] = dict.fromkeys(TAUGHT, (taught, 100)) | self_distillation.RUNS
+"""Name -> what runs it, and its steps."""
+
+
+def results(names: list[str], model: str, folder: Path, steps: int | None, python: str) -> Iterator[dict[str, Any]]:
+    entropy = {}
+    for name in names:
+        began, (proof, usual) = time.perf_counter(), RUNS[name]
+        found = proof(name, model, folder / name, steps or usual, python)
+        entropy[name] = found["after"].get("entropy")
+        yield {"run": name, "steps": steps or usual, "seconds": round(time.perf_counter() - began, 1)} | found
+        gc.collect()
+        torch.cuda.empty_cache()
+    pair = {name: entropy[name] for name in ("gkd-forward", "gkd-reverse") if name in entropy}
+    if len(pair) == 2:
+        yield {"run": "gkd-entropies", **pair, "holds": pair["gkd-forward"] > pair["gkd-reverse"]}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("runs", nargs="*", metavar="RUN", help=", ".join(RUNS))
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, help="default: those of each run")
     parser.add_argument("--output", type=Path, default=Path("runs/distillation"))
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has vLLM, for server_distillation")
     asked = parser.parse_args()
-    for line in results(asked.runs or list(RUNS), asked.model, asked.output, asked.steps):
-        print(line, flush=True)
+    for found in results(asked.runs or list(RUNS), asked.model, asked.output, asked.steps, asked.python):
+        print(json.dumps(found), flush=True)
 
 
 if __name__ == "__main__":

@@ -109,10 +109,8 @@ class _TokenDivergences(torch.autograd.Function):
         nothing = (None,) * 5
         if grad_divergences is None and grad_logps is None:
             return (None, None, None, *nothing)
-        made, ctx.gradients = (
-            ctx.gradients,
-            None,
-        )  # as large as the weight; another backward of this graph computes them
+        made = ctx.gradients
+        ctx.gradients = None  # as large as the weight; another backward of this graph computes them
         if made is not None and grad_logps is None:
             factor = common_factor(grad_divergences, ctx.weights)
             if factor is not None:
