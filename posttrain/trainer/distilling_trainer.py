@@ -95,6 +95,10 @@ class TaughtTrainer(OnlineTrainer):
         return made
 
     @property
+    def teacher_name(self) -> str:
+        return self.teacher.name
+
+    @property
     def teacher_temperature(self) -> float:
         return self.scoring_temperature
 
