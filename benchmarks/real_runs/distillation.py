@@ -98,6 +98,7 @@ def trained(
     shared = {"max_steps": steps, "learning_rate": 1e-4, "lr_scheduler_type": "constant", "logging_steps": 1, "seed": 1}
     shared |= {"per_device_train_batch_size": PROMPTS_A_STEP * options.get("num_generations", 1), "temperature": 1.0}
     shared |= {"max_completion_length": ANSWER_TOKENS, "save_strategy": "no", "report_to": "none", "verbosity": "quiet"}
+    shared |= {"bf16": False}  # a control that is 0 to rounding needs float32
     trainer = METHODS[method].trainer_class(
         model=student,
         args=METHODS[method].config_class(output_dir=str(folder), **shared | options | more),
@@ -152,7 +153,8 @@ def from_a_server(
     """(the trainer, the control: a student that is its teacher, and has nothing to learn)."""
     with served(model, folder, python) as options:
         trainer = trained(run, student_of(model), tokenizer, folder / "run", steps, {}, **options)
-        same = trained(run, loaded(model), tokenizer, folder / "control", min(steps, CONTROL_STEPS), {}, **options)
+        steps, options = min(steps, CONTROL_STEPS), options | {"optim": "sgd"}
+        same = trained(run, loaded(model), tokenizer, folder / "control", steps, {}, **options)
     loss = max(map(abs, logged(same, "loss")))
     return trainer, {"largest_loss": loss, "holds": loss < 1e-2}
 

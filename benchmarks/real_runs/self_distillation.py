@@ -158,8 +158,7 @@ def sdpo(run: str, model: str, folder: Path, steps: int, python: str) -> dict[st
     rewards = [logged(one, "reward") for one in (without, grpo)]
     still = trained("sdpo", model, rows, folder / "control", max_steps=few, success_reward_threshold=2.0, **taught)
     moved = max(
-        float((a.detach().float() - b.detach().to(a.device).float()).abs().max())
-        for a, b in zip(still.model.parameters(), start.parameters())
+        float((a.detach() - b.detach().to(a)).abs().max()) for a, b in zip(still.model.parameters(), start.parameters())
     )
     holds = found["standard_errors"] > 3 and shown[0] > 0 and rewards[0][0] == rewards[1][0] and moved == 0
     return {

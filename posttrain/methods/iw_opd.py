@@ -146,6 +146,14 @@ class IWOPDTrainer(RowsDistillingTrainer):
         return self.args.distillation_objective == IW_OPD
 
     @property
+    def teaches_in_steps(self) -> bool:
+        return not self.weighs_tokens
+
+    @property
+    def scores_rollouts(self) -> tuple[str, ...]:
+        return ("teacher",) if self.weighs_tokens else ()
+
+    @property
     def divergence(self) -> Divergence:
         return self.args.divergence()
 

@@ -147,6 +147,21 @@ class MiniLLMTrainer(TaughtTrainer, PolicyGroupTrainer):
     def teacher_temperature(self) -> float:
         return self.args.kd_temperature
 
+    @property
+    def teaches_in_steps(self) -> bool:
+        return self.args.single_step_decomposition
+
+    @property
+    def scores_rollouts(self) -> tuple[str, ...]:
+        if not self.args.rkl_advantage:
+            return ()
+        return ("teacher",) if self.knows_old_logps else ("teacher", "policy")
+
+    @property
+    def knows_old_logps(self) -> bool:
+        """Whether the student's log-probs when it wrote are there already, at the temperature of the comparison."""
+        return self.needs_old_logps and self.args.kd_temperature == self.args.temperature
+
     # ---- advantages --------------------------------------------------------------------------------------------------
 
     def annotated(self, samples: list[Sample]) -> None:

@@ -14,7 +14,7 @@ from posttrain.core.results import SUMMED, LossOutput, LossTerm, TokenScores
 from posttrain.core.sample import Unit
 from posttrain.losses.formulas import SUPERVISED_FORMULAS, Formula, Totals, number
 from posttrain.models.scoring.token_scores import score_tokens
-from posttrain.rollout.collector import GroupTable
+from posttrain.rollout.collector import Collected, GroupTable
 from posttrain.rollout.rollout import Rollout
 from posttrain.trainer.online.rollout_metrics import as_tensors
 from posttrain.trainer.online_trainer import OnlineTrainer
@@ -26,6 +26,7 @@ from posttrain.trainer.self_distilling_trainer import text_of
 
 SHORTEST_LINE = 10
 """Characters; a single line of fewer is a stub."""
+ACTIVE_RATIO = "ssd/active_sample_ratio"
 
 
 @dataclass
@@ -90,13 +91,25 @@ class SSDTrainer(OnlineTrainer):
         """Nothing is weighed."""
 
     def arranged(self, groups: list[list[Rollout]]) -> list[Unit | None]:
-        rollouts = [rollout for group in groups for rollout in group]
-        active = [not (one.masked or (self.args.filter_empty and is_stub(text_of(one.completion)))) for one in rollouts]
-        mode = "train" if self.model.training else "eval"
-        self.metrics.add(mode, as_tensors({"ssd/active_sample_ratio": active}))
-        return [(one.sample,) if is_active else None for one, is_active in zip(rollouts, active)]
+        return [(one.sample,) if self._is_active(one) else None for group in groups for one in group]
+
+    def _is_active(self, rollout: Rollout) -> bool:
+        """Whether it is trained on."""
+        return not (rollout.masked or (self.args.filter_empty and is_stub(text_of(rollout.completion))))
+
+    def _measure(self, collected: Collected, mode: str) -> None:
+        """Of an evaluation; in training each step counts what is left of its own samples, which a checkpoint holds."""
+        super()._measure(collected, mode)
+        if mode == "eval":
+            self.metrics.add(mode, as_tensors({ACTIVE_RATIO: [*map(self._is_active, collected.rollouts)]}))
 
     # ---- the step ----------------------------------------------------------------------------------------------------
+
+    def before_step(self, batches: list[TokenBatch]) -> None:
+        micro_batches = round(sum(batch.share for batch in batches))  # each may be run in several passes
+        samples = micro_batches * self.args.per_device_train_batch_size
+        active = sum(batch.num_samples for batch in batches)
+        self.metrics.add("train", as_tensors({ACTIVE_RATIO: [1.0] * active + [0.0] * (samples - active)}))
 
     def recomputes_logits(self) -> bool:
         """A plain sum of nll has its gradient in the forward."""

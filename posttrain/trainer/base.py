@@ -65,6 +65,7 @@ class BaseTrainer(transformers.Trainer):
     """Whether the constructor of a derived class puts more on the device after this one's, and calls `fit_memory` itself."""
 
     reference: Reference | None = None
+    teacher_name: str | None = None  # of methods that have a teacher
 
     def __init__(
         self,

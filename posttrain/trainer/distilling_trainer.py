@@ -55,6 +55,9 @@ class TaughtTrainer(OnlineTrainer):
 
     needs_teacher: ClassVar[bool] = True  # one that is given; else `make_teacher` makes it of something else
     teacher: Teacher | None = None
+    teaches_in_steps = True  # whether the teacher reads what is trained in each step
+    scores_rollouts: tuple[str, ...] = ()
+    """Who besides reads each rollout once, when it is collected: "teacher", "policy"."""
 
     def __init__(
         self,
@@ -90,6 +93,10 @@ class TaughtTrainer(OnlineTrainer):
         if self.args.cast_lm_head_to_fp32:
             compute_head_in_float32(innermost_model(made.asked.model))
         return made
+
+    @property
+    def teacher_name(self) -> str:
+        return self.teacher.name
 
     @property
     def teacher_temperature(self) -> float:

@@ -658,6 +658,42 @@ def test_a_teacher_is_resident_and_rows_of_the_dataset_are_counted_as_they_are(h
     assert (only.rollouts.completions, only.per_step["tokens"].total) == (0, sum(len(rows[r].answer) for r in order))
 
 
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({}, {"teacher, forward": 1, "teacher, forward, once": 1, "policy, forward, once": 1}),
+        ({"rkl_advantage": False}, {"teacher, forward": 1}),
+        ({"single_step_decomposition": False}, {"teacher, forward, once": 1, "policy, forward, once": 1}),
+        (  # old log-probs are there: those of the policy are not computed again
+            {"num_iterations": 2},
+            {"teacher, forward": 1, "teacher, forward, once": 0.5},
+        ),
+        ({"num_iterations": 2, "kd_temperature": 2.0},
+         {"teacher, forward": 1, "teacher, forward, once": 0.5, "policy, forward, once": 0.5}),
+    ],
+)  # fmt: skip
+def test_minillm_asks_its_teacher_for_advantages_and_in_steps(here, options, passes):
+    told = explained("minillm", "grpo", {"max_steps": 4, **options})
+    own = told.work.per_step[0].times
+    found = {one.what.partition(" for each rollout")[0]: one.times / own for one in told.work.per_step}
+    names = ("teacher, forward", "teacher, forward, once", "policy, forward, once")
+    assert {name: found[name] for name in names if name in found} == passes
+    assert told.counts.rollouts.reward_calls == 0
+
+
+def test_rewards_are_counted_where_a_method_can_do_without(here):
+    told = explained("minillm", "grpo", {"max_steps": 4, "reward_funcs": ["rewards_of_test.py:length"]})
+    assert told.counts.rollouts.reward_calls > 0
+
+
+@pytest.mark.parametrize(
+    ("objective", "what"), [("iw_opd", "teacher, forward, once for each rollout"), ("jsd", "teacher, forward")]
+)
+def test_iw_opd_asks_its_teacher_once_for_each_rollout(here, objective, what):
+    told = explained("iw_opd", "sft", {"distillation_objective": objective, "max_steps": 2})
+    assert [one.what for one in told.work.per_step if one.what.startswith("teacher")] == [what]
+
+
 def test_a_run_without_a_teacher_cannot_be_explained(here, capsys):
     options = {name: value for name, value in options_of("gkd").items() if name != "teacher_model_name_or_path"}
     assert posttrain("explain", "gkd", *flags(options)) == 2

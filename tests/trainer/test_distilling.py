@@ -211,3 +211,26 @@ def test_stubs_are_left_out_of_self_distillation(tmp_path):
     assert 0 < kept < 8, "the seed should give some of both"
     assert entry["ssd/active_sample_ratio"] == kept / 8
     assert entry["ssd/cross_entropy_loss"] == pytest.approx(entry["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("longest_pass", [None, 30], ids=["whole", "passes"])
+def test_what_is_left_of_a_step_is_counted_where_it_is_trained(tmp_path, longest_pass):
+    """Two steps of a generation, each of two micro-batches: a run that is resumed between them counts the same."""
+    options = {
+        "report_to": "none", "use_cpu": True, "max_steps": 2, "save_steps": 1, "max_completion_length": 12, "logging_steps": 1,
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 4, "disable_tqdm": True,
+        "max_tokens_per_pass": longest_pass,
+    }  # fmt: skip
+    prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in ROWS])
+
+    def ratios(checkpoint=None):
+        args = SSDConfig(output_dir=str(tmp_path), **options)
+        trainer = SSDTrainer(tiny.causal_lm(), args, prompts, processing_class=tiny.tokenizer())
+        trainer.train(resume_from_checkpoint=checkpoint)
+        return trainer, [entry["ssd/active_sample_ratio"] for entry in trainer.state.log_history if "loss" in entry]
+
+    trainer, whole = ratios()
+    left = [not is_stub(rollout.completion) for rollout in trainer.log_of_rollouts.latest]
+    assert whole == [sum(left[:4]) / 4, sum(left[4:]) / 4]
+    assert whole != [1, 1]
+    assert ratios(str(tmp_path / "checkpoint-1"))[1] == whole

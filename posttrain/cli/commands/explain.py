@@ -74,6 +74,8 @@ class Explained:
             self.args, self.model, self.given, self.parts = described(config)
         self.side = side = side_of(config, self.args)
         give_agents(side, self.given, self.args)
+        if self.given.get("reward_funcs"):
+            side.needs_rewards = True  # also of methods that can do without
         train, evaluation = datasets_of(config)
         train, evaluation = side._prepared(train, "train"), side._prepared_evaluation(evaluation)
         evals = evals_of(config, self.args)

@@ -273,8 +273,9 @@ class Work:
         others = [Pass(what, passes, tokens, forward) for what, is_made in more.items() if is_made]
         self.per_step = [own, *(others if run.counts.rollouts is None else _of_rollouts(run, length))]
         if run.teacher is not None:
-            theirs = _forward(Shape(run.teacher, None), tokens, length, asked)
-            self.per_step.append(Pass("teacher, forward", passes, tokens, theirs))
+            self.per_step += _of_teacher(
+                run, passes, tokens, forward, _forward(Shape(run.teacher, None), tokens, length, asked)
+            )
         self.before_training = []
         if run.reference == COMPUTED_BEFORE:
             share = (run.counts.rows_of_dataset or 0) / max(counted["rows"].mean, 1)
@@ -301,6 +302,21 @@ def _forward(shape: Shape, tokens: float, length: float, asked: float) -> float:
     """
     attention = 2 * shape.layers * shape.widths[1] * length * tokens
     return 2 * shape.active * tokens + attention + 2 * shape.head * asked
+
+
+def _of_teacher(run: PlannedModel, passes: float, tokens: float, policy: float, teacher: float) -> list[Pass]:
+    """The teacher's over what a step trains, or over each rollout when it is collected; there the policy may be asked for its sake.
+
+    `policy`, `teacher`: operations of a forward over a step.
+    """
+    side = run.side
+    made = [Pass("teacher, forward", passes, tokens, teacher)] if side.teaches_in_steps else []
+    share = 1 / side.args.num_iterations  # a rollout is read once, and trained on so many times
+    return made + [
+        Pass(f"{who}, forward, once for each rollout", passes * share, tokens * share, operations * share)
+        for who, operations in (("teacher", teacher), ("policy", policy))
+        if who in side.scores_rollouts
+    ]
 
 
 def _of_rollouts(run: PlannedModel, length: float) -> list[Pass]:

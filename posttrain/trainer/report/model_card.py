@@ -73,6 +73,7 @@ class DescribedRun(Protocol):
     loaded: LoadedModel
     processing_class: Any
     train_dataset: Any
+    teacher_name: str | None
     hub_model_id: str | None
 
 
@@ -242,7 +243,7 @@ def procedure(run: DescribedRun) -> str:
     rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
     dtype = str(args.compute_dtype).removeprefix("torch.")
     lines = [f"{what}.", f"{state.global_step:,} optimizer steps of {rows:,} rows, in {dtype}."]
-    if (teacher := getattr(getattr(run, "teacher", None), "name", None)) is not None:
+    if (teacher := run.teacher_name) is not None:
         linked = f"[{teacher}](https://huggingface.co/{teacher})" if is_hub_id(teacher) else Path(teacher).name
         lines.append(f"Its teacher was {linked}.")
     tracked = sys.modules["wandb"].run if "wandb" in args.report_to and "wandb" in sys.modules else None
