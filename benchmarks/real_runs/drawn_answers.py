@@ -59,7 +59,8 @@ def draw(model: Any, tokenizer: Any, chats: list[Chat], most_tokens: int, greedy
     prompts = [
         tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"] for chat in chats
     ]
-    width, pad, end = max(map(len, prompts)), tokenizer.pad_token_id, tokenizer.eos_token_id
+    width, end = max(map(len, prompts)), tokenizer.eos_token_id
+    pad = end if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     ids = torch.tensor([[pad] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=device)
     torch.manual_seed(0)
