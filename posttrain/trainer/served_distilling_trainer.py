@@ -20,6 +20,7 @@ from posttrain.models.load.model import innermost_model
 from posttrain.models.load.teacher import Teacher
 from posttrain.models.scoring.token_scores import Measure, logps_of_tokens, score_tokens
 from posttrain.rollout.collector import Collected
+from posttrain.rollout.prompt_rows import PromptRows
 from posttrain.rollout.rollout import TEACHER_LOGPS, Rollout
 from posttrain.trainer.distilling_trainer import DistillingTrainer
 from posttrain.trainer.online.rollout_metrics import as_tensors
@@ -29,6 +30,7 @@ from posttrain.trainer.online.served_teacher import (
     TEACHER_TOP_LOGPS,
     ServedTeacher,
     ServedTeachers,
+    chosen_teacher,
 )
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,16 @@ class ServedDistillingTrainer(DistillingTrainer):
     teacher: ServedTeacher | ServedTeachers | Teacher
 
     # ---- the teacher -------------------------------------------------------------------------------------------------
+
+    def _prepared(self, dataset: Any, name: str) -> Any:
+        """Rows that name no teacher, or one that is not there, are found before anything is loaded; those of a stream when they
+        are read."""
+        rows = super()._prepared(dataset, name)
+        if self.args.is_served and len(self.args.teacher_servers()) > 1 and isinstance(rows, PromptRows):
+            named = rows.dataset[TEACHER_ID] if TEACHER_ID in rows.dataset.column_names else [None]
+            for row, one in enumerate(named):
+                chosen_teacher(self.args.teacher_servers(), {TEACHER_ID: one}, row)
+        return rows
 
     def make_teacher(self, policy: Any) -> ServedTeacher | ServedTeachers | Teacher:
         args = self.args
@@ -67,7 +79,7 @@ class ServedDistillingTrainer(DistillingTrainer):
             return super().annotated(rollouts)
         samples = [rollout.sample for rollout in rollouts]
         if isinstance(self.teacher, ServedTeachers):
-            names = [self.teacher.chosen(rollout.columns, rollout.sample.row) for rollout in rollouts]
+            names = [chosen_teacher(self.teacher.by_name, rollout.columns, rollout.sample.row) for rollout in rollouts]
             failed = self.teacher.annotate(samples, names)
         else:
             failed = self.teacher.annotate(samples)
@@ -93,7 +105,7 @@ class ServedDistillingTrainer(DistillingTrainer):
         unanswered = {"teacher/unanswered": asked}
         if isinstance(self.teacher, ServedTeachers):
             for name in self.teacher.by_name:
-                own = [rollout for rollout in asked if rollout.columns[TEACHER_ID] == name]
+                own = [rollout for rollout in asked if rollout.columns.get(TEACHER_ID) == name]
                 unanswered[f"teacher/{name}/unanswered"] = own
         lacking = {
             name: [TEACHER_LOGPS not in one.sample.per_token for one in part] for name, part in unanswered.items()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -236,6 +236,22 @@ class ServedTeacher:
         return places
 
 
+def chosen_teacher(names: Collection[str], columns: Mapping[str, Any], row: int) -> str:
+    """Which of several teachers is that of a row."""
+    name, known = columns.get(TEACHER_ID), ", ".join(map(repr, names))
+    if name is None:
+        raise ValueError(
+            f"Row {row} has no `{TEACHER_ID}`, and `teacher_server_urls` names several teachers ({known}): add the column, which "
+            "says who is asked about the completions of a row, or name one server with `teacher_model_server_url`."
+        )
+    if name not in names:
+        raise ValueError(
+            f"The column `{TEACHER_ID}` of row {row} is {name!r}; the teachers of `teacher_server_urls` are {known}. Correct the "
+            "row, or name a server for it."
+        )
+    return name
+
+
 class ServedTeachers:
     """Several teachers, each on a server of its own; they are asked at the same time. A row names its teacher in `teacher_id`."""
 
@@ -258,21 +274,6 @@ class ServedTeachers:
     def check(self, tokenizer: Any) -> None:
         for teacher in self.by_name.values():
             teacher.check(tokenizer)
-
-    def chosen(self, columns: dict[str, Any], row: int) -> str:
-        """The teacher of a row."""
-        name, known = columns.get(TEACHER_ID), ", ".join(map(repr, self.by_name))
-        if name is None:
-            raise ValueError(
-                f"Row {row} has no `{TEACHER_ID}`, and `teacher_server_urls` names several teachers ({known}): add the column, "
-                "which says who is asked about the completions of a row, or name one server with `teacher_model_server_url`."
-            )
-        if name not in self.by_name:
-            raise ValueError(
-                f"The column `{TEACHER_ID}` of row {row} is {name!r}; the teachers of `teacher_server_urls` are {known}. Correct "
-                "the row, or name a server for it."
-            )
-        return name
 
     def annotate(self, samples: Sequence[Sample], names: Sequence[str]) -> dict[int, str]:
         """As ServedTeacher's; each sample by the teacher that `names` says."""
