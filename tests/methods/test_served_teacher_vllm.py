@@ -95,9 +95,7 @@ def test_what_it_cannot_answer_is_a_sentence(server):
     student.add_tokens([f"<more {i}>" for i in range(4)])
     with pytest.raises(ValueError, match=r"does not know token \d+, .*: .* is out of vocabulary.* Take a teacher"):
         teacher(server, 1).check(student)
-    with pytest.raises(
-        ValueError, match=r"The tokenizers of the student and of the teacher .* differ"
-    ):
+    with pytest.raises(ValueError, match=r"The tokenizers of the student and of the teacher .* differ"):
         teacher(server, 1).check(tiny.merging_tokenizer())
     with pytest.raises(ConnectionError, match=r"cannot be asked: .* status 401"):
         ServedTeacher(server[1], 1, wait_seconds=5).check(tiny.tokenizer())

@@ -13,6 +13,9 @@ from datasets import Dataset
 from posttrain import (
     DistillationConfig,
     DistillationTrainer,
+    GKDConfig,
+    GOLDConfig,
+    MiniLLMConfig,
     Sample,
     ServerDistillationConfig,
     ServerDistillationTrainer,
@@ -187,7 +190,7 @@ def plain_vllm(bodies, tokens=None, most=20, words=1 << 20, answers=places):
 def test_answers_of_a_plain_vllm_are_sorted_and_cut(tmp_path):
     bodies = []
     server = plain_vllm(bodies)
-    teacher = ServedTeacher(server.url, 2, wait_seconds=2)
+    teacher = ServedTeacher(f"{server.url}/v1/", 2, wait_seconds=2)
     teacher.check(tiny.tokenizer())
     good, bad = Sample.of_text([1], [5, 3]), Sample.of_text([1], [250, 3])
     failed = teacher.annotate([bad, good])
@@ -310,6 +313,15 @@ def test_a_row_without_a_teacher_is_found_before_anybody_is_asked(tmp_path, ids,
 
 
 # ---- options -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [DistillationConfig, GKDConfig, GOLDConfig, MiniLLMConfig])
+@pytest.mark.parametrize("option", [{"use_teacher_server": True}, {"teacher_model_server_url": "http://127.0.0.1:9"}])
+def test_methods_that_compare_whole_vocabularies_name_those_that_ask_a_server(tmp_path, config, option):
+    with pytest.raises(
+        ValueError, match="likeliest tokens only.*`posttrain server_distillation`, or `posttrain iw_opd`"
+    ):
+        config(output_dir=str(tmp_path), use_cpu=True, **option)
 
 
 @pytest.mark.parametrize(

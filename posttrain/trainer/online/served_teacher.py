@@ -57,7 +57,8 @@ class ServedTeacher:
     ) -> None:
         """Nothing is sent yet. `tokenizer`: the teacher's, where neither the server nor the name of its model says which.
         `student_words`: likely tokens beyond these, padding of the teacher's, are left out."""
-        self.url, self.top_k, self.tokenizer, self.name = url, top_k, tokenizer, url
+        self.url = self.name = url.rstrip("/").removesuffix("/v1")  # which OpenAI's own clients want
+        self.top_k, self.tokenizer = top_k, tokenizer
         self._token_file, self._wait = token_file, wait_seconds
         self._student_words = student_words or 1 << 31
         self._deadlines = Deadlines(completion=call_seconds, start=wait_seconds)
