@@ -13,7 +13,7 @@ from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.losses.distributions import Divergence
 from posttrain.losses.formulas import DIVERGENCE_FORMULAS, NORMALISERS, Formula, Totals, filled, number
 from posttrain.models.inference import evaluating
-from posttrain.models.scoring.token_scores import Question, score_tokens
+from posttrain.models.scoring.token_scores import Question, score_tokens, targets_within
 from posttrain.models.scoring.two_heads import DivergencesAlone, score_divergence
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
 from posttrain.trainer.distilling_trainer import TaughtTrainer
@@ -204,7 +204,7 @@ class MiniLLMTrainer(TaughtTrainer, PolicyGroupTrainer):
         return (
             DivergencesAlone(
                 batch.positions,
-                batch.targets if words is None else batch.targets.clamp(max=words - 1),
+                targets_within(batch, words),
                 temperature=args.kd_temperature,
                 chunk_tokens=args.chunk_tokens,
                 vocabulary=words,

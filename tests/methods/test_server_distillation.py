@@ -319,7 +319,7 @@ def test_a_row_without_a_teacher_is_found_before_anybody_is_asked(tmp_path, ids,
 @pytest.mark.parametrize("option", [{"use_teacher_server": True}, {"teacher_model_server_url": "http://127.0.0.1:9"}])
 def test_methods_that_compare_whole_vocabularies_name_those_that_ask_a_server(tmp_path, config, option):
     with pytest.raises(
-        ValueError, match="likeliest tokens only.*`posttrain server_distillation`, or `posttrain iw_opd`"
+        ValueError, match=r"likeliest tokens only.*`posttrain server_distillation`, or `posttrain iw_opd`"
     ):
         config(output_dir=str(tmp_path), use_cpu=True, **option)
 
