@@ -196,7 +196,7 @@ def test_a_server_that_is_killed_stops_the_run_or_masks_as_configured(served, tm
 
 @needs_uvicorn
 def test_a_resumed_run_does_not_ask_again_for_what_it_has(served, tmp_path):
-    """In the middle of a generation: with another server of the same teacher, which is never asked before the next one."""
+    """In the middle of a generation: its answers are in the checkpoint, and the server has ended when the run continues."""
     server, options = served
     more = {"num_iterations": 2, "max_steps": 4, "save_strategy": "steps", "save_steps": 3}
     whole = iw_opd(tmp_path, None, **more, **options)
