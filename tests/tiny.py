@@ -83,6 +83,16 @@ def causal_lm(seed: int = 0, dtype: torch.dtype = torch.float32, family: str = "
     return model
 
 
+@torch.no_grad()
+def padded(model: Any, more: int) -> Any:
+    """With further words that no tokenizer has and that are likely: what counts them is far off."""
+    words = model.config.vocab_size
+    model.resize_token_embeddings(words + more, mean_resizing=False)
+    head = model.get_output_embeddings().weight
+    head[words:] = 2 * head[:more]
+    return model
+
+
 def reward_model(seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     torch.manual_seed(seed)
     made = config(**changes)

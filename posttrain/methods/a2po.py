@@ -19,7 +19,7 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.options import refused
 from posttrain.core.processes import of_every_process
 from posttrain.core.results import LossOutput, TokenScores
-from posttrain.core.sample import Sample, Unit
+from posttrain.core.sample import Unit
 from posttrain.losses.formulas import Formula, Totals, number
 from posttrain.models.load.adapters import is_peft_model
 from posttrain.rollout.collector import GroupTable, RolloutCollector
@@ -369,7 +369,7 @@ class ValueSampling:
     def author_of(self, request: Request) -> str:
         return self.author
 
-    def annotate(self, samples: list[Sample]) -> None:
+    def annotate(self, rollouts: list[Rollout]) -> None:
         """No log-prob is needed."""
 
     def credit(self, table: GroupTable, totals: Tensor) -> Tensor:

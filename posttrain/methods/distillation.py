@@ -8,13 +8,13 @@ from typing import Any
 from posttrain.trainer.distilling_trainer import DistillingTrainer
 from posttrain.trainer.online.agents import make_agents
 from posttrain.trainer.options.base import option
-from posttrain.trainer.options.distilling import DistillingConfig, NoRewardsConfig
+from posttrain.trainer.options.distilling import DistillingConfig, NoRewardsConfig, TeacherBesideConfig
 from posttrain.trainer.options.online import AgentConfig
 from posttrain.trainer.report.model_card import Paper
 
 
 @dataclass
-class DistillationConfig(AgentConfig, NoRewardsConfig, DistillingConfig):
+class DistillationConfig(TeacherBesideConfig, AgentConfig, NoRewardsConfig, DistillingConfig):
     """Options of on-policy distillation."""
 
     beta: float = option(

@@ -8,12 +8,12 @@ from typing import Any
 from posttrain.core.options import refused
 from posttrain.trainer.distilling_trainer import RowsDistillingTrainer
 from posttrain.trainer.options.base import check_range, option
-from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig
+from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig, TeacherBesideConfig
 from posttrain.trainer.report.model_card import Paper
 
 
 @dataclass
-class GKDConfig(NoPackingConfig, NoRewardsConfig, DistillingConfig):
+class GKDConfig(TeacherBesideConfig, NoPackingConfig, NoRewardsConfig, DistillingConfig):
     """Options of generalised knowledge distillation."""
 
     learning_rate: float = option(2e-5, "Initial learning rate of AdamW.")

@@ -24,7 +24,7 @@ from posttrain.models.scoring.two_heads import DivergencesAlone
 from posttrain.rollout.rollout import Rollout
 from posttrain.trainer.distilling_trainer import RowsDistillingTrainer, TaughtTrainer, prompt_ids
 from posttrain.trainer.options.base import check_range, option
-from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig
+from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig, TeacherBesideConfig
 from posttrain.trainer.report.model_card import Paper
 
 BOUNDARY = "boundary"
@@ -33,7 +33,7 @@ OBSERVED = "observed"
 
 
 @dataclass
-class GOLDConfig(NoPackingConfig, NoRewardsConfig, DistillingConfig):
+class GOLDConfig(TeacherBesideConfig, NoPackingConfig, NoRewardsConfig, DistillingConfig):
     """Options of GOLD."""
 
     learning_rate: float = option(1e-7, "Initial learning rate of AdamW.")
@@ -82,6 +82,7 @@ class GOLDConfig(NoPackingConfig, NoRewardsConfig, DistillingConfig):
     uld_top_k: int = option(
         0, "Compare this many of the largest probabilities of each side, and the sums of the rest. 0: all of them."
     )
+    vllm_server_port: int = option(8001, "Port of the server.")
 
     def __post_init__(self) -> None:
         super().__post_init__()

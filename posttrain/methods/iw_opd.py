@@ -11,29 +11,32 @@ from torch import Tensor, nn
 from posttrain.core.batch import TokenBatch, segment_sum
 from posttrain.core.options import refused
 from posttrain.core.results import LossOutput, TokenScores
-from posttrain.core.sample import Sample
 from posttrain.losses.distributions import BOTH, STUDENT, TEACHER, Divergence
 from posttrain.losses.extrema import highest, lowest
 from posttrain.losses.formulas import NORMALISERS, Formula, Totals, filled, number
+from posttrain.models.inference import evaluating
+from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rollout.collector import Collected
-from posttrain.rollout.rollout import OLD_LOGPS, POLICY, TEACHER_LOGPS
-from posttrain.trainer.distilling_trainer import ON_POLICY, DistillingTrainer, RowsDistillingTrainer
+from posttrain.rollout.rollout import OLD_LOGPS, POLICY, TEACHER_LOGPS, Rollout
+from posttrain.trainer.distilling_trainer import ON_POLICY, RowsDistillingTrainer
 from posttrain.trainer.options.base import check_choice, check_range, option
 from posttrain.trainer.options.distilling import DistillingConfig, NoRewardsConfig
+from posttrain.trainer.options.served_teacher import SAMPLED, TeacherServerConfig
 from posttrain.trainer.report.model_card import Paper
+from posttrain.trainer.served_distilling_trainer import ServedDistillingTrainer
 
 IW_OPD, JSD = "iw_opd", "jsd"
-SAMPLED, ARGMAX = "sampled", "argmax"
+ARGMAX = "argmax"
 OF_OBJECTIVE = {
     IW_OPD: ("iw_opd_gamma", "iw_opd_epsilon"),
     JSD: ("beta", "loss_top_k", "loss_add_tail", "reverse_kl_top_1_mode"),
 }
 """Objective -> options that only it reads."""
-SERVED = "Served teachers are to come; for now the teacher is a model beside the student: `teacher_model_name_or_path`."
+OF_TEACHER = ("teacher_model_name_or_path", "teacher_model_revision", "teacher_model_init_kwargs")
 
 
 @dataclass
-class IWOPDConfig(NoRewardsConfig, DistillingConfig):
+class IWOPDConfig(TeacherServerConfig, NoRewardsConfig, DistillingConfig):
     """Options of importance-weighted on-policy distillation."""
 
     disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
@@ -71,9 +74,10 @@ class IWOPDConfig(NoRewardsConfig, DistillingConfig):
         "jsd with `loss_top_k` 1 and `beta` above 0: the student's token is the one that was written ('sampled'), or its "
         "likeliest one ('argmax').",
     )
-    use_teacher_server: bool = refused(False, SERVED)
-    teacher_model_server_url: str | None = refused(None, SERVED)
-    vllm_server_port: int = option(8001, "Port of the server.")
+    use_teacher_server: bool = option(
+        False, "The teacher is on a server (`teacher_model_server_url`), which is asked once for each completion."
+    )
+    vllm_server_port: int = option(8001, "Port of the server that writes completions; the teacher's is often 8000.")
     vllm_sync_frequency: int = refused(1, "Whoever writes has the weights of the step.")
     log_completions_steps: int = refused(100, "Completions are shown with each log: see `logging_steps`.")
 
@@ -101,6 +105,26 @@ class IWOPDConfig(NoRewardsConfig, DistillingConfig):
                 "`loss_top_k` 1 without `loss_add_tail`: one token alone has probability 1 for both models, and the loss is "
                 "always 0. Set `loss_add_tail`, or compare more tokens."
             )
+        self._check_whose_teacher()
+
+    @property
+    def is_served(self) -> bool:
+        return self.use_teacher_server
+
+    def _check_whose_teacher(self) -> None:
+        """One beside the student, or one on a server."""
+        unread = OF_TEACHER if self.is_served else tuple(TeacherServerConfig.__dataclass_fields__)
+        if given := [name for name in unread if name in self.set_by_user()]:
+            where = "is on a server, which has loaded it" if self.is_served else "is a model beside the student"
+            raise ValueError(
+                f"`{given[0]}` is set, but with `use_teacher_server={self.is_served}` the teacher {where}, and nothing reads it: "
+                f"leave it out, or set `use_teacher_server={not self.is_served}`."
+            )
+        if self.is_served and not self.teacher_servers():
+            raise ValueError(
+                "`use_teacher_server` is set, and nothing says where that server is: set `teacher_model_server_url`, or "
+                "`teacher_server_urls` for several teachers."
+            )
 
     def divergence(self) -> Divergence:
         """Of the objective jsd."""
@@ -127,7 +151,7 @@ def prefix_weights(gaps: Tensor, counts: Tensor, gamma: float, epsilon: float) -
     return (1 + gamma * (1 - before.clamp(max=1))).to(gaps.dtype)
 
 
-class IWOPDTrainer(RowsDistillingTrainer):
+class IWOPDTrainer(ServedDistillingTrainer, RowsDistillingTrainer):
     """IW-OPD (arXiv:2606.22600): what the student wrote, by how much likelier the teacher finds each of its tokens."""
 
     method, title = "iw_opd", "importance-weighted on-policy distillation"
@@ -164,9 +188,17 @@ class IWOPDTrainer(RowsDistillingTrainer):
         """Where the student has moved since it wrote; otherwise it says now what it said then."""
         return self.weighs_tokens and not self.args.schedule().is_on_policy
 
-    def annotated(self, samples: list[Sample]) -> None:
+    def policy_columns(self, batch: TokenBatch) -> dict[str, Tensor]:
+        """Over the words that the teacher has, too: it is compared with."""
+        with evaluating(self.model):
+            return {OLD_LOGPS: self.score(self.model_wrapped, batch, ()).logps}
+
+    def annotated(self, rollouts: list[Rollout]) -> dict[int, str] | None:
+        if self.args.is_served:
+            return super().annotated(rollouts)
         if self.weighs_tokens:
-            self.write_columns(samples, lambda batch: {TEACHER_LOGPS: self.teacher.logps(batch)})
+            self.write_columns(rollouts, lambda batch: {TEACHER_LOGPS: self.teacher.logps(batch, self.vocabulary)})
+        return None
 
     def _measure(self, collected: Collected, mode: str) -> None:
         """Lengths apart for both authors: completions of the dataset have one, too."""
@@ -189,8 +221,10 @@ class IWOPDTrainer(RowsDistillingTrainer):
 
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
         """Log-probs of tokens are all that IW-OPD's own objective needs."""
-        scored_by = super(DistillingTrainer, self) if self.weighs_tokens else super()
-        return scored_by.score(model, batch, stats)
+        if not self.weighs_tokens:
+            return super().score(model, batch, stats)
+        how = {"temperature": self.scoring_temperature, "vocabulary": self.vocabulary}
+        return score_tokens(model, batch, stats, **how, **self.scoring_options())
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         if not self.weighs_tokens:

@@ -10,16 +10,15 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
-from posttrain.core.sample import Sample
 from posttrain.losses.distributions import Divergence
 from posttrain.losses.formulas import DIVERGENCE_FORMULAS, NORMALISERS, Formula, Totals, filled, number
 from posttrain.models.inference import evaluating
-from posttrain.models.scoring.token_scores import Question, score_tokens
+from posttrain.models.scoring.token_scores import Question, score_tokens, targets_within
 from posttrain.models.scoring.two_heads import DivergencesAlone, score_divergence
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
 from posttrain.trainer.distilling_trainer import TaughtTrainer
 from posttrain.trainer.options.base import check_range, option
-from posttrain.trainer.options.distilling import TeacherConfig
+from posttrain.trainer.options.distilling import TeacherBesideConfig, TeacherConfig
 from posttrain.trainer.options.policy_group import PolicyGroupConfig
 from posttrain.trainer.policy_group_trainer import PolicyGroupTrainer
 from posttrain.trainer.report.model_card import Paper
@@ -32,7 +31,7 @@ OF_REWARDS = ("drop_zero_variance", "replay_buffer_size", "num_remains_in_group"
 
 
 @dataclass
-class MiniLLMConfig(TeacherConfig, PolicyGroupConfig):
+class MiniLLMConfig(TeacherBesideConfig, TeacherConfig, PolicyGroupConfig):
     """Options of MiniLLM."""
 
     disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
@@ -164,18 +163,19 @@ class MiniLLMTrainer(TaughtTrainer, PolicyGroupTrainer):
 
     # ---- advantages --------------------------------------------------------------------------------------------------
 
-    def annotated(self, samples: list[Sample]) -> None:
-        super().annotated(samples)
+    def annotated(self, rollouts: list[Rollout]) -> None:
+        super().annotated(rollouts)
         if self.args.rkl_advantage:
-            self.write_columns(samples, lambda batch: {GAIN: self.teacher.logps(batch) - self._wrote(batch)})
+            self.write_columns(rollouts, lambda batch: {GAIN: self._gain(batch)})
 
-    def _wrote(self, batch: TokenBatch) -> Tensor:
-        """(N,) the student's own log-probs at the temperature of the comparison, when it wrote."""
-        heat = self.args.kd_temperature
-        if heat == self.args.temperature and OLD_LOGPS in batch.per_token:
-            return batch.per_token[OLD_LOGPS]
+    def _gain(self, batch: TokenBatch) -> Tensor:
+        """(N,) log(q / p) at the temperature of the comparison, over the words that both have, when the student wrote."""
+        theirs, heat, words = self.teacher.logps(batch, self.vocabulary), self.args.kd_temperature, self.vocabulary
+        if heat == self.args.temperature and words is None and OLD_LOGPS in batch.per_token:
+            return theirs - batch.per_token[OLD_LOGPS]
+        how = {"temperature": heat, "vocabulary": words, "chunk_tokens": self.args.chunk_tokens}
         with evaluating(self.model):
-            return score_tokens(self.model_wrapped, batch, temperature=heat, chunk_tokens=self.args.chunk_tokens).logps
+            return theirs - score_tokens(self.model_wrapped, batch, **how).logps
 
     def spread(self, rollouts: list[Rollout]) -> None:
         """What the group says of a completion, and what the teacher says of the tokens that remain."""
@@ -219,7 +219,7 @@ class MiniLLMTrainer(TaughtTrainer, PolicyGroupTrainer):
         return (
             DivergencesAlone(
                 batch.positions,
-                batch.targets if words is None else batch.targets.clamp(max=words - 1),
+                targets_within(batch, words),
                 temperature=args.kd_temperature,
                 chunk_tokens=args.chunk_tokens,
                 vocabulary=words,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from posttrain.core.batch import TokenBatch
 from posttrain.core.options import by_epoch, refused, values_of
 from posttrain.core.results import LossOutput, TokenScores
-from posttrain.core.sample import Sample, Unit
+from posttrain.core.sample import Unit
 from posttrain.losses.formulas import Formula, Totals, number
 from posttrain.rollout.collector import GroupTable
 from posttrain.rollout.rollout import ADVANTAGES, MIXTURE, POLICY, Request, Rollout
@@ -144,9 +144,9 @@ class NashMDTrainer(ComparedTrainer):
     def mixture_weight(self) -> float:
         return by_epoch(self.args.mixture_coef, self.state.epoch)
 
-    def annotate(self, samples: list[Sample]) -> None:
-        """Of each group the first sample, which is the policy's: the mixture's is not trained on."""
-        first = {sample.group: sample for sample in reversed(samples)}
+    def annotate(self, rollouts: list[Rollout]) -> None:
+        """Of each group the first, which is the policy's: the mixture's is not trained on."""
+        first = {rollout.group: rollout for rollout in reversed(rollouts)}
         super().annotate([*reversed(first.values())])
 
     def credit(self, table: GroupTable, totals: Tensor) -> Tensor:

@@ -179,8 +179,8 @@ class PPOTrainer(OnlineTrainer):
     def needs_old_logps(self) -> bool:
         return True
 
-    def annotated(self, samples: list[Sample]) -> None:
-        for sample in samples:
+    def annotated(self, rollouts: list[Rollout]) -> None:
+        for sample in [rollout.sample for rollout in rollouts]:
             if self.needs_reference:
                 difference = sample.read_trained(OLD_LOGPS).astype(np.float64) - sample.read_trained(PRECOMPUTED)
                 sample.scalars["kl_sum"] = float(difference.sum())

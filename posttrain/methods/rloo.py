@@ -10,14 +10,13 @@ from torch import Tensor
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
-from posttrain.core.sample import Sample
 from posttrain.losses.advantages import batch_normalised, incomparable, leave_one_out
 from posttrain.losses.formulas import ADVANTAGE_FORMULAS, Formula, Totals, filled, number, policy_formula
 from posttrain.losses.kl import k1
 from posttrain.losses.policy import PolicyTokens, check_policy_loss, policy_loss
 from posttrain.models.load.reference import PRECOMPUTED
 from posttrain.rollout.collector import GroupTable
-from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.online import GroupConfig
@@ -72,10 +71,10 @@ class RLOOTrainer(OnlineTrainer):
     def needs_old_logps(self) -> bool:
         return super().needs_old_logps or self.args.beta != 0
 
-    def annotated(self, samples: list[Sample]) -> None:
+    def annotated(self, rollouts: list[Rollout]) -> None:
         """sum_t (old_t - reference_t): an estimate (k1) of the divergence of a whole completion."""
         bound = float("inf") if self.args.kl_clip is None else self.args.kl_clip
-        for sample in samples if self.args.beta else []:
+        for sample in [rollout.sample for rollout in rollouts] if self.args.beta else []:
             difference = sample.per_token[OLD_LOGPS] - sample.per_token[PRECOMPUTED]
             difference = difference[sample.trained].astype("float64").clip(-bound, bound)
             sample.scalars["kl_sum"] = float(difference.sum())

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.processes import of_every_process
-from posttrain.core.sample import Sample, Unit
+from posttrain.core.sample import Unit
 from posttrain.losses.advantages import weighted_rewards
 from posttrain.rewards.reward_set import Judged, RewardResults, RewardSet
 from posttrain.rewards.runtime.results import joined_results
@@ -36,9 +36,9 @@ class MethodHooks(Protocol):
     def author_of(self, request: Request) -> str:
         """Who writes this request: POLICY or another of its `authors`."""
 
-    def annotate(self, samples: list[Sample]) -> dict[int, str] | None:
-        """Write old and reference log-probs, and whatever else is known of finished samples, on them; numbers of those that
-        cannot be trained on, and why."""
+    def annotate(self, rollouts: list[Rollout]) -> dict[int, str] | None:
+        """Write old and reference log-probs, and whatever else is known of finished rollouts, on their samples; numbers of those
+        that cannot be trained on, and why."""
 
     def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
         """(N,) advantages of the samples of all processes; `totals` are their weighted rewards, NaN where there is none."""
@@ -123,7 +123,7 @@ class RolloutCollector:
         scored = time.perf_counter()
         rollouts = pending.with_rewards(results, self.rewards.names)
         kept = [rollout for rollout in rollouts if not rollout.masked]
-        for number, why in (self.method.annotate([rollout.sample for rollout in kept]) or {}).items():
+        for number, why in (self.method.annotate(kept) or {}).items():
             kept[number].masked, kept[number].error = True, why
         annotated = time.perf_counter()
         table = gathered(rollouts, pending.values(results), results.failure_counts(), self.world_size)

@@ -73,7 +73,12 @@ class TaughtTrainer(OnlineTrainer):
             getattr(args, "teacher_model_name_or_path", None) if teacher_model is None else teacher_model
         )
         self.teacher_tokenizer = teacher_processing_class
-        if self.teacher_source is None and self.needs_teacher:
+        is_served = getattr(args, "is_served", False)
+        if self.teacher_source is not None and is_served:
+            raise ValueError(
+                f"`teacher_model` is given to {type(self).__name__}, and its options say that the teacher is on a server: give one."
+            )
+        if self.teacher_source is None and self.needs_teacher and not is_served:
             raise ValueError(
                 f"{type(self).__name__} needs a teacher: pass `teacher_model`, or set `teacher_model_name_or_path`."
             )

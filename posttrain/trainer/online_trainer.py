@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import SHARED, StepTotals, TokenBatch
 from posttrain.core.results import TokenScores
-from posttrain.core.sample import Sample, Unit
+from posttrain.core.sample import Unit
 from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.data.render.templates import adopt_chat_format
 from posttrain.data.rows.formats import PROMPT_ONLY
@@ -316,21 +316,22 @@ class OnlineTrainer(BaseTrainer):
     def decode_exactly(self) -> Callable[[Any], str]:
         return functools.partial(self.processing_class.decode, skip_special_tokens=False)
 
-    def annotate(self, samples: list[Sample]) -> dict[int, str] | None:
+    def annotate(self, rollouts: list[Rollout]) -> dict[int, str] | None:
         """The trainer's own log-probs, and the reference's, written on the samples."""
         if self.has_old_logps:
-            self.write_columns(samples, self.policy_columns)
+            self.write_columns(rollouts, self.policy_columns)
         if self.live is not None:
-            self.write_columns(samples, lambda batch: {PRECOMPUTED: self.live.scores(batch).logps})
-        return self.annotated(samples)
+            self.write_columns(rollouts, lambda batch: {PRECOMPUTED: self.live.scores(batch).logps})
+        return self.annotated(rollouts)
 
-    def write_columns(self, samples: list[Sample], columns_of: Callable[[TokenBatch], dict[str, Tensor]]) -> None:
-        """As the function of that name, with this run's batches."""
+    def write_columns(self, rollouts: list[Rollout], columns_of: Callable[[TokenBatch], dict[str, Tensor]]) -> None:
+        """On their samples: as the function of that name, with this run's batches."""
         collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
         passes = (lambda count: most_of_any_process(count, self.args)) if self.is_fully_sharded else int
+        samples = [rollout.sample for rollout in rollouts]
         write_columns(samples, columns_of, collator, self.args.device, passes)
 
-    def annotated(self, samples: list[Sample]) -> dict[int, str] | None:
+    def annotated(self, rollouts: list[Rollout]) -> dict[int, str] | None:
         """A method may write further numbers on samples that have their log-probs; numbers of those that it masks, and why."""
 
     def policy_columns(self, batch: TokenBatch) -> dict[str, Tensor]:

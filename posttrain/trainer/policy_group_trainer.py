@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import Passes, TokenBatch, passes_of
 from posttrain.core.results import LossOutput, Metrics, TokenScores
-from posttrain.core.sample import Sample
 from posttrain.losses.advantages import group_normalised, normalised_then_summed
 from posttrain.losses.entropy import EntropyController, entropy_bonus, entropy_threshold, top_entropy_mask
 from posttrain.losses.formulas import Formula, Totals, advantage_formula, number, policy_formula
@@ -20,7 +19,7 @@ from posttrain.models.inference import evaluating
 from posttrain.models.scoring.token_scores import Measure, Question, likeliest_tokens, logps_of_tokens, score_tokens
 from posttrain.rollout.collector import Collected, GroupTable
 from posttrain.rollout.group_filter import GroupFilter, GroupScores
-from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS, Rollout
 from posttrain.trainer.online.agents import make_agents
 from posttrain.trainer.online.rollout_metrics import deviation
 from posttrain.trainer.online_trainer import OnlineTrainer
@@ -91,10 +90,10 @@ class PolicyGroupTrainer(OnlineTrainer):
 
     # ---- the sampler's likeliest tokens ------------------------------------------------------------------------------
 
-    def annotated(self, samples: list[Sample]) -> None:
+    def annotated(self, rollouts: list[Rollout]) -> None:
         """Our engines draw from the weights that are here now: these say what the likeliest tokens were."""
         if self.args.compares_likeliest:
-            self.write_columns(samples, lambda batch: {LIKELIEST: self._likeliest(batch)})
+            self.write_columns(rollouts, lambda batch: {LIKELIEST: self._likeliest(batch)})
 
     def _likeliest(self, batch: TokenBatch) -> Tensor:
         # Aligned with anything, it is computed where several numbers of a token may be.

@@ -707,6 +707,14 @@ def test_a_teacher_on_a_server_is_not_asked_and_not_counted(here, capsys):
     shown = capsys.readouterr().out
     assert "v: the teacher's 3 likeliest tokens, the rest as one more" in shown
     assert "teacher, forward" not in shown
+    several = '{"maths": "http://gpu7:8000", "code": "http://gpu8:8000"}'
+    assert posttrain("explain", "server_distillation", *options, "--teacher_server_urls", several) == 2
+    assert "Row 0 has no `teacher_id`" in capsys.readouterr().err
+    own = flags(
+        {name: value for name, value in options_of("distillation").items() if name != "teacher_model_name_or_path"}
+    )
+    assert posttrain("explain", "iw_opd", *own, "--use_teacher_server", "--teacher_model_server_url", "http://g:1") == 0
+    assert "teacher, forward" not in capsys.readouterr().out
     assert posttrain("explain", "server_distillation", *options) == 2
     assert (
         "posttrain server_distillation needs a teacher's server: --teacher_model_server_url." in capsys.readouterr().err

@@ -61,6 +61,10 @@ def test_a_run_logs_the_losses_of_both_authors_and_falls_towards_its_teacher(tmp
     assert last < first
 
 
+def test_the_server_that_writes_is_where_trl_looks_for_it():
+    assert GOLDConfig.vllm_server_port == 8001
+
+
 def test_words_are_matched_by_bytes():
     ours, theirs = {0: b"a", 1: b" the", 2: b"", 5: b"x"}, {0: b"", 3: b" the", 7: b"a", 8: b"a"}
     assert words_of_both(ours, theirs) == ([1, 0], [3, 7])

@@ -29,7 +29,8 @@ def minillm(folder, teacher=1, reward_funcs=None, **options):
     )  # fmt: skip
     own = {"processing_class": tiny.tokenizer(), "teacher_processing_class": tiny.tokenizer()}
     prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in ROWS])
-    return MiniLLMTrainer(tiny.causal_lm(), tiny.causal_lm(teacher), reward_funcs, args, train_dataset=prompts, **own)
+    taught_by = tiny.causal_lm(teacher) if isinstance(teacher, int) else teacher
+    return MiniLLMTrainer(tiny.causal_lm(), taught_by, reward_funcs, args, train_dataset=prompts, **own)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +74,14 @@ def test_a_perfect_student_without_rewards_stays_where_it_is(options, tmp_path):
     trainer.train()
     assert max((p - before[name]).abs().max().item() for name, p in trainer.model.state_dict().items()) < 1e-6
     assert all(abs(entry["minillm/reverse_kl"]) < 1e-6 for entry in trainer.state.log_history if "loss" in entry)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_iterations": 2}, {"kd_temperature": 0.7}], ids=str)
+def test_words_that_the_teacher_has_alone_are_no_gain_and_no_loss(options, tmp_path):
+    """It is the student but for three further words, which are likely; old log-probs are there where a generation is used twice."""
+    trainer = minillm(tmp_path, tiny.padded(tiny.causal_lm(), 3), **options)
+    for rollout in collected(trainer):
+        assert rollout.sample.read_trained(GAIN) == pytest.approx(0, abs=1e-5)
 
 
 def test_the_student_comes_nearer_to_its_teacher(tmp_path):

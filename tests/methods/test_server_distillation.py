@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +13,9 @@ from datasets import Dataset
 from posttrain import (
     DistillationConfig,
     DistillationTrainer,
+    GKDConfig,
+    GOLDConfig,
+    MiniLLMConfig,
     Sample,
     ServerDistillationConfig,
     ServerDistillationTrainer,
@@ -45,9 +49,7 @@ def make(folder, given=None, **options):
     return ServerDistillationTrainer(
         tiny.causal_lm(),
         ServerDistillationConfig(output_dir=str(folder / "out"), **COMMON, **options),
-        train_dataset=Dataset.from_list(PROMPTS),
-        processing_class=tiny.tokenizer(),
-        **(given or {}),
+        **{"train_dataset": Dataset.from_list(PROMPTS), "processing_class": tiny.tokenizer(), **(given or {})},
     )
 
 
@@ -151,15 +153,16 @@ def test_a_server_that_wants_another_token_is_refused_at_the_start(served, tmp_p
 
 # ---- a plain vLLM --------------------------------------------------------------------------------------------------------
 
-PLACES = [
-    None,
-    {"7": {"logprob": -0.7}, "5": {"logprob": -3.0}, "9": {"logprob": -0.9}},
-    {"3": {"logprob": -2.5}, "8": {"logprob": -0.1}},
-]
+LIKELY = [{}, {"7": {"logprob": -0.7}, "9": {"logprob": -0.9}}, {"8": {"logprob": -0.1}}]
 
 
-def plain_vllm(bodies, tokens=None):
-    """Answers as `vllm serve` does: the likeliest tokens and the one that stands there, in any order. Refuses tokens of 250."""
+def places(ids):
+    """`prompt_logprobs` of some tokens: the likeliest ones and the one that stands there, in any order."""
+    return [None, *({str(token): {"logprob": -2.5}, **likely} for token, likely in zip(ids[1:], LIKELY[1:]))]
+
+
+def plain_vllm(bodies, tokens=None, most=20, words=1 << 20, answers=places):
+    """Answers as `vllm serve` does. Refuses tokens of 250, from `words` on, and more than `most` likely ones."""
 
     def behave(connection, number):
         while True:
@@ -170,13 +173,14 @@ def plain_vllm(bodies, tokens=None):
                 answer = {"data": [{"id": "org/big", "root": "org/big", "max_model_len": 99, "parent": None}]}
             elif path == "/v1/completions":
                 bodies.append(said)
-                answer = {"choices": [{"prompt_logprobs": PLACES}]}
+                answer = {"choices": [{"prompt_logprobs": answers(said["prompt"])}]}
             elif path == "/tokenize" and tokens is not None:
                 answer = {"tokens": tokens}
             else:
                 connection.sendall(http(b'{"error": "not here"}', "404 Not Found"))
                 continue
-            refused = path == "/v1/completions" and 250 in said["prompt"]
+            refused = path == "/v1/completions" and (250 in said["prompt"] or max(said["prompt"]) >= words)
+            refused = refused or said.get("prompt_logprobs", 0) > most
             data = b'{"error": "token 250?"}' if refused else json.dumps(answer).encode()
             connection.sendall(http(data, "400 Bad Request" if refused else "200 OK"))
 
@@ -186,16 +190,16 @@ def plain_vllm(bodies, tokens=None):
 def test_answers_of_a_plain_vllm_are_sorted_and_cut(tmp_path):
     bodies = []
     server = plain_vllm(bodies)
-    teacher = ServedTeacher(server.url, 2, wait_seconds=2)
+    teacher = ServedTeacher(f"{server.url}/v1/", 2, wait_seconds=2)
     teacher.check(tiny.tokenizer())
     good, bad = Sample.of_text([1], [5, 3]), Sample.of_text([1], [250, 3])
     failed = teacher.annotate([bad, good])
     assert list(failed) == [0]
     assert "was refused with status 400: token 250?" in failed[0]
-    assert good.per_token[TEACHER_LOGPS].tolist() == [0, -3.0, -2.5]
+    assert good.per_token[TEACHER_LOGPS].tolist() == [0, -2.5, -2.5]
     assert good.per_token[TEACHER_TOP_IDS].tolist() == [[0, 0], [7, 9], [8, 3]]
     assert np.allclose(good.per_token[TEACHER_TOP_LOGPS], [[0, 0], [-0.7, -0.9], [-0.1, -2.5]])
-    asked = next(body for body in bodies if 250 not in body["prompt"])
+    asked = next(body for body in bodies if len(body["prompt"]) == 3 and 250 not in body["prompt"])
     assert (asked["prompt"], asked["prompt_logprobs"], asked["model"]) == ([1, 5, 3], 2, "org/big")
     server.close()
 
@@ -209,7 +213,115 @@ def test_a_plain_vllm_with_other_tokens_is_refused(tmp_path):
     server.close()
 
 
+@pytest.mark.parametrize(
+    ("how", "error", "sentence"),
+    [
+        ({"most": 4}, ValueError, "gives log-probs of fewer tokens than `loss_top_k`=5: .* `--max-logprobs 5`"),
+        (
+            {"words": 100},
+            ValueError,
+            r"org/big at .* does not know token \d+, which the student's tokenizer has: .* status 400",
+        ),
+        (
+            {"words": 0},
+            ConnectionError,
+            r"gives no log-probs of given tokens: .* status 400.* is a `posttrain vllm-serve`",
+        ),
+        (
+            {"answers": lambda ids: None},
+            ConnectionError,
+            "no log-probs of given tokens: .* it has no `prompt_logprobs`",
+        ),
+        (
+            {"answers": lambda ids: [None, {str(ids[1]): {"logprob": 3.5}}]},
+            ConnectionError,
+            "has a number that is not a log-prob",
+        ),
+        (
+            {"answers": lambda ids: [None, {str(ids[1]): {"logprob": -0.1}, "4": {"logprob": -0.1}}]},
+            ConnectionError,
+            "has probabilities that sum to more than 1",
+        ),
+    ],
+)
+def test_a_plain_vllm_that_cannot_teach_is_refused_at_the_start(how, error, sentence):
+    server = plain_vllm([], **how)
+    with pytest.raises(error, match=sentence):
+        ServedTeacher(server.url, 5, wait_seconds=2).check(tiny.tokenizer())
+    server.close()
+
+
+def test_a_plain_vllm_that_never_answers_is_refused_when_the_deadline_has_passed():
+    server = plain_vllm([], answers=lambda ids: time.sleep(30))
+    with pytest.raises(ConnectionError, match=r"is there and does not answer: POST /v1/completions"):
+        ServedTeacher(server.url, 1, wait_seconds=0.6, call_seconds=0.3).check(tiny.tokenizer())
+    server.close()
+
+
+# ---- several teachers ----------------------------------------------------------------------------------------------------
+
+
+def several(*servers):
+    return json.dumps({name: server.url for name, server in zip(("maths", "code"), servers)})
+
+
+def test_a_row_names_the_teacher_that_is_asked_and_one_that_dies_masks_its_own_rows(tmp_path):
+    asked = {"maths": [], "code": []}
+
+    def likely(ids):  # the written token at -1, the teacher's favourite at -0.6
+        return [None, *({str(token): {"logprob": -1.0}, "3": {"logprob": -0.6}} for token in ids[1:])]
+
+    servers = [plain_vllm(bodies, answers=likely) for bodies in asked.values()]
+    rows = [{**row, "teacher_id": "code" if i % 2 else "maths"} for i, row in enumerate(PROMPTS)]
+    options = {"teacher_server_urls": several(*servers), "teacher_server_timeout": 0.5}
+    trainer = make(tmp_path, {"train_dataset": Dataset.from_list(rows)}, **options)
+    assert trainer.teacher.name == "code: org/big; maths: org/big"
+    trainer.args.max_steps = 1
+    trainer.train()
+    for bodies, texts in zip(asked.values(), ([0, 2, 4, 6], [1, 3, 5, 7])):
+        prompts = [tiny.tokenizer()(PROMPTS[i]["prompt"])["input_ids"] for i in texts]
+        about = [body["prompt"] for body in bodies if len(body["prompt"]) > 2]
+        assert about
+        assert all(any(ids[: len(prompt)] == prompt for prompt in prompts) for ids in about)
+    (line,) = logs(trainer)
+    assert line["teacher/unanswered"] == line["teacher/maths/unanswered"] == line["teacher/code/unanswered"] == 0
+
+    servers[1].close()
+    trainer.args.max_steps, trainer.args.teacher_max_unanswered = 3, 1.0
+    trainer.train()
+    line = logs(trainer)[-1]
+    assert (line["teacher/maths/unanswered"], line["teacher/code/unanswered"]) == (0, 1)
+    assert 0 < line["teacher/unanswered"] < 1
+    servers[0].close()
+
+
+@pytest.mark.parametrize(
+    ("ids", "sentence"),
+    [
+        ([None], r"Row 0 has no `teacher_id`, and `teacher_server_urls` names several teachers \('maths', 'code'\)"),
+        (
+            ["maths", "art"],
+            r"`teacher_id` of row 1 is 'art'; the teachers of `teacher_server_urls` are 'maths', 'code'",
+        ),
+    ],
+)
+def test_a_row_without_a_teacher_is_found_before_anybody_is_asked(tmp_path, ids, sentence):
+    rows = [{"prompt": "What?", **({} if one is None else {"teacher_id": one})} for one in ids]
+    urls = {"maths": "http://127.0.0.1:9", "code": "http://127.0.0.1:9"}
+    with pytest.raises(ValueError, match=sentence):
+        make(tmp_path, {"train_dataset": Dataset.from_list(rows)}, teacher_server_urls=urls)
+
+
 # ---- options -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [DistillationConfig, GKDConfig, GOLDConfig, MiniLLMConfig])
+@pytest.mark.parametrize("option", [{"use_teacher_server": True}, {"teacher_model_server_url": "http://127.0.0.1:9"}])
+def test_methods_that_compare_whole_vocabularies_name_those_that_ask_a_server(tmp_path, config, option):
+    with pytest.raises(
+        ValueError, match=r"likeliest tokens only.*`posttrain server_distillation`, or `posttrain iw_opd`"
+    ):
+        config(output_dir=str(tmp_path), use_cpu=True, **option)
 
 
 @pytest.mark.parametrize(
@@ -223,6 +335,8 @@ def test_a_plain_vllm_with_other_tokens_is_refused(tmp_path):
         ({"loss_add_tail": False, "beta": 0.0}, "the loss is always 0"),
         ({"teacher_model_name_or_path": "big"}, "The teacher is on a server"),
         ({"teacher_max_unanswered": 1.5}, "`teacher_max_unanswered` is 1.5"),
+        ({"teacher_server_urls": ["http://a"]}, "it is a mapping of names to addresses"),
+        ({"teacher_server_urls": {"a": "http://a"}, "teacher_model_server_url": "http://b"}, "give one of the two"),
         ({}, "ServerDistillationTrainer needs a teacher's server: set `teacher_model_server_url`"),
     ],
 )

@@ -130,10 +130,13 @@ class Explained:
 
         from posttrain.models.load.model import LoadOptions, load_tokenizer, model_without_weights
         from posttrain.models.load.teacher import check_tokenizers
-        from posttrain.trainer.options.served_teacher import ServedTeacherConfig
 
-        if isinstance(self.args, ServedTeacherConfig) and self.args.teacher_model_server_url is None:
-            raise UsageError(f"posttrain {self.config.method} needs a teacher's server: --teacher_model_server_url.")
+        if getattr(self.args, "is_served", False):
+            if not self.args.teacher_servers():
+                raise UsageError(
+                    f"posttrain {self.config.method} needs a teacher's server: --teacher_model_server_url."
+                )
+            return None
         if hasattr(self.args, "teacher_model_kind"):  # the policy itself
             return self.side.model if getattr(self.args, "distillation_weight", 1) else None
         if not getattr(self.side, "needs_teacher", False):

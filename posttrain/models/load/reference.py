@@ -63,9 +63,11 @@ class ModelReference(Reference):
         return self.description
 
     @torch.no_grad()
-    def scores(self, batch: TokenBatch) -> TokenScores:
+    def scores(self, batch: TokenBatch, vocabulary: int | None = None) -> TokenScores:
+        """`vocabulary`: words beyond it are in no normaliser."""
+        how = {"temperature": self.temperature, "chunk_tokens": self.chunk_tokens, "vocabulary": vocabulary}
         with self.asked():
-            return score_tokens(self.model, batch, temperature=self.temperature, chunk_tokens=self.chunk_tokens)
+            return score_tokens(self.model, batch, **how)
 
     @contextmanager
     def asked(self) -> Iterator[None]:

@@ -26,8 +26,8 @@ class Teacher(Protocol):
     def rows(self, batch: TokenBatch) -> TeacherRows:
         """Hidden states at the trained tokens of a batch, and the head that reads them."""
 
-    def logps(self, batch: TokenBatch) -> Tensor:
-        """(N,) log-probs of the trained tokens."""
+    def logps(self, batch: TokenBatch, vocabulary: int | None = None) -> Tensor:
+        """(N,) log-probs of the trained tokens; words from number `vocabulary` on are in no normaliser."""
 
     def check(self, tokenizer: Any) -> None:
         """Refuse a student whose tokens it does not read."""
@@ -51,8 +51,8 @@ class ModelTeacher:
             found = teacher_rows(self.asked.model, batch, self.asked.temperature)
         return replace(found, model=innermost_model(self.asked.model))
 
-    def logps(self, batch: TokenBatch) -> Tensor:
-        return self.asked.scores(batch).logps
+    def logps(self, batch: TokenBatch, vocabulary: int | None = None) -> Tensor:
+        return self.asked.scores(batch, vocabulary).logps
 
     def check(self, tokenizer: Any) -> None:
         if self.tokenizer is not None:

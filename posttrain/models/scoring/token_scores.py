@@ -215,8 +215,15 @@ def score_tokens(
     """
     named = {name: Measure(TOKEN_STATS[name], differentiable=True) for name in differentiable_stats}
     named |= {name: Measure(TOKEN_STATS[name]) for name in stats}
-    question = TokenQuestion(batch.positions, batch.targets, named | (measures or {}), **how)
+    targets = targets_within(batch, how.get("vocabulary"))
+    question = TokenQuestion(batch.positions, targets, named | (measures or {}), **how)
     return ask(model, batch, question, *also, router_loss=router_loss)
+
+
+def targets_within(batch: TokenBatch, vocabulary: int | None) -> Tensor:
+    """(N,) trained tokens. A student may have written a word beyond: it has no log-prob in what is compared, and that of the last
+    word stands there."""
+    return batch.targets if vocabulary is None else batch.targets.clamp(max=vocabulary - 1)
 
 
 def ask(model: nn.Module, batch: TokenBatch, *questions: Question, router_loss: bool = False) -> TokenScores:

@@ -31,6 +31,7 @@ from posttrain.models.scoring.token_scores import (
     default_chunk_tokens,
     likeliest_tokens,
     score_tokens,
+    targets_within,
 )
 from posttrain.models.sharding import keep_gathered
 
@@ -74,11 +75,9 @@ def score_divergence(
     is something else has its exact gradient, too, from logits that are computed again.
     """
     measures = {name: Measure(TOKEN_STATS[name]) for name in stats}
-    # A student may have written a word beyond: it has no log-prob in what is compared, and that of the last word stands there.
-    targets = batch.targets if vocabulary is None else batch.targets.clamp(max=vocabulary - 1)
     question = DivergenceQuestion(
         batch.positions,
-        targets,
+        targets_within(batch, vocabulary),
         measures,
         temperature=temperature,
         chunk_tokens=chunk_tokens,

@@ -15,6 +15,10 @@ from posttrain.trainer.options.online import OnlineConfig
 NO_REWARD = "Nothing is rewarded: the loss compares what is written with nothing but a distribution or itself."
 UNPACKED = "Batches are ragged: nothing is padded, so that packing would save nothing."
 ONLY_COMPLETIONS = "Completions are trained and prompts are not, whoever wrote them."
+WHOLE_VOCABULARY = (
+    "Distributions over the whole vocabulary are compared, and a server names its likeliest tokens only. For a teacher on a "
+    "server: `posttrain server_distillation`, or `posttrain iw_opd` with `use_teacher_server`."
+)
 NO_REFERENCE = "There is no reference: nothing keeps the model near its beginning."
 
 
@@ -182,6 +186,8 @@ class TeacherConfig:
                 f"`teacher_model_revision` is {revision!r} and `teacher_model_init_kwargs` has {given['revision']!r}: give one."
             )
 
+    is_served = False  # whether the teacher is on a server, and nothing is loaded here
+
     @property
     def shares_tokenizer(self) -> bool:
         """Whether the teacher must read the student's own tokens."""
@@ -191,6 +197,14 @@ class TeacherConfig:
         """Of `from_pretrained`."""
         revision = {} if self.teacher_model_revision is None else {"revision": self.teacher_model_revision}
         return {**(self.teacher_model_init_kwargs or {}), **revision}
+
+
+@dataclass
+class TeacherBesideConfig:
+    """Of methods whose teacher must be a model beside the student; mixed in."""
+
+    use_teacher_server: bool = refused(False, WHOLE_VOCABULARY)
+    teacher_model_server_url: str | None = refused(None, WHOLE_VOCABULARY)
 
 
 @dataclass
