@@ -28,7 +28,7 @@ class Case:
     rewards: tuple[str, ...] = ()  # online methods: names of functions in completions.py
     written_by: str = "function"  # and who hands the completions over: "function" (`rollout_func`) or "engine"
     trl_version: str = "1.16.0"
-    delta_first: bool = False  # BCO: TRL takes the mean reward of the steps before, as we do, not of this one, too
+    corrected: str | None = None  # name of a function in corrections.py that changes TRL's trainer
     is_shuffled: bool = False  # TRL shuffles the samples of a generation, as it does by itself
     formatting_func: Callable[[dict[str, Any]], str] | None = None
     differs: dict[str, str] = field(default_factory=dict)  # pattern of numbers that differ -> key of DIFFERENCES

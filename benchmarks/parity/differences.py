@@ -38,6 +38,7 @@ DIFFERENCES: dict[str, str] = {
     "bco-delta-before-the-step": "BCO's delta is the mean reward of the steps before; TRL's has the micro-batch itself in it",
     "prm-mean-of-the-step": "PRM: a mean over the judged steps of an optimizer step; TRL adds up the means of micro-batches",
     "apo-kl": "apo_zero_unpaired has no reference point and logs no kl; TRL logs 0",
+    "server-tokens-of-the-step": "server distillation: a mean over the tokens of the step; TRL averages the means of micro-batches",
     "bad-rows": "rows that cannot teach anything are refused before training; TRL drops them or trains on them",
 }
 """Key -> one line. A key in cases.py that is not here, or not on the page, fails the test suite."""
@@ -56,6 +57,7 @@ WITNESSED = (
     "kto-rows-of-the-step",
     "bco-delta-before-the-step",
     "prm-mean-of-the-step",
+    "server-tokens-of-the-step",
     "cispo-cap",
     "luspo-level",
 )
