@@ -22,6 +22,7 @@ class Case:
     adapter: str | None = None  # "loaded": a PeftModel is given; "new": a peft_config, then the saved initialisation
     reference: str | None = None  # explicit `ref_model`
     teacher: str | None = None  # `teacher_model`
+    teacher_tokenizer: str = "tokenizer"
     evaluation: bool = False
     streamed: bool = False
     first_rows: int | None = None  # take so many rows only

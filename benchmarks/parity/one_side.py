@@ -51,9 +51,9 @@ NAMES = {
     "minillm": "MiniLLM",
 }
 """Method -> its name in those of classes; of the others, the method in capitals."""
-WRITING = ("distillation", "server_distillation", "iw_opd", "gold", "sdft", "ssd")
-"""Methods without rewards whose completions are written in the run."""
-EXPERIMENTAL = ("cpo", "orpo", "tpo", "bco", "prm", "gkd", "minillm", "sdpo", *WRITING[1:])
+WRITING = ("distillation", "server_distillation", "iw_opd", "gold", "sdft", "ssd", "minillm")
+"""Methods that need no rewards and whose completions are written in the run."""
+EXPERIMENTAL = ("cpo", "orpo", "tpo", "bco", "prm", "gkd", "sdpo", *WRITING[1:])
 """Methods whose classes are not at TRL's top level."""
 LOADERS = {"reward": AutoModelForSequenceClassification, "prm": AutoModelForTokenClassification}
 UNSHARED_LOGS = ("step_time", "runtime", "per_second", "total_flos", "train_loss", "peak", "memory", "mfu", "tokens/s")
@@ -87,8 +87,7 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str, more: d
     if case.reference:
         given["ref_model"] = load(case, materials, case.reference)
     if case.teacher and case.method != "server_distillation":
-        given["teacher_model"] = load(case, materials, case.teacher)
-        given |= {"teacher_processing_class": teacher_tokenizer(case, materials)} if is_ours else {}
+        given |= taught_by(case, materials, is_ours)
     if case.evaluation:
         given["eval_dataset"] = read(materials / f"{case.rows}.eval.jsonl")
     if case.formatting_func:
@@ -110,6 +109,15 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str, more: d
     if case.adapter == "new":
         set_adapter(trainer.model, materials / f"{case.model}_adapter")
     return trainer
+
+
+def taught_by(case: Case, materials: Path, is_ours: bool) -> dict[str, Any]:
+    """The teacher and its tokenizer, which TRL looks for where the teacher says that it comes from."""
+    teacher, folder = load(case, materials, case.teacher), materials / case.teacher_tokenizer
+    if is_ours:
+        return {"teacher_model": teacher, "teacher_processing_class": AutoTokenizer.from_pretrained(folder)}
+    teacher.config._name_or_path = str(folder)
+    return {"teacher_model": teacher}
 
 
 def judged_completions(library: Any, case: Case, model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -142,11 +150,6 @@ def load(case: Case, materials: Path, name: str, with_adapter: bool = False) -> 
     if with_adapter:
         return PeftModel.from_pretrained(model, str(materials / f"{name}_adapter"), is_trainable=True)
     return model
-
-
-def teacher_tokenizer(case: Case, materials: Path) -> Any:
-    """The one beside the teacher, which TRL looks for there itself."""
-    return AutoTokenizer.from_pretrained(materials / case.teacher)
 
 
 def set_adapter(model: Any, folder: Path) -> None:

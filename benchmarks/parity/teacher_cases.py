@@ -41,6 +41,7 @@ def served(name: str, **options: Any) -> Case:
         name=f"server-distillation-{name}",
         method="server_distillation",
         differs_when_split={"entropy": "step-means", **split},
+        splits=("1x4",),
     )
 
 
@@ -55,11 +56,11 @@ def rows_taught(method: str, name: str, rows: str = "messages", **options: Any) 
 
 
 def iw_opd(name: str, **options: Any) -> Case:
-    return rows_taught("iw_opd", name, **options)
+    return rows_taught("iw_opd", name, **{"lmbda": 1.0, **options})
 
 
 def jsd(name: str, **options: Any) -> Case:
-    return iw_opd(f"jsd-{name}", distillation_objective="jsd", **options)
+    return iw_opd(f"jsd-{name}", distillation_objective="jsd", lmbda=0.0, **options)
 
 
 def gold(name: str, rows: str = "messages", **options: Any) -> Case:
@@ -80,7 +81,7 @@ def sdft(name: str, **options: Any) -> Case:
 
 
 def sdpo(name: str, *rewards: str, **options: Any) -> Case:
-    return in_groups("sdpo", name, "privileged", *(rewards or ("brevity",)), success_reward_threshold=0.2, **options)
+    return in_groups("sdpo", name, "privileged", *(rewards or ("brevity",)), success_reward_threshold=0.15, **options)
 
 
 def minillm(name: str, *rewards: str, **options: Any) -> Case:
@@ -96,45 +97,126 @@ def ssd(name: str, **options: Any) -> Case:
     )
 
 
-TEACHER_CASES = [
+ROUNDED = dict.fromkeys(("on_policy_loss", "off_policy_loss", "matched_loss", "unmatched_loss"), "rounded-losses")
+UNWRITTEN = dict.fromkeys((*LEARNT, "on_policy_loss"), "written-tokens")
+BEHIND = dict.fromkeys((*LEARNT, "off_policy_loss", "matched_loss", "unmatched_loss"), "uld-boundaries")
+OF_LOSS = dict.fromkeys(("self_distillation/distillation_loss", "s*/distillation_loss"), "distillation-loss-of-completions")
+ACTIVE = dict.fromkeys((*LEARNT, "self_distillation/policy_loss"), "sdpo-active")
+SUCCESSES = {"self_distillation/success_sample_fraction": "sdpo-successes"}
+GAINS = dict.fromkeys((*LEARNT, "entropy", "clip_ratio/*"), "minillm-gain")
+LONG_TERM = dict.fromkeys(GAINS, "minillm-long-term")
+ULD = {"use_uld_loss": True, "rows": "prompt_completion"}
+
+
+def declared(case: Case, differs: dict[str, str], witness: str | None = None) -> Case:
+    return replace(case, differs=differs, witness=witness)
+
+
+def corrected(case: Case, name: str, **differs: str) -> Case:
+    return replace(case, corrected=name, differs=differs)
+
+
+def merging(case: Case) -> Case:
+    """The teacher has another tokenizer."""
+    return replace(case, teacher="merging", teacher_tokenizer="merging_tokenizer")
+
+
+def including_step(case: Case) -> Case:
+    return replace(case, ours={**case.ours, "long_term_includes_step": True})
+
+
+ROWS_CASES = [
     *(gkd(f"beta-{beta}", beta=beta) for beta in (0.0, 0.5, 1.0)),
     *(distillation(f"beta-{beta}", beta=beta) for beta in (0.0, 0.3, 1.0)),
     distillation("temperature", temperature=0.7, **SGD),
-    served("top-3", beta=0.0, loss_top_k=3),
-    served("top-1", beta=0.0),
+    declared(iw_opd("written"), UNWRITTEN, "iw-opd-counted"),
+    corrected(iw_opd("counted"), "written_tokens"),
+    corrected(iw_opd("gamma", iw_opd_gamma=1.5, temperature=0.7), "written_tokens"),
+    *(
+        declared(case, ROUNDED)
+        for case in (
+            jsd("sampled", beta=0.3),
+            jsd("argmax", beta=0.3, reverse_kl_top_1_mode="argmax"),
+            jsd("top-3", beta=0.3, loss_top_k=3),
+            jsd("top-3-forward", beta=0.0, loss_top_k=3),
+            jsd("top-3-reverse", beta=1.0, loss_top_k=3, loss_add_tail=False),
+            jsd("whole", beta=1.0, loss_top_k=0),
+            gold("dataset"),
+            gold("reverse", beta=1.0, temperature=0.7),
+        )
+    ),
+    declared(gold("written", lmbda=1.0), UNWRITTEN, "gold-counted"),
+    replace(corrected(gold("counted", lmbda=1.0), "written_tokens"), differs=ROUNDED),
+    declared(gold("uld", **ULD), BEHIND, "gold-uld-shifted"),
+    replace(gold("uld-shifted", **ULD), trl={"uld_token_merge_strategy": "bayesian"}),
+    declared(merging(gold("uld-merging", **ULD)), BEHIND, "gold-uld-merging-boundaries"),
+    corrected(merging(gold("uld-merging-boundaries", **ULD)), "boundaries"),
+    corrected(merging(gold("uld-weighted", uld_crossentropy_weight=0.3, uld_distillation_weight=2.0, **ULD)), "boundaries"),
+    corrected(merging(gold("uld-hybrid", uld_use_hybrid_loss=True, **ULD)), "boundaries"),
+]  # fmt: skip
+
+SERVED_CASES = [
+    served("top-3", beta=0.0, loss_top_k=3, **SGD),
+    served("top-1", beta=0.0, **SGD),
     served("renormalised", beta=0.0, loss_top_k=3, loss_add_tail=False),
     served("between", beta=0.3),
     served("between-renormalised", beta=0.3, loss_add_tail=False),
-    served("written", beta=1.0),
-    iw_opd("dataset"),
-    iw_opd("gamma", iw_opd_gamma=1.5, temperature=0.7),
-    iw_opd("written", lmbda=1.0),
-    jsd("sampled", beta=0.3),
-    jsd("argmax", beta=0.3, reverse_kl_top_1_mode="argmax"),
-    jsd("top-3", beta=0.3, loss_top_k=3),
-    jsd("top-3-forward", beta=0.0, loss_top_k=3),
-    jsd("top-3-reverse", beta=1.0, loss_top_k=3, loss_add_tail=False),
-    jsd("whole", beta=1.0, loss_top_k=0),
-    gold("dataset"),
-    gold("reverse", beta=1.0, temperature=0.7),
-    gold("written", lmbda=1.0),
-    sdft("topk", distillation_topk=5),
-    sdft("tail", distillation_topk=5, distillation_add_tail=True, distillation_alpha=0.0),
-    sdft("full", distillation_mode="full_logits", teacher_model_kind="live", temperature=0.7),
-    sdft("sampled", distillation_mode="sampled_token", distillation_alpha=1.0),
-    sdft("ema", distillation_mode="full_logits", teacher_model_kind="ema", teacher_update_rate=0.3),
-    sdft("skip", distillation_topk=5, num_loss_tokens_to_skip=3),
-    sdft("from-teacher", distillation_topk=5, generate_from_teacher=True),
-    sdft("again", distillation_topk=5, distillation_is_clip=1.02, **AGAIN),
-    sdpo("plain"),
-    sdpo("mixed", distillation_weight=0.6, distillation_mode="full_logits", distillation_alpha=0.5),
-    sdpo("feedback", include_environment_feedback=True),
-    sdpo("again", distillation_weight=0.5, **AGAIN),
-    sdpo("policy", distillation_weight=0.0, **AGAIN),
-    minillm("plain"),
-    minillm("policy", single_step_decomposition=False),
-    minillm("step", rkl_advantage=False),
-    minillm("gamma", gamma=0.9),
-    ssd("plain"),
+    replace(served("written", beta=1.0), splits=("1x4", "2x2")),
+]
+
+SELF_TAUGHT_CASES = [
+    *(
+        declared(case, OF_LOSS)
+        for case in (
+            sdft("topk", distillation_topk=5),
+            sdft("tail", distillation_topk=5, distillation_add_tail=True, distillation_alpha=0.0),
+            sdft("full", distillation_mode="full_logits", teacher_model_kind="live", temperature=0.7),
+            sdft("sampled", distillation_mode="sampled_token", distillation_alpha=1.0),
+            sdft("ema", distillation_mode="full_logits", teacher_model_kind="ema", teacher_update_rate=0.3),
+            sdft("skip", distillation_topk=5, num_loss_tokens_to_skip=3),
+            sdft("from-teacher", distillation_topk=5, generate_from_teacher=True),
+            sdft("again", distillation_topk=5, distillation_is_clip=1.02, **AGAIN),
+            replace(sdft("lora", distillation_topk=5), adapter="new"),
+        )
+    ),
+    replace(
+        sdft("lora-ema", distillation_topk=5, teacher_model_kind="ema", teacher_update_rate=0.3), adapter="new",
+        differs={**OF_LOSS, **dict.fromkeys(LEARNT, "sdft-ema-start")}, witness="sdft-lora-ema-copied",
+    ),
+    replace(
+        sdft("lora-ema-copied", distillation_topk=5, teacher_model_kind="ema", teacher_update_rate=0.3), adapter="new",
+        differs=OF_LOSS, corrected="ema_from_copy",
+    ),
+    declared(sdpo("plain"), {**OF_LOSS, **SUCCESSES, **ACTIVE}, "sdpo-active"),
+    corrected(sdpo("active"), "active_samples", **OF_LOSS, **SUCCESSES),
+    corrected(
+        sdpo("mixed", distillation_weight=0.6, distillation_mode="full_logits", distillation_alpha=0.5), "active_samples",
+        **OF_LOSS, **SUCCESSES,
+    ),
+    declared(sdpo("feedback", include_environment_feedback=True), {**OF_LOSS, **SUCCESSES}),
+    corrected(sdpo("again", distillation_weight=0.5, **AGAIN), "active_samples", **OF_LOSS, **SUCCESSES),
+    declared(
+        sdpo("policy", distillation_weight=0.0, **AGAIN),
+        {**SUCCESSES, **dict.fromkeys(("*feedback*", "*reprompt*"), "sdpo-unasked")},
+    ),
+    declared(ssd("plain"), dict.fromkeys(("completions/*",), "ssd-lengths")),
     ssd("unfiltered", filter_empty=False, temperature=0.7),
 ]  # fmt: skip
+
+MINILLM_CASES = [
+    declared(including_step(minillm("plain")), GAINS, "minillm-gain"),
+    corrected(including_step(minillm("gain")), "gain_of_tokens"),
+    replace(declared(minillm("long-term"), LONG_TERM, "minillm-after-step"), corrected="gain_of_tokens"),
+    corrected(minillm("after-step"), "gain_after_step"),
+    corrected(minillm("policy", single_step_decomposition=False), "gain_of_tokens"),
+    corrected(minillm("step", rkl_advantage=False), "gain_of_tokens"),
+    corrected(including_step(minillm("gamma", gamma=0.9)), "gain_of_tokens"),
+    corrected(including_step(minillm("temperature", kd_temperature=0.7)), "gain_of_tokens"),
+    replace(
+        corrected(including_step(minillm("unrewarded", num_generations=1)), "gain_of_tokens"), rewards=(),
+        ours={**OURS, "long_term_includes_step": True},
+        differs=dict.fromkeys(("reward*", "frac_reward_zero_std"), "minillm-unrewarded"),
+    ),
+]  # fmt: skip
+
+TEACHER_CASES = [*ROWS_CASES, *SERVED_CASES, *SELF_TAUGHT_CASES, *MINILLM_CASES]

@@ -14,7 +14,7 @@ from posttrain.core.results import SUMMED, LossOutput, LossTerm, TokenScores
 from posttrain.core.sample import Unit
 from posttrain.losses.formulas import SUPERVISED_FORMULAS, Formula, Totals, number
 from posttrain.models.scoring.token_scores import score_tokens
-from posttrain.rollout.collector import GroupTable
+from posttrain.rollout.collector import Collected, GroupTable
 from posttrain.rollout.rollout import Rollout
 from posttrain.trainer.online.rollout_metrics import as_tensors
 from posttrain.trainer.online_trainer import OnlineTrainer
@@ -91,10 +91,15 @@ class SSDTrainer(OnlineTrainer):
 
     def arranged(self, groups: list[list[Rollout]]) -> list[Unit | None]:
         rollouts = [rollout for group in groups for rollout in group]
-        active = [not (one.masked or (self.args.filter_empty and is_stub(text_of(one.completion)))) for one in rollouts]
-        mode = "train" if self.model.training else "eval"
+        return [(one.sample,) if self._is_active(one) else None for one in rollouts]
+
+    def _is_active(self, rollout: Rollout) -> bool:
+        return not (rollout.masked or (self.args.filter_empty and is_stub(text_of(rollout.completion))))
+
+    def _measure(self, collected: Collected, mode: str) -> None:
+        super()._measure(collected, mode)
+        active = [self._is_active(rollout) for rollout in collected.rollouts]
         self.metrics.add(mode, as_tensors({"ssd/active_sample_ratio": active}))
-        return [(one.sample,) if is_active else None for one, is_active in zip(rollouts, active)]
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
