@@ -55,16 +55,25 @@ def ema_from_copy(trainer: Any) -> None:
 
 
 def gain_of_tokens(trainer: Any, after_step: bool = False) -> None:
-    """MiniLLM: the teacher's gain has no gradient, and padding is neither compared nor counted."""
+    """MiniLLM: the teacher's gain has no gradient, tokens count by their distance, and padding does not count."""
     of_trl, mask = trainer.compute_loss, {}
-    advantage, step = trainer._compute_advantage, trainer._single_step_decomposition_loss
+    step, gamma = trainer._single_step_decomposition_loss, trainer.gamma
 
     def compute_loss(model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         mask["mask"] = inputs["completion_mask"].bool()
         return of_trl(model, inputs, *given, **named)
 
-    def gains(**given: Any) -> torch.Tensor:
-        found = advantage(**given | mask).detach() * mask["mask"]
+    def discounted(values: torch.Tensor) -> torch.Tensor:
+        found = torch.zeros_like(values)
+        for place in reversed(range(values.shape[1])):
+            found[:, place] = values[:, place] + (gamma * found[:, place + 1] if place + 1 < values.shape[1] else 0)
+        return found
+
+    def gains(student_log_probs_on_labels: Any, teacher_log_probs_on_labels: Any, **given: Any) -> torch.Tensor:
+        counted = mask["mask"].float()
+        found = discounted((teacher_log_probs_on_labels - student_log_probs_on_labels).detach() * counted)
+        if trainer.length_normalization:
+            found = found / discounted(counted).clamp(min=1)
         return torch.nn.functional.pad(found[:, 1:], (0, 1)) if after_step else found
 
     trainer.compute_loss, trainer._compute_advantage = compute_loss, gains

@@ -35,12 +35,11 @@ def distillation(name: str, **options: Any) -> Case:
 
 def served(name: str, **options: Any) -> Case:
     """From a teacher behind our server, whose answers TRL is given, too."""
-    split = dict.fromkeys((*LEARNT, "on_policy_loss"), "server-tokens-of-the-step")
     return replace(
         distillation(name, **options),
         name=f"server-distillation-{name}",
         method="server_distillation",
-        differs_when_split={"entropy": "step-means", **split},
+        differs_when_split=dict.fromkeys(LEARNT, "server-tokens-of-the-step"),
         splits=("1x4",),
     )
 
@@ -97,15 +96,15 @@ def ssd(name: str, **options: Any) -> Case:
     )
 
 
-ROUNDED = dict.fromkeys(("on_policy_loss", "off_policy_loss", "matched_loss", "unmatched_loss"), "rounded-losses")
 UNWRITTEN = dict.fromkeys((*LEARNT, "on_policy_loss"), "written-tokens")
-BEHIND = dict.fromkeys((*LEARNT, "off_policy_loss", "matched_loss", "unmatched_loss"), "uld-boundaries")
+BEHIND = dict.fromkeys((*LEARNT, "off_policy_loss"), "uld-boundaries")
+WORDS = dict.fromkeys((*LEARNT, "off_policy_loss", "matched_loss", "unmatched_loss"), "uld-words")
 OF_LOSS = dict.fromkeys(("self_distillation/distillation_loss", "s*/distillation_loss"), "distillation-loss-of-completions")
 ACTIVE = dict.fromkeys((*LEARNT, "self_distillation/policy_loss"), "sdpo-active")
 SUCCESSES = {"self_distillation/success_sample_fraction": "sdpo-successes"}
 GAINS = dict.fromkeys((*LEARNT, "entropy", "clip_ratio/*"), "minillm-gain")
 LONG_TERM = dict.fromkeys(GAINS, "minillm-long-term")
-ULD = {"use_uld_loss": True, "rows": "prompt_completion"}
+ULD: dict[str, Any] = {"use_uld_loss": True, "rows": "prompt_completion", **SGD}
 
 
 def declared(case: Case, differs: dict[str, str], witness: str | None = None) -> Case:
@@ -132,27 +131,25 @@ ROWS_CASES = [
     declared(iw_opd("written"), UNWRITTEN, "iw-opd-counted"),
     corrected(iw_opd("counted"), "written_tokens"),
     corrected(iw_opd("gamma", iw_opd_gamma=1.5, temperature=0.7), "written_tokens"),
-    *(
-        declared(case, ROUNDED)
-        for case in (
-            jsd("sampled", beta=0.3),
-            jsd("argmax", beta=0.3, reverse_kl_top_1_mode="argmax"),
-            jsd("top-3", beta=0.3, loss_top_k=3),
-            jsd("top-3-forward", beta=0.0, loss_top_k=3),
-            jsd("top-3-reverse", beta=1.0, loss_top_k=3, loss_add_tail=False),
-            jsd("whole", beta=1.0, loss_top_k=0),
-            gold("dataset"),
-            gold("reverse", beta=1.0, temperature=0.7),
-        )
-    ),
+    jsd("sampled", beta=0.3),
+    jsd("argmax", beta=0.3, reverse_kl_top_1_mode="argmax"),
+    jsd("top-3", beta=0.3, loss_top_k=3),
+    jsd("top-3-forward", beta=0.0, loss_top_k=3),
+    jsd("top-3-reverse", beta=1.0, loss_top_k=3, loss_add_tail=False),
+    jsd("whole", beta=1.0, loss_top_k=0),
+    gold("dataset"),
+    gold("reverse", beta=1.0, temperature=0.7),
     declared(gold("written", lmbda=1.0), UNWRITTEN, "gold-counted"),
-    replace(corrected(gold("counted", lmbda=1.0), "written_tokens"), differs=ROUNDED),
+    corrected(gold("counted", lmbda=1.0), "written_tokens"),
     declared(gold("uld", **ULD), BEHIND, "gold-uld-shifted"),
     replace(gold("uld-shifted", **ULD), trl={"uld_token_merge_strategy": "bayesian"}),
     declared(merging(gold("uld-merging", **ULD)), BEHIND, "gold-uld-merging-boundaries"),
     corrected(merging(gold("uld-merging-boundaries", **ULD)), "boundaries"),
-    corrected(merging(gold("uld-weighted", uld_crossentropy_weight=0.3, uld_distillation_weight=2.0, **ULD)), "boundaries"),
-    corrected(merging(gold("uld-hybrid", uld_use_hybrid_loss=True, **ULD)), "boundaries"),
+    corrected(
+        merging(gold("uld-weighted", uld_crossentropy_weight=0.3, uld_distillation_weight=2.0, **ULD)), "boundaries",
+        off_policy_loss="uld-term",
+    ),
+    corrected(merging(gold("uld-hybrid", uld_use_hybrid_loss=True, **ULD)), "boundaries", **WORDS),
 ]  # fmt: skip
 
 SERVED_CASES = [
@@ -180,11 +177,11 @@ SELF_TAUGHT_CASES = [
         )
     ),
     replace(
-        sdft("lora-ema", distillation_topk=5, teacher_model_kind="ema", teacher_update_rate=0.3), adapter="new",
+        sdft("lora-ema", distillation_topk=5, teacher_model_kind="ema", teacher_update_rate=0.3), adapter="loaded",
         differs={**OF_LOSS, **dict.fromkeys(LEARNT, "sdft-ema-start")}, witness="sdft-lora-ema-copied",
     ),
     replace(
-        sdft("lora-ema-copied", distillation_topk=5, teacher_model_kind="ema", teacher_update_rate=0.3), adapter="new",
+        sdft("lora-ema-copied", distillation_topk=5, teacher_model_kind="ema", teacher_update_rate=0.3), adapter="loaded",
         differs=OF_LOSS, corrected="ema_from_copy",
     ),
     declared(sdpo("plain"), {**OF_LOSS, **SUCCESSES, **ACTIVE}, "sdpo-active"),
@@ -210,10 +207,12 @@ MINILLM_CASES = [
     corrected(minillm("after-step"), "gain_after_step"),
     corrected(minillm("policy", single_step_decomposition=False), "gain_of_tokens"),
     corrected(minillm("step", rkl_advantage=False), "gain_of_tokens"),
-    corrected(including_step(minillm("gamma", gamma=0.9)), "gain_of_tokens"),
+    declared(including_step(minillm("discounted-plain", gamma=0.9)), GAINS, "minillm-discounted"),
+    corrected(including_step(minillm("discounted", gamma=0.9)), "gain_of_tokens"),
+    corrected(including_step(minillm("discounted-sum", gamma=0.9, length_normalization=False)), "gain_of_tokens"),
     corrected(including_step(minillm("temperature", kd_temperature=0.7)), "gain_of_tokens"),
     replace(
-        corrected(including_step(minillm("unrewarded", num_generations=1)), "gain_of_tokens"), rewards=(),
+        corrected(including_step(minillm("unrewarded", num_generations=1)), "gain_of_tokens"), rewards=(), first_rows=16,
         ours={**OURS, "long_term_includes_step": True},
         differs=dict.fromkeys(("reward*", "frac_reward_zero_std"), "minillm-unrewarded"),
     ),
