@@ -89,4 +89,6 @@ def boundaries(trainer: Any) -> None:
     """GOLD compares the distributions that foretell the first token of each group, whole."""
     compared = trainer.uld_loss_fn
     compared.token_merge_strategy = "bayesian"  # reads the distribution before each token
-    compared._merge_probabilities_with_alignment_groups = lambda probs, groups, ids: probs[[group[0] for group in groups]]
+    compared._merge_probabilities_with_alignment_groups = lambda probs, groups, ids: probs[
+        [group[0] for group in groups]
+    ]

@@ -38,7 +38,7 @@ DIFFERENCES: dict[str, str] = {
     "bco-delta-before-the-step": "BCO's delta is the mean reward of the steps before; TRL's has the micro-batch itself in it",
     "prm-mean-of-the-step": "PRM: a mean over the judged steps of an optimizer step; TRL adds up the means of micro-batches",
     "apo-kl": "apo_zero_unpaired has no reference point and logs no kl; TRL logs 0",
-    "written-tokens": "IW-OPD and GOLD divide by the tokens that are trained; TRL by those of the dataset's completions they replace",
+    "written-tokens": "IW-OPD and GOLD divide by the tokens that are trained; TRL by those of the dataset's completions",
     "uld-boundaries": "GOLD compares the distributions where a token begins on both sides; TRL's are those of one token later",
     "uld-term": "GOLD: on_policy_loss and off_policy_loss are ULD's, without weights; TRL's are the whole loss",
     "uld-words": "GOLD's hybrid: words matched by bytes, the others as one more; TRL's by spelling, and a side without others is 0",

@@ -72,9 +72,15 @@ def record(results: Path, target: Path) -> None:
     """Cases that were not run keep the numbers that they have."""
     known = json.loads(target.read_text(encoding="utf-8"))
     files = {name: results / "trl" / f"{name}.json" for name in RECORDED}
-    runs = {name: json.loads(file.read_text(encoding="utf-8")) if file.exists() else known[name] for name, file in files.items()}
+    runs = {
+        name: json.loads(file.read_text(encoding="utf-8")) if file.exists() else known[name]
+        for name, file in files.items()
+    }
     kept = {name: shortened({part: run[part] for part in ("logs", "weights")}) for name, run in runs.items()}
-    header = {"what": "numbers logged by TRL 1.16.0 (BCO, PRM, MiniLLM, SSD: 1.10.0), float32 on the CPU", "command": COMMAND}
+    header = {
+        "what": "numbers logged by TRL 1.16.0 (BCO, PRM, MiniLLM, SSD: 1.10.0), float32 on the CPU",
+        "command": COMMAND,
+    }
     lines = [f"{json.dumps(name)}: {json.dumps(run, separators=(',', ':'))}" for name, run in kept.items()]
     target.write_text(f'{{"header": {json.dumps(header)},\n' + ",\n".join(lines) + "}\n", encoding="utf-8")
 

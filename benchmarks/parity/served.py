@@ -65,7 +65,11 @@ def put_client(options: dict[str, Any], top_k: int) -> str:
         ) -> dict[str, list[Any]]:
             samples = [Sample.of_text(ids[:start], ids[start:]) for ids, start in zip(sequences, prompt_lengths)]
             assert (asked.annotate(samples), top_logprobs) == ({}, top_k)
-            names = {"actual_logprobs": TEACHER_LOGPS, "logprobs": TEACHER_TOP_LOGPS, "logprob_token_ids": TEACHER_TOP_IDS}
+            names = {
+                "actual_logprobs": TEACHER_LOGPS,
+                "logprobs": TEACHER_TOP_LOGPS,
+                "logprob_token_ids": TEACHER_TOP_IDS,
+            }
             found = {key: [sample.read_trained(name) for sample in samples] for key, name in names.items()}
             return {key: [column.reshape(len(column), -1).tolist() for column in found[key]] for key in names}
 

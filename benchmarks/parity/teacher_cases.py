@@ -99,7 +99,9 @@ def ssd(name: str, **options: Any) -> Case:
 UNWRITTEN = dict.fromkeys((*LEARNT, "on_policy_loss"), "written-tokens")
 BEHIND = dict.fromkeys((*LEARNT, "off_policy_loss"), "uld-boundaries")
 WORDS = dict.fromkeys((*LEARNT, "off_policy_loss", "matched_loss", "unmatched_loss"), "uld-words")
-OF_LOSS = dict.fromkeys(("self_distillation/distillation_loss", "s*/distillation_loss"), "distillation-loss-of-completions")
+OF_LOSS = dict.fromkeys(
+    ("self_distillation/distillation_loss", "s*/distillation_loss"), "distillation-loss-of-completions"
+)
 ACTIVE = dict.fromkeys((*LEARNT, "self_distillation/policy_loss"), "sdpo-active")
 SUCCESSES = {"self_distillation/success_sample_fraction": "sdpo-successes"}
 GAINS = dict.fromkeys((*LEARNT, "entropy", "clip_ratio/*"), "minillm-gain")

@@ -1,4 +1,6 @@
-"""Our numbers equal those that TRL 1.16.0 (BCO, PRM, MiniLLM, SSD: 1.10.0) logged, without TRL: recorded by `benchmarks/parity/run.sh --record`.
+"""Our numbers equal those that TRL 1.16.0 (BCO, PRM, MiniLLM, SSD: 1.10.0) logged, without TRL.
+
+Recorded by `benchmarks/parity/run.sh --record`.
 
 Every logged loss, metric and gradient norm of every step and the norm of every trained tensor at the end, to 1e-4. The whole
 comparison, some 500 cases, is `make parity`; here are its most telling ones.
