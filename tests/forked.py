@@ -33,6 +33,7 @@ PRELOADED = ("tests.preloaded", "tests.forked", "tests.trainer.resumable_run", "
 ENVIRONMENT = {
     **os.environ,
     **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1"),  # no pools of threads
+    "JE_ARROW_MALLOC_CONF": "background_thread:false",  # pyarrow 26 would start one when it is imported
     "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
 }
 READ_AT_IMPORT = ("huggingface_hub.constants", "datasets.config")
@@ -42,7 +43,6 @@ DEADLINE_S = 300.0  # of a child that takes a few seconds on an idle machine
 START_S = 120.0  # of the fork server, which imports everything first
 AFTER_A_DEATH_S = 60.0  # for the other processes of a group to notice that one has failed
 
-os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # pyarrow 26 starts one where it is imported
 context = multiprocessing.get_context("forkserver")
 context.set_forkserver_preload(list(PRELOADED))
 
