@@ -67,7 +67,7 @@ wheel: $(STAMP)  ## build the wheel into dist/, install it into an empty environ
 frontend:  ## build the page of `posttrain view` from frontend/ into posttrain/view/static (needs Node 20 and npm)
 	cd frontend && npm ci --no-audit --no-fund && npm run build
 
-parity: $(STAMP)  ## side by side with TRL 1.16.0 (BCO, PRM: 1.10.0), in an environment of its own
+parity: $(STAMP)  ## side by side with TRL 1.16.0 (BCO, PRM, MiniLLM, SSD: 1.10.0), in an environment of its own
 	benchmarks/parity/run.sh
 
 SPEED ?= sft-135m-cpu dpo-135m-cpu data import --device cpu

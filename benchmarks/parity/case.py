@@ -22,13 +22,14 @@ class Case:
     adapter: str | None = None  # "loaded": a PeftModel is given; "new": a peft_config, then the saved initialisation
     reference: str | None = None  # explicit `ref_model`
     teacher: str | None = None  # `teacher_model`
+    teacher_tokenizer: str = "tokenizer"
     evaluation: bool = False
     streamed: bool = False
     first_rows: int | None = None  # take so many rows only
     rewards: tuple[str, ...] = ()  # online methods: names of functions in completions.py
     written_by: str = "function"  # and who hands the completions over: "function" (`rollout_func`) or "engine"
     trl_version: str = "1.16.0"
-    delta_first: bool = False  # BCO: TRL takes the mean reward of the steps before, as we do, not of this one, too
+    corrected: str | None = None  # name of a function in corrections.py that changes TRL's trainer
     is_shuffled: bool = False  # TRL shuffles the samples of a generation, as it does by itself
     formatting_func: Callable[[dict[str, Any]], str] | None = None
     differs: dict[str, str] = field(default_factory=dict)  # pattern of numbers that differ -> key of DIFFERENCES

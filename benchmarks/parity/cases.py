@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any
 
 from benchmarks.parity.case import Case
-from benchmarks.parity.completions import MAX_LENGTH
 from benchmarks.parity.differences import DIFFERENCES
 from benchmarks.parity.policy_cases import POLICY_CASES
+from benchmarks.parity.teacher_cases import TEACHER_CASES
 
 SHARED_OPTIONS: dict[str, Any] = {
     "learning_rate": 1e-3,
@@ -290,23 +290,6 @@ def prm(name: str, **options: Any) -> Case:
     )
 
 
-def gkd(name: str, **options: Any) -> Case:
-    """On the dataset's completions: those of the student are drawn by another engine. In TRL's order of rows, which is seeded
-    otherwise."""
-    ours = {"shuffle_dataset": False, "keep_rollouts": False, "rollout_engine": "transformers"}
-    theirs = {"train_sampling_strategy": "sequential"}
-    options = {"lmbda": 0.0, **options}
-    return Case(f"gkd-{name}", "gkd", "messages", options, ours, theirs, teacher="other", splits=("1x4",))
-
-
-def distillation(name: str, **options: Any) -> Case:
-    """Both are given the same completions."""
-    options = {"max_completion_length": MAX_LENGTH, "shuffle_dataset": False, **options}
-    ours = {"keep_rollouts": False, "rollout_engine": "transformers"}
-    named = (f"distillation-{name}", "distillation", "prompt_only", options, ours)
-    return Case(*named, teacher="other", written_by="engine", differs_when_split={"entropy": "step-means"})
-
-
 DELTA = dict.fromkeys((*EVERYTHING, "delta"), "bco-delta-before-the-step")
 OFFLINE_CASES = [
     *(unreferenced("cpo", f"loss-{name}", loss_type=name) for name in ("sigmoid", "hinge", "ipo", "simpo")),
@@ -323,17 +306,14 @@ OFFLINE_CASES = [
     *(triple(f"loss-{name}", loss_type=name) for name in ("sigmoid", "hinge", "ipo", "tpo-l")),
     one_sided(Case("tpo-without-gold", "tpo", "pair", {"tpo_alpha": 0.0}), "gold-unneeded"),
     replace(bco("plain"), differs={**LOGITS, **DELTA}, witness="bco-delta-first", splits=("1x4",)),
-    replace(bco("delta-first"), delta_first=True, differs=LOGITS, differs_when_split=DELTA),
-    replace(bco("delta-first-beta", beta=0.5), delta_first=True, differs=LOGITS, differs_when_split=DELTA),
+    replace(bco("delta-first"), corrected="delta_first", differs=LOGITS, differs_when_split=DELTA),
+    replace(bco("delta-first-beta", beta=0.5), corrected="delta_first", differs=LOGITS, differs_when_split=DELTA),
     prm("plain"),
     prm("last-step", train_on_last_step_only=True),
     prm("separator", step_separator=" ;\n"),
     prm("truncated", max_length=48),
     prm("completion-length", max_completion_length=24),
     replace(prm("evaluation"), evaluation=True),
-    *(gkd(f"beta-{beta}", beta=beta) for beta in (0.0, 0.5, 1.0)),
-    *(distillation(f"beta-{beta}", beta=beta) for beta in (0.0, 0.3, 1.0)),
-    distillation("temperature", temperature=0.7, optim="sgd", learning_rate=0.05),  # AdamW amplifies rounding
     kto("plain"),
     kto("weighted", desirable_weight=0.7, undesirable_weight=1.4),
     replace(
@@ -355,7 +335,8 @@ REFUSED_CASES = [
     one_sided(dpo("refused-equal-pair", "pair_with_equal_answers"), "bad-rows"),
 ]
 
-TABLE = [*SFT_CASES, *DPO_LOSS_CASES, *DPO_CASES, *REWARD_CASES, *REFUSED_CASES, *OFFLINE_CASES, *POLICY_CASES]
+TABLE = [*SFT_CASES, *DPO_LOSS_CASES, *DPO_CASES, *REWARD_CASES, *REFUSED_CASES, *OFFLINE_CASES]
+TABLE += [*POLICY_CASES, *TEACHER_CASES]
 
 
 def expanded(table: Iterable[Case]) -> list[Case]:

@@ -9,7 +9,7 @@ import random
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
-from types import MethodType
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,7 +67,8 @@ def script_generate(model: Any, tokenizer: Any) -> None:
         found = for_each([tokenizer.decode(row) for row in real], tokenizer)
         width = max(map(len, found))
         said = torch.tensor([[*ids, *[tokenizer.pad_token_id] * (width - len(ids))] for ids in found])
-        return torch.cat([input_ids, said.to(input_ids.device)], dim=1)
+        sequences = torch.cat([input_ids, said.to(input_ids.device)], dim=1)
+        return SimpleNamespace(sequences=sequences) if options.get("return_dict_in_generate") else sequences
 
     model.generate = MethodType(generate, model)
 

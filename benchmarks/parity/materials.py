@@ -25,6 +25,7 @@ MODELS = {
     "causal": lambda: _fitted(tiny.causal_lm(seed=0)),
     "other": lambda: _fitted(tiny.causal_lm(seed=0), steps=32),  # an explicit reference, near enough to be a rival
     "flat": lambda: tiny.causal_lm(seed=0),  # all tokens about as likely
+    "merging": lambda: tiny.causal_lm(seed=5, vocab_size=len(tiny.merging_tokenizer())),  # a teacher with other tokens
     "llama": lambda: _fitted(tiny.causal_lm(seed=1, family="llama")),
     "moe": lambda: _fitted(tiny.causal_lm(seed=2, family="qwen3_moe", output_router_logits=True)),
     "reward": lambda: _livelier(tiny.reward_model(seed=3)),
@@ -44,6 +45,7 @@ def write(folder: Path) -> None:
     for name, task in LORA_TASK.items():
         _write_adapter(MODELS[name](), task, folder / f"{name}_adapter")
     tiny.tokenizer().save_pretrained(folder / "tokenizer")
+    tiny.merging_tokenizer().save_pretrained(folder / "merging_tokenizer")
     marked = tiny.tokenizer()
     marked.chat_template = (HERE / "marked_chatml.jinja").read_text()
     marked.save_pretrained(folder / "marked_tokenizer")

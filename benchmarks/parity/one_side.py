@@ -39,13 +39,21 @@ from transformers import (  # noqa: E402
     AutoTokenizer,
 )
 
-from benchmarks.parity import completions  # noqa: E402
+from benchmarks.parity import completions, corrections, served  # noqa: E402
 from benchmarks.parity.case import Case  # noqa: E402
 from benchmarks.parity.cases import CASES, SHARED_OPTIONS, chosen  # noqa: E402
 
-NAMES = {"reward": "Reward", "distillation": "Distillation"}
+NAMES = {
+    "reward": "Reward",
+    "distillation": "Distillation",
+    "server_distillation": "ServerDistillation",
+    "iw_opd": "IWOPD",
+    "minillm": "MiniLLM",
+}
 """Method -> its name in those of classes; of the others, the method in capitals."""
-EXPERIMENTAL = ("cpo", "orpo", "tpo", "bco", "prm", "gkd")
+WRITING = ("distillation", "server_distillation", "iw_opd", "gold", "sdft", "ssd", "minillm")
+"""Methods that need no rewards and whose completions are written in the run."""
+EXPERIMENTAL = ("cpo", "orpo", "tpo", "bco", "prm", "gkd", "sdpo", *WRITING[1:])
 """Methods whose classes are not at TRL's top level."""
 LOADERS = {"reward": AutoModelForSequenceClassification, "prm": AutoModelForTokenClassification}
 UNSHARED_LOGS = ("step_time", "runtime", "per_second", "total_flos", "train_loss", "peak", "memory", "mfu", "tokens/s")
@@ -54,11 +62,12 @@ UNSHARED_LOGS = ("step_time", "runtime", "per_second", "total_flos", "train_loss
 def run_case(library: str, case: Case, materials: Path, output: str) -> dict[str, Any]:
     """{"logs": [...], "weights": {name: numbers}} of one run, or {"error": what the library said}."""
     try:
-        trainer = make_trainer(importlib.import_module(library), case, materials, output)
-        before = {name: value.detach().clone() for name, value in trained(trainer).items()}
-        trainer.train()
-        if case.evaluation:
-            trainer.evaluate()
+        with served.teacher(library, case, materials, Path(output)) as options:
+            trainer = make_trainer(importlib.import_module(library), case, materials, output, options)
+            before = {name: value.detach().clone() for name, value in trained(trainer).items()}
+            trainer.train()
+            if case.evaluation:
+                trainer.evaluate()
     except Exception as error:  # a case may ask for a refusal: what was said is part of the result
         if os.environ.get("PARITY_RAISE"):
             raise
@@ -67,19 +76,18 @@ def run_case(library: str, case: Case, materials: Path, output: str) -> dict[str
     return {"logs": logs, "weights": {n: numbers(v, before[n]) for n, v in trained(trainer).items()}}
 
 
-def make_trainer(library: Any, case: Case, materials: Path, output: str) -> Any:
+def make_trainer(library: Any, case: Case, materials: Path, output: str, more: dict[str, Any]) -> Any:
     title = NAMES.get(case.method, case.method.upper())
     is_ours = library.__name__ == "posttrain"
     if not is_ours and case.method in EXPERIMENTAL:
         library = importlib.import_module(f"trl.experimental.{case.method}")
-    options = {**SHARED_OPTIONS, **case.options, **(case.ours if is_ours else case.trl)}
+    options = {**SHARED_OPTIONS, **case.options, **(case.ours if is_ours else case.trl), **more}
     args = getattr(library, f"{title}Config")(output_dir=output, **options)
     given: dict[str, Any] = {"processing_class": AutoTokenizer.from_pretrained(materials / case.tokenizer)}
     if case.reference:
         given["ref_model"] = load(case, materials, case.reference)
-    if case.teacher:
-        given["teacher_model"] = load(case, materials, case.teacher)
-        given |= {"teacher_processing_class": given["processing_class"]} if is_ours else {}
+    if case.teacher and case.method != "server_distillation":
+        given |= taught_by(case, materials, is_ours)
     if case.evaluation:
         given["eval_dataset"] = read(materials / f"{case.rows}.eval.jsonl")
     if case.formatting_func:
@@ -88,7 +96,7 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str) -> Any:
         given["peft_config"] = LoraConfig.from_pretrained(materials / f"{case.model}_adapter")
         given["peft_config"].inference_mode = False
     model = load(case, materials, case.model, case.adapter == "loaded")
-    if case.rewards or case.method == "distillation":
+    if case.rewards or case.method in WRITING:
         given |= judged_completions(library, case, model, given["processing_class"])
     trainer = getattr(library, f"{title}Trainer")(
         model=model,
@@ -96,11 +104,20 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str) -> Any:
         train_dataset=train_rows(case, materials),
         **given,
     )
-    if case.delta_first and not is_ours:
-        take_delta_first(trainer)
+    if case.corrected and not is_ours:
+        getattr(corrections, case.corrected)(trainer)
     if case.adapter == "new":
         set_adapter(trainer.model, materials / f"{case.model}_adapter")
     return trainer
+
+
+def taught_by(case: Case, materials: Path, is_ours: bool) -> dict[str, Any]:
+    """The teacher and its tokenizer, which TRL looks for where the teacher says that it comes from."""
+    teacher, folder = load(case, materials, case.teacher), materials / case.teacher_tokenizer
+    if is_ours:
+        return {"teacher_model": teacher, "teacher_processing_class": AutoTokenizer.from_pretrained(folder)}
+    teacher.config._name_or_path = str(folder)
+    return {"teacher_model": teacher}
 
 
 def judged_completions(library: Any, case: Case, model: Any, tokenizer: Any) -> dict[str, Any]:
@@ -126,19 +143,6 @@ def set_shuffling(is_on: bool) -> None:
 
     for module in (grpo_trainer, rloo_trainer):
         module.shuffle_sequence_dict = utils.shuffle_sequence_dict if is_on else utils.identity
-
-
-def take_delta_first(trainer: Any) -> None:
-    """TRL's BCO with the delta of the steps before: the rewards of a micro-batch are added after its loss."""
-    of_trl, trainer.running.mean = trainer.bco_loss, 0.0
-
-    def bco_loss(*given: Any, do_train: bool = True) -> Any:
-        found = of_trl(*given, do_train=False)
-        if do_train:
-            trainer.running.update(torch.cat(found[1:3]).detach())
-        return found
-
-    trainer.bco_loss = bco_loss
 
 
 def load(case: Case, materials: Path, name: str, with_adapter: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Keeps TRL's numbers of two dozen cases for the test suite, which then guards parity where TRL is not installed.
+"""Keeps TRL's numbers of some four dozen cases for the test suite, which then guards parity where TRL is not installed.
 
 python -m benchmarks.parity.record RESULTS tests/methods/trl_recorded.json
 """
@@ -36,6 +36,17 @@ RECORDED = (
     "prm-last-step@1x4",
     "gkd-beta-0.5@1x4",
     "distillation-beta-1.0@1x4",
+    "server-distillation-between@1x4",
+    "iw-opd-counted@1x4",
+    "iw-opd-jsd-top-3@1x4",
+    "gold-reverse@1x4",
+    "gold-uld-merging-boundaries@1x4",
+    "sdft-topk@1x8",
+    "sdft-ema@1x8",
+    "sdpo-mixed@1x8",
+    "minillm-discounted@1x8",
+    "minillm-after-step@1x8",
+    "ssd-plain@1x4",
     "grpo-loss-dapo@1x8",
     "grpo-loss-vespo@2x4",
     "grpo-sequence-grpo@2x4",
@@ -58,9 +69,18 @@ def shortened(value: Any) -> Any:
 
 
 def record(results: Path, target: Path) -> None:
-    runs = {name: json.loads((results / "trl" / f"{name}.json").read_text(encoding="utf-8")) for name in RECORDED}
+    """Cases that were not run keep the numbers that they have."""
+    known = json.loads(target.read_text(encoding="utf-8"))
+    files = {name: results / "trl" / f"{name}.json" for name in RECORDED}
+    runs = {
+        name: json.loads(file.read_text(encoding="utf-8")) if file.exists() else known[name]
+        for name, file in files.items()
+    }
     kept = {name: shortened({part: run[part] for part in ("logs", "weights")}) for name, run in runs.items()}
-    header = {"what": "numbers logged by TRL 1.16.0 (BCO, PRM: 1.10.0), float32 on the CPU", "command": COMMAND}
+    header = {
+        "what": "numbers logged by TRL 1.16.0 (BCO, PRM, MiniLLM, SSD: 1.10.0), float32 on the CPU",
+        "command": COMMAND,
+    }
     lines = [f"{json.dumps(name)}: {json.dumps(run, separators=(',', ':'))}" for name, run in kept.items()]
     target.write_text(f'{{"header": {json.dumps(header)},\n' + ",\n".join(lines) + "}\n", encoding="utf-8")
 

@@ -187,6 +187,10 @@ def prompt_only(i: int) -> Row:
     return {"prompt": question(i), "answer": float(i % 6)}
 
 
+def privileged(i: int) -> Row:
+    return {**prompt_only(i), "privileged_context": good(i) if i % 3 else poor(i)}
+
+
 def tokenised_reward_pair(i: int) -> Row:
     made = tokenised_pair(i)
     return {side: made["prompt_ids"] + made[side] for side in ("chosen_ids", "rejected_ids")}
@@ -227,6 +231,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
         margin_pair,
         tokenised_reward_pair,
         prompt_only,
+        privileged,
     )
 }
 """Name of a kind of row -> row number -> row."""

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Trains the same tiny models with TRL 1.16.0 (BCO and PRM: 1.10.0) and with posttrain, on the same rows, and compares every number.
+# Trains the same tiny models with TRL 1.16.0 (BCO, PRM, MiniLLM and SSD: 1.10.0) and with posttrain, on the same rows, and compares every number.
 #   benchmarks/parity/run.sh [--record] [CASE ...]        e.g. benchmarks/parity/run.sh 'dpo-*@2x2'
 # TRL lives in an environment of its own (benchmarks/trl_environment.sh).
 set -euo pipefail

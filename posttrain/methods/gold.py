@@ -259,8 +259,7 @@ class GOLDTrainer(RowsDistillingTrainer):
         terms = [LossTerm(mean, "sequence", args.uld_distillation_weight)]
         if args.uld_crossentropy_weight:
             terms.append(LossTerm(-policy.logps, "token", args.uld_crossentropy_weight))
-        by_author = self.losses_by_author(batch, batch.expand(mean))
-        return LossOutput(terms, metrics=metrics | by_author)
+        return LossOutput(terms, metrics=metrics | self.losses_by_author(batch, mean, "sequence"))
 
     def _mean_of_boundaries(self, batch: TokenBatch, values: Tensor) -> Tensor:
         flags = batch.per_token.get(BOUNDARY, values[:0])

@@ -22,7 +22,7 @@ from posttrain.models.load.teacher import EMA, LIVE, Teacher
 from posttrain.rollout.collector import Collected, GroupTable
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
 from posttrain.trainer.distilling_trainer import DistillingTrainer
-from posttrain.trainer.online.rollout_metrics import as_tensors
+from posttrain.trainer.online.rollout_metrics import as_tensors, deviation
 from posttrain.trainer.options.base import check_choice, check_range, option
 from posttrain.trainer.options.distilling import SAMPLED_TOKEN, SelfDistillingConfig
 from posttrain.trainer.options.online import GroupConfig
@@ -303,14 +303,14 @@ class SDPOTrainer(SelfDistillingTrainer):
         groups = [group for group in groups if len(group)]
         if groups:
             rewards = totals[known]
-            deviations = torch.stack([group.std(correction=0) for group in groups])
+            deviations = torch.tensor([deviation(group) for group in groups]).nan_to_num(0.0)  # of a lone one
             flat = (deviations <= args.diagnostics_flat_tolerance).double().mean().item()
             found = {
                 "success_group_fraction": sum((group >= args.success_reward_threshold).any().item() for group in groups)
                 / len(groups),
                 "success_sample_fraction": (rewards >= args.success_reward_threshold).double().mean().item(),
                 "reward_mean": rewards.mean().item(),
-                "reward_std": rewards.std(correction=0).item(),
+                "reward_std": deviation(rewards),
                 "reward_min": rewards.min().item(),
                 "reward_max": rewards.max().item(),
                 "group_reward_std_mean": deviations.mean().item(),

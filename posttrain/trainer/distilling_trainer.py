@@ -211,11 +211,15 @@ class DistillingTrainer(TaughtTrainer):
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         return LossOutput(policy.divergences, per="token", metrics=self.losses_by_author(batch, policy.divergences))
 
-    def losses_by_author(self, batch: TokenBatch, values: Tensor) -> dict[str, Tensor]:
-        """(N,) values of tokens apart for completions of the student and of others, of a batch that is trained on."""
+    def losses_by_author(self, batch: TokenBatch, values: Tensor, per: str = "token") -> dict[str, Tensor]:
+        """(N,) values of tokens, or (S,) of sequences, apart for completions of the student and of others, in training."""
         if ON_POLICY not in batch.scalars or not self.model.training:  # a process may be without a row
             return {}
-        own, values = batch.expand(batch.scalars[ON_POLICY]) > 0, values.detach()
+        own, values = batch.scalars[ON_POLICY], values.detach()
+        if per == "token":
+            own = batch.expand(own) > 0
+        else:
+            own, values = own[: batch.num_samples] > 0, values[: batch.num_samples]
         return {
             "on_policy_loss": values.masked_fill(~own, torch.nan),
             "off_policy_loss": values.masked_fill(own, torch.nan),

@@ -85,17 +85,26 @@ class ModelEngine(EchoEngine):
         self.adapters.pop(adapter.number)
 
 
-def started(model: Path, folder: Path) -> tuple[Child, dict[str, Any]]:
-    """(a server of the model in that folder, the options with which it is a teacher's)."""
+def address(model: Path, folder: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """(arguments of a server of the model in that folder, the options with which it is a teacher's)."""
     token, port = folder / "teacher.token", free_port()
     token.touch(mode=0o600)
     token.write_text("0123456789abcdef" * 3)
     words = ("--model", str(model), "--port", str(port), "--token-file", str(token))
-    server = Child(lambda: main(words), folder / "teacher.log")
     url = f"http://127.0.0.1:{port}"
-    return server, {"teacher_model_server_url": url, "teacher_server_token_file": str(token)}
+    return words, {"teacher_model_server_url": url, "teacher_server_token_file": str(token)}
+
+
+def started(model: Path, folder: Path) -> tuple[Child, dict[str, Any]]:
+    """(a server of the model in that folder, the options with which it is a teacher's)."""
+    words, options = address(model, folder)
+    return Child(lambda: main(words), folder / "teacher.log"), options
 
 
 def main(words: Sequence[str]) -> None:
     launch.make_engine = lambda args: ModelEngine(args.model, args.adapter_folder is not None)
     sys.exit(launch.main(words))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -65,6 +65,14 @@ def test_the_server_that_writes_is_where_trl_looks_for_it():
     assert GOLDConfig.vllm_server_port == 8001
 
 
+def test_the_loss_of_an_author_is_a_mean_over_completions_as_the_loss_is(tmp_path):
+    rows = [{**row, "completion": row["completion"] * (1 + i % 3)} for i, row in enumerate(ROWS)]
+    trainer = gold(tmp_path, rows, lmbda=0.0, max_steps=1)
+    trainer.train()
+    (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert entry["off_policy_loss"] == pytest.approx(entry["loss"], rel=1e-5)
+
+
 def test_words_are_matched_by_bytes():
     ours, theirs = {0: b"a", 1: b" the", 2: b"", 5: b"x"}, {0: b"", 3: b" the", 7: b"a", 8: b"a"}
     assert words_of_both(ours, theirs) == ([1, 0], [3, 7])

@@ -132,6 +132,7 @@ def test_without_a_success_nothing_moves_and_it_is_said(tmp_path, caplog):
     assert entry["self_distillation/success_sample_fraction"] == 0
     assert entry["self_distillation/reward_max"] == 1
     assert entry["self_distillation/rewards/odd"] == entry["self_distillation/reward_mean"]
+    assert entry["self_distillation/reward_std"] == entry["reward_std"] > 0  # of a sample, as in GRPO and in TRL
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
-"""Our numbers equal those that TRL 1.16.0 (BCO, PRM: 1.10.0) logged, without TRL: recorded by `benchmarks/parity/run.sh --record`.
+"""Our numbers equal those that TRL 1.16.0 (BCO, PRM, MiniLLM, SSD: 1.10.0) logged, without TRL.
+
+Recorded by `benchmarks/parity/run.sh --record`.
 
 Every logged loss, metric and gradient norm of every step and the norm of every trained tensor at the end, to 1e-4. The whole
-comparison, some 400 cases, is `make parity`; here are its most telling ones.
+comparison, some 500 cases, is `make parity`; here are its most telling ones.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.parity import materials
+from benchmarks.parity import materials, served
 from benchmarks.parity.cases import CASES
 from benchmarks.parity.compare import compare
 from benchmarks.parity.one_side import run_case
 from benchmarks.parity.record import COMMAND, RECORDED
+from tests.methods import model_server
+from tests.rollout.served import needs_uvicorn
 
 FILE = Path(__file__).with_name("trl_recorded.json")
 THEIRS = json.loads(FILE.read_text(encoding="utf-8"))
@@ -34,8 +38,17 @@ def test_the_recorded_cases_are_those_of_the_script():
     assert set(THEIRS) - {"header"} == set(RECORDED)
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_numbers_of_trl(name, folder, tmp_path):
+def forked(model, folder):
+    """A server that has everything imported when it starts."""
+    server, options = model_server.started(model, folder)
+    return server.end, options
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=needs_uvicorn) if name.startswith("server") else name for name in RECORDED]
+)
+def test_numbers_of_trl(name, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(served, "started", forked)
     ours = run_case("posttrain", CASE[name], folder, str(tmp_path))
     verdict = compare(CASE[name], ours, THEIRS[name])
     assert verdict.steps >= 4

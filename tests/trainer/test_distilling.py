@@ -203,7 +203,8 @@ def test_stubs_are_left_out_of_self_distillation(tmp_path):
         per_device_train_batch_size=8, logging_steps=1, disable_tqdm=True,
     )  # fmt: skip
     prompts = Dataset.from_list([{"prompt": row["prompt"]} for row in ROWS])
-    trainer = SSDTrainer(tiny.causal_lm(), args, prompts, processing_class=tiny.tokenizer())
+    model = tiny.causal_lm().eval()  # as it is loaded
+    trainer = SSDTrainer(model, args, prompts, processing_class=tiny.tokenizer())
     trainer.train()
     (entry,) = [entry for entry in trainer.state.log_history if "loss" in entry]
     texts = [rollout.completion for rollout in trainer.log_of_rollouts.latest]
