@@ -5,9 +5,10 @@ after; the perplexity of other text (what the model wrote about other things bef
 same facts costs in as many steps. `teacher` is the share of right answers with the fact in the prompt. Control: contexts are empty;
 no answer is right.
 
-SDPO: sums, paid 1 for an answer that begins with the right number and 0 otherwise. Held-out answers, drawn at temperature 1: right
-more often by more than 3 standard errors; from the first step on some teachers are shown a success. Without distillation (weight 0)
-the rewards are GRPO's. Control: a success must be paid 2, which none is; no weight moves.
+SDPO: sums, paid 1 for an answer that begins with the right number and 0 otherwise; about 0.06 are right before. Answers to the sums
+that are trained, drawn at temperature 1: right more often by more than 3 standard errors (`held_out`: other sums); from the first
+step on some teachers are shown a success. Without distillation (weight 0) the rewards are GRPO's. Control: a success must be paid
+2, which none is; no weight moves.
 
 SSD: answers that are one JSON object, drawn with top_p 0.8 and trained on. At temperature 1 and top_p 1 held-out answers can be
 read as JSON more often by more than 3 standard errors, and their entropy falls. Control: drawn with top_p 1; the share changes by
@@ -47,6 +48,15 @@ def trained(method: str, model: str, rows: list[dict[str, Any]], folder: Path, *
     trainer = METHODS[method].trainer_class(model=model, args=config, train_dataset=Dataset.from_list(rows), **named)
     trainer.train()
     return trainer
+
+
+def examples(shown: list[tuple[str, str]]) -> Chat:
+    """Questions and answers as the turns before: a small model does what it was shown, some of the time."""
+    return [
+        {"role": role, "content": said}
+        for pair in shown
+        for role, said in zip(("user", "assistant"), pair, strict=True)
+    ]
 
 
 def logged(trainer: Any, name: str) -> list[float]:
@@ -114,17 +124,19 @@ def sdft(run: str, model: str, folder: Path, steps: int, python: str) -> dict[st
 
 # ---- SDPO -------------------------------------------------------------------------------------------------------------------
 
-HELD_OUT_SUMS, DRAWS, GROUP, SUM_TOKENS = 64, 8, 8, 10
+HELD_OUT_SUMS, DRAWS, GROUP, SUM_TOKENS = 64, 8, 16, 6
+SUM_EXAMPLES = ((14, 3), (6, 11), (17, 15))
 
 
 def sums() -> list[tuple[int, int]]:
-    pairs = [(a, b) for a in range(2, 20) for b in range(2, 20)]
+    pairs = [(a, b) for a in range(3, 16) for b in range(3, 16)]
     random.Random(0).shuffle(pairs)
     return pairs
 
 
 def sum_question(a: int, b: int) -> Chat:
-    return user(f"What is {a} + {b}? Reply with the number.")
+    asked = "What is {} + {}? Reply with the number."
+    return examples([(asked.format(*pair), str(sum(pair))) for pair in SUM_EXAMPLES]) + user(asked.format(a, b))
 
 
 def begins_with(text: str, number: int) -> bool:
@@ -138,19 +150,22 @@ def right_sum(completions: list[Any], answer: list[int], **columns: Any) -> list
 
 def sdpo(run: str, model: str, folder: Path, steps: int, python: str) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    asked, held_out = sums()[HELD_OUT_SUMS:], [pair for pair in sums()[:HELD_OUT_SUMS] for _ in range(DRAWS)]
+    held_out, asked = sums()[:HELD_OUT_SUMS], sums()[HELD_OUT_SUMS:]
     rows = [{"prompt": sum_question(a, b), "answer": a + b} for a, b in asked]
-    shared = {"num_generations": GROUP, "per_device_train_batch_size": 16 * GROUP, "max_completion_length": SUM_TOKENS}
+    shared = {"num_generations": GROUP, "per_device_train_batch_size": 8 * GROUP, "max_completion_length": SUM_TOKENS}
     shared |= {"learning_rate": 2e-5, "temperature": 1.0, "reward_funcs": right_sum, "reward_workers": 0}
     taught = shared | {"distillation_mode": "full_logits", "distillation_alpha": 0.5}
 
-    def right(one: Any) -> list[bool]:
-        answers = draw(one, tokenizer, [sum_question(a, b) for a, b in held_out], SUM_TOKENS).texts
-        return [begins_with(text, a + b) for text, (a, b) in zip(answers, held_out)]
+    def right(one: Any, pairs: list[tuple[int, int]]) -> list[bool]:
+        drawn = [pair for pair in pairs for _ in range(DRAWS)]
+        answers = draw(one, tokenizer, [sum_question(a, b) for a, b in drawn], SUM_TOKENS).texts
+        return [begins_with(text, a + b) for text, (a, b) in zip(answers, drawn)]
 
     start = fresh(model)
     trainer = trained("sdpo", model, rows, folder / "run", max_steps=steps, **taught)
-    found = rise(right(start), right(trainer.model), HELD_OUT_SUMS)
+    found, others = (
+        rise(*(right(one, pairs) for one in (start, trainer.model)), len(pairs)) for pairs in (asked, held_out)
+    )
     shown = logged(trainer, "self_distillation/reprompt_sample_fraction")
     few = min(steps, 3)
     without = trained("sdpo", model, rows, folder / "weight-0", max_steps=few, distillation_weight=0.0, **shared)
@@ -164,6 +179,7 @@ def sdpo(run: str, model: str, folder: Path, steps: int, python: str) -> dict[st
     return {
         "before": {"right": found["before"]},
         "after": {"right": found["after"], "standard_errors": found["standard_errors"]},
+        "held_out": others,
         "reprompt_sample_fraction": [shown[0], shown[-1]],
         "rewards_at_weight_0": rewards[0],
         "rewards_of_grpo": rewards[1],
@@ -174,8 +190,14 @@ def sdpo(run: str, model: str, folder: Path, steps: int, python: str) -> dict[st
 
 # ---- SSD --------------------------------------------------------------------------------------------------------------------
 
-JSON_FORM = 'Answer with one JSON object and nothing else, as {{"thing": "bread", "colour": "brown"}}. The thing is {}.'
-JSON_TOKENS = 40
+JSON_FORM = "Answer with one JSON object and nothing else. The thing is {}."
+JSON_EXAMPLES = {"chalk": "white"}
+JSON_TOKENS = 24
+
+
+def json_question(topic: str) -> Chat:
+    shown = [(JSON_FORM.format(a), json.dumps({"thing": a, "colour": b})) for a, b in JSON_EXAMPLES.items()]
+    return examples(shown) + user(JSON_FORM.format(topic))
 
 
 def is_object(text: str) -> bool:
@@ -187,7 +209,7 @@ def is_object(text: str) -> bool:
 
 def ssd(run: str, model: str, folder: Path, steps: int, python: str) -> dict[str, Any]:
     tokenizer, topics = AutoTokenizer.from_pretrained(model), HELD_OUT_TOPICS.split()
-    chats = [user(JSON_FORM.format(topic)) for topic in topics for _ in range(DRAWS)]
+    chats = [json_question(topic) for topic in topics for _ in range(DRAWS)]
 
     def drawn(one: Any) -> tuple[Drawn, dict[str, float]]:
         answers = draw(one, tokenizer, chats, JSON_TOKENS)
@@ -197,7 +219,7 @@ def ssd(run: str, model: str, folder: Path, steps: int, python: str) -> dict[str
     first, before = drawn(fresh(model))
     found = {"before": before}
     for kind, top_p in (("after", 0.8), ("control", 1.0)):
-        rows = [{"prompt": user(JSON_FORM.format(topic))} for topic in TOPICS.split()]
+        rows = [{"prompt": json_question(topic)} for topic in TOPICS.split()]
         options = {"top_p": top_p, "temperature": 1.0, "num_generations": 4, "per_device_train_batch_size": 64}
         options |= {"max_completion_length": JSON_TOKENS, "learning_rate": 1e-5, "max_steps": steps}
         answers, figures = drawn(trained("ssd", model, rows, folder / kind, **options).model)
