@@ -2,10 +2,10 @@
 
     python -m benchmarks.speed.whole_step ppo|online_dpo|gkd [--settings ours tuned default matched] [--trl-path FOLDER] [--tiny]
 
-A step is 256 completions of 512 tokens after prompts of 256, from a 0.5B with random weights (PPO: 32 prompts with eight completions
-each, for TRL as rows that are there eight times; a reward model and a value model of the same size, four epochs over each
-generation; Online DPO: 128 pairs, a reward function). Each setting runs in a process of its own. `ours head` is PPO with its default
-critic, a head on the policy.
+A step is 256 completions of 512 tokens after prompts of 256, from a 0.5B with random weights (PPO: 32 prompts with eight
+completions each, for TRL as rows that are there eight times; a reward model and a value model of the same size, four epochs over
+each generation; Online DPO: 128 pairs, a reward function). Each setting runs in a process of its own. `ours head` is PPO with its
+default critic, a head on the policy.
 
 PPO needs TRL 1.10.0, the last that has it. It keeps the logits of a generation in float32 and copies them once, 159 GB for 256
 completions, so that a smaller step is measured; TRL's Online DPO generates micro-batch by micro-batch, of which fewer are measured.

@@ -93,7 +93,10 @@ class RolloutLoader:
         window, size = self.window, len(self.window) // self.schedule.micro_batches
         if self.permutation_seed is not None:
             rng = np.random.default_rng([self.permutation_seed, self.source.window_start, iteration])
-            window = [window[place] for place in rng.permutation(len(window))]
+            places, step = rng.permutation(len(window)), size * self.schedule.accumulation
+            # The order inside of an optimizer step changes nothing; neighbours of a group share their prompt.
+            ordered = [np.sort(places[start : start + step]) for start in range(0, len(window), step)]
+            window = [window[place] for place in np.concatenate(ordered)]
         return units_of(window[micro_batch * size : (micro_batch + 1) * size], self.collate)
 
     # ---- state -------------------------------------------------------------------------------------------------------

@@ -302,11 +302,16 @@ class OnlineTrainer(BaseTrainer):
 
         Of a micro-batch, or of so many `samples`.
         """
-        size, group = samples or self.args.schedule().batch_size, self.args.num_generations
+        schedule = self.args.schedule()
+        size, group = samples or schedule.batch_size, self.args.num_generations
         prompt = getattr(self.train_dataset, "longest", self.args.max_length or 1024)
         completion = self.args.max_completion_length
         fits_evenly = size % group == 0 or group % size == 0
         groups = -(-size // group) + (0 if fits_evenly else 1)
+        if (
+            self.args.permutes_windows and schedule.micro_batches > schedule.accumulation
+        ):  # groups are split among steps
+            groups = min(size, -(-schedule.batch_size * schedule.micro_batches // group))
         prompts = groups if self.data_collator.layout == SHARED else size
         return prompts * prompt + size * completion, prompt + completion
 

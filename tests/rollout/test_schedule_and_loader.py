@@ -189,6 +189,26 @@ def test_a_group_that_is_too_large_for_a_pass_is_cut():
     assert [target for part in targets(batch) for target in part] == whole.targets.tolist()
 
 
+def test_a_shuffled_step_lays_the_samples_of_a_group_beside_each_other():
+    """4 prompts of 4 completions, cut anew in each pass into 2 steps of 2 micro-batches: prompts are shared as far as a step goes."""
+    plan = Schedule.of(
+        num_generations=4, batch_size=4, world_size=1, accumulation=2, steps_per_generation=4, num_iterations=3
+    )
+    source = Written(plan)
+    source.window_start = 0
+    loader = RolloutLoader(source, plan, Collator(("completion",), 0, SHARED), permutation_seed=1)
+    batches = [batch for batch, _ in zip(loader, range(plan.window))]
+    steps = [batches[place : place + 2] for place in range(0, len(batches), 2)]
+    seen = []
+    for step in steps:
+        groups = [group for batch in step for group in batch.targets[1::2].tolist()]
+        assert groups == sorted(groups, key=groups.index)  # neighbours
+        prompts = sum((batch.input_ids.shape[1] - 2 * batch.num_samples) // 3 for batch in step)
+        assert prompts == sum(len(set(batch.targets[1::2].tolist())) for batch in step)
+        seen.append(sorted(batch.targets.tolist() for batch in step))
+    assert len({str(step) for step in seen}) == len(seen)  # every pass is cut anew
+
+
 def test_a_process_whose_samples_all_take_part_in_nothing_sends_an_empty_batch():
     plan = schedule(accumulation=1)
     loader = RolloutLoader(Written(plan, 4, lambda request: None), plan, Collator(("completion",), 0))
