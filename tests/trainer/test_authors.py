@@ -72,7 +72,7 @@ def test_each_completion_is_that_of_its_author(tmp_path, engine, has_adapter):
         assert np.abs(own - reference).max() > 1e-2
         if rollout.request.sample % 2:
             assert np.abs(written(rollout) - reference).max() < 1e-4
-        else:  # bit for bit what it is where the policy writes all
+        else:  # what it is where the policy writes all; the last bits depend on how many are written at once
             assert rollout.completion_ids.tolist() == of_policy.completion_ids.tolist()
             np.testing.assert_allclose(written(rollout), written(of_policy), atol=1e-5)
 
