@@ -1,6 +1,7 @@
 """Writes what both sides load: tokenizers, models of a few thousand weights, adapters with one saved initialisation, rows.
 
     python -m benchmarks.parity.materials FOLDER
+    python -m benchmarks.parity.materials --fit     trains the models of fitted/ anew; then record everything (run.sh --record)
 
 Run with posttrain's own environment (it takes the tiny models of the test suite); the folder is then read by both sides.
 """
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 
 from benchmarks.parity.rows import ROWS, rows
 from tests import tiny
@@ -22,15 +24,24 @@ HERE = Path(__file__).resolve().parent
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"], "lora_dropout": 0.0}
 LORA_TASK = {"causal": "CAUSAL_LM", "reward": "SEQ_CLS"}
 MODELS = {
-    "causal": lambda: _fitted(tiny.causal_lm(seed=0)),
-    "other": lambda: _fitted(tiny.causal_lm(seed=0), steps=32),  # an explicit reference, near enough to be a rival
+    "causal": lambda: _fitted("causal"),
+    "other": lambda: _fitted("other"),  # an explicit reference, near enough to be a rival
     "flat": lambda: tiny.causal_lm(seed=0),  # all tokens about as likely
     "merging": lambda: tiny.causal_lm(seed=5, vocab_size=len(tiny.merging_tokenizer())),  # a teacher with other tokens
-    "llama": lambda: _fitted(tiny.causal_lm(seed=1, family="llama")),
-    "moe": lambda: _fitted(tiny.causal_lm(seed=2, family="qwen3_moe", output_router_logits=True)),
+    "llama": lambda: _fitted("llama"),
+    "moe": lambda: _fitted("moe"),
     "reward": lambda: _livelier(tiny.reward_model(seed=3)),
     "steps": lambda: _livelier(tiny.process_reward_model(seed=4)),
 }
+
+FITTED: dict[str, tuple[Any, int]] = {
+    "causal": (lambda: tiny.causal_lm(seed=0), 30),
+    "other": (lambda: tiny.causal_lm(seed=0), 32),
+    "llama": (lambda: tiny.causal_lm(seed=1, family="llama"), 30),
+    "moe": (lambda: tiny.causal_lm(seed=2, family="qwen3_moe", output_router_logits=True), 30),
+}
+"""Model -> how it begins, and the steps of its training."""
+WEIGHTS = HERE / "fitted"
 
 
 def write(folder: Path) -> None:
@@ -55,12 +66,24 @@ def write(folder: Path) -> None:
     done.touch()
 
 
-def _fitted(model: Any, steps: int = 30) -> Any:
-    """A little plain training, so that some tokens are predicted and `mean_token_accuracy` is not 0 everywhere.
+def _fitted(name: str) -> Any:
+    """A model after a little plain training, so that some tokens are predicted and `mean_token_accuracy` is not 0 everywhere.
 
-    SGD, not Adam: an update that is linear in the gradient does not blow up the last bit of another machine's sums.
+    Its weights are a file: thirty steps blow up the last bit of another machine's sums, and recorded numbers would hold on one kind
+    of CPU only.
     """
-    tokenizer = tiny.tokenizer()
+    make, _ = FITTED[name]
+    model = make()
+    model.load_state_dict(
+        {key: tensor.float() for key, tensor in load_file(WEIGHTS / f"{name}.safetensors").items()}, strict=False
+    )
+    return model
+
+
+def fit(name: str) -> None:
+    """Train it, and write its weights in bfloat16."""
+    make, steps = FITTED[name]
+    model, tokenizer = make(), tiny.tokenizer()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     for step in range(steps):
         ids = torch.tensor([tokenizer(row["text"])["input_ids"][:24] for row in rows("text", 8, start=100 + step)])
@@ -69,7 +92,11 @@ def _fitted(model: Any, steps: int = 30) -> Any:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return model
+    kept = {
+        key: tensor.detach().to(torch.bfloat16).clone() for key, tensor in model.named_parameters()
+    }  # tied ones once
+    WEIGHTS.mkdir(exist_ok=True)
+    save_file(kept, WEIGHTS / f"{name}.safetensors")
 
 
 def _livelier(model: Any) -> Any:
@@ -93,6 +120,10 @@ def _write_rows(path: Path, made: list[dict[str, Any]]) -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "--fit":
+        for one in FITTED:
+            fit(one)
+        raise SystemExit
     target = Path(sys.argv[1])
     target.mkdir(parents=True, exist_ok=True)
     write(target)
