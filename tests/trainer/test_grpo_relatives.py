@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import random
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 
-from posttrain import DPPOConfig, DPPOTrainer, GFPOConfig, GFPOTrainer, GRPOConfig, GRPOTrainer
+from posttrain import (
+    DPPOConfig,
+    DPPOTrainer,
+    GFPOConfig,
+    GFPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 from posttrain.losses.advantages import group_normalised
 from posttrain.losses.policy import TRUST_DIVERGENCES
 from posttrain.rollout.collector import Collected, GroupTable
@@ -68,6 +80,49 @@ def test_what_is_rewarded_becomes_more_frequent_under_gfpo(tmp_path):
     made.train()
     found = [entry["reward"] for entry in logged(tmp_path) if "reward" in entry]
     assert np.mean(found[-5:]) > np.mean(found[:5]) + 0.2
+
+
+def writer_of_letters(folder):
+    """A tiny model that writes 2 to 10 letters after any prompt."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choice("abcdef") for _ in range(rng.randint(2, 10))) for _ in range(160)]
+    data = Dataset.from_list([{"prompt": f"Say {'mnop'[i % 4]}", "completion": text} for i, text in enumerate(texts)])
+    args = SFTConfig(
+        output_dir=str(folder), max_steps=80, learning_rate=1e-2, lr_scheduler_type="constant", per_device_train_batch_size=32,
+        report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    made = SFTTrainer(tiny.causal_lm(), args, train_dataset=data, processing_class=tiny.tokenizer())
+    made.train()
+    return made.model
+
+
+def three_of_a(completions, **columns):
+    return [float(text.count("a") >= 3) for text in completions]
+
+
+def letters(completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+@pytest.mark.slow
+def test_gfpo_is_shorter_than_grpo_at_equal_reward(tmp_path):
+    """What is paid for is likelier in longer answers, so that GRPO's become as long as can be. GFPO compares the shortest half."""
+    writer, ends = writer_of_letters(tmp_path / "sft"), {}
+    asked = Dataset.from_list([{"prompt": f"Say {letter}"} for letter in "mnop"])
+    options = {
+        "per_device_train_batch_size": 64, "num_generations": 16, "max_completion_length": 12, "max_steps": 60,
+        "learning_rate": 2e-3, "lr_scheduler_type": "constant", "reward_weights": [1.0, 0.0], "reward_workers": 0, "beta": 0.0,
+        "report_to": "none", "save_strategy": "no", "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "seed": 1,
+    }  # fmt: skip
+    for kind, own in (("grpo", {}), ("gfpo", {"num_remains_in_group": 8})):
+        config = (GFPOConfig if own else GRPOConfig)(output_dir=str(tmp_path / kind), **options, **own)
+        given = (copy.deepcopy(writer), [three_of_a, letters], config, asked, None, tiny.tokenizer())
+        made = GFPOTrainer(*given, None, shortest) if own else GRPOTrainer(*given)
+        made.train()
+        found = [entry for entry in logged(tmp_path / kind) if "reward" in entry][-10:]
+        ends[kind] = [np.mean([entry[f"rewards/{name}/mean"] for entry in found]) for name in ("three_of_a", "letters")]
+    assert min(ends["grpo"][0], ends["gfpo"][0]) > 0.95
+    assert ends["gfpo"][1] < 0.7 * ends["grpo"][1]
 
 
 # ---- GFPO ----------------------------------------------------------------------------------------------------------------
