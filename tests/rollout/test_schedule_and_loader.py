@@ -190,7 +190,7 @@ def test_a_group_that_is_too_large_for_a_pass_is_cut():
 
 
 def test_a_shuffled_step_lays_the_samples_of_a_group_beside_each_other():
-    """4 prompts of 4 completions, cut anew in each pass into 2 steps of 2 micro-batches: prompts are shared as far as a step goes."""
+    """4 prompts of 4 completions, cut anew in each pass into 2 steps of 2 micro-batches: a step shares what prompts it can."""
     plan = Schedule.of(
         num_generations=4, batch_size=4, world_size=1, accumulation=2, steps_per_generation=4, num_iterations=3
     )
