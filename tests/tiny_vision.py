@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import util
 from typing import Any
@@ -30,6 +31,9 @@ QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 PILLOW = ("llava", "llava_next", "gemma3", "idefics3", "paligemma")  # built without torchvision
 FAMILIES = (*QWEN, *PILLOW, "smolvlm", "internvl")
 SIZES = ((60, 40), (30, 90), (50, 50))  # height, width
+
+
+Recipe = tuple[Any, Any, Callable[[], Any], str]  # class of the model, config, how to build the processor, mark
 
 
 @dataclass(frozen=True)
@@ -94,8 +98,16 @@ def template(mark: str) -> str:
 def vision_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **image_options: Any) -> TinyVision:
     """Model and processor of the family; `image_options` are options of its image processor's constructor."""
     needs_torchvision(family)
+    _, _, processor, mark = BUILDERS[family](family, image_options)
+    tiny = TinyVision(model_alone(family, seed, dtype), processor(), mark)
+    refuse_blind(tiny)
+    return tiny
+
+
+def model_alone(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """The model without its processor: needs no torchvision."""
     torch.manual_seed(seed)
-    model_class, config, processor, mark = BUILDERS[family](family, image_options)
+    model_class, config, _, _ = BUILDERS[family](family, {})
     model = model_class(config).to(dtype).eval()
     with torch.no_grad():  # at the default initialisation images hardly move the logits
         for parameter in model.parameters():
@@ -103,13 +115,22 @@ def vision_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32,
                 parameter.mul_(6)
         if family == "gemma3":  # starts at zero: the model would be blind
             model.model.multi_modal_projector.mm_input_projection_weight.normal_(0, 0.2)
-    return TinyVision(model, processor, mark)
+    return model
+
+
+def refuse_blind(tiny: TinyVision) -> None:
+    """No test may run on a model that does not see its images: another image must move the logits, and so must a swap."""
+    first, second, other = images((60, 60), (60, 60), (60, 60))
+    shown = tiny.logits(first, second)
+    for name, logits in (("another image", tiny.logits(other, second)), ("a swap", tiny.logits(second, first))):
+        moved = (logits - shown).abs().max().item()
+        assert moved > 0.1, f"{name} moves the logits of this {type(tiny.model).__name__} by {moved:.2g} only"
 
 
 def tiny_processor(family: str, **image_options: Any) -> Any:
     """The processor alone."""
     needs_torchvision(family)
-    return BUILDERS[family](family, image_options)[2]
+    return BUILDERS[family](family, image_options)[2]()
 
 
 def _text(tok: Any, **changes: Any) -> dict[str, Any]:
@@ -117,7 +138,7 @@ def _text(tok: Any, **changes: Any) -> dict[str, Any]:
     return {**TEXT, "vocab_size": len(tok), **ends, **changes}
 
 
-def _qwen(family: str, options: dict[str, Any]) -> tuple[Any, Any, Any, str]:
+def _qwen(family: str, options: dict[str, Any]) -> Recipe:
     import transformers
 
     tok = tokenizer(
@@ -155,16 +176,19 @@ def _qwen(family: str, options: dict[str, Any]) -> tuple[Any, Any, Any, str]:
         },
     )
     mark = "<|vision_start|><|image_pad|><|vision_end|>"
-    processor = getattr(transformers, f"{name}Processor")(
-        transformers.Qwen2VLImageProcessor(**{**pixels, **options}),
-        tok,
-        getattr(transformers, videos)(),
-        template(mark),
-    )
+
+    def processor() -> Any:
+        return getattr(transformers, f"{name}Processor")(
+            transformers.Qwen2VLImageProcessor(**{**pixels, **options}),
+            tok,
+            getattr(transformers, videos)(),
+            template(mark),
+        )
+
     return getattr(transformers, f"{name}ForConditionalGeneration"), config, processor, mark
 
 
-def _llava(family: str, options: dict[str, Any]) -> tuple[Any, Any, Any, str]:
+def _llava(family: str, options: dict[str, Any]) -> Recipe:
     import transformers
 
     tok = tokenizer(image_token="<image>")
@@ -179,21 +203,23 @@ def _llava(family: str, options: dict[str, Any]) -> tuple[Any, Any, Any, str]:
         vision_feature_select_strategy="default",
         **points,
     )
-    image_processor = _image_class("CLIP" if family == "llava" else "LlavaNext")
-    processor = getattr(transformers, f"{name}Processor")(
-        image_processor(
-            **{"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}, **points, **options}
-        ),
-        tok,
-        patch_size=14,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-        chat_template=template("<image>"),
-    )
+
+    def processor() -> Any:
+        return getattr(transformers, f"{name}Processor")(
+            _image_class("CLIP" if family == "llava" else "LlavaNext")(
+                **{"size": {"shortest_edge": 28}, "crop_size": {"height": 28, "width": 28}, **points, **options}
+            ),
+            tok,
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
+            chat_template=template("<image>"),
+        )
+
     return getattr(transformers, f"{name}ForConditionalGeneration"), config, processor, "<image>"
 
 
-def _gemma3(family: str, options: dict[str, Any]) -> tuple[Any, Any, Any, str]:
+def _gemma3(family: str, options: dict[str, Any]) -> Recipe:
     import transformers
 
     tok = tokenizer(image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>")
@@ -206,16 +232,19 @@ def _gemma3(family: str, options: dict[str, Any]) -> tuple[Any, Any, Any, str]:
         boi_token_index=tok.boi_token_id,
         eoi_token_index=tok.eoi_token_id,
     )
-    processor = transformers.Gemma3Processor(
-        _image_class("Gemma3")(**{"size": {"height": 56, "width": 56}, **options}),
-        tok,
-        image_seq_length=4,
-        chat_template=template("<start_of_image>"),
-    )
+
+    def processor() -> Any:
+        return transformers.Gemma3Processor(
+            _image_class("Gemma3")(**{"size": {"height": 56, "width": 56}, **options}),
+            tok,
+            image_seq_length=4,
+            chat_template=template("<start_of_image>"),
+        )
+
     return transformers.Gemma3ForConditionalGeneration, config, processor, "<start_of_image>"
 
 
-def _idefics(family: str, options: dict[str, Any]) -> tuple[Any, Any, Any, str]:
+def _idefics(family: str, options: dict[str, Any]) -> Recipe:
     import transformers
 
     name = {"idefics3": "Idefics3", "smolvlm": "SmolVLM"}[family]
@@ -235,19 +264,22 @@ def _idefics(family: str, options: dict[str, Any]) -> tuple[Any, Any, Any, str]:
         scale_factor=2,
         pad_token_id=tok.pad_token_id,
     )
-    videos = {"video_processor": transformers.SmolVLMVideoProcessor()} if family == "smolvlm" else {}
+    videos = (lambda: {"video_processor": transformers.SmolVLMVideoProcessor()}) if family == "smolvlm" else dict
     sizes = {"size": {"longest_edge": 112}, "max_image_size": {"longest_edge": 56}}
-    processor = getattr(transformers, f"{name}Processor")(
-        _image_class(name)(**{**sizes, **options}),
-        tok,
-        image_seq_len=4,
-        chat_template=template("<image>"),
-        **videos,
-    )
+
+    def processor() -> Any:
+        return getattr(transformers, f"{name}Processor")(
+            _image_class(name)(**{**sizes, **options}),
+            tok,
+            image_seq_len=4,
+            chat_template=template("<image>"),
+            **videos(),
+        )
+
     return getattr(transformers, f"{name}ForConditionalGeneration"), config, processor, "<image>"
 
 
-def _internvl(family: str, options: dict[str, Any]) -> tuple[Any, Any, Any, str]:
+def _internvl(family: str, options: dict[str, Any]) -> Recipe:
     import transformers
 
     tok = tokenizer(
@@ -263,22 +295,23 @@ def _internvl(family: str, options: dict[str, Any]) -> tuple[Any, Any, Any, str]
         image_seq_length=4,
         downsample_ratio=0.5,
     )
-    processor = transformers.InternVLProcessor(
-        transformers.GotOcr2ImageProcessor(**{"size": {"height": 56, "width": 56}, "max_patches": 4, **options}),
-        tok,
-        transformers.InternVLVideoProcessor(),
-        image_seq_length=4,
-        chat_template=template("<IMG_CONTEXT>"),
-    )
+
+    def processor() -> Any:
+        return transformers.InternVLProcessor(
+            transformers.GotOcr2ImageProcessor(**{"size": {"height": 56, "width": 56}, "max_patches": 4, **options}),
+            tok,
+            transformers.InternVLVideoProcessor(),
+            image_seq_length=4,
+            chat_template=template("<IMG_CONTEXT>"),
+        )
+
     return transformers.InternVLForConditionalGeneration, config, processor, "<IMG_CONTEXT>"
 
 
-def _paligemma(family: str, options: dict[str, Any]) -> tuple[Any, Any, Any, str]:
+def _paligemma(family: str, options: dict[str, Any]) -> Recipe:
     import transformers
 
     tok = tokenizer(image_token="<image>")
-    image_processor = _image_class("Siglip")(**{"size": {"height": 56, "width": 56}, **options})
-    image_processor.image_seq_length = 16
     config = transformers.PaliGemmaConfig(
         text_config=_text(tok, model_type="gemma", head_dim=8, vocab_size=len(tok) + 1152),
         vision_config=TOWER
@@ -287,7 +320,12 @@ def _paligemma(family: str, options: dict[str, Any]) -> tuple[Any, Any, Any, str
         projection_dim=32,
         hidden_size=32,
     )
-    processor = transformers.PaliGemmaProcessor(image_processor, tok, chat_template=template("<image>"))
+
+    def processor() -> Any:
+        image_processor = _image_class("Siglip")(**{"size": {"height": 56, "width": 56}, **options})
+        image_processor.image_seq_length = 16
+        return transformers.PaliGemmaProcessor(image_processor, tok, chat_template=template("<image>"))
+
     return transformers.PaliGemmaForConditionalGeneration, config, processor, "<image>"
 
 

@@ -18,6 +18,4 @@ def make_importable() -> None:
     if "cpu" in metadata.version("torchvision") or hasattr(torch.ops.torchvision, "nms"):
         return
     for name in ("nms", "qnms"):
-        torch.library.define(
-            f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        )
+        torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -22,7 +22,7 @@ class VisionFamily:
     forward_keys: tuple[str, ...]  # arguments of `forward` that hold images; the first has the pixels
     # What `ImageLayout.grid` counts: (t, rows, columns) of patches; (rows, columns) of tiles, (0, 0) where the image is not
     # split, and one view of the whole beside them; or (tiles,), the view of the whole included.
-    grid: Literal["patches", "tile_rows", "tiles"]
+    grid_of: Literal["patches", "tile_rows", "tiles"]
     # What `get_image_features` returns: a list or tuple with an item per image, or one tensor with a row per tile.
     features: Literal["per_image", "per_tile"]
     tower: str  # names of modules and parameters, as `named_parameters` of the causal model has them
@@ -45,7 +45,7 @@ class VisionFamily:
 
     def pixel_rows(self, grid: tuple[int, ...]) -> int:
         """How many rows of the pixels belong to an image of this grid: no family's batch says so for all of its images."""
-        if self.grid == "tile_rows":
+        if self.grid_of == "tile_rows":
             return math.prod(grid) + 1
         return math.prod(grid)
 

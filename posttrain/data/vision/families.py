@@ -15,7 +15,7 @@ def _qwen(model_type: str, processor_class: str, **more: Any) -> VisionFamily:
         model_type=model_type,
         processor_class=processor_class,
         forward_keys=("pixel_values", "image_grid_thw"),
-        grid="patches",
+        grid_of="patches",
         features="per_image",
         tower="model.visual",
         language_models=("model.language_model", "lm_head"),
@@ -29,7 +29,7 @@ def _tiled(model_type: str, processor_class: str, **more: Any) -> VisionFamily:
     """The form that most families share: a tower, a projector and a language model side by side, and counted tiles."""
     shared: dict[str, Any] = {
         "forward_keys": ("pixel_values",),
-        "grid": "tiles",
+        "grid_of": "tiles",
         "features": "per_tile",
         "tower": "model.vision_tower",
         "projectors": ("model.multi_modal_projector",),
@@ -44,7 +44,7 @@ def _idefics(model_type: str, processor_class: str) -> VisionFamily:
         model_type,
         processor_class,
         forward_keys=("pixel_values", "pixel_attention_mask"),
-        grid="tile_rows",
+        grid_of="tile_rows",
         tower="model.vision_model",
         projectors=("model.connector",),
         language_models=("model.text_model", "lm_head"),
@@ -119,5 +119,5 @@ def vision_family(model_type: str, processor: Any) -> VisionFamily:
         placeholder=placeholder,
         placeholder_id=vocabulary[placeholder],
         forbidden_ids=tuple(sorted(set(known))),
-        merge_size=processor.image_processor.merge_size if family.grid == "patches" else 1,
+        merge_size=processor.image_processor.merge_size if family.grid_of == "patches" else 1,
     )

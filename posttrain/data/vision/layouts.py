@@ -27,7 +27,7 @@ class ImageLayout:
 
     text: str  # takes the place of the mark that the template wrote
     placeholders: int  # how often the family's placeholder stands in it: one for each feature
-    grid: tuple[int, ...]  # see `VisionFamily.grid`
+    grid: tuple[int, ...]  # see `VisionFamily.grid_of`
 
 
 def image_options(
@@ -51,7 +51,10 @@ def image_options(
                 f"image_processor_kwargs has {name!r}, which {type(image_processor).__name__} does not have. "
                 f"Its options: {', '.join(known)}."
             )
-    limits = {"shortest_edge": min_pixels, "longest_edge": max_pixels}
+    limits = {
+        "shortest_edge": options.pop("min_pixels", min_pixels),
+        "longest_edge": options.pop("max_pixels", max_pixels),
+    }
     limits = {edge: pixels for edge, pixels in limits.items() if pixels is not None}
     if limits and family.grid != "patches":
         raise ValueError(
@@ -119,9 +122,9 @@ class ImageLayouts:
         return ImageLayout(text, text.count(self.family.placeholder), grid)
 
     def _grid(self, inputs: Mapping[str, Any], text: str) -> tuple[int, ...]:
-        if self.family.grid == "patches":
+        if self.family.grid_of == "patches":
             return tuple(int(number) for number in inputs["image_grid_thw"][0])
-        if self.family.grid == "tile_rows":
+        if self.family.grid_of == "tile_rows":
             tiles = [(int(row), int(column)) for row, column in _TILE_MARK.findall(text)]
             return max(tiles, default=(0, 0))
         pixels = inputs["pixel_values"]
