@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 # Height and width of the blank images that a formula is compared on: tiny, thin, square, just beside round numbers, large.
 EXTREMES = (
-    *((2, 2), (4, 500), (500, 4), (13, 57), (56, 56), (57, 56), (64, 2000), (2000, 64)),
+    *((2, 2), (8, 300), (300, 8), (13, 57), (56, 56), (57, 56), (64, 2000), (2000, 64)),
     *((224, 224), (336, 337), (672, 335), (480, 1921), (1921, 480), (1000, 1000), (1365, 1024), (1500, 1501)),
 )
 _TILE_MARK = re.compile(r"<row_(\d+)_col_(\d+)>")
@@ -56,7 +56,7 @@ def image_options(
         "longest_edge": options.pop("max_pixels", max_pixels),
     }
     limits = {edge: pixels for edge, pixels in limits.items() if pixels is not None}
-    if limits and family.grid != "patches":
+    if limits and family.grid_of != "patches":
         raise ValueError(
             f"min_pixels and max_pixels do not exist for models of type {family.model_type!r}: their image processor does "
             "not choose a number of pixels. Use image_max_pixels, which shrinks images before it."
@@ -134,7 +134,7 @@ class ImageLayouts:
         """An option as the image processor gets it: of the call, else the processor's default, else its own."""
         if name in self.options:
             return self.options[name]
-        defaults = self.processor.valid_processor_kwargs._defaults.get("images_kwargs") or {}
+        defaults = getattr(self.processor.valid_processor_kwargs, "_defaults", {}).get("images_kwargs") or {}
         return defaults[name] if name in defaults else getattr(self.processor.image_processor, name, None)
 
     def _why_not_computed(self) -> str | None:
