@@ -141,21 +141,15 @@ def test_a_family_without_a_formula_is_measured_once_per_size(monkeypatch: pytes
     assert runs == [(30, 90), (31, 93)]
 
 
-def test_options_of_one_set_do_not_reach_another() -> None:
+def test_pan_and_scan_by_hand_and_for_who_asked_for_it_alone() -> None:
+    """160 / 40 = 4 crops of 40 x 40 beside the whole image, four placeholders each, in the sentence that Gemma writes."""
     processor = tiny_processor("gemma3")
     family = vision_family("gemma3", processor)
-    scanned = ImageLayouts(family, processor, SCAN)
-    plain = ImageLayouts(family, processor)
-    assert scanned.layout(40, 160).grid == (5,)
-    assert plain.layout(40, 160).grid == (1,)
-    assert ImageLayouts(family, tiny_processor("gemma3")).layout(40, 160).grid == (1,)
-
-
-def test_pan_and_scan_by_hand() -> None:
-    """160 / 40 = 4 crops of 40 x 40 beside the whole image, four placeholders each, in the sentence that Gemma writes."""
-    layout = layouts("gemma3", SCAN).layout(40, 160)
+    layout = ImageLayouts(family, processor, {**SCAN, "pan_and_scan_min_ratio_to_activate": 1.2}).layout(40, 160)
+    assert layout.grid == (5,)
     assert layout.placeholders == 5 * 4
     assert layout.text.startswith("Here is the original image \n\n<start_of_image><image_soft_token>")
+    assert ImageLayouts(family, processor).layout(40, 160).grid == (1,)
 
 
 def test_tiles_by_hand() -> None:

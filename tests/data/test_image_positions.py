@@ -76,14 +76,14 @@ def test_images_that_overlap_or_reach_beyond_the_row_are_refused(starts: list[in
 
 
 @pytest.mark.parametrize("family", QWEN)
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(parts=PARTS, tail=st.integers(1, 9), left=st.integers(0, 3))
 def test_positions_equal_the_models(family: str, parts: Parts, tail: int, left: int) -> None:
     assert (row(parts, tail) == by_the_model(family, parts, tail, left)).all()
 
 
 @pytest.mark.parametrize("family", QWEN)
-@settings(max_examples=30)
+@settings(max_examples=25)
 @given(prompt=PARTS, written=st.integers(1, 9), more=PARTS, tail=st.integers(1, 9))
 def test_rows_that_grow_equal_rows_at_once(family: str, prompt: Parts, written: int, more: Parts, tail: int) -> None:
     """A prompt, a completion, and what a tool returned, with images of its own."""

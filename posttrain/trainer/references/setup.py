@@ -235,9 +235,7 @@ class ReferenceSetup:
 
     def _loaded(self, model: Any, task: str, options: LoadOptions) -> LoadedModel:
         args, policy = self.args, self.policy
-        if isinstance(
-            model, nn.Module
-        ):  # as it is: its dtype and its adapter are the caller's; how its layers are run is not
+        if isinstance(model, nn.Module):  # as it is: its dtype and its adapter are the caller's; how its layers are run is not
             has_own_layers = is_peft_model(model) or is_quantized(innermost_model(model))
             options = LoadOptions(device=args.device, layer_kernels=(PLAIN if has_own_layers else policy.kernels,))
         is_shared = policy.layout == SHARED  # one that cannot share prefixes runs ragged
