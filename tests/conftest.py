@@ -35,6 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     import torch
 
+    from tests.torchvision_on_cpu import make_importable
+
+    make_importable()
     torch.set_num_threads(1)
     # Where there is none, torch would keep each seed for later, with the stack of whoever gave it.
     for absent in (torch.cuda, torch.xpu, torch.mtia):
