@@ -30,8 +30,17 @@ def refusal(payload, limits=ANY):
     with pytest.raises(BadImage) as caught:
         open_image(payload, limits)
     sentence = str(caught.value)
-    assert sentence[-1] == "." and " " in sentence and len(sentence) < 600
+    assert sentence[-1] == "."
+    assert " " in sentence
+    assert len(sentence) < 600
     return caught.value.kind, sentence
+
+
+def kind_or_picture(payload, limits=ANY):
+    try:
+        return None, open_image(payload, limits).rgb()
+    except BadImage as error:
+        return error.kind, None
 
 
 BAD = {
@@ -62,7 +71,7 @@ BAD = {
     "array of two channels": (noise(8, 8, 2), "image_type", "(8, 8, 2)"),
     "array of four axes": (PICTURE[None], "image_type", "(1, 64, 80, 3)"),
     "array that may lie either way": (noise(3, 100, 4), "image_type", "(channels, H, W) or (H, W, channels)"),
-    "empty array": (np.zeros((0, 5, 3), np.uint8), "image_too_small", "no pixels"),
+    "empty array": (np.zeros((0, 5, 3), np.uint8), "image_too_small", "0 x 5"),
     "empty PIL image": (Image.new("RGB", (5, 0)), "image_too_small", "0 x 5"),
     "1 x 4000": (encoded(noise(1, 4000)), "image_too_small", "1 x 4000"),
     "1 x 4000 array": (noise(1, 4000), "image_too_small", "1 x 4000"),
@@ -93,7 +102,9 @@ def test_bombs_are_found_in_the_header():
     assert refusal(huge(50_000, 50_000), HEADERS)[0] == "image_bomb"  # where Pillow raises itself
     with warnings.catch_warnings(action="ignore", category=Image.DecompressionBombWarning):
         kind, sentence = refusal(huge(10_000, 10_000), HEADERS)  # where Pillow warns
-    assert kind == "image_bomb" and "10,000 x 10,000" in sentence and "64,000,000" in sentence
+    assert kind == "image_bomb"
+    assert "10,000 x 10,000" in sentence
+    assert "64,000,000" in sentence
     with warnings.catch_warnings(action="error", category=Image.DecompressionBombWarning):
         assert refusal(huge(10_000, 10_000), HEADERS)[0] == "image_bomb"
     assert refusal(huge(8_001, 8_000), HEADERS)[0] == "image_bomb"  # where Pillow would say nothing
@@ -132,7 +143,8 @@ def test_nothing_outside_of_the_root_is_opened(tmp_path):
         assert open_image(path, limits).size == (64, 80)
     for path in ("../images_of_others/b.png", outside / "b.png", "link.png", "folder/b.png", "/etc/passwd", ".."):
         kind, sentence = refusal(path, limits)
-        assert kind == "image_path_outside" and "`image_root`" in sentence
+        assert kind == "image_path_outside"
+        assert "`image_root`" in sentence
         assert refusal({"bytes": None, "path": os.fspath(path)}, limits)[0] == "image_path_outside"
     assert refusal("loop", limits)[0] == "image_missing"
     assert open_image({"bytes": PNG, "path": "/etc/passwd"}, limits).format == "PNG"  # only a name
@@ -198,12 +210,8 @@ def test_a_cut_file_is_refused_or_whole(format, share, repairs):
     whole = np.asarray(open_image(data, ANY).rgb())
     ImageFile.LOAD_TRUNCATED_IMAGES = repairs
     try:
-        try:
-            found = open_image(data[: int(share * len(data))], ANY)
-        except BadImage as error:
-            assert error.kind in ("image_truncated", "image_empty", "image_format")
-        else:
-            assert np.array_equal(found.rgb(), whole)
+        kind, found = kind_or_picture(data[: int(share * len(data))])
+        assert kind in ("image_truncated", "image_empty", "image_format") or np.array_equal(found, whole)
         assert ImageFile.LOAD_TRUNCATED_IMAGES is repairs
     finally:
         ImageFile.LOAD_TRUNCATED_IMAGES = False
@@ -237,7 +245,8 @@ def test_repairs_stay_off_until_the_last_thread_has_decoded(monkeypatch):
         thread.start()
     for thread in threads:
         thread.join()
-    assert kinds == ["image_truncated"] * 200 and ImageFile.LOAD_TRUNCATED_IMAGES is True
+    assert kinds == ["image_truncated"] * 200
+    assert ImageFile.LOAD_TRUNCATED_IMAGES is True
 
 
 @given(st.sampled_from(sorted(FILES)), st.data())
@@ -247,13 +256,11 @@ def test_damaged_bytes_are_a_picture_or_a_bad_image(format, data):
         place = data.draw(st.integers(0, len(damaged) - 1))
         damaged[min(place, data.draw(st.sampled_from([place, place % 64])))] = data.draw(st.integers(0, 255))
     with warnings.catch_warnings(action="ignore"):
-        try:
-            source = open_image(bytes(damaged), ImageLimits(bomb_pixels=10_000_000))
-        except BadImage as error:
-            assert error.kind.startswith("image_") and str(error)
-        else:
-            picture = source.rgb()
-            assert (picture.mode, picture.height, picture.width) == ("RGB", *source.size)
+        kind, found = kind_or_picture(bytes(damaged), ImageLimits(bomb_pixels=10_000_000))
+    assert (
+        kind in ("image_truncated", "image_format", "image_mode", "image_bomb", "image_too_small")
+        or found.mode == "RGB"
+    )
 
 
 def test_a_bad_image_travels_between_processes():
@@ -270,5 +277,6 @@ def test_limits_must_make_sense(wrong):
 
 
 def test_auto_decodes_small_datasets():
-    assert ANY.for_images(20_000).check == "decode" and ANY.for_images(20_001).check == "header"
+    assert ANY.for_images(20_000).check == "decode"
+    assert ANY.for_images(20_001).check == "header"
     assert HEADERS.for_images(1).check == "header"

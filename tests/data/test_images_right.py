@@ -1,4 +1,4 @@
-"""Images that must be decoded to the right pixels, compared with pictures made by hand; what naive decoding makes of them is beside."""
+"""Images that must be decoded to the right pixels, compared with pictures made by hand, and with what naive decoding gives."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def test_transparent_pixels_show_white(format):
     data = encoded(picture, format, **({"lossless": True, "exact": True} if format == "WEBP" else {}))
     found = pixels(data)
     assert np.abs(found - on_white(picture[..., :3], picture[..., 3])).max() <= 1
-    assert (found[0] == 255).all() and np.array_equal(found[1], picture[1, :, :3])
+    assert (found[0] == 255).all()
+    assert np.array_equal(found[1], picture[1, :, :3])
     assert np.array_equal(naive(data)[0], picture[0, :, :3])  # whatever colour lies below
     assert np.array_equal(pixels(picture), found)
 
@@ -59,7 +60,8 @@ def test_grey_with_alpha():
     found = pixels(encoded(Image.fromarray(picture)))
     assert open_image(encoded(Image.fromarray(picture)), ANY).mode == "LA"
     assert found[..., 0].tolist() == [[255, 0], [255, 200]]
-    assert (found[..., 0] == found[..., 1]).all() and (found[..., 1] == found[..., 2]).all()
+    assert (found[..., 0] == found[..., 1]).all()
+    assert (found[..., 1] == found[..., 2]).all()
 
 
 @pytest.mark.parametrize("format", ["PNG", "GIF"])
@@ -124,10 +126,12 @@ def test_cmyk():
     cmyk = Image.frombytes("CMYK", (32, 16), inks.tobytes())
     for data in (encoded(cmyk, "TIFF"), encoded(cmyk, "JPEG", quality=100), cmyk):
         found = pixels(data).astype(int)
-        assert np.abs(found[4, 8] - WHITE).max() < 4 and np.abs(found[12, 8]).max() < 4
+        assert np.abs(found[4, 8] - WHITE).max() < 4
+        assert np.abs(found[12, 8]).max() < 4
         assert np.abs(found[4, 24] - [0, 255, 255]).max() < 4
     plain, with_profile = encoded(cmyk, "TIFF"), encoded(cmyk, "TIFF", icc_profile=b"a profile")
-    assert not open_image(plain, ANY).ignores_profile and open_image(with_profile, ANY).ignores_profile
+    assert not open_image(plain, ANY).ignores_profile
+    assert open_image(with_profile, ANY).ignores_profile
     assert np.array_equal(pixels(plain), pixels(with_profile))
 
 
@@ -204,7 +208,9 @@ def test_the_first_frame_of_an_animation(format):
 def test_a_jpeg_that_holds_others_is_a_jpeg():
     frames = [Image.new("RGB", (8, 6), colour) for colour in ("red", "blue")]
     source = open_image(encoded(frames[0], "MPO", save_all=True, append_images=frames[1:]), ANY)
-    assert source.format == "JPEG" and source.has_more_frames and np.abs(np.asarray(source.rgb())[0, 0] - RED).max() < 4
+    assert source.format == "JPEG"
+    assert source.has_more_frames
+    assert np.abs(np.asarray(source.rgb())[0, 0] - RED).max() < 4
 
 
 def test_all_kinds_of_payloads(tmp_path):
@@ -255,7 +261,8 @@ def test_a_source_travels_between_processes(form, tmp_path):
     payload = {"bytes": encoded(noise()), "file": tmp_path / "a.png", "pixels": noise()}[form]
     source = open_image(payload, ImageLimits(check="header", max_pixels=100))
     copied = pickle.loads(pickle.dumps(source))
-    assert copied.key == source.key and np.array_equal(copied.rgb(), source.rgb())
+    assert copied.key == source.key
+    assert np.array_equal(copied.rgb(), source.rgb())
 
 
 def test_headers_decode_nothing(monkeypatch):

@@ -160,9 +160,7 @@ def _split(url: str) -> tuple[Address, str]:
     """Server, and path with query, in ASCII."""
     try:
         parts = urlsplit(url)
-        host = (
-            (parts.hostname or "").encode("idna").decode() if not (parts.hostname or "").isascii() else parts.hostname
-        )
+        host = (parts.hostname or "").encode("idna").decode()
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:  # UnicodeError is one
         raise BadImage("image_url", f"{_short(url)} is not a URL: {error}.") from error

@@ -85,16 +85,11 @@ def _of_array(pixels: np.ndarray | torch.Tensor) -> Image.Image:
     array = pixels.detach().cpu().numpy() if isinstance(pixels, torch.Tensor) else pixels
     first, last = (array.ndim == 3 and array.shape[axis] in (3, 4) for axis in (0, 2))
     if first and last:
-        raise BadImage(
-            "image_type",
-            f"An array of shape {array.shape} may be (channels, H, W) or (H, W, channels): give a PIL image instead.",
-        )
+        which = "(channels, H, W) or (H, W, channels)"
+        raise BadImage("image_type", f"An array of shape {array.shape} may be {which}: give a PIL image instead.")
     if array.ndim != 2 and not first and not last:
-        raise BadImage(
-            "image_type", f"An array of pixels has shape {array.shape}; it must be (H, W), (H, W, 3) or (3, H, W)."
-        )
-    if not array.size:
-        raise BadImage("image_too_small", f"An array of shape {array.shape} has no pixels.")
+        known = "(H, W), (H, W, 3) or (3, H, W)"
+        raise BadImage("image_type", f"An array of pixels has shape {array.shape}; it must be {known}.")
     return Image.fromarray(np.ascontiguousarray(array.transpose(1, 2, 0) if first else array))
 
 
@@ -115,10 +110,8 @@ def _of_url(url: str, limits: ImageLimits, may_download: bool) -> bytes:
     if url.partition(":")[0].lower() not in ("http", "https"):
         raise BadImage("image_url", f"{url[:200]} is not an http or https URL: no other is downloaded.")
     if not limits.allow_urls:
-        raise BadImage(
-            "image_url",
-            f"{url.partition('?')[0]} is a URL, and images are not downloaded unless `allow_image_urls` is set.",
-        )
+        short = url.partition("?")[0]
+        raise BadImage("image_url", f"{short} is a URL: images are not downloaded unless `allow_image_urls` is set.")
     from posttrain.data.images.downloads import downloaded  # brings the HTTP client
 
     return downloaded(url, limits, may_download)
