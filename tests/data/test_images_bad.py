@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import pickle
 import socket
@@ -76,10 +77,12 @@ BAD = {
     "1 x 4000": (encoded(noise(1, 4000)), "image_too_small", "1 x 4000"),
     "1 x 4000 array": (noise(1, 4000), "image_too_small", "1 x 4000"),
     "missing file": ("/nowhere/at/all.png", "image_missing", "/nowhere/at/all.png"),
-    "NUL in a path": ("a\0b.png", "image_missing", "name of a file"),
+    "NUL in a path": ("a\0b.png", "image_missing", "cannot be a path"),
+    "half a character in a path": ("a\ud800.png", "image_missing", "cannot be a path"),
+    "base64 without a URL": (base64.b64encode(PNG).decode(), "image_missing", "data URL"),
     "folder": ("/", "image_not_a_file", "plain file"),
     "device": ("/dev/zero", "image_not_a_file", "plain file"),
-    "URL while off": ("https://example.com/a.png?token=secret", "image_url", "`allow_image_urls`"),
+    "URL while off": ("https://me:secret@example.com/a.png?token=secret", "image_url", "`allow_image_urls`"),
     "file URL": ("file:///etc/passwd", "image_url", "not an http or https URL"),
     "data URL without a comma": ("data:image/png;base64", "image_url", "no comma"),
     "data URL of no base64": ("data:image/png;base64,####", "image_url", "cannot be read"),

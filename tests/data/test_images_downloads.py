@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from contextlib import contextmanager
+from urllib.parse import unquote
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         """/to/3: three redirects, then the picture; /to?URL: to that URL."""
         count, _, elsewhere = self.path.removeprefix("/to").lstrip("/").partition("?")
         self.send_response(302)
-        self.send_header("Location", elsewhere or ("/picture" if count == "1" else f"/to/{int(count) - 1}"))
+        self.send_header("Location", unquote(elsewhere) or ("/picture" if count == "1" else f"/to/{int(count) - 1}"))
         self.send_header("Set-Cookie", "session=1")
         self.end_headers()
 
@@ -225,6 +226,7 @@ class TestDownloads:
         with serving() as (server, base):
             source = open_image(f"{base}/picture", limits)
             (kept,) = (path for path in limits.download_folder.iterdir() if path.suffix != ".json")
+            (record,) = limits.download_folder.glob("*.json")
             kept.write_bytes(b"damaged")
             with pytest.raises(BadImage, match="prepare the dataset again") as caught:
                 reopen_image(f"{base}/picture", limits, source.key)
@@ -232,6 +234,9 @@ class TestDownloads:
             assert len(server.asked) == 1
             assert open_image(f"{base}/picture", limits).key == source.key
             assert len(server.asked) == 2
+            record.write_text("{")
+            assert open_image(f"{base}/picture", limits).key == source.key
+            assert len(server.asked) == 3
 
     def test_three_redirects_and_no_more(self, limits):
         with serving() as (server, base):
@@ -250,6 +255,7 @@ class TestDownloads:
             "//169.254.169.254/latest/meta-data",
             "file:///etc/passwd",
             "http://a:b@8.8.8.8/",
+            "http://[x",
         ],
     )
     def test_redirects_are_checked_as_the_first_address_is(self, elsewhere, limits):

@@ -105,6 +105,14 @@ def test_sixteen_bits_are_scaled():
     assert pixels(transparent)[..., 0].tolist() == [[0, 255]] * 2
 
 
+def test_twelve_bits_are_scaled():
+    """A TIFF file of one row twice: 0, 4,095, 2,048, 16 in six bytes."""
+    tags = [(256, 4), (257, 2), (258, 12), (259, 1), (262, 1), (273, 122), (277, 1), (278, 2), (279, 12)]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    data = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4) + bytes.fromhex("000fff800010") * 2
+    assert pixels(data)[..., 0].tolist() == [[0, 255, 128, 1]] * 2
+
+
 def test_sixteen_bit_colour():
     rows = b"".join(b"\0" + struct.pack(">6H", 0, 256, 65_535, 0x8000, 0xFF00, 0x00FF) for _ in range(2))
     assert pixels(png(2, 2, 16, 2, rows))[0].tolist() == [[0, 1, 255], [128, 255, 0]]
@@ -267,6 +275,6 @@ def test_a_source_travels_between_processes(form, tmp_path):
 
 def test_headers_decode_nothing(monkeypatch):
     files = [encoded(noise(), format) for format in ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")]
-    monkeypatch.setattr(ImageFile.ImageFile, "load", None)
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail(f"{image.format} was decoded"))
     for data in files:
         assert open_image(data, HEADERS).size == (12, 20)

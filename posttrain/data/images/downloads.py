@@ -23,7 +23,7 @@ import xxhash
 
 from posttrain.core import __version__
 from posttrain.core.transport import Address, Link
-from posttrain.data.images.limits import BadImage, ImageLimits
+from posttrain.data.images.limits import BadImage, ImageLimits, shown
 
 CONNECT_SECONDS, WHOLE_SECONDS = 10.0, 60.0
 MAX_REDIRECTS = 3
@@ -38,7 +38,7 @@ def downloaded(url: str, limits: ImageLimits, may_download: bool = True) -> byte
     data = _kept(record, url)
     if data is None:
         if not may_download:
-            raise BadImage("image_changed", f"{_short(url)} is not in {folder} any more: prepare the dataset again.")
+            raise BadImage("image_changed", f"{shown(url)} is not in {folder} any more: prepare the dataset again.")
         data = _download(url, limits)
         folder.mkdir(parents=True, exist_ok=True)
         key = xxhash.xxh3_128_hexdigest(data)
@@ -51,12 +51,13 @@ def _kept(record: Path, url: str) -> bytes | None:
     """What an earlier run downloaded; None where there is nothing, or a damaged file."""
     if not record.exists():
         return None
-    known = json.loads(record.read_bytes())
-    kept = record.with_name(known["key"])
-    if known["url"] != url or not kept.exists():
+    try:
+        known = json.loads(record.read_bytes())
+        kept = record.with_name(known["key"])
+    except (ValueError, KeyError, TypeError):  # a disk that was full, an older layout: it is written again
         return None
-    data = kept.read_bytes()
-    return data if xxhash.xxh3_128_hexdigest(data) == known["key"] else None
+    data = kept.read_bytes() if kept.exists() else b""
+    return data if known["url"] == url and xxhash.xxh3_128_hexdigest(data) == known["key"] else None
 
 
 def _write(path: Path, data: bytes) -> None:
@@ -118,14 +119,17 @@ def _download(url: str, limits: ImageLimits) -> bytes:
         except httpcore.TimeoutException as error:
             raise BadImage(
                 "image_download",
-                f"{_short(here)} was not downloaded in time ({CONNECT_SECONDS:g} s to connect, {WHOLE_SECONDS:g} s in all).",
+                f"{shown(here)} was not downloaded in time ({CONNECT_SECONDS:g} s to connect, {WHOLE_SECONDS:g} s in all).",
             ) from error
         except (httpcore.NetworkError, httpcore.ProtocolError, OSError) as error:
-            raise BadImage("image_download", f"{_short(here)} was not downloaded ({error}).") from error
+            raise BadImage("image_download", f"{shown(here)} was not downloaded ({error}).") from error
         if moved is None:
             return data
-        here = urljoin(here, moved)
-    raise BadImage("image_download", f"{_short(url)} was redirected more than {MAX_REDIRECTS} times.")
+        try:
+            here = urljoin(here, moved)
+        except ValueError as error:
+            raise BadImage("image_url", f"{shown(here)} is redirected to what is not a URL: {error}.") from error
+    raise BadImage("image_download", f"{shown(url)} was redirected more than {MAX_REDIRECTS} times.")
 
 
 def _ask(url: str, deadline: float, limits: ImageLimits) -> tuple[str | None, bytes]:
@@ -141,14 +145,14 @@ def _ask(url: str, deadline: float, limits: ImageLimits) -> tuple[str | None, by
             if reply.status in REDIRECTS and b"location" in answered:
                 return answered[b"location"], b""
             if reply.status != 200:
-                raise BadImage("image_download", f"{_short(url)} answered with status {reply.status}.")
+                raise BadImage("image_download", f"{shown(url)} answered with status {reply.status}.")
             body = bytearray()
             for piece in reply.iter_stream():
                 body += piece
                 if len(body) > limits.max_bytes:
                     raise BadImage(
                         "image_too_large",
-                        f"{_short(url)} has more than {limits.max_bytes:,} bytes, which is what `max_image_bytes` allows.",
+                        f"{shown(url)} has more than {limits.max_bytes:,} bytes, which is what `max_image_bytes` allows.",
                     )
             return None, bytes(body)
     finally:
@@ -162,19 +166,14 @@ def _split(url: str) -> tuple[Address, str]:
         parts = urlsplit(url)
         host = (parts.hostname or "").encode("idna").decode()
         port = parts.port or (443 if parts.scheme == "https" else 80)
+        path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
+        query = quote(parts.query, safe="/%:@!$&'()*+,;=~?")
     except ValueError as error:  # UnicodeError is one
-        raise BadImage("image_url", f"{_short(url)} is not a URL: {error}.") from error
+        raise BadImage("image_url", f"{shown(url)} is not a URL: {error}.") from error
     if parts.scheme not in ("http", "https") or not host:
-        raise BadImage("image_url", f"{_short(url)} is not an http or https URL: no other is downloaded.")
+        raise BadImage("image_url", f"{shown(url)} is not an http or https URL: no other is downloaded.")
     if parts.username is not None or parts.password is not None:
         raise BadImage(
             "image_url", f"A URL of {host} has a user name or a password in it: such URLs are not downloaded."
         )
-    path = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~")
-    query = quote(parts.query, safe="/%:@!$&'()*+,;=~?")
     return Address(parts.scheme, host, port, ""), f"{path}?{query}" if query else path
-
-
-def _short(url: str) -> str:
-    """Without its query, which may hold a signature."""
-    return url.partition("?")[0][:200]

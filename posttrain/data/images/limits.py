@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 
 AUTO, DECODE, HEADER = "auto", "decode", "header"
@@ -25,6 +26,11 @@ class BadImage(ValueError):
 
     def __str__(self) -> str:
         return self.args[1]
+
+
+def shown(url: str) -> str:
+    """A URL for messages: without its query, which may hold a signature, and without a password."""
+    return re.sub(r"//[^/]*@", "//", url.partition("?")[0])[:200]
 
 
 @dataclass(frozen=True)

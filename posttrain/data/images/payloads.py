@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from PIL import Image
 
-from posttrain.data.images.limits import BadImage, ImageLimits
+from posttrain.data.images.limits import BadImage, ImageLimits, shown
 
+LONGEST_PATH = 4096
 SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
 
 
@@ -62,7 +63,7 @@ def content_of(payload: Any, limits: ImageLimits, may_download: bool) -> tuple[C
     if isinstance(payload, str) and payload[:5].lower() == "data:":
         return _within_limit(_of_data_url(payload, limits), name := "the image in a data URL", limits), name
     if isinstance(payload, str) and SCHEME.match(payload):
-        return _within_limit(_of_url(payload, limits, may_download), name := payload.partition("?")[0], limits), name
+        return _within_limit(_of_url(payload, limits, may_download), name := shown(payload), limits), name
     if isinstance(payload, str | os.PathLike):
         return _of_path(os.fsdecode(payload), limits)
     raise BadImage(
@@ -108,18 +109,25 @@ def _of_data_url(url: str, limits: ImageLimits) -> bytes:
 
 def _of_url(url: str, limits: ImageLimits, may_download: bool) -> bytes:
     if url.partition(":")[0].lower() not in ("http", "https"):
-        raise BadImage("image_url", f"{url[:200]} is not an http or https URL: no other is downloaded.")
+        raise BadImage("image_url", f"{shown(url)} is not an http or https URL: no other is downloaded.")
     if not limits.allow_urls:
-        short = url.partition("?")[0]
-        raise BadImage("image_url", f"{short} is a URL: images are not downloaded unless `allow_image_urls` is set.")
+        raise BadImage(
+            "image_url", f"{shown(url)} is a URL: images are not downloaded unless `allow_image_urls` is set."
+        )
     from posttrain.data.images.downloads import downloaded  # brings the HTTP client
 
     return downloaded(url, limits, may_download)
 
 
 def _of_path(path: str, limits: ImageLimits) -> tuple[Content, str]:
-    if "\0" in path:
-        raise BadImage("image_missing", f"{path!r} is not the name of a file.")
+    try:
+        is_possible = len(os.fsencode(path)) <= LONGEST_PATH and "\0" not in path
+    except UnicodeError:
+        is_possible = False
+    if not is_possible:
+        raise BadImage(
+            "image_missing", f"{path[:40]!r}... cannot be a path; base64 is given as a data URL, or as bytes."
+        )
     root = os.path.realpath(limits.root or ".")
     real = os.path.realpath(os.path.join(root, path))
     if limits.root is not None and os.path.commonpath([root, real]) != root:
