@@ -38,3 +38,4 @@ def test_trainers_import_only_what_transformers_needs_anyway() -> None:
     needed, loaded = modules_after(NEEDED, "from posttrain import SFTConfig, SFTTrainer")
     foreign = {name for name in loaded - needed if name.split(".")[0] not in SMALL | set(sys.stdlib_module_names)}
     assert not foreign
+    assert not any(name.startswith("posttrain.data.images") for name in loaded)  # Pillow is for data with images
