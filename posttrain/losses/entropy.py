@@ -9,6 +9,9 @@ from torch import Tensor
 
 from posttrain.core.results import LossTerm
 
+TIED = 1e-5
+"""Entropies that are no further apart, in nats, are taken for equal."""
+
 
 def entropy_bonus(entropies: Tensor, coefficient: float) -> LossTerm:
     """-coefficient * mean of the entropy over the trained tokens of the step, whatever the policy term is divided by.
@@ -37,8 +40,12 @@ def entropy_threshold(entropies: Tensor, top_entropy_quantile: float) -> Tensor:
 
 
 def top_entropy_mask(entropies: Tensor, threshold: Tensor) -> Tensor:
-    """(N,) bool, arXiv:2506.01939: tokens at which the policy was undecided; the others have no part in its gradient."""
-    return entropies.detach() >= threshold
+    """(N,) bool, arXiv:2506.01939: tokens at which the policy was undecided; the others have no part in its gradient.
+
+    Completions of one prompt begin with the same distribution, so that ties are common: rounding, which depends on how a batch is
+    laid out, does not decide between them.
+    """
+    return entropies.detach() >= threshold - TIED
 
 
 @dataclass

@@ -40,6 +40,12 @@ def test_the_mask_keeps_the_most_undecided_tokens(share, kept):
     assert top_entropy_mask(entropies, entropy_threshold(entropies, share)).int().tolist() == kept
 
 
+def test_rounding_does_not_decide_between_ties():
+    """The first tokens of a group have one entropy; a token that is truly less undecided stays out."""
+    entropies = torch.tensor([1.0, 5.4341283, 5.4341288, 5.4341278, 5.43, 6.0])
+    assert top_entropy_mask(entropies, entropy_threshold(entropies, 0.5)).int().tolist() == [0, 1, 1, 1, 0, 1]
+
+
 def test_the_mask_of_no_tokens_and_of_a_share_above_one():
     nothing = torch.zeros(0)
     assert len(top_entropy_mask(nothing, entropy_threshold(nothing, 0.2))) == 0

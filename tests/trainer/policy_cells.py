@@ -172,7 +172,7 @@ def nash_step_loss(level: str, samples: Sequence[Sample], policy_scores: Any) ->
 def _undecided(scored: list[Scored], share: float) -> list[bool]:
     """Of the tokens of a micro-batch, those whose entropy the share `share` of them reaches."""
     entropies = np.array([-(row.exp() * row).sum().item() for rows, _ in scored for row in rows])
-    return (entropies >= np.quantile(entropies, 1 - share)).tolist() if len(entropies) else []
+    return (entropies >= np.quantile(entropies, 1 - share) - 1e-5).tolist() if len(entropies) else []  # ties are kept
 
 
 def _whole(
