@@ -356,7 +356,8 @@ def test_a_kept_version_has_its_memory_for_itself_as_long_as_it_lives():
     for number in range(3, 9):
         kept = [kept[-1], KeptWeights.of([("a", torch.full((size,), float(number)))], "xxh3", memory=memory)]
         assert float(torch.frombuffer(kept[0].data["a"], dtype=torch.float32)[0]) == number - 1
-        assert torch.frombuffer(kept[1].data["a"], dtype=torch.uint8).data_ptr() in addresses
+        addresses.add(torch.frombuffer(kept[1].data["a"], dtype=torch.uint8).data_ptr())
+    assert len(addresses) <= 5  # of nine versions; a thread that has just copied may hold a block a moment longer
 
 
 def test_what_cannot_be_sent_is_refused():
