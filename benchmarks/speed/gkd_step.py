@@ -4,10 +4,10 @@
 (random weights do not end). Divergence at beta 0.5, temperature 1, `seq_kd` off.
 
 Who writes is a coin for each prompt in posttrain and one for each micro-batch in TRL. A coin that falls otherwise would be
-measured as speed, so both are told: the first half of a step's rows keeps the dataset's completions, the second half is written by
-the student. Averaging runs at `lmbda` 0 and 1 would flatter posttrain, which writes 64 completions in hardly more time than 32. The
-first step keeps all completions of the dataset (its loss is that of the same rows and weights in both libraries: `first_loss`), the
-second writes for the first time; those after them are timed.
+measured as speed, so both have the same share: the first half of a step's rows keeps the dataset's completions, the second half is
+written by the student. Averaging runs at `lmbda` 0 and 1 would flatter posttrain, which writes 64 completions in hardly more time
+than 32. The first step keeps all completions of the dataset (its loss is that of the same rows and weights in both libraries:
+`first_loss`), the second writes for the first time; those after them are timed.
 
 TRL's work is that of its micro-batches, so that a step of two is measured and reported for 64 rows. TRL 1.16 has no fused loss in
 GKD: `use_liger_kernel` replaces layers. As it comes, it checkpoints activations and then generates without a cache. In bfloat16 its

@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from posttrain.core.batch import SHARED
 from posttrain.methods.ppo import PPOConfig, PPOTrainer
+from posttrain.models.layers.kernels import LIGER, PLAIN
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.weight_export import exported_weights
+from posttrain.models.scoring.heads import SEQUENCE_REWARD
 from posttrain.rollout.rollout import ADVANTAGES, RETURNS
+from posttrain.trainer.references import setup
 from tests import tiny
 from tests.rollout.scripted_engine import ScriptedEngine
 from tests.trainer.resumable_run import checksum
@@ -70,6 +74,27 @@ def test_mini_batches_are_optimizer_steps(size, accumulation, parts, found, tmp_
     again = PPOConfig(**{field.name: getattr(made, field.name) for field in dataclasses.fields(made) if field.init})
     assert again.to_dict() == made.to_dict(), "options that were written down mean the same when they are read"
     assert again.max_completion_length == 5
+
+
+@pytest.mark.parametrize(("parts", "shared"), [(1, 2), (2, 2), (4, 2)])
+def test_the_memory_plan_counts_the_prompts_of_groups_that_mini_batches_split(parts, shared, tmp_path):
+    """8 completions of 2 prompts. A mini-batch of 4 or 2 may have both prompts, though half of a group would have one."""
+    options = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "num_generations": 4}
+    made = trainer(tmp_path, options=options | {"num_mini_batches": parts})
+    assert made.data_collator.layout == SHARED
+    prompt, samples = made.train_dataset.longest, 8 // parts
+    assert made.batch_limits() == (shared * prompt + samples * 5, prompt + 5)
+
+
+def test_a_value_model_that_is_given_runs_with_the_policys_kernels(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(setup, "load_model", lambda model, options: seen.append(options.layer_kernels) or 1 / 0)
+    with_own = trainer(tmp_path).reference_setup()
+    with_own.policy.kernels = LIGER
+    for module in (tiny.reward_model(), get_peft_model(tiny.causal_lm(), LoraConfig(target_modules=["q_proj"]))):
+        with pytest.raises(ZeroDivisionError):
+            with_own.loaded_beside(module, SEQUENCE_REWARD)
+    assert seen == [(LIGER,), (PLAIN,)]  # an adapter has its layers for itself
 
 
 @pytest.mark.parametrize(
