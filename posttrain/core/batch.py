@@ -42,6 +42,25 @@ class SharedPrefixes:
         return replace(self, **{f.name: function(getattr(self, f.name)) for f in fields(self)})
 
 
+@dataclass(frozen=True)
+class BatchImages:
+    """The images of a batch. Each distinct one is encoded once, however many samples show it."""
+
+    encoder: dict[
+        str, Tensor
+    ]  # arguments of the image encoder: pixels of the distinct images, end to end, and their grids
+    tiles: tuple[int, ...]  # rows of the pixels that belong to each distinct image
+    shown: tuple[
+        int, ...
+    ]  # number of the distinct image at each place, in the order in which the places lie in the batch
+    placeholders: tuple[int, ...]  # tokens at each of these places that stand for a feature of its image
+    token_types: Tensor | None = None  # (rows, width) 1 where a feature of an image stands, for families that ask
+    blocks: Tensor | None = None  # (rows, width) int32: tokens of a number above -1 see each other whole
+
+    def mapped(self, function: Callable[[Any], Any]) -> BatchImages:
+        return replace(self, **{f.name: function(getattr(self, f.name)) for f in fields(self)})
+
+
 def page_locked(tensor: Tensor) -> Tensor:
     """A copy that a GPU can fetch while the host continues."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -62,7 +81,9 @@ class TokenBatch:
 
     layout: str  # RAGGED, PADDED or SHARED
     input_ids: Tensor  # (rows, width)
-    position_ids: Tensor  # (rows, width); restarts at 0 in each sample, goes on after a shared prefix
+    # (rows, width); restarts at 0 in each sample, continues after a shared prefix. With images of a family that has three axes:
+    # (3, rows, width) when padded, else (4, 1, width), whose first is the plain one, from which masks are made.
+    position_ids: Tensor
     positions: Tensor  # (N,) flat index, into rows*width, of the position that predicts each trained token
     targets: Tensor  # (N,) the trained tokens
     counts: Tensor  # (S,) trained tokens of each sample
@@ -78,7 +99,7 @@ class TokenBatch:
     places: Tensor | None = None  # (N,) flat index of each trained token itself; `positions` is the one before it
     per_token: dict[str, Tensor] = field(default_factory=dict)  # name -> (N,) or (N, k)
     scalars: dict[str, Tensor] = field(default_factory=dict)  # name -> (S,)
-    media: dict[str, Any] = field(default_factory=dict)
+    images: BatchImages | None = None
     num_tokens: int = 0  # real tokens, padding excluded
     num_trained: int = 0
     twin: TokenBatch | None = None  # the samples' twins, laid out likewise
@@ -100,7 +121,7 @@ class TokenBatch:
                 return {name: of(item) for name, item in value.items()}
             if isinstance(value, TokenBatch):
                 return value._mapped(function)
-            return value.mapped(of) if isinstance(value, SharedPrefixes) else value
+            return value.mapped(of) if isinstance(value, SharedPrefixes | BatchImages) else value
 
         return replace(self, **{f.name: of(getattr(self, f.name)) for f in fields(self)})
 

@@ -5,15 +5,25 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
 
-from posttrain.core.batch import PADDED, RAGGED, SHARED, Passes, SharedPrefixes, TokenBatch
-from posttrain.core.sample import Sample, Unit
+from posttrain.core.batch import PADDED, RAGGED, SHARED, BatchImages, Passes, SharedPrefixes, TokenBatch
+from posttrain.core.sample import ImageSpan, Sample, Unit
+from posttrain.core.vision import VisionFamily
 
 T = TypeVar("T")
+
+
+class Pixels(Protocol):
+    """Makes the pixels of images when a batch needs them."""
+
+    family: VisionFamily
+
+    def load(self, images: Sequence[ImageSpan]) -> dict[str, torch.Tensor]:
+        """Arguments of the model's image encoder for these images, end to end."""
 
 
 @dataclass
@@ -28,6 +38,7 @@ class Collator:
     layout: str = RAGGED
     pad_to_multiple_of: int | None = None
     max_tokens: int | None = None
+    pixels: Pixels | None = None  # None: samples with images are refused
 
     def __call__(self, units: Sequence[Unit]) -> TokenBatch | Passes:
         parts = [self.one_pass(part) for part in split_by_tokens(units, self.layout, self.max_tokens)]
@@ -38,7 +49,7 @@ class Collator:
         return Passes([replace(part, share=share) for part, share in zip(parts, shares)])
 
     def one_pass(self, units: Sequence[Unit]) -> TokenBatch:
-        return collate(units, self.roles, self.layout, self.pad_token_id, self.pad_to_multiple_of)
+        return collate(units, self.roles, self.layout, self.pad_token_id, self.pad_to_multiple_of, self.pixels)
 
 
 def split_by_tokens(
@@ -90,6 +101,7 @@ def collate(
     layout: str = RAGGED,
     pad_token_id: int = 0,
     pad_to_multiple_of: int | None = None,
+    pixels: Pixels | None = None,
 ) -> TokenBatch:
     """Lay the samples of all units out for one forward pass.
 
@@ -106,9 +118,7 @@ def collate(
     tokens = np.concatenate([sample.input_ids for sample in samples])
     places = plan.places()
     ids = np.full(plan.shape, pad_token_id, dtype=np.int64)
-    position_ids = np.zeros_like(ids)
     ids.reshape(-1)[places] = tokens
-    position_ids.reshape(-1)[places] = np.arange(len(tokens)) - np.repeat(starts, lengths)
     is_predicted = np.concatenate([sample.trained for sample in samples])
     is_predicted[starts[lengths > 0]] = False  # no position lies before the first token of a sample
     predicted = np.flatnonzero(is_predicted)
@@ -118,7 +128,7 @@ def collate(
     return TokenBatch(
         layout=layout,
         input_ids=torch.from_numpy(ids),
-        position_ids=torch.from_numpy(position_ids),
+        position_ids=torch.from_numpy(_position_ids(samples, places, plan.shape, layout)),
         positions=torch.from_numpy(places[predicted - 1]),
         targets=torch.from_numpy(tokens[predicted].astype(np.int64)),
         counts=torch.from_numpy(np.diff(np.searchsorted(predicted, [*starts, len(tokens)]))),
@@ -134,10 +144,10 @@ def collate(
         places=torch.from_numpy(places[predicted]),
         per_token=_per_token(samples, predicted),
         scalars=_scalars(samples),
-        media=_media(samples),
+        images=_images(samples, starts, places, ids, pixels),
         num_tokens=int(lengths.sum()) if units else 0,
         num_trained=len(predicted),
-        twin=_twins(units, roles, layout, pad_token_id, pad_to_multiple_of),
+        twin=_twins(units, roles, layout, pad_token_id, pad_to_multiple_of, pixels),
     )
 
 
@@ -221,17 +231,32 @@ def shared_prefix(unit: Unit) -> int:
     """Tokens with which all samples of a unit begin, and after which each of them continues.
 
     A shared position may predict a trained token of several samples: it is computed once and asked by each. One sample may be
-    trained on the prompt as well (ORPO's chosen one), so the prefix ends where the last of them begins its answer. Samples
-    with images share nothing, since the model matches images and tokens by their order.
+    trained on the prompt as well (ORPO's chosen one), so the prefix ends where the last of them begins its answer. The same tokens
+    may stand for different images: it ends before the first image that differs, and never inside of one.
     """
-    if len(unit) < 2 or any(sample.media for sample in unit):
+    if len(unit) < 2:
         return 0
     limit = min(max(_first_trained(sample) for sample in unit), min(map(len, unit)) - 1)
     first = unit[0].input_ids[:limit]
     differs = np.zeros(limit, dtype=bool)
     for sample in unit[1:]:
         differs |= sample.input_ids[:limit] != first
-    return int(differs.argmax()) if differs.any() else limit
+    return _before_images(unit, int(differs.argmax()) if differs.any() else limit)
+
+
+def _before_images(unit: Unit, prefix: int) -> int:
+    """The prefix up to the first image that is not whole in it, or is not that of all samples."""
+    if not any(sample.images for sample in unit):
+        return prefix
+    for images in itertools.zip_longest(*(sample.images for sample in unit)):
+        start = min((image.start for image in images if image), default=prefix)
+        if start >= prefix:
+            break
+        if len({None if image is None else (image.start, image.stop, image.key, image.grid) for image in images}) > 1:
+            return start
+        if images[0].stop > prefix:
+            return start
+    return prefix
 
 
 def _first_trained(sample: Sample) -> int:
@@ -275,7 +300,65 @@ def _scalars(samples: list[Sample]) -> dict[str, torch.Tensor]:
     }
 
 
-def _media(samples: list[Sample]) -> dict[str, Any]:
-    """Per-image tensors of all samples, one after the other, as the model's forward wants them."""
-    names = dict.fromkeys(name for sample in samples for name in sample.media)
-    return {name: torch.cat([s.media[name] for s in samples if name in s.media]) for name in names}
+def _position_ids(samples: list[Sample], places: np.ndarray, shape: tuple[int, int], layout: str) -> np.ndarray:
+    """(rows, width), from 0 in every sample; with images of three axes those before it, see `TokenBatch.position_ids`."""
+    plain = np.concatenate([np.arange(len(sample)) for sample in samples])
+    if all(sample.positions is None for sample in samples):
+        position_ids = np.zeros(shape, dtype=np.int64)
+        position_ids.reshape(-1)[places] = plain
+        return position_ids
+    of_text = (
+        np.tile(np.arange(len(sample)), (3, 1)) if sample.positions is None else sample.positions for sample in samples
+    )
+    axes = np.concatenate([*of_text], axis=1)
+    if layout != PADDED:
+        axes = np.concatenate([plain[None], axes])
+    position_ids = np.zeros((len(axes), *shape), dtype=np.int64)
+    position_ids.reshape(len(axes), -1)[:, places] = axes
+    return position_ids
+
+
+def _images(
+    samples: list[Sample], starts: np.ndarray, places: np.ndarray, ids: np.ndarray, pixels: Pixels | None
+) -> BatchImages | None:
+    """Models match features to placeholders by order alone, so images come in the order in which their tokens lie in the batch,
+    whatever the layout. Those of a shared prefix lie there once."""
+    shown = {
+        int(places[start + image.start]): (image, sample, start)
+        for sample, start in zip(samples, starts)
+        for image in sample.images
+    }
+    if not shown:
+        return None
+    if pixels is None:
+        with_images = next(sample for sample in samples if sample.images)
+        raise ValueError(f"The sample of row {with_images.row} has images, and this batch is made for texts only.")
+    family = pixels.family
+    in_order = [shown[place] for place in sorted(shown)]
+    distinct = {image.key: image for image, _, _ in in_order}
+    numbers = {key: number for number, key in enumerate(distinct)}
+    is_placeholder = ids == family.placeholder_id
+    types = blocks = None
+    if family.token_types_key is not None:
+        types = torch.zeros(ids.shape, dtype=torch.int64)
+        blocks = torch.full(ids.shape, -1, dtype=torch.int32) if family.images_see_themselves_whole else None
+    runs = 0
+    placeholders = []
+    for image, sample, start in in_order:
+        here = places[start + image.start : start + image.stop]
+        here = here[is_placeholder.reshape(-1)[here]]
+        placeholders.append(len(here))
+        if types is not None:
+            types.view(-1)[here] = 1
+        if blocks is not None:  # of an image that is shown in several crops, each sees itself
+            run = np.cumsum(np.diff(here, prepend=here[:1]) > 1)
+            blocks.view(-1)[here] = torch.from_numpy(run.astype(np.int32) + runs)
+            runs += int(run[-1]) + 1
+    return BatchImages(
+        encoder=pixels.load([*distinct.values()]),
+        tiles=tuple(family.pixel_rows(image.grid) for image in distinct.values()),
+        shown=tuple(numbers[image.key] for image, _, _ in in_order),
+        placeholders=tuple(placeholders),
+        token_types=types,
+        blocks=blocks,
+    )

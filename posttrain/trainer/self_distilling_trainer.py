@@ -119,7 +119,7 @@ class SelfDistillingTrainer(DistillingTrainer):
     def attach_twin(self, rollout: Rollout, prompt: Any, room: int | None = None) -> None:
         """The same completion behind the teacher's prompt, cut on its left where both are too long, as the sample's twin."""
         sample, start = rollout.sample, rollout.prompt_length
-        if sample.media:
+        if sample.images:
             raise ValueError(f"Row {sample.row} has images; {type(self).__name__} shows its teacher texts only.")
         limits = [one for one in (room, self.room_beside(len(sample) - start)) if one is not None]
         ids = self.teacher_ids(prompt, rollout.columns, sample.row, min(limits, default=None), rollout.tools)

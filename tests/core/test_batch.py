@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.batch import ACTIVE, StepTotals, TokenBatch, copy_by_one_thread, segment_sum
+from posttrain.core.batch import ACTIVE, BatchImages, StepTotals, TokenBatch, copy_by_one_thread, segment_sum
 
 PAIRS = ("chosen", "rejected")
 
@@ -142,14 +142,16 @@ def test_moving_a_batch_casts_nothing():
     fields = {
         "per_token": {"advantages": torch.zeros(3, dtype=torch.float64)},
         "scalars": {"margin": torch.ones(1)},
-        "media": {"pixels": torch.zeros(2, dtype=torch.bfloat16)},
+        "images": BatchImages({"pixels": torch.zeros(2, dtype=torch.bfloat16)}, (2,), (0,), (1,)),
     }
     batch = batch_with([3], **fields)
     moved = batch.to("meta")
     assert moved.device.type == "meta"
     assert moved.per_token["advantages"].dtype == torch.float64
     assert moved.per_token["advantages"].device.type == "meta"
-    assert moved.media["pixels"].dtype == torch.bfloat16
+    assert moved.images.encoder["pixels"].dtype == torch.bfloat16
+    assert moved.images.encoder["pixels"].device.type == "meta"
+    assert moved.images.shown == (0,)
     assert moved.cu_segments is None
     assert (moved.rows, moved.roles, moved.num_trained) == (batch.rows, batch.roles, 3)
     assert batch.device.type == "cpu"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.sample import KEEP_END, KEEP_START, Sample
+from posttrain.core.sample import KEEP_END, KEEP_START, ImageSpan, Sample
 
 
 def numbered(length: int, **fields) -> Sample:
@@ -117,3 +117,42 @@ def test_slices_put_together_are_the_whole(length, at):
     assert np.concatenate([head.input_ids, tail.input_ids]).tolist() == whole.input_ids.tolist()
     assert np.concatenate([head.trained, tail.trained]).tolist() == whole.trained.tolist()
     assert np.concatenate([head.per_token["logps"], tail.per_token["logps"]]).tolist() == list(range(length))
+
+
+# ---- images -------------------------------------------------------------------------------------------------------------
+
+
+def span(start: int, stop: int, letter: bytes = b"a") -> ImageSpan:
+    return ImageSpan(start, stop, letter * 16, (8, 8), (1,))
+
+
+def test_a_slice_keeps_whole_images_and_moves_them():
+    sample = numbered(10, images=(span(1, 3), span(5, 8, b"b")), positions=np.arange(30, dtype=np.int32).reshape(3, 10))
+    part = sample.slice(4, 9)
+    assert part.images == (span(1, 4, b"b"),)
+    assert part.positions.tolist() == [[4, 5, 6, 7, 8], [14, 15, 16, 17, 18], [24, 25, 26, 27, 28]]
+    assert sample.slice(0, 3).images == (span(1, 3),)
+    assert sample.slice(3, 5).images == ()
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 2), (2, 10), (0, 6), (0, 7), (6, 10), (2, 7)])
+def test_no_cut_splits_an_image(start, stop):
+    with pytest.raises(ValueError, match="would split the image"):
+        numbered(10, images=(span(1, 3), span(5, 8))).slice(start, stop)
+
+
+def test_what_is_appended_brings_its_images():
+    sample = numbered(4, images=(span(1, 3),)).append([7, 8, 9], False, images=(span(0, 2, b"b"),))
+    assert sample.images == (span(1, 3), span(4, 6, b"b"))
+    assert sample.positions is None
+
+
+@pytest.mark.parametrize("images", [(span(1, 3), span(2, 4)), (span(3, 4), span(1, 2)), (span(2, 5),)])
+def test_images_that_overlap_or_lie_outside_are_refused(images):
+    with pytest.raises(ValueError, match="overlap, or lie outside of 4 tokens"):
+        numbered(4, images=images)
+
+
+def test_positions_of_another_length_are_refused():
+    with pytest.raises(ValueError, match=r"positions of shape \(3, 2\) for 4 tokens"):
+        numbered(4, positions=np.zeros((3, 2), np.int32))

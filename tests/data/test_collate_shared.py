@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
-from posttrain.core.sample import Sample
+from posttrain.core.sample import ImageSpan, Sample
 from posttrain.data.collate import collate, shared_prefix
 
 ROLES = ("chosen", "rejected")
@@ -63,9 +63,26 @@ def test_how_much_is_shared(unit, expected):
     assert shared_prefix(unit) == expected
 
 
-def test_samples_with_images_share_nothing():
-    samples = [Sample([1, 2, 3], [0, 0, 1], media={"pixel_values": torch.zeros(1, 2)}) for _ in range(2)]
-    assert shared_prefix(tuple(samples)) == 0
+def shows(*places: tuple[int, int, bytes]) -> Sample:
+    """Six equal tokens of context and one that is trained, with images at (start, stop, letter)."""
+    images = tuple(ImageSpan(start, stop, key * 16, (8, 8), (1,)) for start, stop, key in places)
+    return Sample([1, 9, 9, 2, 9, 9, 3], [0] * 6 + [1], images=images)
+
+
+@pytest.mark.parametrize(
+    ("unit", "expected"),
+    [
+        ((shows((1, 3, b"a"), (4, 6, b"b")), shows((1, 3, b"a"), (4, 6, b"b"))), 6),
+        ((shows((1, 3, b"a"), (4, 6, b"b")), shows((1, 3, b"a"), (4, 6, b"c"))), 4),  # another second image
+        ((shows((1, 3, b"a")), shows((1, 3, b"b"))), 1),
+        ((shows((1, 3, b"a")), shows((1, 3, b"a"), (4, 6, b"b"))), 4),  # one of them has no second image
+        ((shows((1, 3, b"a")), shows((4, 6, b"a"))), 1),
+        ((shows((4, 7, b"a")), shows((4, 7, b"a"))), 4),  # an image that the answer ends in is not split
+        ((shows((1, 3, b"a")), shows((1, 3, b"a")), shows((1, 3, b"c"))), 1),
+    ],
+)
+def test_a_prefix_ends_before_the_first_image_that_is_not_that_of_all(unit, expected):
+    assert shared_prefix(unit) == expected
 
 
 def test_where_nothing_is_shared_the_batch_is_ragged():

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.data.vision.positions import continued, image_positions
+from posttrain.core.sample import Sample
+from posttrain.data.vision.positions import image_positions
 from tests.tiny_vision import QWEN, model_alone
 
 MERGE = 2
@@ -64,9 +65,15 @@ def test_one_image_by_hand() -> None:
 
 def test_what_follows_begins_behind_the_largest_position_and_not_at_the_length() -> None:
     prompt = image_positions(8, [2], [(1, 4, 6)], 2)
-    assert continued(prompt, 3)[:, 8:].tolist() == [[5, 6, 7]] * 3
-    assert continued(image_positions(4, [], [], 2), 2).tolist() == [[0, 1, 2, 3, 4, 5]] * 3
-    assert continued(np.empty((3, 0), np.int32), 2).tolist() == [[0, 1]] * 3
+    assert sample(prompt).append([0] * 3, True).positions[:, 8:].tolist() == [[5, 6, 7]] * 3
+    assert sample(image_positions(4, [], [], 2)).append([0] * 2, True).positions.tolist() == [[0, 1, 2, 3, 4, 5]] * 3
+    assert sample(np.empty((3, 0), np.int32)).append([0] * 2, True).positions.tolist() == [[0, 1]] * 3
+    assert Sample([1, 2], [0, 0]).append([3], True).positions is None
+
+
+def sample(positions: np.ndarray) -> Sample:
+    tokens = positions.shape[1]
+    return Sample(np.zeros(tokens), np.zeros(tokens), positions=positions)
 
 
 @pytest.mark.parametrize("starts", [[3, 4], [5], [7]])
@@ -87,7 +94,9 @@ def test_positions_equal_the_models(family: str, parts: Parts, tail: int, left: 
 @given(prompt=PARTS, written=st.integers(1, 9), more=PARTS, tail=st.integers(1, 9))
 def test_rows_that_grow_equal_rows_at_once(family: str, prompt: Parts, written: int, more: Parts, tail: int) -> None:
     """A prompt, a completion, and what a tool returned, with images of its own."""
-    grown = continued(continued(row(prompt, 1), written), row(more, tail))
+    written_to = sample(row(prompt, 1)).append([0] * written, True)
+    answered = row(more, tail)
+    grown = written_to.append([0] * answered.shape[1], False, positions=answered).positions
     first, rest = (more[0][0], more[1:]) if more else (0, [])
     joined = [*prompt, (1 + written + first, more[0][1]), *rest] if more else prompt
     assert (grown == by_the_model(family, joined, tail if more else 1 + written + tail)).all()

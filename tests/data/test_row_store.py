@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from posttrain.core.sample import Sample
+from posttrain.core.sample import ImageSpan, Sample
 from posttrain.data.store.row_store import AnnotatedDataset, RowStore, row_key
 from tests.forked import Child
 
@@ -27,15 +27,20 @@ def sample(ids, trained=None, **extra):
 # ---- keys ---------------------------------------------------------------------------------------------------------------
 
 
-def test_a_key_is_made_of_tokens_mask_and_media_and_of_nothing_else():
+def image(start: int, letter: bytes) -> ImageSpan:
+    return ImageSpan(start, start + 1, letter * 16, (8, 8), (1,))
+
+
+def test_a_key_is_made_of_tokens_mask_and_images_and_of_nothing_else():
     base = sample([1, 2, 3])
     assert row_key(base) == row_key(sample([1, 2, 3], row=7, group=3, scalars={"margin": 1.0}))
     assert row_key(base) == row_key(Sample(np.array([1, 2, 3], dtype=np.int64), [False, True, True]))
     others = [
         sample([1, 2, 4]), sample([1, 2]), sample([1, 2, 3, 0]), sample([1, 2, 3], [False, False, True]),
-        sample([1, 2, 3], media={"pixels": np.zeros(3)}), sample([1, 2, 3], media={"pixels": np.ones(3)}),
+        sample([1, 2, 3], images=(image(0, b"a"),)), sample([1, 2, 3], images=(image(0, b"b"),)),
+        sample([1, 2, 3], images=(image(1, b"a"),)),
     ]  # fmt: skip
-    assert len({row_key(s) for s in [base, *others]}) == 7
+    assert len({row_key(s) for s in [base, *others]}) == 8
 
 
 # ---- reading and writing ------------------------------------------------------------------------------------------------

@@ -34,13 +34,12 @@ SUFFIX = ".rows"
 
 
 def row_key(sample: Sample) -> bytes:
-    """128 bits of what the model is shown and asked: token ids, trained mask, media. Dataset, place and epoch do not matter."""
+    """128 bits of what the model is shown and asked: token ids, trained mask, images. Dataset, place and epoch do not matter."""
     digest = xxhash.xxh3_128(struct.pack("<q", len(sample)))
     digest.update(np.ascontiguousarray(sample.input_ids, dtype="<i4").tobytes())
     digest.update(np.packbits(sample.trained).tobytes())
-    for name, value in sorted(sample.media.items()):
-        array = np.ascontiguousarray(value)
-        digest.update(f"{name}|{array.dtype}|{array.shape}|".encode() + array.tobytes())
+    for image in sample.images:
+        digest.update(struct.pack("<ii", image.start, image.stop) + image.key + repr(image.grid).encode())
     return digest.digest()
 
 

@@ -32,15 +32,3 @@ def image_positions(
         token, position = stop, position + max(rows, columns)
     positions[:, token:] = np.arange(position, position + tokens - token)
     return positions
-
-
-def continued(positions: np.ndarray, added: np.ndarray | int) -> np.ndarray:
-    """Positions of a row and of what is appended to it: a number of text tokens, or the positions of a part with images.
-
-    What follows begins one past the largest position on any axis. That is `positions.shape[1]` only without images: the
-    difference is what an engine adds to the place in its cache (`rope_deltas` in transformers).
-    """
-    if isinstance(added, int):
-        added = image_positions(added, (), (), 1)
-    following = int(positions.max(initial=-1)) + 1
-    return np.concatenate([positions, added + np.int32(following)], axis=1)

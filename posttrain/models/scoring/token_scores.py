@@ -236,7 +236,7 @@ def ask(model: nn.Module, batch: TokenBatch, *questions: Question, router_loss: 
 
 def forward_kwargs(batch: TokenBatch) -> dict[str, Any]:
     """The batch as keyword arguments of a transformers model."""
-    kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids, **batch.media}
+    kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
     if batch.layout == PADDED:
         return kwargs | {"attention_mask": batch.attention_mask}
     return kwargs | segment_kwargs(batch.cu_segments, batch.longest, batch.prefixes)
