@@ -1,6 +1,6 @@
 """Do the methods of distillation learn what they should, and nothing where there is nothing to learn? With a real model.
 
-    python -m benchmarks.real_runs.distillation MODEL [RUN ...] [--steps N] [--python PYTHON_WITH_VLLM]
+    python -m benchmarks.real_runs.distillation MODEL [RUN ...] [--steps N] [--learning-rate R] [--python PYTHON_WITH_VLLM]
 
 MODEL is SmolLM2-135M-Instruct. Each run prints a line of JSON with its figures, those of its control, and whether both hold.
 
@@ -36,7 +36,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.real_runs import self_distillation
-from benchmarks.real_runs.drawn_answers import draw, entropies, user
+from benchmarks.real_runs.drawn_answers import Training, draw, entropies, user
 from benchmarks.real_runs.online_methods import HELD_OUT_TOPICS, SENTENCE, TOPICS
 from posttrain.methods.table import METHODS
 from posttrain.rollout.engines.vllm.launcher import ServerProcess, new_token
@@ -44,7 +44,7 @@ from posttrain.rollout.engines.vllm.transport import Deadlines
 
 TAUGHT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gkd-forward": ("gkd", "forward", {"beta": 0.0, "lmbda": 0.5, "seq_kd": True}),
-    "gkd-reverse": ("gkd", "reverse", {"beta": 1.0, "lmbda": 0.5, "seq_kd": True}),
+    "gkd-reverse": ("gkd", "reverse", {"beta": 1.0, "lmbda": 1.0}),
     "distillation": ("distillation", "reverse", {"beta": 1.0}),
     "iw_opd": ("iw_opd", "reverse", {"lmbda": 1.0, "top_p": 1.0, "num_generations": 4}),
     "minillm": ("minillm", "reverse", {"num_generations": 4, "scale_rewards": "none"}),
@@ -91,11 +91,17 @@ def measured(student: Any, teacher: Any, tokenizer: Any) -> dict[str, float]:
 
 
 def trained(
-    run: str, student: Any, tokenizer: Any, folder: Path, steps: int, named: dict[str, Any], **more: Any
+    run: str, student: Any, tokenizer: Any, folder: Path, how: Training, named: dict[str, Any], **more: Any
 ) -> Any:
     """`named` are arguments of the trainer, `more` further options."""
     method, _, options = TAUGHT[run]
-    shared = {"max_steps": steps, "learning_rate": 1e-4, "lr_scheduler_type": "constant", "logging_steps": 1, "seed": 1}
+    shared = {
+        "max_steps": how.steps,
+        "learning_rate": how.learning_rate,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "seed": 1,
+    }
     shared |= {"per_device_train_batch_size": PROMPTS_A_STEP * options.get("num_generations", 1), "temperature": 1.0}
     shared |= {"max_completion_length": ANSWER_TOKENS, "save_strategy": "no", "report_to": "none", "verbosity": "quiet"}
     shared |= {"bf16": False}  # a control that is 0 to rounding needs float32
@@ -115,11 +121,11 @@ def logged(trainer: Any, name: str) -> list[float]:
     return [entry[name] for entry in trainer.state.log_history if name in entry]
 
 
-def control(run: str, student: Any, tokenizer: Any, folder: Path, steps: int) -> dict[str, Any]:
+def control(run: str, student: Any, tokenizer: Any, folder: Path, how: Training) -> dict[str, Any]:
     """The teacher is the student. By SGD: Adam would make full-size steps of the rounding of a gradient."""
     start = {key: value.detach().clone() for key, value in student.named_parameters()}
     given = {"teacher_model": copy.deepcopy(student)}
-    trainer = trained(run, student, tokenizer, folder, steps, given, optim="sgd")
+    trainer = trained(run, student, tokenizer, folder, how.at_most(CONTROL_STEPS), given, optim="sgd")
     moved = max(float((value.detach() - start[key]).abs().max()) for key, value in trainer.model.named_parameters())
     loss = max(map(abs, logged(trainer, "loss")))
     norm = max(logged(trainer, "grad_norm"))
@@ -147,46 +153,48 @@ def served(model: str, folder: Path, python: str) -> Iterator[dict[str, Any]]:
         server.close()
 
 
-def from_a_server(
-    run: str, model: str, tokenizer: Any, folder: Path, steps: int, python: str
-) -> tuple[Any, dict[str, Any]]:
+def from_a_server(run: str, model: str, tokenizer: Any, folder: Path, how: Training) -> tuple[Any, dict[str, Any]]:
     """(the trainer, the control: a student that is its teacher, and has nothing to learn)."""
-    with served(model, folder, python) as options:
-        trainer = trained(run, student_of(model), tokenizer, folder / "run", steps, {}, **options)
-        steps, options = min(steps, CONTROL_STEPS), options | {"optim": "sgd"}
-        same = trained(run, loaded(model), tokenizer, folder / "control", steps, {}, **options)
+    with served(model, folder, how.python) as options:
+        trainer = trained(run, student_of(model), tokenizer, folder / "run", how, {}, **options)
+        few, options = how.at_most(CONTROL_STEPS), options | {"optim": "sgd"}
+        same = trained(run, loaded(model), tokenizer, folder / "control", few, {}, **options)
     loss = max(map(abs, logged(same, "loss")))
     return trainer, {"largest_loss": loss, "holds": loss < 1e-2}
 
 
-def taught(run: str, model: str, folder: Path, steps: int, python: str) -> dict[str, Any]:
+def taught(run: str, model: str, folder: Path, how: Training) -> dict[str, Any]:
     """A student before and after, and the control."""
     tokenizer, teacher = AutoTokenizer.from_pretrained(model), loaded(model)
     before = measured(student_of(model), teacher, tokenizer)
     if run == "server_distillation":
-        trainer, without = from_a_server(run, model, tokenizer, folder, steps, python)
+        trainer, without = from_a_server(run, model, tokenizer, folder, how)
     else:
         given = {"teacher_model": copy.deepcopy(teacher)}
-        trainer = trained(run, student_of(model), tokenizer, folder / "run", steps, given)
-        without = control(run, student_of(model), tokenizer, folder / "control", min(steps, CONTROL_STEPS))
+        trainer = trained(run, student_of(model), tokenizer, folder / "run", how, given)
+        without = control(run, student_of(model), tokenizer, folder / "control", how)
     after, trains = measured(trainer.model, teacher, tokenizer), TAUGHT[run][1]
     falls, norm = after[trains] < before[trains] / 2, logged(trainer, "grad_norm")[0]
     figures = {"trains": trains, "before": before, "after": after, "first_grad_norm": norm, "control": without}
     return figures | {"holds": falls and without["holds"]}
 
 
-Proof = Callable[[str, str, Path, int, str], dict[str, Any]]
-RUNS: dict[str, tuple[Proof, int]] = dict.fromkeys(TAUGHT, (taught, 100)) | self_distillation.RUNS
-"""Name -> what runs it, and its steps."""
+Proof = Callable[[str, str, Path, Training], dict[str, Any]]
+RUNS: dict[str, tuple[Proof, int, float]] = (
+    dict.fromkeys(TAUGHT, (taught, 100, 1e-4)) | {"minillm": (taught, 100, 1e-5)} | self_distillation.RUNS
+)
+"""Name -> what runs it, its steps and its learning rate."""
 
 
-def results(names: list[str], model: str, folder: Path, steps: int | None, python: str) -> Iterator[dict[str, Any]]:
+def results(names: list[str], asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
     entropy = {}
     for name in names:
-        began, (proof, usual) = time.perf_counter(), RUNS[name]
-        found = proof(name, model, folder / name, steps or usual, python)
+        began, (proof, steps, rate) = time.perf_counter(), RUNS[name]
+        how = Training(asked.steps or steps, asked.learning_rate or rate, asked.python)
+        found = proof(name, asked.model, asked.output / name, how)
         entropy[name] = found["after"].get("entropy")
-        yield {"run": name, "steps": steps or usual, "seconds": round(time.perf_counter() - began, 1)} | found
+        said = {"run": name, "steps": how.steps, "learning_rate": how.learning_rate}
+        yield said | {"seconds": round(time.perf_counter() - began, 1)} | found
         gc.collect()
         torch.cuda.empty_cache()
     pair = {name: entropy[name] for name in ("gkd-forward", "gkd-reverse") if name in entropy}
@@ -194,15 +202,20 @@ def results(names: list[str], model: str, folder: Path, steps: int | None, pytho
         yield {"run": "gkd-entropies", **pair, "holds": pair["gkd-forward"] > pair["gkd-reverse"]}
 
 
-def main() -> None:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("runs", nargs="*", metavar="RUN", help=", ".join(RUNS))
     parser.add_argument("--steps", type=int, help="default: those of each run")
+    parser.add_argument("--learning-rate", type=float, help="default: that of each run")
     parser.add_argument("--output", type=Path, default=Path("runs/distillation"))
     parser.add_argument("--python", default=sys.executable, help="interpreter that has vLLM, for server_distillation")
-    asked = parser.parse_args()
-    for found in results(asked.runs or list(RUNS), asked.model, asked.output, asked.steps, asked.python):
+    return parser
+
+
+def main() -> None:
+    asked = parser().parse_args()
+    for found in results(asked.runs or list(RUNS), asked):
         print(json.dumps(found), flush=True)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,18 @@ from torch import Tensor
 
 Chat = list[dict[str, str]]
 ROWS = 32  # of a forward pass
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long and how fast a proof trains, and who serves a teacher."""
+
+    steps: int
+    learning_rate: float
+    python: str
+
+    def at_most(self, steps: int) -> Training:
+        return replace(self, steps=min(self.steps, steps))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.real_runs.drawn_answers import Chat, Drawn, draw, entropies, rise, surprisals, user
+from benchmarks.real_runs.drawn_answers import Chat, Drawn, Training, draw, entropies, rise, surprisals, user
 from benchmarks.real_runs.online_methods import HELD_OUT_TOPICS, SENTENCE, TOPICS
 from posttrain.methods.table import METHODS
 
@@ -96,7 +96,7 @@ def knows(model: Any, tokenizer: Any, questions: list[str]) -> float:
     return sum(word in answer for answer, (*_, word) in zip(answers, facts())) / len(answers)
 
 
-def sdft(run: str, model: str, folder: Path, steps: int, python: str) -> dict[str, Any]:
+def sdft(run: str, model: str, folder: Path, how: Training) -> dict[str, Any]:
     tokenizer, start = AutoTokenizer.from_pretrained(model), fresh(model)
     asked = [question for question, *_ in facts()]
     shown = [TAUGHT_BY.replace("{prompt}", q).replace("{privileged_context}", fact) for q, fact, _ in facts()]
@@ -109,13 +109,13 @@ def sdft(run: str, model: str, folder: Path, steps: int, python: str) -> dict[st
         rows = [{"prompt": user(q), "privileged_context": fact if has_context else ""} for q, fact, _ in facts()]
         options = {"teacher_prompt_template": TAUGHT_BY, "distillation_mode": "full_logits", "distillation_alpha": 0.0}
         options |= {"num_generations": 2, "per_device_train_batch_size": 2 * len(rows), "temperature": 1.0}
-        options |= {"max_completion_length": FACT_TOKENS, "learning_rate": 5e-5, "max_steps": how_many}
+        options |= {"max_completion_length": FACT_TOKENS, "learning_rate": how.learning_rate, "max_steps": how_many}
         return figures(trained("sdft", model, rows, folder / kind, **options).model)
 
     before = figures(start) | {"teacher": knows(start, tokenizer, shown)}
-    after, empty = after_sdft("run", True, steps), after_sdft("control", False, max(steps // 3, 1))
+    after, empty = after_sdft("run", True, how.steps), after_sdft("control", False, max(how.steps // 3, 1))
     answered = [{"prompt": user(q), "completion": [{"role": "assistant", "content": fact}]} for q, fact, _ in facts()]
-    options = {"per_device_train_batch_size": len(answered), "learning_rate": 5e-5, "max_steps": steps}
+    options = {"per_device_train_batch_size": len(answered), "learning_rate": how.learning_rate, "max_steps": how.steps}
     tuned = figures(trained("sft", model, answered, folder / "sft", **options).model)
     costs = [one["perplexity"] - before["perplexity"] for one in (after, tuned)]
     holds = before["right"] == 0 and after["right"] > 0.8 and costs[0] < costs[1] / 2 and empty["right"] == 0
@@ -125,6 +125,8 @@ def sdft(run: str, model: str, folder: Path, steps: int, python: str) -> dict[st
 # ---- SDPO -------------------------------------------------------------------------------------------------------------------
 
 HELD_OUT_SUMS, DRAWS, GROUP, SUM_TOKENS = 64, 8, 16, 6
+SOLUTION = " The answer is {successful_previous_attempt}."
+"""With it the model answers 0.37 of the sums rightly, with the default templates, which are too long for a small model, 0.13."""
 SUM_EXAMPLES = ((14, 3), (6, 11), (17, 15))
 
 
@@ -148,13 +150,14 @@ def right_sum(completions: list[Any], answer: list[int], **columns: Any) -> list
     return [float(begins_with(said[-1]["content"], number)) for said, number in zip(completions, answer)]
 
 
-def sdpo(run: str, model: str, folder: Path, steps: int, python: str) -> dict[str, Any]:
+def sdpo(run: str, model: str, folder: Path, how: Training) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     held_out, asked = sums()[:HELD_OUT_SUMS], sums()[HELD_OUT_SUMS:]
     rows = [{"prompt": sum_question(a, b), "answer": a + b} for a, b in asked]
     shared = {"num_generations": GROUP, "per_device_train_batch_size": 8 * GROUP, "max_completion_length": SUM_TOKENS}
-    shared |= {"learning_rate": 2e-5, "temperature": 1.0, "reward_funcs": right_sum, "reward_workers": 0}
+    shared |= {"learning_rate": how.learning_rate, "temperature": 1.0, "reward_funcs": right_sum, "reward_workers": 0}
     taught = shared | {"distillation_mode": "full_logits", "distillation_alpha": 0.5}
+    taught |= {"reprompt_template": "{prompt}{solution}", "solution_template": SOLUTION}
 
     def right(one: Any, pairs: list[tuple[int, int]]) -> list[bool]:
         drawn = [pair for pair in pairs for _ in range(DRAWS)]
@@ -162,12 +165,12 @@ def sdpo(run: str, model: str, folder: Path, steps: int, python: str) -> dict[st
         return [begins_with(text, a + b) for text, (a, b) in zip(answers, drawn)]
 
     start = fresh(model)
-    trainer = trained("sdpo", model, rows, folder / "run", max_steps=steps, **taught)
+    trainer = trained("sdpo", model, rows, folder / "run", max_steps=how.steps, **taught)
     found, others = (
         rise(*(right(one, pairs) for one in (start, trainer.model)), len(pairs)) for pairs in (asked, held_out)
     )
     shown = logged(trainer, "self_distillation/reprompt_sample_fraction")
-    few = min(steps, 3)
+    few = how.at_most(3).steps
     without = trained("sdpo", model, rows, folder / "weight-0", max_steps=few, distillation_weight=0.0, **shared)
     grpo = trained("grpo", model, rows, folder / "grpo", max_steps=few, disable_dropout=True, **shared)
     rewards = [logged(one, "reward") for one in (without, grpo)]
@@ -207,7 +210,7 @@ def is_object(text: str) -> bool:
         return False
 
 
-def ssd(run: str, model: str, folder: Path, steps: int, python: str) -> dict[str, Any]:
+def ssd(run: str, model: str, folder: Path, how: Training) -> dict[str, Any]:
     tokenizer, topics = AutoTokenizer.from_pretrained(model), HELD_OUT_TOPICS.split()
     chats = [json_question(topic) for topic in topics for _ in range(DRAWS)]
 
@@ -221,7 +224,7 @@ def ssd(run: str, model: str, folder: Path, steps: int, python: str) -> dict[str
     for kind, top_p in (("after", 0.8), ("control", 1.0)):
         rows = [{"prompt": json_question(topic)} for topic in TOPICS.split()]
         options = {"top_p": top_p, "temperature": 1.0, "num_generations": 4, "per_device_train_batch_size": 64}
-        options |= {"max_completion_length": JSON_TOKENS, "learning_rate": 1e-5, "max_steps": steps}
+        options |= {"max_completion_length": JSON_TOKENS, "learning_rate": how.learning_rate, "max_steps": how.steps}
         answers, figures = drawn(trained("ssd", model, rows, folder / kind, **options).model)
         change = rise(*(list(map(is_object, one.texts)) for one in (first, answers)), len(topics))
         found[kind] = figures | {"standard_errors": change["standard_errors"]}
@@ -230,4 +233,4 @@ def ssd(run: str, model: str, folder: Path, steps: int, python: str) -> dict[str
     return found | {"holds": holds}
 
 
-RUNS = {"sdft": (sdft, 150), "sdpo": (sdpo, 100), "ssd": (ssd, 60)}
+RUNS = {"sdft": (sdft, 150, 5e-5), "sdpo": (sdpo, 100, 1e-5), "ssd": (ssd, 20, 5e-6)}

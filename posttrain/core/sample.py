@@ -132,7 +132,7 @@ class Sample:
         return np.concatenate([own, new + np.int32(own.max(initial=-1) + 1)], axis=1)
 
     def truncate(self, max_length: int | None, mode: str = KEEP_START) -> Sample:
-        """The first (or last) `max_length` tokens; the sample itself when it is short enough. A cut inside of an image is an error."""
+        """The first (or last) `max_length` tokens; the sample itself when it is short enough. No cut splits an image."""
         if max_length is None or len(self) <= max_length:
             return self
         if mode not in (KEEP_START, KEEP_END):

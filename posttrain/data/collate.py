@@ -323,42 +323,43 @@ def _images(
 ) -> BatchImages | None:
     """Models match features to placeholders by order alone, so images come in the order in which their tokens lie in the batch,
     whatever the layout. Those of a shared prefix lie there once."""
-    shown = {
-        int(places[start + image.start]): (image, sample, start)
-        for sample, start in zip(samples, starts)
-        for image in sample.images
-    }
-    if not shown:
+    tokens: dict[int, tuple[ImageSpan, np.ndarray]] = {}  # by the place of the first
+    for sample, start in zip(samples, starts):
+        for image in sample.images:
+            here = places[start + image.start : start + image.stop]
+            tokens[int(here[0])] = image, here
+    if not tokens:
         return None
     if pixels is None:
-        with_images = next(sample for sample in samples if sample.images)
-        raise ValueError(f"The sample of row {with_images.row} has images, and this batch is made for texts only.")
-    family = pixels.family
-    in_order = [shown[place] for place in sorted(shown)]
-    distinct = {image.key: image for image, _, _ in in_order}
+        row = next(sample.row for sample in samples if sample.images)
+        raise ValueError(f"The sample of row {row} has images, and this batch is made for texts only.")
+    family, is_placeholder = pixels.family, ids.reshape(-1) == pixels.family.placeholder_id
+    spans, shown = zip(*(tokens[place] for place in sorted(tokens)))
+    distinct = {image.key: image for image in spans}
     numbers = {key: number for number, key in enumerate(distinct)}
-    is_placeholder = ids == family.placeholder_id
-    types = blocks = None
-    if family.token_types_key is not None:
-        types = torch.zeros(ids.shape, dtype=torch.int64)
-        blocks = torch.full(ids.shape, -1, dtype=torch.int32) if family.images_see_themselves_whole else None
-    runs = 0
-    placeholders = []
-    for image, sample, start in in_order:
-        here = places[start + image.start : start + image.stop]
-        here = here[is_placeholder.reshape(-1)[here]]
-        placeholders.append(len(here))
-        if types is not None:
-            types.view(-1)[here] = 1
-        if blocks is not None:  # of an image that is shown in several crops, each sees itself
-            run = np.cumsum(np.diff(here, prepend=here[:1]) > 1)
-            blocks.view(-1)[here] = torch.from_numpy(run.astype(np.int32) + runs)
-            runs += int(run[-1]) + 1
+    placeholders = [here[is_placeholder[here]] for here in shown]
     return BatchImages(
         encoder=pixels.load([*distinct.values()]),
         tiles=tuple(family.pixel_rows(image.grid) for image in distinct.values()),
-        shown=tuple(numbers[image.key] for image, _, _ in in_order),
-        placeholders=tuple(placeholders),
-        token_types=types,
-        blocks=blocks,
+        shown=tuple(numbers[image.key] for image in spans),
+        placeholders=tuple(map(len, placeholders)),
+        **_per_token_of_images(placeholders, ids.shape, family),
     )
+
+
+def _per_token_of_images(
+    placeholders: list[np.ndarray], shape: tuple[int, int], family: VisionFamily
+) -> dict[str, torch.Tensor]:
+    """What a family asks about every token: whether it stands for an image, and which tokens see each other whole."""
+    made = {}
+    if family.token_types_key is not None:
+        types = np.zeros(shape, dtype=np.int64)
+        types.reshape(-1)[np.concatenate(placeholders)] = 1
+        made["token_types"] = torch.from_numpy(types)
+    if family.images_see_themselves_whole:  # of an image that is shown in several crops, each sees itself
+        every = np.concatenate(placeholders)
+        begins = [np.diff(here, prepend=-2) > 1 for here in placeholders]
+        blocks = np.full(shape, -1, dtype=np.int32)
+        blocks.reshape(-1)[every] = np.cumsum(np.concatenate(begins)) - 1
+        made["blocks"] = torch.from_numpy(blocks)
+    return made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,7 +36,8 @@ def few_prompts(monkeypatch):
 
 
 def run(name, model, folder):
-    (found,) = distillation.results([name], model, folder, 1, sys.executable)
+    words = [model, name, "--steps", "1", "--output", str(folder)]
+    (found,) = distillation.results([name], distillation.parser().parse_args(words))
     return json.loads(json.dumps(found))
 
 
