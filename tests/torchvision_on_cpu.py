@@ -1,7 +1,7 @@
 """torchvision's wheel beside a CPU build of torch: what image processors use of it is plain torch, once it can be imported.
 
-Without the operators that it looks up at its import, and that its CUDA build cannot register here, `import torchvision` fails, and with
-it the import of every model class of transformers, text models too. `make_importable` declares them in this process;
+Without the operators that it looks up at its import, and that its CUDA build cannot register here, `import torchvision` fails,
+and with it the import of every model class of transformers, text models too. `make_importable` declares them in this process;
 `python -m tests.torchvision_on_cpu` lets every process of the environment declare them when it imports torchvision, and not before:
 a worker that needs no torch must not import it. `torchvision.ops` stays unusable.
 """
@@ -18,7 +18,7 @@ HOOK = "torchvision_on_cpu"
 
 
 def make_importable() -> None:
-    """Declare the operators, where torch and torchvision are builds that do not fit. Call it before anything imports torchvision."""
+    """Declare the operators, where torch and torchvision are builds that do not fit, before anything imports torchvision."""
     import torch
 
     if util.find_spec("torchvision") is None or "cpu" not in torch.__version__:

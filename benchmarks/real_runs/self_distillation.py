@@ -157,7 +157,7 @@ def sdpo(run: str, model: str, folder: Path, how: Training) -> dict[str, Any]:
     shared = {"num_generations": GROUP, "per_device_train_batch_size": 8 * GROUP, "max_completion_length": SUM_TOKENS}
     shared |= {"learning_rate": how.learning_rate, "temperature": 1.0, "reward_funcs": right_sum, "reward_workers": 0}
     taught = shared | {"distillation_mode": "full_logits", "distillation_alpha": 0.5}
-    taught |= {"reprompt_template": "{prompt}{solution}", "solution_template": SOLUTION}
+    taught |= {"reprompt_template": "{prompt}{solution}{feedback}", "solution_template": SOLUTION}
 
     def right(one: Any, pairs: list[tuple[int, int]]) -> list[bool]:
         drawn = [pair for pair in pairs for _ in range(DRAWS)]
