@@ -18,6 +18,8 @@ $(STAMP): pyproject.toml requirements-dev.txt posttrain/constraints.txt
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check -r requirements-dev.txt && \
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-build-isolation --no-deps setuptools wheel && \
 	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-build-isolation -e . -c posttrain/constraints.txt && \
+	$(BIN)/python -m pip install --quiet --quiet --disable-pip-version-check --no-deps torchvision==0.28.0 num2words && \
+	$(BIN)/python -m tests.torchvision_on_cpu && \
 	touch $(STAMP) && echo "Set up in $$(( $$(date +%s) - start )) s."
 
 demo: $(STAMP)  ## post-train a real 135M model on embedded data and show what changed
