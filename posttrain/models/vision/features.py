@@ -65,8 +65,8 @@ def with_images(model: nn.Module, kwargs: dict[str, Any], asked: Tensor) -> dict
         return kwargs
     if family.three_axis_positions and kwargs["position_ids"].dim() != 3:
         raise ValueError(
-            f"{type(model).__name__} has positions of time, row and column, and a batch with images gives it positions of one axis: "
-            "its images would have no rows. Make its samples with `Sample.positions`."
+            f"{type(model).__name__} has positions of time, row and column, and a batch with images gives it positions of one "
+            "axis: its images would have no rows. Make its samples with `Sample.positions`."
         )
     if images.blocks is not None and not is_padded:
         kwargs["image_blocks"] = images.blocks.flatten()
@@ -127,6 +127,6 @@ def pick(features: Any, images: BatchImages, family: VisionFamily) -> Any:
 def _same(found: int, wanted: int, what: str, family: VisionFamily) -> None:
     if found != wanted:
         raise ValueError(
-            f"{found} {what} {wanted} ({family.model_type}): an image was cut, or its processor is not the one that wrote the text. "
-            "Prepare the data again with the processor of this model."
+            f"{found} {what} {wanted} ({family.model_type}): an image was cut, or its processor is not the one that wrote the "
+            "text. Prepare the data again with the processor of this model."
         )

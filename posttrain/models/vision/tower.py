@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.core.vision import VisionFamily
 from posttrain.models.attention.ragged import flash_can_run
+from posttrain.models.vision.features import family_of
 
 TOWER_ATTENTION = "posttrain_flash_vision"
 
@@ -31,6 +32,11 @@ def install_tower_attention(innermost: nn.Module, family: VisionFamily) -> bool:
     AttentionMaskInterface.register(TOWER_ATTENTION, sdpa_mask)
     innermost.set_attn_implementation({"vision_config": TOWER_ATTENTION})
     return True
+
+
+def set_text_attention(innermost: nn.Module, name: str) -> None:
+    """Change the attention of a model; a tower keeps its own."""
+    innermost.set_attn_implementation(name if family_of(innermost) is None else {"": name, "text_config": name})
 
 
 def tower_attention(
