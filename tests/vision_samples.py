@@ -73,9 +73,7 @@ class Shown:
         if not self.family.pixels_in_one_row:
             return {key: torch.cat([one[key] for one in made]) for key in self.family.forward_keys}
         sides = [max(one["pixel_values"].shape[axis] for one in made) for axis in (-2, -1)]
-        return {
-            key: torch.cat([_filled(one[key], *sides) for one in made])[None] for key in self.family.forward_keys
-        }
+        return {key: torch.cat([_filled(one[key], *sides) for one in made])[None] for key in self.family.forward_keys}
 
     def inputs_of(self, picture: Image.Image) -> dict[str, torch.Tensor]:
         inputs = self.tiny.processor(text=[self.family.written], images=[[picture]], return_tensors="pt")
@@ -127,9 +125,8 @@ def _layouts(name: str) -> ImageLayouts:
     return ImageLayouts(vision_family(name, processor), processor)
 
 
-def three_samples(shown: Shown) -> tuple[list[Unit], list[Sample]]:
-    """Units whose samples share prompts with images, in which two images are shown four times in two orders; and all samples."""
+def repeated_images(shown: Shown) -> list[Unit]:
+    """Two answers to one prompt with two images, a text alone, and the two images in the other order."""
     first, second = images((60, 40), (30, 90))
     pair = tuple(shown.sample("a", first, "b", second, "c?", answer=answer) for answer in ("It is red.", "Blue, no?"))
-    units = [pair, (shown.sample("Hello?"),), (shown.sample(second, "and ", first, "!", answer="Both."),)]
-    return units, [sample for unit in units for sample in unit]
+    return [pair, (shown.sample("Hello?"),), (shown.sample(second, "and ", first, "!", answer="Both."),)]
