@@ -49,6 +49,11 @@ class VisionFamily:
             return math.prod(grid) + 1
         return math.prod(grid)
 
+    @property
+    def tower_has_bounds(self) -> bool:
+        """Whether its images lie end to end as patches, each attending to its own image or window only."""
+        return self.grid_of == "patches"
+
     def part_of(self, parameter: str) -> str:
         """TOWER, PROJECTOR or LANGUAGE_MODEL: where a parameter of the model belongs, by its full name."""
         parts = ((PROJECTOR, self.projectors), (LANGUAGE_MODEL, self.language_models), (TOWER, (self.tower,)))

@@ -6,7 +6,8 @@ varlen flash kernel on CUDA, with one SDPA call per segment elsewhere. Without b
 `sdpa` and its masks, so that `generate`, padded batches and freshly loaded models behave as ever.
 
 Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/attention/prefix`. A call that
-carries `kv_cache` is one of the rollout engine, which keeps keys and values itself: see `rollout/engines/native`.
+carries `kv_cache` is one of the rollout engine, which keeps keys and values itself: see `rollout/engines/native`. A call that
+carries `image_blocks` (tokens,) has images that see themselves whole: tokens of one number above -1 see each other.
 
 transformers would build a dense mask from position ids that restart. It returns a mask of four dimensions as it is, so a ragged
 batch carries a four-dimensional placeholder of one element, which this module's function ignores.
@@ -76,9 +77,12 @@ def ragged_attention(
     sliding_window: int | None = None,
     shared_prefixes: SharedPrefixes | None = None,
     kv_cache: KeyValueCache | None = None,
+    image_blocks: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """(1, heads, tokens, dim) -> (1, tokens, heads, dim), segments apart where bounds are given."""
+    if image_blocks is not None and (kv_cache is not None or shared_prefixes is not None):
+        raise NotImplementedError("Images that see themselves whole are known to the ragged layout only.")
     if kv_cache is not None:
         how = kwargs | {"scaling": scaling, "sliding_window": sliding_window}
         return _attend_cached(kv_cache, module, (query, key, value), how), None
@@ -93,11 +97,12 @@ def ragged_attention(
     if shared_prefixes is not None:
         if sliding_window:
             raise NotImplementedError("Prefixes are not shared under a sliding window: use the ragged layout.")
-        shared_attention = shared_prefix_flash if _flash_can_run(query) else shared_prefix_loop
+        shared_attention = shared_prefix_flash if flash_can_run(query) else shared_prefix_loop
         return shared_attention(
             query, key, value, cu_seq_lens_q, max_length_q, shared_prefixes, scaling, dropout
         ).unsqueeze(0), None
-    return segment_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout, sliding_window), None
+    how = (scaling, dropout, sliding_window, image_blocks)
+    return segment_attention(query, key, value, cu_seq_lens_q, max_length_q, *how), None
 
 
 @torch.compiler.disable  # a compiled layer is split around it: what it reads and writes is no argument of the layer
@@ -119,13 +124,14 @@ def segment_attention(
     scaling: float | None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    image_blocks: Tensor | None = None,
 ) -> Tensor:
-    """(1, heads, tokens, dim) -> (1, tokens, heads, dim): each segment attends causally to itself.
+    """(1, heads, tokens, dim) -> (1, tokens, heads, dim): each segment attends causally to itself, and an image whole.
 
     By torch's own varlen flash op (differentiable, grouped-query heads, no flash-attn package) where that runs; elsewhere by one
     causal SDPA call per segment, which is exact, and on a CPU faster than one call over a padded batch.
     """
-    if _flash_can_run(query):
+    if image_blocks is None and flash_can_run(query):
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         left, right = (sliding_window - 1, 0) if sliding_window else (-1, -1)
         output = torch.ops.aten._flash_attention_forward(
@@ -136,20 +142,30 @@ def segment_attention(
     parts = []
     # One split, whose backward is one `cat`: that of a slice fills the whole row with zeros, for every segment.
     lengths = [stop - start for start, stop in itertools.pairwise(bounds.tolist())]
-    for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value))):
-        window = _window_mask(q.shape[2], sliding_window, q)
-        how = {"attn_mask": window, "is_causal": window is None, "enable_gqa": query.shape[1] != key.shape[1]}
+    blocks = [None] * len(lengths) if image_blocks is None else image_blocks.split(lengths)
+    for q, k, v, block in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), blocks):
+        mask = _segment_mask(q.shape[2], sliding_window, block, q.device)
+        how = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": query.shape[1] != key.shape[1]}
         parts.append(scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, **how))
     return torch.cat(parts, dim=2).transpose(1, 2)
 
 
-def _flash_can_run(query: Tensor) -> bool:
+def flash_can_run(query: Tensor) -> bool:
     width = query.shape[-1]
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and width <= 256 and width % 8 == 0
 
 
-def _window_mask(length: int, sliding_window: int | None, like: Tensor) -> Tensor | None:
-    if sliding_window is None or length <= sliding_window:
+def _segment_mask(
+    length: int, sliding_window: int | None, blocks: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """(length, length): causal and within the window, or of one image. None where that is plainly causal."""
+    has_window = sliding_window is not None and length > sliding_window
+    if not has_window and blocks is None:
         return None
-    distance = torch.arange(length, device=like.device)[:, None] - torch.arange(length, device=like.device)
-    return (distance >= 0) & (distance < sliding_window)
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    seen = distance >= 0
+    if has_window:
+        seen &= distance < sliding_window
+    if blocks is not None:
+        seen |= (blocks[:, None] == blocks) & (blocks >= 0)
+    return seen

@@ -22,11 +22,13 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
 from transformers.models.auto import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
+from posttrain.core.vision import VisionFamily
 from posttrain.models.attention.ragged import install_ragged_attention
 from posttrain.models.layers.fused_lora import fuse_lora, lora_layers
 from posttrain.models.layers.kernels import (
@@ -38,7 +40,14 @@ from posttrain.models.layers.kernels import (
     PLAIN,
     fastest_kernels,
 )
-from posttrain.models.load.adapters import add_adapter, is_peft_model, is_prompt_learning, is_quantized
+from posttrain.models.load.adapters import add_adapter, is_peft_model, is_prompt_learning, is_quantized, with_targets
+from posttrain.models.load.image_models import (
+    load_processor,
+    prepare_to_see,
+    refuse_by_name,
+    sees_images,
+    settle_parts,
+)
 from posttrain.models.scoring.heads import (
     CAUSAL_LM,
     HEAD_NAMES,
@@ -47,8 +56,15 @@ from posttrain.models.scoring.heads import (
     TOKEN_LABELS,
     sequence_head,
 )
-from posttrain.models.scoring.probe import why_not_its_own_labels, why_not_ragged, why_not_shared
+from posttrain.models.scoring.probe import (
+    ImageProbe,
+    why_images_fail,
+    why_not_its_own_labels,
+    why_not_ragged,
+    why_not_shared,
+)
 from posttrain.models.scoring.token_scores import install_scores
+from posttrain.models.vision.parts import adapter_on_language_model, without_vision
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +99,10 @@ class LoadOptions:
     router_aux_loss_coef: float | None = None
     device: torch.device | None = None  # None: the model stays where it is
     sharded: bool = False  # FSDP or DeepSpeed will place the weights
+    vision: VisionFamily | None = None  # None: the model reads texts only, whatever it could see
+    image_probe: ImageProbe | None = None  # for data with images: is the model asked about them in the right way?
+    lora_vision: bool = False  # adapters on tower and projector too, where their pattern matches there
+    frozen_parts: tuple[str, ...] = ()  # of `models.vision.parts.PARTS`
 
 
 @dataclass
@@ -118,15 +138,24 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         model.to(options.device)  # the probe below, and Liger's kernels in it, run where training will
     if options.disable_dropout:
         disable_dropout(model)
+    if options.vision is not None:
+        prepare_to_see(innermost, options.vision)
     # Weights that will be sharded wait on the CPU, where Liger's kernels do not run: they come after the probe then.
     kernels = PLAIN if options.sharded else _choose_kernels(model, innermost, options, notes)
     if options.peft_config is not None:
-        model = add_adapter(model, _adapter_config(options), _adapter_dtype(innermost, options, given))
+        config = _adapter_config(innermost, options)
+        model = add_adapter(model, config, _adapter_dtype(innermost, options, given))
     if options.fuse_lora and is_peft_model(model):
         _fuse_adapters(model, notes)
     if options.task in CLASSIFIERS:
         sequence_head(innermost)  # an error where it has none
     install_scores(innermost)
+    if options.vision is not None:
+        parts = (options.vision, options.image_probe, options.frozen_parts)
+        notes += settle_parts(innermost, *parts, has_adapter=is_peft_model(model), sharded=options.sharded)
+        _refuse_wrong_images(model, innermost, options, name)
+    elif sees_images(innermost.config.to_dict()):
+        notes.append(f"{type(innermost).__name__} could see images; it is loaded for texts only.")
     if options.task == TOKEN_LABELS:
         reason = _of_the_first_process(why_not_its_own_labels(innermost), options)
         if reason is not None:
@@ -140,9 +169,19 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
     return LoadedModel(model, layout, name, notes, router_loss_weight, kernels)
 
 
-def _adapter_config(options: LoadOptions) -> Any:
+def _refuse_wrong_images(model: nn.Module, innermost: nn.Module, options: LoadOptions, name: str) -> None:
+    if options.image_probe is None:
+        return
+    reason = _of_the_first_process(why_images_fail(model, innermost, options.task, options.image_probe), options)
+    if reason is not None:
+        raise ValueError(f"{name} cannot be trained on images: {reason}. Check its files, or take another model.")
+
+
+def _adapter_config(innermost: nn.Module, options: LoadOptions) -> Any:
     """A classifier's head is new: PEFT trains and saves it with the adapter when the task is named."""
     config = options.peft_config
+    if options.vision is not None:
+        config = adapter_on_language_model(with_targets(config), innermost, options.vision, options.lora_vision)
     if options.task in CLASSIFIERS and getattr(config, "task_type", "") is None:
         config = copy.deepcopy(config)
         config.task_type = CLASSIFIERS[options.task][1]
@@ -184,9 +223,22 @@ def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
         kwargs.setdefault("num_labels", NUM_LABELS[options.task])
         if hasattr(kwargs.get("quantization_config"), "llm_int8_skip_modules"):
             kwargs["quantization_config"] = _without_head(kwargs["quantization_config"])
+    if options.vision is not None and kwargs.get("quantization_config") is not None:
+        kwargs["quantization_config"] = without_vision(kwargs["quantization_config"], options.vision)
+    auto_class = _auto_class(model, options)
     with _named("model", path):
-        loaded = AUTO_CLASSES[options.task].from_pretrained(path, **kwargs)
+        loaded = auto_class.from_pretrained(path, **kwargs)
     return _as_plain_weights(loaded) if "gguf_file" in kwargs else loaded
+
+
+def _auto_class(model: str | Path, options: LoadOptions) -> Any:
+    if options.task != CAUSAL_LM:
+        return AUTO_CLASSES[options.task]
+    config = config_dict(model, options.model_init_kwargs)
+    if not sees_images(config):
+        return AutoModelForCausalLM
+    refuse_by_name(config)
+    return AutoModelForImageTextToText
 
 
 def _without_head(quantization_config: Any) -> Any:
@@ -204,11 +256,11 @@ def model_without_weights(model: str | Path, options: LoadOptions) -> nn.Module:
     if options.task in NUM_LABELS:
         config.num_labels = NUM_LABELS[options.task]
     with torch.device("meta"):
-        made = AUTO_CLASSES[options.task].from_config(
+        made = _auto_class(model, options).from_config(
             config, dtype=options.dtype, trust_remote_code=options.trust_remote_code
         )
         made.tie_weights()
-        return made if options.peft_config is None else add_adapter(made, _adapter_config(options), options.dtype)
+        return made if options.peft_config is None else add_adapter(made, _adapter_config(made, options), options.dtype)
 
 
 def _base_of(model: str | Path) -> str | Path:
@@ -273,6 +325,22 @@ def load_tokenizer(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | 
         return AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, **_of_files(kwargs))
 
 
+def load_processing_class(
+    model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None, trust_remote_code: bool
+) -> Any:
+    """The processor of a model of images and text, the tokenizer of any other."""
+    if isinstance(model, nn.Module):
+        config = innermost_model(model).config
+        source, kwargs, found = config._name_or_path, {}, config.to_dict()
+    else:
+        (source, kwargs), found = locate(model, init_kwargs), config_dict(model, init_kwargs)
+    if not source or not sees_images(found):
+        return load_tokenizer(model, init_kwargs, trust_remote_code)
+    refuse_by_name(found)
+    with _named("processor", source):
+        return load_processor(source, trust_remote_code, **_of_files(kwargs))
+
+
 def _of_files(kwargs: dict[str, Any]) -> dict[str, Any]:
     """Those arguments of `from_pretrained` that say where files are."""
     return {name: kwargs[name] for name in ("revision", "gguf_file", "subfolder", "cache_dir") if name in kwargs}
@@ -282,11 +350,16 @@ def model_type_of(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | N
     """`model_type` of a model's config, whether it is loaded or not; None where no config says."""
     if isinstance(model, nn.Module):
         return innermost_model(model).config.model_type
+    return config_dict(model, init_kwargs).get("model_type")
+
+
+def config_dict(model: str | Path, init_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The config of a model that is not loaded yet; empty where none is there."""
     source, kwargs = locate(_base_of(model), init_kwargs)
     try:
-        return PretrainedConfig.get_config_dict(source, **_of_files(kwargs))[0].get("model_type")
-    except OSError:  # none there; loading the model will say so in its own words
-        return None
+        return PretrainedConfig.get_config_dict(source, **_of_files(kwargs))[0]
+    except OSError:  # loading the model will say so in its own words
+        return {}
 
 
 def innermost_model(model: nn.Module) -> nn.Module:
@@ -312,7 +385,7 @@ def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions,
     if is_prompt_learning(model):
         reason = "its adapter puts virtual tokens in front of every row"
     else:
-        reason = _of_the_first_process(why_not_ragged(model, innermost, options.task), options)
+        reason = _of_the_first_process(why_not_ragged(model, innermost, options.task, options.image_probe), options)
     if reason is None:
         return RAGGED
     if options.layout == RAGGED:
@@ -328,7 +401,7 @@ def _shared_if_possible(
     if router_loss_weight:
         reason = "the routers' loss counts the tokens of a prompt once for each answer"
     else:
-        reason = _of_the_first_process(why_not_shared(model, innermost, options.task), options)
+        reason = _of_the_first_process(why_not_shared(model, innermost, options.task, options.image_probe), options)
     if reason is None:
         return SHARED
     notes.append(f"A prompt is computed once for each of its answers: {reason}.")

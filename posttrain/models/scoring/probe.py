@@ -1,17 +1,27 @@
-"""Can this model run ragged batches, and share prefixes? Short segments are run in two layouts, and the answers compared."""
+"""Can this model run ragged batches, and share prefixes? Short segments are run in two layouts, and the answers compared.
+
+With images the other side of the comparison is transformers' own forward of each sample alone, with the family's own arguments and
+positions. Equality cannot tell that a model is blind, so two controls do: another image, and swapped images, must change answers.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED, SharedPrefixes, TokenBatch
+from posttrain.core.sample import Sample, Unit
 from posttrain.models.attention.ragged import RAGGED_ATTENTION
 from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS, LabelsQuestion, score_sequences
 from posttrain.models.scoring.token_scores import ask, score_tokens
+from posttrain.models.vision.features import family_of
+from posttrain.models.vision.tower import set_text_attention
 
 PROBE_LENGTHS = (5, 11)
 COMMON = 2  # tokens with which both segments begin
@@ -29,23 +39,65 @@ def ordinary_tokens(innermost: nn.Module, count: int, seed: int = 0) -> torch.Te
     return torch.randint(max(size // 10, 1), max(9 * size // 10, 2), (count,), generator=generator)
 
 
-def why_not_ragged(model: nn.Module, innermost: nn.Module, task: str) -> str | None:
+@dataclass(frozen=True)
+class ImageProbe:
+    """Samples with short answers that are trained, and how to lay them out: made by the trainer, with its renderer and collator."""
+
+    one: Sample  # shows one image
+    two: Sample  # shows two, of different sizes, with text between
+    none: Sample
+    other: Sample  # `one` with another image of the same size
+    swapped: Sample  # `two` with its images in the other order
+    sibling: Sample  # `two` with another answer
+    collate: Callable[[Sequence[Unit], str], TokenBatch]  # (units, layout), each distinct image encoded once
+
+    def units(self, layout: str) -> list[Unit]:
+        two = [(self.two, self.sibling)] if layout == SHARED else [(self.two,)]
+        return [(self.one,), *two, (self.none,)]
+
+
+def why_not_ragged(
+    model: nn.Module, innermost: nn.Module, task: str, image_probe: ImageProbe | None = None
+) -> str | None:
     """None when ragged attention is in place and gives the padded answers; else the reason, and nothing is changed."""
     before = innermost.config._attn_implementation
     if before == RAGGED_ATTENTION:
         return None
     if not getattr(innermost, "_supports_sdpa", False):
         return f"{type(innermost).__name__} has no SDPA attention to build on"
+    family = family_of(innermost)
+    if family is not None and family.images_see_themselves_whole and next(innermost.parameters()).is_cuda:
+        return f"images of {family.model_type} see themselves whole, for which there is no ragged kernel on a GPU yet"
     reason = _why_apart(model, innermost, task, (PADDED, RAGGED), "two ragged segments", "on ragged segments")
+    if reason is None and image_probe is not None:
+        reason = _why_images_apart(model, innermost, task, image_probe, RAGGED, before)
     if reason is None:
         return None
-    innermost.set_attn_implementation(before)
+    set_text_attention(innermost, before)
     return f"{reason}, so it reads its mask" if "answers differently" in reason else reason
 
 
-def why_not_shared(model: nn.Module, innermost: nn.Module, task: str) -> str | None:
+def why_not_shared(
+    model: nn.Module, innermost: nn.Module, task: str, image_probe: ImageProbe | None = None
+) -> str | None:
     """None when a model that runs ragged batches gives the same answers where two samples share their beginning."""
-    return _why_apart(model, innermost, task, (RAGGED, SHARED), "a shared prefix", "where a prefix is shared")
+    reason = _why_apart(model, innermost, task, (RAGGED, SHARED), "a shared prefix", "where a prefix is shared")
+    if reason is None and image_probe is not None:
+        reason = _why_images_apart(model, innermost, task, image_probe, SHARED, "sdpa")
+    return reason
+
+
+def why_images_fail(model: nn.Module, innermost: nn.Module, task: str, image_probe: ImageProbe) -> str | None:
+    """None when a model sees its images, and padded batches give the answers of its own forward; else the sentence about it."""
+    before, name = innermost.config._attn_implementation, type(innermost).__name__
+    controls = (("another image", "one", "other"), ("swapping two images", "two", "swapped"))
+    with _asked_calmly(model):
+        for change, shown, changed in controls:
+            ones = (getattr(image_probe, which) for which in (shown, changed))
+            one, other = (_alone(model, innermost, task, image_probe, sample) for sample in ones)
+            if (one - other).abs().max().item() <= _tolerance(one, innermost):
+                return f"{name} does not see its images: {change} changes none of its answers"
+    return _why_images_apart(model, innermost, task, image_probe, PADDED, before)
 
 
 def why_not_its_own_labels(innermost: nn.Module) -> str | None:
@@ -69,20 +121,82 @@ def _why_apart(
     model: nn.Module, innermost: nn.Module, task: str, layouts: tuple[str, str], what: str, where: str
 ) -> str | None:
     """None when the answers in two layouts are the same; else what is wrong with the second. Ragged attention is put in place."""
-    name, training = type(innermost).__name__, model.training
-    model.eval()
+    name = type(innermost).__name__
     try:
-        asked = _asked(innermost, task)
-        one = _answers(model, asked, task, layouts[0])
-        if layouts[0] == PADDED:
-            innermost.set_attn_implementation(RAGGED_ATTENTION)
-        other = _answers(model, asked, task, layouts[1])
+        with _asked_calmly(model):
+            asked = _asked(innermost, task)
+            one = _answers(model, asked, task, layouts[0])
+            if layouts[0] == PADDED:
+                set_text_attention(innermost, RAGGED_ATTENTION)
+            other = _answers(model, asked, task, layouts[1])
     except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
         return f"{name} could not run {what} ({type(error).__name__}: {error})"
-    finally:
-        model.train(training)
     difference = _difference(one, other, innermost)
     return None if difference is None else f"{name} answers differently {where} (by {difference:.2g})"
+
+
+@contextmanager
+def _asked_calmly(model: nn.Module) -> Iterator[None]:
+    """Without dropout and without a graph."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)
+
+
+def _why_images_apart(
+    model: nn.Module, innermost: nn.Module, task: str, images: ImageProbe, layout: str, own_attention: str
+) -> str | None:
+    """None when a batch in this layout gives the answers that its samples get alone, with the attention `own_attention`."""
+    name, ours = type(innermost).__name__, innermost.config._attn_implementation
+    units = images.units(layout)
+    try:
+        with _asked_calmly(model):
+            set_text_attention(innermost, own_attention)
+            alone = [_alone(model, innermost, task, images, sample) for unit in units for sample in unit]
+            set_text_attention(innermost, ours)
+            batch = images.collate(units, layout).to(next(model.parameters()).device)
+            if task == CAUSAL_LM:  # of what the model itself would say; see `_asked`
+                best = torch.cat(alone).max(-1)
+                one, batch = best.values, replace(batch, targets=best.indices)
+            else:
+                one = torch.cat(alone)
+            other = _answers_of(model, batch, task)
+    except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
+        set_text_attention(innermost, ours)
+        return f"{name} could not run images in {layout} batches ({type(error).__name__}: {error})"
+    difference = _difference(one, other, innermost)
+    if difference is None:
+        return None
+    return f"{name} answers differently about images in {layout} batches (by {difference:.2g})"
+
+
+def _alone(model: nn.Module, innermost: nn.Module, task: str, images: ImageProbe, sample: Sample) -> torch.Tensor:
+    """What is said of one sample alone: (trained tokens, vocabulary) log-probs by transformers' own forward; answers of other heads
+    than the language model's, which transformers reads at other places, by ours."""
+    batch = images.collate([(sample,)], PADDED).to(next(innermost.parameters()).device)
+    if task != CAUSAL_LM:
+        return _answers_of(model, batch, task)
+    logits = innermost(**_own_arguments(innermost, batch), use_cache=False).logits.flatten(0, 1)[batch.positions]
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)
+
+
+def _own_arguments(innermost: nn.Module, batch: TokenBatch) -> dict[str, Any]:
+    """What the family's processor would hand over with one sample; positions are left to the model."""
+    family = family_of(innermost)
+    kwargs = {"input_ids": batch.input_ids, "attention_mask": batch.attention_mask}
+    is_image = (batch.input_ids == family.placeholder_id).long()
+    if family.three_axis_positions:
+        kwargs["mm_token_type_ids"] = is_image
+    elif family.prefix_sees_itself_whole:
+        places = torch.arange(batch.input_ids.shape[1], device=batch.device)
+        kwargs[family.token_types_key] = (places > batch.positions.min()).long()[None]
+    elif family.token_types_key is not None:
+        kwargs[family.token_types_key] = is_image
+    return kwargs | ({} if batch.images is None else batch.images.encoder)
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor, innermost: nn.Module) -> float | None:
@@ -91,10 +205,14 @@ def _difference(one: torch.Tensor, other: torch.Tensor, innermost: nn.Module) ->
     In 16 bits on average: single words of a 135M model that was run rightly were seen 0.17 apart, while a model that reads its
     mask, or does not see the prefix, is wrong everywhere.
     """
-    tolerance = max(TOLERANCE.get(dtype, 1e-3) for dtype in (one.dtype, next(innermost.parameters()).dtype))
+    tolerance = _tolerance(one, innermost)
     apart = (one - other).abs()
     difference = (apart.mean() if tolerance >= TOLERANCE[torch.float16] else apart.max()).item()
     return None if difference <= tolerance else difference
+
+
+def _tolerance(answers: torch.Tensor, innermost: nn.Module) -> float:
+    return max(TOLERANCE.get(dtype, 1e-3) for dtype in (answers.dtype, next(innermost.parameters()).dtype))
 
 
 @dataclass(frozen=True)
@@ -105,7 +223,6 @@ class _Asked:
     targets: list[torch.Tensor]
 
 
-@torch.no_grad()
 def _asked(innermost: nn.Module, task: str) -> _Asked:
     """Targets are what the model itself would say: rounding moves the log-prob of a word that nobody says by far more."""
     tokens = [ordinary_tokens(innermost, n, seed) for seed, n in enumerate(PROBE_LENGTHS)]
@@ -117,9 +234,11 @@ def _asked(innermost: nn.Module, task: str) -> _Asked:
     return _Asked(tokens, [part[COMMON - 1 : -1] for part in said])
 
 
-@torch.no_grad()
 def _answers(model: nn.Module, asked: _Asked, task: str, layout: str) -> torch.Tensor:
-    batch = _probe_batch(asked, layout).to(next(model.parameters()).device)
+    return _answers_of(model, _probe_batch(asked, layout).to(next(model.parameters()).device), task)
+
+
+def _answers_of(model: nn.Module, batch: TokenBatch, task: str) -> torch.Tensor:
     if task == SEQUENCE_REWARD:
         return score_sequences(model, batch).rewards
     if task == CAUSAL_LM:

@@ -28,6 +28,7 @@ from posttrain.models.attention.ragged import segment_kwargs
 from posttrain.models.scoring.float32_head import head_input
 from posttrain.models.scoring.fused_head import can_fuse, summed_nll, token_logps
 from posttrain.models.sharding import call_inside, is_sharded_module, plain_class
+from posttrain.models.vision.features import family_of, with_images
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 """Size of one chunk of logits: large enough to fill a GPU, small enough for a CPU's cache to help."""
@@ -237,6 +238,8 @@ def ask(model: nn.Module, batch: TokenBatch, *questions: Question, router_loss: 
 def forward_kwargs(batch: TokenBatch) -> dict[str, Any]:
     """The batch as keyword arguments of a transformers model."""
     kwargs: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    if batch.images is not None:  # turned into features inside of the model's forward: see `models/vision/features`
+        kwargs["images"] = batch.images
     if batch.layout == PADDED:
         return kwargs | {"attention_mask": batch.attention_mask}
     return kwargs | segment_kwargs(batch.cu_segments, batch.longest, batch.prefixes)
@@ -264,6 +267,8 @@ def answer(model: nn.Module, request: ScoreRequest, **kwargs: Any) -> dict[str, 
     """Run the body once, then each question on the hidden states of its positions."""
     if request.router_loss:
         kwargs["output_router_logits"] = True
+    if "images" in kwargs or family_of(model) is not None:
+        kwargs = with_images(model, kwargs, request.questions[0].positions)
     output = getattr(model, model.base_model_prefix)(**kwargs)
     hidden = output.last_hidden_state
     rows, virtual = hidden.flatten(0, 1), hidden.shape[1] - request.width

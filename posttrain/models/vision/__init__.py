@@ -1,0 +1,1 @@
+"""Images on the model's side: their features, the attention of towers, and the parts of a model that sees."""

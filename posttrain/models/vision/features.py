@@ -1,0 +1,132 @@
+"""Encode each distinct image of a batch once, and hand its features to the model at every place that shows it.
+
+The tower is called apart from the text, so that nothing meant for the text (bounds of segments, shared prefixes, a cache of keys)
+can reach it: a varlen kernel would read beyond its patches. What a model's family is must be known to the model itself, since its
+forward runs below every wrapper: `set_family` keeps it on the innermost model, where a deep copy takes it along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import Tensor, nn
+
+from posttrain.core.batch import BatchImages
+from posttrain.core.vision import VisionFamily
+
+OLDEST_TRANSFORMERS = "5.18"  # the first whose models take features instead of pixels (`mm_encoder_outputs`)
+HOW_TO_INSTALL = 'pip install "posttrain[vision]"'
+_FAMILY = "_posttrain_vision"
+
+
+def set_family(innermost: nn.Module, family: VisionFamily) -> None:
+    """Let a model answer about batches with images. To be called at load, before anything wraps the model.
+
+    `rope_deltas` is what M-RoPE models remember of the last batch with images; nobody here uses it, and it would move the positions
+    of a later `generate` of texts.
+    """
+    if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
+        raise ImportError(
+            f"Images need transformers {OLDEST_TRANSFORMERS} or newer, whose models take features of images; installed is "
+            f"{transformers.__version__}. Install it with: {HOW_TO_INSTALL}"
+        )
+    setattr(innermost, _FAMILY, family)
+    for module in innermost.modules():
+        if getattr(module, "rope_deltas", None) is not None:
+            module.rope_deltas = None
+
+
+def family_of(innermost: nn.Module) -> VisionFamily | None:
+    return getattr(innermost, _FAMILY, None)
+
+
+def with_images(model: nn.Module, kwargs: dict[str, Any], asked: Tensor) -> dict[str, Any]:
+    """Arguments of the body of a model that sees, with `images` (BatchImages or None) turned into features and masks.
+
+    `asked` are the positions of the first question: those before the first of a row are the prompt, which a prefix-LM sees whole.
+    """
+    family, images = family_of(model), kwargs.pop("images", None)
+    if family is None:
+        raise ValueError(
+            f"A batch has images, and this {type(model).__name__} was loaded for texts only. Load it with the family of its images "
+            "(`LoadOptions.vision`), or leave the images out."
+        )
+    is_padded = "cu_seq_lens_q" not in kwargs
+    if family.prefix_sees_itself_whole:
+        if not is_padded:
+            raise NotImplementedError(f"{type(model).__name__} sees its prompt whole: it must use the padded layout.")
+        kwargs[family.token_types_key] = _suffixes(asked, kwargs["input_ids"].shape)
+    if images is None:
+        return kwargs
+    if family.three_axis_positions and kwargs["position_ids"].dim() != 3:
+        raise ValueError(
+            f"{type(model).__name__} has positions of time, row and column, and a batch with images gives it positions of one "
+            "axis: its images would have no rows. Make its samples with `Sample.positions`."
+        )
+    if images.blocks is not None and not is_padded:
+        kwargs["image_blocks"] = images.blocks.flatten()
+    elif family.token_types_key is not None and not family.prefix_sees_itself_whole:
+        kwargs[family.token_types_key] = images.token_types
+    return kwargs | {"mm_encoder_outputs": {"image": image_features(model, images)}}
+
+
+def _suffixes(asked: Tensor, shape: torch.Size) -> Tensor:
+    """(rows, width) 0 up to the first asked position of each row, 1 behind it; 0 in rows of which nothing is asked."""
+    rows, width = shape
+    first = asked.new_full((rows,), width).scatter_reduce(0, asked // width, asked % width, "amin")
+    return (torch.arange(width, device=asked.device) > first[:, None]).long()
+
+
+def image_features(model: nn.Module, images: BatchImages) -> Any:
+    """What the body takes as `mm_encoder_outputs["image"]`: the features of every place, in the order of the places.
+
+    Where neither tower nor projector is trained no graph is built, so that no activation of the tower is kept.
+    """
+    family = family_of(model)
+    body = getattr(model, model.base_model_prefix)
+    trains = any(parameter.requires_grad for parameter in vision_parameters(model, family))
+    with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
+        output = body.get_image_features(**images.encoder, return_dict=True)
+    kept = {"pooler_output": pick(output.pooler_output, images, family)}
+    if family.deepstack:
+        kept["deepstack_features"] = [pick(features, images, family) for features in output.deepstack_features]
+    return type(output)(**kept)  # without the tower's hidden states, which nobody reads
+
+
+def vision_parameters(model: nn.Module, family: VisionFamily) -> Iterator[nn.Parameter]:
+    """Those of tower and projectors."""
+    for path in (family.tower, *family.projectors):
+        part = attrgetter(path)(model)
+        yield from (part,) if isinstance(part, nn.Parameter) else part.parameters()
+
+
+def pick(features: Any, images: BatchImages, family: VisionFamily) -> Any:
+    """The features of the distinct images, repeated and ordered as they are shown; refused where a place has more or fewer
+    placeholders: some families would silently give what is left over to the next image, or to the next row."""
+    if family.features == "per_tile":
+        _same(len(features), sum(images.tiles), "tiles were encoded, and the batch has", family)
+        per_image = features.split(images.tiles)
+        sizes = [tiles * features.shape[1] for tiles in images.tiles]
+    else:
+        _same(len(features), len(images.tiles), "images were encoded, and the batch has", family)
+        per_image, sizes = features, [len(one) for one in features]
+    for place, (number, placeholders) in enumerate(zip(images.shown, images.placeholders, strict=True)):
+        what = f"features were made of the image at place {place}, whose placeholders are"
+        _same(sizes[number], placeholders, what, family)
+    if images.shown == tuple(range(len(images.tiles))):
+        return features
+    shown = [per_image[number] for number in images.shown]
+    return torch.cat(shown) if family.features == "per_tile" else shown
+
+
+def _same(found: int, wanted: int, what: str, family: VisionFamily) -> None:
+    if found != wanted:
+        raise ValueError(
+            f"{found} {what} {wanted} ({family.model_type}): an image was cut, or its processor is not the one that wrote the "
+            "text. Prepare the data again with the processor of this model."
+        )
