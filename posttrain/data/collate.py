@@ -344,7 +344,7 @@ def _images(
         blocks = torch.full(ids.shape, -1, dtype=torch.int32) if family.images_see_themselves_whole else None
     runs = 0
     placeholders = []
-    for image, sample, start in in_order:
+    for image, _, start in in_order:
         here = places[start + image.start : start + image.stop]
         here = here[is_placeholder.reshape(-1)[here]]
         placeholders.append(len(here))
