@@ -144,12 +144,8 @@ class Renderer:
 
     def encode_prompts(self, chats: list[Conversation]) -> list[np.ndarray | RenderError]:
         """Ids of the prompts with the generation prompt, or, after an assistant message, ready to continue that message."""
-        samples = self.encode_prompt_samples(chats)
+        samples = self._encode(chats, self._rendered_prompt)
         return [item.input_ids if isinstance(item, Sample) else item for item in samples]
-
-    def encode_prompt_samples(self, chats: list[Conversation]) -> list[Sample | RenderError]:
-        """As `encode_prompts`, with the images of each prompt."""
-        return self._encode(chats, self._rendered_prompt)
 
     def parse(self, ids: Any) -> dict[str, Any]:
         """Token ids of an assistant turn -> message with content and, where the turn holds them, reasoning and tool calls.

@@ -46,7 +46,7 @@ def prompt_only(rows: list[Row], renderer: Renderer, options: PrepareOptions, no
     if _is_plain(rows, "prompt"):
         prompts = _encoded_texts([row["prompt"] for row in rows], [row.get("images", []) for row in rows], renderer)
     else:
-        prompts = renderer.encode_prompt_samples([_chat(row, row["prompt"], options) for row in rows])
+        prompts = renderer.encode_prompts([_chat(row, row["prompt"], options) for row in rows])
     return [(_untrained(p),) if isinstance(p, Sample) else _refusal(p, "prompt") for p in prompts]
 
 

@@ -35,6 +35,7 @@ from posttrain.data.store.token_store import (
     join_part,
     remove_folder,
     seal,
+    sort_images,
 )
 
 logger = logging.getLogger(__name__)
@@ -264,6 +265,7 @@ def build_store(
 
     build_parts(build_part, use_part, len(shares), num_workers, folder)
     (folder / SHARED_ROWS).unlink(missing_ok=True)
+    sort_images(folder)
     late = tally.late_findings(options.row_id_column)
     log = ProblemLog(name, folder / PROBLEMS)
     for row, findings in late.items():

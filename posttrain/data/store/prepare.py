@@ -248,7 +248,7 @@ class PreparedDataset:
         tokens = (store.spans["stop"] - store.spans["start"]).astype(np.int64)
         of_sample = store.sample_of_span
         is_shown = np.isin(of_sample, self._samples) & (store.spans["stop"] <= self._sample_stops[of_sample])
-        of_row = store.image_table["row"]
+        of_row = store.image_places["row"]
         counts = np.bincount(
             np.searchsorted(kept := np.sort(self.rows), of_row[np.isin(of_row, kept)]), minlength=len(kept)
         )

@@ -38,12 +38,13 @@ SPANS = np.dtype(
     [("start", "<i4"), ("stop", "<i4"), ("height", "<i4"), ("width", "<i4"), ("grid", "<i4", 3), ("key", "V16")]
 )
 """An ImageSpan; a grid of fewer than three numbers ends in -1."""
-IMAGE_TABLE = np.dtype([("key", "S16"), ("row", "<i8"), ("number", "<i4")])
-"""Where an image is found again: the row, and its number in `row_images(row)`."""
+IMAGE_KEYS = np.dtype("S16")
+IMAGE_PLACES = np.dtype([("row", "<i8"), ("number", "<i4")])
 IMAGE_DTYPES = {
     "spans": SPANS,  # images of all samples
     "span_counts": np.int32,  # images of each sample
-    "images": IMAGE_TABLE,  # images of all rows
+    "image_keys": IMAGE_KEYS,  # of the images of all rows, in ascending order once the store is whole
+    "image_places": IMAGE_PLACES,  # where each of them is: its row, and its number in `row_images(row)`
 }
 """Further files of a store whose rows may have images."""
 SCALAR, PER_TOKEN = "scalar.", "token."
@@ -92,7 +93,9 @@ class StoreWriter:
         if self.with_images:
             self._write("spans", np.array([_stored_span(i) for s in samples for i in s.images], dtype=SPANS))
             self._write("span_counts", [len(sample.images) for sample in samples])
-            self._write("images", np.array(list(images), dtype=IMAGE_TABLE))
+            images = list(images)
+            self._write("image_keys", np.array([key for key, _, _ in images], dtype=IMAGE_KEYS))
+            self._write("image_places", np.array([(row, number) for _, row, number in images], dtype=IMAGE_PLACES))
         for name in self._extras(samples):
             key = name.split(".", 1)[1]
             if name.startswith(SCALAR):
@@ -157,6 +160,15 @@ def join_part(folder: Path, part: str) -> None:
         source.unlink()
 
 
+def sort_images(folder: Path) -> None:
+    """Put the image table in the order of its keys, so that an image is found in the mapped files without an index."""
+    keys, places = folder / "image_keys.bin", folder / "image_places.bin"
+    if keys.exists():
+        order = np.argsort(unsorted := np.fromfile(keys, IMAGE_KEYS), kind="stable")
+        np.fromfile(places, IMAGE_PLACES)[order].tofile(places)
+        unsorted[order].tofile(keys)
+
+
 def seal(folder: Path, facts: dict[str, Any]) -> None:
     """Write the manifest: from now on the store is whole."""
     files = {
@@ -202,7 +214,8 @@ class TokenStore:
         self._ranges = self._arrays["ranges"].reshape(-1, 2)
         self.spans: np.ndarray = self._arrays.get("spans", np.zeros(0, SPANS))
         self.span_counts: np.ndarray = self._arrays.get("span_counts", np.zeros(0, np.int32))
-        self.image_table: np.ndarray = self._arrays.get("images", np.zeros(0, IMAGE_TABLE))
+        self.image_keys: np.ndarray = self._arrays.get("image_keys", np.zeros(0, IMAGE_KEYS))
+        self.image_places: np.ndarray = self._arrays.get("image_places", np.zeros(0, IMAGE_PLACES))
         self._span_starts = _offsets(self.span_counts) if len(self.spans) else None
         self._scalars = {n.removeprefix(SCALAR): a for n, a in self._arrays.items() if n.startswith(SCALAR)}
         self._per_token = {n.removeprefix(PER_TOKEN): a for n, a in self._arrays.items() if n.startswith(PER_TOKEN)}
@@ -281,6 +294,14 @@ class TokenStore:
     def unit(self, index: int) -> Unit:
         row = int(self.rows[index])
         return tuple(self.sample(i, row) for i in range(self.unit_offsets[index], self.unit_offsets[index + 1]))
+
+    def find_image(self, key: bytes) -> tuple[int, int] | None:
+        """(row, number in `row_images(row)`) of an image, the first where it is in several rows; None where it is in none."""
+        at = int(np.searchsorted(self.image_keys, wanted := np.array(key, IMAGE_KEYS)))
+        if at == len(self.image_keys) or self.image_keys[at] != wanted:
+            return None
+        row, number = self.image_places[at].tolist()
+        return row, number
 
     def trained_within(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """(samples,) trained tokens in a window of each sample; its first token has nothing that predicts it."""
