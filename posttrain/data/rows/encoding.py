@@ -301,7 +301,8 @@ def _prompt_ids(
 ) -> Sequence[np.ndarray | Exception]:
     if _is_plain(rows, "prompt"):
         return renderer.encode_texts([row["prompt"] for row in rows], add_special_tokens=add_special_tokens)
-    return renderer.encode_prompts([_chat(row, row["prompt"], options) for row in rows])
+    prompts = renderer.encode_prompts([_chat(row, row["prompt"], options) for row in rows])
+    return [prompt.input_ids if isinstance(prompt, Sample) else prompt for prompt in prompts]
 
 
 def _with_bos(prompt: np.ndarray, row: Row, renderer: Renderer) -> np.ndarray:
