@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.sample import Sample, Unit
-from posttrain.core.vision import VisionFamily
 from posttrain.data.images.row_image import RowImage
 from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Conversation, Renderer
@@ -113,7 +112,7 @@ def stepwise(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes
     Steps are tokenised one by one and without special tokens; the beginning-of-sequence token, where the tokenizer has
     one, comes first. `trained` marks the tokens at which a step is judged.
     """
-    prompts = _prompt_ids(rows, renderer, options, add_special_tokens=False)
+    prompts = _prompt_ids(rows, renderer, options)
     separator = renderer.encode_texts([options.step_separator], add_special_tokens=False)[0]
     steps = [step for row in rows for step in row["completions"]]
     encoded = iter(renderer.encode_texts(steps, add_special_tokens=False))
@@ -241,7 +240,7 @@ def _answer(prompt: Sample | Exception, whole: Sample | Exception, train: str, n
 
 def _encoded_texts(texts: list[str], images: list[list[RowImage]], renderer: Renderer) -> Sequence[Sample | Exception]:
     """Plain texts, all of them trained; images stand where the text has the family's own placeholder."""
-    if _family(renderer) is None:
+    if renderer.layouts is None:
         return [_of_ids(ids) for ids in renderer.encode_texts(texts)]
     return renderer.encode_image_texts(texts, images)
 
@@ -252,13 +251,7 @@ def _of_ids(ids: np.ndarray) -> Sample:
 
 def _num_shown(text: str | None, renderer: Renderer) -> int:
     """Images of which a plain text has the place."""
-    family = _family(renderer)
-    return (text or "").count(family.written) if family is not None else 0
-
-
-def _family(renderer: Renderer) -> VisionFamily | None:
-    layouts = getattr(renderer, "layouts", None)
-    return None if layouts is None else layouts.family
+    return (text or "").count(renderer.layouts.family.written) if renderer.layouts is not None else 0
 
 
 def _side_images(row: Row, side: str, renderer: Renderer) -> list[RowImage]:
@@ -296,11 +289,10 @@ def common_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else shorter
 
 
-def _prompt_ids(
-    rows: list[Row], renderer: Renderer, options: PrepareOptions, add_special_tokens: bool = True
-) -> Sequence[np.ndarray | Exception]:
+def _prompt_ids(rows: list[Row], renderer: Renderer, options: PrepareOptions) -> Sequence[np.ndarray | Exception]:
+    """Without special tokens, and without images."""
     if _is_plain(rows, "prompt"):
-        return renderer.encode_texts([row["prompt"] for row in rows], add_special_tokens=add_special_tokens)
+        return renderer.encode_texts([row["prompt"] for row in rows], add_special_tokens=False)
     prompts = renderer.encode_prompts([_chat(row, row["prompt"], options) for row in rows])
     return [prompt.input_ids if isinstance(prompt, Sample) else prompt for prompt in prompts]
 

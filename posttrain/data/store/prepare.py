@@ -99,7 +99,7 @@ def _with_images_decided(
     limits = options.image_limits
     if limits is None:
         return options, ""
-    if getattr(renderer, "layouts", None) is None:
+    if renderer.layouts is None:
         raise ValueError(f"`image_limits` are given for {name}, and the renderer was made without `layouts` of images.")
     count, files = survey_images(source, limits)
     return replace(options, image_limits=limits.for_images(count)), files

@@ -22,8 +22,8 @@ from posttrain.data.store.building import RowSource
 from posttrain.data.store.token_store import TokenStore
 
 Tensors = dict[str, torch.Tensor]
-PIXELS = 0
-"""Place of the pixels in `VisionFamily.forward_keys`."""
+PER_TILE = {"pixel_values": 5, "pixel_attention_mask": 4}
+"""Arguments with an entry for each tile -> their axes where the processor puts one for the samples of a batch before."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PixelLoader:
         dtype: torch.dtype = torch.float32,
         cache_bytes: int = 0,
     ) -> None:
-        """`options` are those of the ImageLayouts of preparation. Images that are used again are kept in `cache_bytes` of memory."""
+        """`options` are those of preparation's ImageLayouts. Images are kept in `cache_bytes` of memory, for when they come again."""
         self.family, self.image_processor, self.dtype = family, processor.image_processor, dtype
         # The processor has defaults of its own for the images that it is given, which differ from its image processor's.
         defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("images_kwargs") or {}
@@ -110,10 +110,9 @@ class PixelLoader:
 
     def _check(self, image: ImageSpan, arguments: Tensors, where: str) -> None:
         """Unwrap what has an axis for rows of a batch, cast, and compare with what preparation counted on."""
-        name = self.family.forward_keys[PIXELS]
+        name = self.family.forward_keys[0]
         for key, value in arguments.items():
-            has_batch_axis = key == name and value.ndim == 5 or key == "pixel_attention_mask"
-            value = value[0] if has_batch_axis else value
+            value = value[0] if key in PER_TILE and value.ndim == PER_TILE[key] else value
             arguments[key] = value.to(self.dtype) if value.is_floating_point() else value
         rows, expected = len(arguments[name]), self.family.pixel_rows(image.grid)
         if rows != expected:
