@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from posttrain.core.sample import KEEP_END, KEEP_START
+from posttrain.data.images.limits import ImageLimits
 from posttrain.data.packing import packing_strategy
 
 DROP, ERROR = "drop", "error"
@@ -56,6 +57,8 @@ class PrepareOptions:
     """Further columns that must be there and not null, such as those a reward function reads."""
     allowed_values: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Column -> the values it may have, such as the names of environments."""
+    image_limits: ImageLimits | None = None
+    """What images of rows may be. None: the model sees no images, and rows that have some are bad rows."""
     row_id_column: str | None = None
     """Column that names rows; a repeated name is then a bad row."""
     bad_rows_file: str | os.PathLike[str] | None = None
@@ -67,7 +70,7 @@ class PrepareOptions:
         "completion_only_loss", "assistant_only_loss", "chat_template_kwargs", "tools", "allow_blank_prompts",
         "append_eos", "step_separator", "train_on_last_step_only", "max_completion_length", "train_chosen_prompt",
         "required_columns",
-        "allowed_values", "row_id_column",
+        "allowed_values", "row_id_column", "image_limits",
     )  # fmt: skip
     """Options that change what is stored; the others apply to a stored dataset."""
 

@@ -125,6 +125,14 @@ CUTTING_STRATEGIES = ("bfd",)
 """Strategies that cut a sample to the block size; the others want samples at their full length."""
 
 
+def check_packing(strategy: str, dataset: str) -> None:
+    """Images travel with whole samples; strategies that split samples would split images."""
+    if strategy not in CUTTING_STRATEGIES:
+        raise ValueError(
+            f"{dataset} has rows with images, which packing_strategy={strategy!r} would cut in two: use {CUTTING_STRATEGIES[0]!r}."
+        )
+
+
 def packing_strategy(name: str) -> Callable[[np.ndarray, int], Packing]:
     """The function behind a strategy's name; TRL's old name `bfd-requeue` is `bfd_split`."""
     name = {"bfd-requeue": "bfd_split", "bfd_requeue": "bfd_split"}.get(name, name)

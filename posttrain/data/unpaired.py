@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset
 from posttrain.core.sample import KEEP_END, KEEP_START, Sample, Unit
 from posttrain.data.loader import ORDERS, EpochBatches
 from posttrain.data.store.row_store import DatasetView
+from posttrain.data.truncation import window_of
 
 MAX_CANDIDATES = 64
 """Rows among which a partner with another prompt is looked for; a dataset of few prompts would be searched whole for each row."""
@@ -81,12 +82,15 @@ class Partners:
         prompt, _ = parted(sample)
         for other in itertools.islice(others, MAX_CANDIDATES):
             its_prompt, answer = parted(other)
-            if not np.array_equal(its_prompt.input_ids, prompt.input_ids):
-                twin = prompt.append(answer.input_ids, trained=False)
+            if not _asks_the_same(its_prompt, prompt):
+                twin = prompt.append(answer.input_ids, False, images=answer.images, positions=_from_zero(answer))
                 twin.trained = np.concatenate([prompt.trained, answer.trained])
                 # A twin is cut even under `error` and `drop`: its length says nothing about the row.
                 mode = KEEP_END if self.truncation_mode == KEEP_END else KEEP_START
-                return replace(sample, twin=twin.truncate(self.max_length, mode))
+                window = window_of(twin, self.max_length, mode)
+                if window is not None and window[1] > window[0]:
+                    return replace(sample, twin=twin.slice(*window))
+                break
         return replace(sample, twin=Sample(sample.input_ids[:1], [False], row=sample.row))
 
     def given_all(self, units: Sequence[Unit]) -> list[Unit]:
@@ -103,6 +107,16 @@ def parted(sample: Sample) -> tuple[Sample, Sample]:
     begin = int(sample.trained.argmax())
     bare = replace(sample, per_token={}, scalars={})
     return bare.slice(0, begin), bare.slice(begin, len(sample))
+
+
+def _asks_the_same(one: Sample, other: Sample) -> bool:
+    """Equal words about other pictures are another question."""
+    keys = ([image.key for image in sample.images] for sample in (one, other))
+    return np.array_equal(one.input_ids, other.input_ids) and next(keys) == next(keys)
+
+
+def _from_zero(answer: Sample) -> np.ndarray | None:
+    return None if answer.positions is None or not len(answer) else answer.positions - answer.positions[0, 0]
 
 
 class PartneredRows(DatasetView):

@@ -39,10 +39,10 @@ def prompt_ids(renderer: Renderer, prompt: Any, tools: Any, template_kwargs: Any
     """A prompt, text or messages, as tokens for a teacher that is shown another one than the student, or reads other tokens."""
     if isinstance(prompt, str):
         return renderer.encode_texts([prompt])[0]
-    (ids,) = renderer.encode_prompts([Conversation(prompt, tools, template_kwargs)])
-    if isinstance(ids, RenderError):
-        raise ValueError(f"The teacher's chat template does not render the prompt of row {row}: {ids}")
-    return ids
+    (sample,) = renderer.encode_prompts([Conversation(prompt, tools, template_kwargs)])
+    if isinstance(sample, RenderError):
+        raise ValueError(f"The teacher's chat template does not render the prompt of row {row}: {sample}")
+    return sample.input_ids
 
 
 def lands_on_policy(seed: int, number: int, lmbda: float) -> bool:

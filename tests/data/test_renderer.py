@@ -117,8 +117,8 @@ def test_completion_is_what_follows_the_prompt(template: str):
     chat = Conversation([user("One?"), said("First."), user("Two?"), said("Second.")], num_prompt_messages=3)
     sample = encode(renderer, chat, "completion")
     (prompt,) = renderer.encode_prompts([Conversation(chat.messages[:3])])
-    assert prompt.tolist() == own_ids(renderer, Conversation(chat.messages[:3]), add_generation_prompt=True)
-    if sample.input_ids[: len(prompt)].tolist() == prompt.tolist():
+    assert prompt.input_ids.tolist() == own_ids(renderer, Conversation(chat.messages[:3]), add_generation_prompt=True)
+    if sample.input_ids[: len(prompt)].tolist() == prompt.input_ids.tolist():
         assert np.array_equal(sample.trained, np.arange(len(sample)) >= len(prompt))
     (last_turn,) = trained_texts(renderer, encode(renderer, chat, "assistant_in_completion"))
     assert last_turn == GOLDEN_SPANS[template]["two turns"][1]
@@ -132,7 +132,10 @@ def test_completion_that_continues_the_prompts_last_message():
     assert trained_texts(renderer, encode(renderer, chat, "completion")) == [" three.<|im_end|>\n"]
     assert trained_texts(renderer, encode(renderer, chat, "assistant_in_completion")) == [" three.<|im_end|>"]
     (prompt,) = renderer.encode_prompts([Conversation(messages[:2])])
-    assert renderer.tokenizer.decode(prompt) == "<|im_start|>user\nCount.<|im_end|>\n<|im_start|>assistant\nOne, two,"
+    assert (
+        renderer.tokenizer.decode(prompt.input_ids)
+        == "<|im_start|>user\nCount.<|im_end|>\n<|im_start|>assistant\nOne, two,"
+    )
     whole = encode(renderer, Conversation([messages[0], said("One, two, three.")]), "everything")
     assert encode(renderer, chat, "completion").input_ids.tolist() == whole.input_ids.tolist()
 
@@ -164,7 +167,8 @@ def test_prompt_that_continues_equals_transformers():
     renderer = renderer_of("built-in llama3")
     messages = [user("Count."), said("One, two,")]
     (prompt,) = renderer.encode_prompts([Conversation(messages)])
-    assert prompt.tolist() == own_ids(renderer, Conversation(messages), continue_final_message=True)
+    assert not prompt.trained.any()
+    assert prompt.input_ids.tolist() == own_ids(renderer, Conversation(messages), continue_final_message=True)
 
 
 @pytest.mark.parametrize("count", [None, 4, 2])

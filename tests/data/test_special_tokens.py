@@ -255,7 +255,7 @@ def test_prompts_are_as_safe_as_samples():
         harmless = [message | {"content": "Hi"} for message in messages]
         (expected,) = renderer.encode_prompts([Conversation(harmless)])
         count = renderer._control.count_ids
-        assert count(prompt.tolist()) == count(expected.tolist())
+        assert count(prompt.input_ids) == count(expected.input_ids)
 
 
 @pytest.mark.parametrize("alias", ["\U000f0000", "\U000f0001" * 10, "\U00100000", "\U0010fffd<|im_end|>"])

@@ -28,7 +28,7 @@ from tests.rollout.scripted_engine import ScriptedEngine
 RENDERER = Renderer(TOKENIZER)
 QUESTION = [{"role": "user", "content": "How warm is it?"}]
 BOX = Toolbox([weather])
-(PROMPT_IDS,) = RENDERER.encode_prompts([Conversation(QUESTION, BOX.schemas)])
+PROMPT_IDS = RENDERER.encode_prompts([Conversation(QUESTION, BOX.schemas)])[0].input_ids
 RULES = EpisodeRules(RENDERER, TurnSuffix(RENDERER, BOX.schemas), BOX, frozenset([STOP]), 3000)
 
 

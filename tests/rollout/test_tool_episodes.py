@@ -27,7 +27,7 @@ from tests.rollout.scripted_engine import ScriptedEngine
 RENDERER = Renderer(TOKENIZER)
 START = TOKENIZER.convert_tokens_to_ids("<|im_start|>")
 QUESTION = [{"role": "user", "content": "Hi"}]
-(PROMPT_IDS,) = RENDERER.encode_prompts([Conversation(QUESTION)])
+PROMPT_IDS = RENDERER.encode_prompts([Conversation(QUESTION)])[0].input_ids
 
 
 def said(text: str) -> list[int]:

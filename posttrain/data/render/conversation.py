@@ -1,4 +1,4 @@
-"""Conversation: one chat as the renderer takes it, and the error for one that cannot be rendered safely."""
+"""Conversation: one chat as the renderer takes it, its images, and the error for one that cannot be rendered safely."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+from posttrain.data.images.row_image import RowImage
+
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+IMAGE = "image"  # the type of a part of a content
 
 
 class RenderError(ValueError):
@@ -20,7 +23,7 @@ class RenderError(ValueError):
 
 @dataclass(frozen=True)
 class Conversation:
-    """One chat in OpenAI's style, and the other arguments of the template.
+    """One chat in OpenAI's style, and the other arguments of the template. Images are parts {"type": "image", "image": RowImage}.
 
     `num_prompt_messages` says, for prompt + completion data, how many of `messages` are the prompt. Where the prompt ends
     with an assistant message and the completion begins with one, the completion continues that message.
@@ -42,8 +45,49 @@ def assistant_turns(chat: Conversation, first: int = 0) -> list[int]:
     return [number for number in range(first, len(chat.messages)) if is_assistant(chat.messages[number])]
 
 
-def join_completion(chat: Conversation) -> tuple[Conversation, int, str]:
-    """The chat, the number of the message the completion begins in, and what the prompt has of that message.
+def as_parts(content: Any) -> Any:
+    """A text as a list of one part, texts in a list as parts; anything else as it is."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if isinstance(content, list):
+        return [{"type": "text", "text": part} if isinstance(part, str) else part for part in content]
+    return content
+
+
+def is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == IMAGE
+
+
+def images_by_message(messages: list[dict[str, Any]]) -> dict[int, list[RowImage]]:
+    """The images of each message that has any, in the order of messages and parts."""
+    found: dict[int, list[RowImage]] = {}
+    for number, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        for part in filter(is_image, content if isinstance(content, list) else ()):
+            if not isinstance(part.get("image"), RowImage):
+                raise RenderError(
+                    f"Message {number} has an image part without an image that was opened: {str(part)[:200]}"
+                )
+            found.setdefault(number, []).append(part["image"])
+    return found
+
+
+def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages as templates of vision-language models take them: every content is a list, and image parts say no more than that.
+
+    Some of those templates look at `content[0].type`, or walk through a text as if its characters were parts.
+    """
+    converted = []
+    for message in messages:
+        parts = as_parts(message.get("content"))
+        if isinstance(parts, list):
+            message = message | {"content": [{"type": IMAGE} if is_image(part) else part for part in parts]}
+        converted.append(message)
+    return converted
+
+
+def join_completion(chat: Conversation) -> tuple[Conversation, int, list[str]]:
+    """The chat, the number of the message the completion begins in, and the texts that the prompt has of that message.
 
     An assistant message at the end of the prompt and one at the start of the completion become one message.
     """
@@ -55,17 +99,28 @@ def join_completion(chat: Conversation) -> tuple[Conversation, int, str]:
             f"The completion begins with a message of {messages[count].get('role')!r}, not the assistant's."
         )
     if count == 0 or not is_assistant(messages[count - 1]):
-        return chat, count, ""
+        return chat, count, []
     opening, continuation = messages[count - 1], messages[count]
-    begun, more = opening.get("content"), continuation.get("content")
-    if not (isinstance(begun, str) and isinstance(more, str) and begun and more) or opening.get("tool_calls"):
+    contents = [message.get("content") for message in (opening, continuation)]
+    begun, more = (as_parts(content) if isinstance(content, (str, list)) else [] for content in contents)
+    if not (begun and more and _said(begun[-1]) and _said(more[0])) or opening.get("tool_calls"):
         raise RenderError(
             "The prompt ends with an assistant message that the completion continues; both must have a text as content "
-            "(and the first no tool calls)."
+            "(or the first end and the second begin with one), and the first no tool calls."
         )
-    whole = opening | continuation | {"content": begun + more}
+    edge = _said(begun[-1]) + _said(more[0])
+    is_text = all(isinstance(content, str) for content in contents)
+    content = edge if is_text else [*begun[:-1], begun[-1] | {"text": edge}, *more[1:]]
+    whole = opening | continuation | {"content": content}
     joined = [*messages[: count - 1], whole, *messages[count + 1 :]]
-    return replace(chat, messages=joined, num_prompt_messages=count - 1), count - 1, begun
+    texts = [text for text in map(_said, begun) if text]
+    return replace(chat, messages=joined, num_prompt_messages=count - 1), count - 1, texts
+
+
+def _said(part: Any) -> str:
+    """The text of a part; none where it is an image."""
+    text = part.get("text") if isinstance(part, dict) else None
+    return text if isinstance(text, str) else ""
 
 
 def with_renamed_calls(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[tuple[int, str, str]]]:

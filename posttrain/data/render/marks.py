@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from posttrain.data.render.conversation import REASONING_FIELDS, RenderError
+from posttrain.data.render.conversation import IMAGE, REASONING_FIELDS, RenderError, is_image
 from posttrain.data.render.special_tokens import ControlTokens
 
 MARK_BASE = 0x100000
@@ -34,7 +34,7 @@ class Piece:
     """A piece of text in a chat: which message it belongs to and which part of it."""
 
     message: int
-    kind: str  # "content", "reasoning", "tool call name", "tool call argument", "tool call arguments"
+    kind: str  # "content", "reasoning", "tool call name", "tool call argument", "tool call arguments", "image"
     text: str
 
 
@@ -70,6 +70,10 @@ class Marker:
     pieces: list[Piece] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)  # of each piece: where its marks were put
     unmarked: list[Piece] = field(default_factory=list)  # white space that may be trimmed away
+    images: list[Piece] = field(
+        default_factory=list
+    )  # they carry no marks: the template writes a control token for each
+    kinds: dict[int, tuple[str, ...]] = field(default_factory=dict)  # see `MarkedRender`
 
     def messages(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [self._message(number, message) for number, message in enumerate(messages)]
@@ -99,11 +103,18 @@ class Marker:
             return self._piece(number, "content", content)
         if isinstance(content, list):
             return [self._content(number, block) for block in content]
+        if is_image(content) and self.control.image_mark:
+            self.images.append(Piece(number, IMAGE, self.control.image_mark))
+            self._add_kind(number, IMAGE)
+            return content
         if isinstance(content, dict) and "type" in content:  # a block: only its text is content
             return {key: self._block_field(number, key, value) for key, value in content.items()}
         if isinstance(content, dict):  # the result of a tool as it is
             return {self.data(key): self._content(number, value) for key, value in content.items()}
         return content
+
+    def _add_kind(self, number: int, kind: str) -> None:
+        self.kinds[number] = (*self.kinds.get(number, ()), kind)
 
     def _block_field(self, number: int, key: str, value: Any) -> Any:
         if key == "text" and isinstance(value, str):
@@ -162,6 +173,7 @@ class Marker:
         opening = chr(MARK_BASE + 2 * len(self.pieces))
         closing = chr(MARK_BASE + 2 * len(self.pieces) + 1)
         self.pieces.append(Piece(number, kind, text))
+        self._add_kind(number, kind)
         self.spans.append((start, end))
         edges = ((0, start), (start, end), (end, len(text)))
         head, core, tail = (self._with_data_marks(text, *part) for part in edges)
@@ -186,6 +198,7 @@ class MarkedRender:
     kinds: dict[int, tuple[str, ...]]  # message -> kinds of its pieces, in the order of the message
     trained_messages: frozenset[int]  # messages that are trained
     owned_control_tokens: list[tuple[int, int]]  # control tokens that the template wrote, not the data
+    image_marks: list[tuple[int, int]]  # those of them that stand for images
     cuts_prompts: bool = False  # a turn was found to begin before the end of what the generation prompt would be
 
     def places_of(self, message: int) -> list[Place]:
@@ -218,12 +231,11 @@ def read_marks(plain: str, marked: str, marker: Marker) -> MarkedRender | None:
         standing = _places(plain, piece, span, openings, closings)
         # A template may name the tool again beside its result; only the call itself is the assistant's.
         places += standing[:1] if piece.kind == "tool call name" else standing
-    kinds: dict[int, tuple[str, ...]] = {}
-    for piece in marker.pieces:
-        kinds[piece.message] = (*kinds.get(piece.message, ()), piece.kind)
-    places.sort(key=lambda place: (place.start, place.end))
     owned = [(a, b) for a, b in owned if not any(place.start < b and a < place.end for place in places)]
-    return MarkedRender(plain, places, lost, kinds, marker.trained_messages, owned)
+    image_marks = [(a, b) for a, b in owned if plain[a:b] == marker.control.image_mark]
+    places += [Place(piece, a, b, True) for piece, (a, b) in zip(marker.images, image_marks)]
+    places.sort(key=lambda place: (place.start, place.end))
+    return MarkedRender(plain, places, lost, marker.kinds, marker.trained_messages, owned, image_marks)
 
 
 def common_prefix(*texts: str) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from posttrain.data.render.conversation import Conversation, RenderError
+from posttrain.data.render.conversation import Conversation, RenderError, images_by_message, is_image
 from posttrain.data.render.marks import UNMARKED, MarkedRender, Marker, Place, common_prefix, read_marks
 from posttrain.data.render.special_tokens import ControlTokens
 
@@ -79,6 +79,7 @@ class Provenance:
             found = read_marks(plain, marked, marker)
             if found is None:
                 continue
+            self._check_images(chat, found, add_generation_prompt)
             for piece in () if attempt.strict else [*(place.piece for place in found.places), *found.lost]:
                 if piece.message in trained_messages and piece.text != piece.text.strip():
                     does = f"trims the white space around the {piece.kind} {_excerpt(piece.text)}"
@@ -90,6 +91,35 @@ class Provenance:
             "characters of Unicode's private planes 15 or 16?",
             plain,
         )
+
+    def _check_images(self, chat: Conversation, marked: MarkedRender, add_generation_prompt: bool) -> None:
+        """Raises unless the template wrote a mark for each image, in the order of messages.
+
+        Which marks are a message's is seen by a render without its images: it has as many fewer, and differs from there on.
+        """
+        if not self._control.image_mark:
+            return
+        images, marks, before = images_by_message(chat.messages), marked.image_marks, 0
+        total = sum(map(len, images.values()))
+        if len(images) <= 1 and len(marks) == total:
+            return
+        for number, own in images.items():
+            without = self._try_render(_without_images(chat.messages, number), chat, add_generation_prompt)
+            if without is not None:
+                written = marked.text.count(self._control.image_mark) - without.count(self._control.image_mark)
+                shared = len(common_prefix(marked.text, without))
+                if written != len(own):
+                    raise _image_refusal(marked, chat, number, f"writes {written} of the {len(own)} images of")
+                if sum(end <= shared for _, end in marks) != before:
+                    raise _image_refusal(
+                        marked, chat, number, "moves to another place in the conversation the images of"
+                    )
+            before += len(own)
+        if len(marks) != total:
+            raise RenderError(
+                f"The chat template writes {len(marks)} placeholders of images for a conversation with {total}.",
+                marked.text,
+            )
 
     def turn_spans(self, chat: Conversation, marked: MarkedRender, turns: list[int]) -> list[Span]:
         """The characters of each assistant turn, from the end of its generation prompt to its end-of-turn token."""
@@ -310,6 +340,21 @@ def _part(chat: Conversation, messages: list[dict[str, Any]]) -> Conversation:
 
 def _template_state(chat: Conversation) -> tuple[bool, str]:
     return bool(chat.tools), repr(chat.template_kwargs) if chat.template_kwargs else ""
+
+
+def _without_images(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """The messages, with a text in the place of what message `number` would have without its images."""
+    rest = [part for part in messages[number]["content"] if not is_image(part)] or [{"type": "text", "text": "."}]
+    return [*messages[:number], messages[number] | {"content": rest}, *messages[number + 1 :]]
+
+
+def _image_refusal(marked: MarkedRender, chat: Conversation, number: int, does: str) -> RenderError:
+    return RenderError(
+        f"The chat template {does} message {number} ({chat.messages[number].get('role')}): the model would be shown other images "
+        "than the text speaks of. Move the images into a message of the user, or choose another template "
+        "(`chat_template_path`).",
+        marked.text,
+    )
 
 
 def _refusal(marked: MarkedRender, turn: int, does: str) -> RenderError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.data.render.conversation import REASONING_FIELDS, Conversation
+from posttrain.data.render.conversation import IMAGE, REASONING_FIELDS, Conversation, is_image
 from posttrain.data.render.marks import MarkedRender
 
 Span = tuple[int, int]
@@ -57,9 +57,9 @@ class Skeletons:
         """Remembers a conversation that was read with marks, if its pieces stand in it once each, in order, unchanged.
 
         Where the generation prompt continues after the header of a turn ("<think>"), the turn begins later for a text that
-        continues in the same way: such turns are read one by one.
+        continues in the same way: such turns are read one by one. What a template writes for an image is literal.
         """
-        places = marked.places
+        places = [place for place in marked.places if place.piece.kind != IMAGE]
         if (
             marked.cuts_prompts
             or len(self._kept) >= MAX_SHAPES
@@ -92,10 +92,27 @@ def shape_of(chat: Conversation) -> tuple[Any, list[str]] | None:
         return None
     shape, pieces = [repr(chat.template_kwargs) if chat.template_kwargs else ""], []
     for message in chat.messages:
+        kinds: tuple[str, ...] = ()  # of the parts of a content that is a list
         for field, value in message.items():
-            if field not in SIMPLE_FIELDS or not value or not isinstance(value, str):
+            texts = [value]
+            if field == "content" and isinstance(value, list):
+                kinds = tuple(map(_kind_of, value))
+                texts = [part["text"] for part, kind in zip(value, kinds) if kind == "text"]
+            if (
+                field not in SIMPLE_FIELDS
+                or not value
+                or "" in kinds
+                or not all(t and isinstance(t, str) for t in texts)
+            ):
                 return None
             if field != "role":
-                pieces.append(value)
-        shape.append((message["role"], *message))
+                pieces += texts
+        shape.append((message["role"], *message, kinds))
     return tuple(shape), pieces
+
+
+def _kind_of(part: Any) -> str:
+    """Of a part that is a text or an image and nothing else; "" for others."""
+    if is_image(part):
+        return IMAGE
+    return "text" if isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text" else ""

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from posttrain.core.vision import VisionFamily
+
 FEW_CONTROL_TOKENS = 64
 ALIAS_BASE = 0xF0000  # plane 15 of Unicode: private use; the marks of provenance live in plane 16
 ODD_CHARACTERS = "\u0378 \U00013000 \U000e0fff"  # unassigned, a hieroglyph, unassigned
@@ -28,14 +30,17 @@ class ControlTokens:
     """The special tokens of one tokenizer: everything in `all_special_ids` and every added token with `special=True`.
 
     `ids` leaves out the unknown token where the tokenizer's model gives it for characters it cannot spell: that id says
-    "unknown character", and no text of a message can be kept from producing it.
+    "unknown character", and no text of a message can be kept from producing it. The placeholders and markers of a family of
+    vision-language models are control tokens whatever the tokenizer says: in a message they would refer to no image.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, family: VisionFamily | None = None) -> None:
         self._tokenizer = tokenizer
         self._backend: Tokenizer = tokenizer.backend_tokenizer
         added = {token.content: token.special for token in tokenizer.added_tokens_decoder.values()}
         special = {text for text, is_special in added.items() if is_special} | set(tokenizer.all_special_tokens)
+        self.image_mark = family.written if family else ""  # what a template writes for an image
+        special |= added.keys() & ({family.written, family.placeholder, *family.markers} if family else set())
         self.texts: list[str] = sorted((text for text in special if text), key=lambda text: (-len(text), text))
         self.unknown = self._unknown_text()
         self.ids: frozenset[int] = frozenset(

@@ -114,10 +114,10 @@ class TurnSuffix:
         return turn.input_ids
 
     def _encoded(self, results: Sequence[ToolResult], kwargs: dict[str, Any]) -> np.ndarray:
-        (ids,) = self.renderer.encode_prompts([self._conversation(results, kwargs)])
-        if isinstance(ids, RenderError):
-            raise ids
-        return ids
+        (prompt,) = self.renderer.encode_prompts([self._conversation(results, kwargs)])
+        if isinstance(prompt, RenderError):
+            raise prompt
+        return prompt.input_ids
 
     def _after_closing(self, results: Sequence[ToolResult], kwargs: dict[str, Any]) -> np.ndarray:
         """Before the results there are as many closing tokens as in the conversation without them."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from posttrain.core.sample import Sample, Unit
+from posttrain.data.images.row_image import RowImage
 from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Conversation, Renderer
 from posttrain.data.rows.checks import Finding
@@ -31,8 +33,8 @@ ASSISTANT_IN_COMPLETION = "assistant_in_completion"
 def language_modelling(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     """One sample a row: a text, all of it trained, or a conversation, trained whole or on the assistant's turns."""
     if "text" in rows[0]:
-        ids = renderer.encode_texts([_ended(row["text"], renderer, options) for row in rows])
-        return _singles([Sample(i, np.ones(len(i), dtype=bool)) for i in ids], "text")
+        texts = [_ended(row["text"], renderer, options) for row in rows]
+        return _singles(_encoded_texts(texts, [row.get("images", []) for row in rows], renderer), "text")
     chats = [_chat(row, row["messages"], options) for row in rows]
     train = ASSISTANT if options.assistant_only_loss else EVERYTHING
     return _singles(_encoded_chats(rows, chats, renderer, train), "messages")
@@ -40,10 +42,11 @@ def language_modelling(rows: list[Row], renderer: Renderer, options: PrepareOpti
 
 def prompt_only(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     """The prompt, ready to be continued; nothing is trained."""
-    ids = _prompt_ids(rows, renderer, options)
-    return [
-        (Sample(i, np.zeros(len(i), dtype=bool)),) if isinstance(i, np.ndarray) else _refusal(i, "prompt") for i in ids
-    ]
+    if _is_plain(rows, "prompt"):
+        prompts = _encoded_texts([row["prompt"] for row in rows], [row.get("images", []) for row in rows], renderer)
+    else:
+        prompts = renderer.encode_prompts([_chat(row, row["prompt"], options) for row in rows])
+    return [(_untrained(p),) if isinstance(p, Sample) else _refusal(p, "prompt") for p in prompts]
 
 
 def prompt_completion(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
@@ -64,9 +67,10 @@ def preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, not
     rejected = _answers(rows, "rejected", renderer, options, COMPLETION, notes)
     if _is_plain(rows, "chosen"):
         for pair in zip(chosen, rejected):
-            begin = min(int(side.trained.argmax()) for side in pair)
-            for side in pair:
-                side.trained[begin:] = True
+            if all(isinstance(side, Sample) for side in pair):
+                begin = min(int(side.trained.argmax()) for side in pair)
+                for side in pair:
+                    side.trained[begin : int(side.trained.argmax())] = True
     return _trained_pairs(rows, chosen, rejected, options)
 
 
@@ -85,11 +89,11 @@ def scored_preference(rows: list[Row], renderer: Renderer, options: PrepareOptio
     for side in ("chosen", "rejected"):
         if _is_plain(rows, side):
             texts = [_ended((row["prompt"] or "") + row[side], renderer, options) for row in rows]
-            sides.append([_untrained(ids) for ids in renderer.encode_texts(texts)])
+            encoded = _encoded_texts(texts, [_side_images(row, side, renderer) for row in rows], renderer)
         else:
             chats = [_chat(row, [*row["prompt"], *row[side]], options) for row in rows]
             encoded = renderer.encode_chats(chats, EVERYTHING)
-            sides.append([_untrained(s.input_ids) if isinstance(s, Sample) else s for s in encoded])
+        sides.append([_untrained(s) if isinstance(s, Sample) else s for s in encoded])
     return [_pair(row, c, r, must_train=False) for row, c, r in zip(rows, *sides)]
 
 
@@ -108,7 +112,7 @@ def stepwise(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes
     Steps are tokenised one by one and without special tokens; the beginning-of-sequence token, where the tokenizer has
     one, comes first. `trained` marks the tokens at which a step is judged.
     """
-    prompts = _prompt_ids(rows, renderer, options, add_special_tokens=False)
+    prompts = _prompt_ids(rows, renderer, options)
     separator = renderer.encode_texts([options.step_separator], add_special_tokens=False)[0]
     steps = [step for row in rows for step in row["completions"]]
     encoded = iter(renderer.encode_texts(steps, add_special_tokens=False))
@@ -202,7 +206,7 @@ def tokenised_preference(rows: list[Row], renderer: Renderer, options: PrepareOp
 def tokenised_scored_preference(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
     none = np.zeros(0, dtype=np.int32)
     sides = [
-        [_untrained(np.concatenate([row.get("prompt_ids", none), row[f"{side}_ids"]])) for row in rows]
+        [_untrained(_of_ids(np.concatenate([row.get("prompt_ids", none), row[f"{side}_ids"]]))) for row in rows]
         for side in ("chosen", "rejected")
     ]
     return [_pair(row, c, r, must_train=False) for row, c, r in zip(rows, *sides)]
@@ -215,15 +219,53 @@ def _answers(
     if not _is_plain(rows, column):
         chats = [_chat(row, [*row["prompt"], *row[column]], options, len(row["prompt"])) for row in rows]
         return _encoded_chats(rows, chats, renderer, train)
-    prompts = renderer.encode_texts([row["prompt"] for row in rows])
-    wholes = renderer.encode_texts([row["prompt"] + _ended(row[column], renderer, options) for row in rows])
-    samples = []
-    for prompt, whole in zip(prompts, wholes):
-        shared = common_prefix_length(prompt, whole)
-        notes[MERGED_BOUNDARY] += shared < len(prompt)
-        start = 0 if train == EVERYTHING else shared
-        samples.append(Sample(whole, np.arange(len(whole)) >= start))
-    return samples
+    images = [_side_images(row, column, renderer) for row in rows]
+    shown = [own[: _num_shown(row["prompt"], renderer)] for own, row in zip(images, rows)]
+    prompts = _encoded_texts([row["prompt"] for row in rows], shown, renderer)
+    wholes = _encoded_texts([row["prompt"] + _ended(row[column], renderer, options) for row in rows], images, renderer)
+    return [_answer(prompt, whole, train, notes) for prompt, whole in zip(prompts, wholes)]
+
+
+def _answer(prompt: Sample | Exception, whole: Sample | Exception, train: str, notes: Notes) -> Sample | Exception:
+    """The whole trained from where the prompt ends."""
+    for encoded in (prompt, whole):
+        if not isinstance(encoded, Sample):
+            return encoded
+    shared = common_prefix_length(prompt.input_ids, whole.input_ids)
+    notes[MERGED_BOUNDARY] += shared < len(prompt)
+    start = 0 if train == EVERYTHING else shared
+    whole.trained = whole.trained & (np.arange(len(whole)) >= start)
+    return whole
+
+
+def _encoded_texts(texts: list[str], images: list[list[RowImage]], renderer: Renderer) -> Sequence[Sample | Exception]:
+    """Plain texts, all of them trained; images stand where the text has the family's own placeholder."""
+    if renderer.layouts is None:
+        return [_of_ids(ids) for ids in renderer.encode_texts(texts)]
+    return renderer.encode_image_texts(texts, images)
+
+
+def _of_ids(ids: np.ndarray) -> Sample:
+    return Sample(ids, np.ones(len(ids), dtype=bool))
+
+
+def _num_shown(text: str | None, renderer: Renderer) -> int:
+    """Images of which a plain text has the place."""
+    return (text or "").count(renderer.layouts.family.written) if renderer.layouts is not None else 0
+
+
+def _side_images(row: Row, side: str, renderer: Renderer) -> list[RowImage]:
+    """The images of a prompt and its answer. Those of a pair come in the order prompt, chosen, rejected, where they are as many as
+    all three show; else both sides show the same ones, and whether they fit is the renderer's business."""
+    images = row.get("images", [])
+    counts = [(name, _num_shown(row.get(name), renderer)) for name in ("prompt", "chosen", "rejected", "reference")]
+    if not images or side == "completion" or sum(count for _, count in counts) != len(images):
+        return images
+    before, own = 0, []
+    for name, count in counts:
+        own += images[before : before + count] if name in ("prompt", side) else []
+        before += count
+    return own
 
 
 def _encoded_chats(
@@ -247,12 +289,12 @@ def common_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else shorter
 
 
-def _prompt_ids(
-    rows: list[Row], renderer: Renderer, options: PrepareOptions, add_special_tokens: bool = True
-) -> Sequence[np.ndarray | Exception]:
+def _prompt_ids(rows: list[Row], renderer: Renderer, options: PrepareOptions) -> Sequence[np.ndarray | Exception]:
+    """Without special tokens, and without images."""
     if _is_plain(rows, "prompt"):
-        return renderer.encode_texts([row["prompt"] for row in rows], add_special_tokens=add_special_tokens)
-    return renderer.encode_prompts([_chat(row, row["prompt"], options) for row in rows])
+        return renderer.encode_texts([row["prompt"] for row in rows], add_special_tokens=False)
+    prompts = renderer.encode_prompts([_chat(row, row["prompt"], options) for row in rows])
+    return [prompt.input_ids if isinstance(prompt, Sample) else prompt for prompt in prompts]
 
 
 def _with_bos(prompt: np.ndarray, row: Row, renderer: Renderer) -> np.ndarray:
@@ -283,8 +325,8 @@ def _ended(text: str, renderer: Renderer, options: PrepareOptions) -> str:
     return text if not eos or text.endswith(eos) else text + eos
 
 
-def _untrained(ids: np.ndarray) -> Sample:
-    return Sample(ids, np.zeros(len(ids), dtype=bool))
+def _untrained(sample: Sample) -> Sample:
+    return replace(sample, trained=np.zeros(len(sample), dtype=bool))
 
 
 def _trained_pairs(
@@ -299,6 +341,8 @@ def _trained_pairs(
             for sample in unit:
                 sample.per_token["answer"] = sample.trained.astype(np.float32)
             unit[0].trained = np.ones(len(unit[0]), dtype=bool)
+            for image in unit[0].images:
+                unit[0].trained[image.start : image.stop] = False
     return units
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from posttrain.core.sample import Unit
+from posttrain.data.images.row_image import RowImage
 from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, describe
@@ -19,11 +20,14 @@ from posttrain.data.rows.foreign_formats import Row
 from posttrain.data.rows.formats import Detection
 from posttrain.data.rows.label_report import LabelReport, answer_hashes, label_report, steps_report
 from posttrain.data.rows.message_checks import BLANK_USER
+from posttrain.data.rows.row_images import IMAGE_COLUMNS
 
 MESSAGE_COLUMNS = ("messages", "prompt", "completion", "chosen", "rejected")
 LOST_TOOLS = "rows call tools and have no 'tools': what the model was asked is rendered without them"
 PLAIN_COLUMNS = ("text", "prompt", "completion", "chosen", "rejected")
 ROWS_KEPT_PER_KEY = 1000
+TableEntry = tuple[bytes, int, int]
+"""Key of an image, its row, and its number among the images of its row (see `row_images`)."""
 
 
 @dataclass
@@ -120,6 +124,7 @@ class RowExaminer:
     def __init__(self, detection: Detection, renderer: Renderer, options: PrepareOptions) -> None:
         self.detection, self.renderer, self.options = detection, renderer, options
         self.tally = Tally()
+        self.images: list[TableEntry] = []  # of the rows that became units; whoever stores them empties it
         self.vocab_size = len(renderer.tokenizer) if renderer is not None else None
 
     def examine(self, rows: Iterable[Any], first_row: int = 0) -> list[Unit | list[Finding]]:
@@ -127,11 +132,14 @@ class RowExaminer:
         results: list[Any] = []
         clean_rows: list[Row] = []
         places: list[int] = []
+        images: dict[int, list[RowImage]] = {}  # of the rows that have some
         for row in rows:
-            clean, found = self._read(row, first_row + len(results))
+            clean, found, shown = self._read(row, first_row + len(results))
             if not found:
                 places.append(len(results))
                 clean_rows.append(clean)
+            if shown:
+                images[len(results)] = shown
             results.append(found)
         self._count_control_tokens(clean_rows)
         self._count_lost_tools(clean_rows)
@@ -145,18 +153,22 @@ class RowExaminer:
             for sample in unit:
                 sample.row = first_row + place
             results[place] = unit
+            self.images += [
+                (image.key, first_row + place, number) for number, image in enumerate(images.get(place, ()))
+            ]
             self._tally(clean, unit)
         self.tally.rows_read += len(results)
         return results
 
-    def _read(self, row: Any, number: int) -> tuple[Row, list[Finding]]:
+    def _read(self, row: Any, number: int) -> tuple[Row, list[Finding], list[RowImage]]:
         if self.options.formatting_func is not None:
             try:
-                row = {"text": self.options.formatting_func(row)}
+                images = {column: row[column] for column in IMAGE_COLUMNS if row.get(column) is not None}
+                row = {"text": self.options.formatting_func(row), **images}
             except Exception as error:  # the user's function; whatever it raises is a problem of this row
                 reason = f"formatting_func raised {type(error).__name__}: {error}"
-                return {}, [Finding("formatting_func", "text", reason)]
-        clean, found, unknown_keys = self.detection.read(row, self.vocab_size)
+                return {}, [Finding("formatting_func", "text", reason)], []
+        clean, found, unknown_keys, shown = self.detection.read_with_images(row, self.vocab_size)
         if self.options.allow_blank_prompts:
             found = [finding for finding in found if finding.kind != BLANK_USER]
         if isinstance(row, dict):
@@ -166,7 +178,7 @@ class RowExaminer:
             self.tally.key_rows.setdefault(key, [])
             if len(self.tally.key_rows[key]) < ROWS_KEPT_PER_KEY:
                 self.tally.key_rows[key].append(number)
-        return clean, found
+        return clean, found, shown
 
     def _check_other_columns(self, row: Row, number: int) -> list[Finding]:
         """Columns that the method or the user asked for, beyond those of the format."""

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from posttrain.data.images.limits import ImageLimits
+from posttrain.data.images.row_image import RowImage
 from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.render.templates import adopt_chat_format
@@ -33,8 +35,11 @@ from posttrain.data.rows.foreign_formats import (
     value_kind,
 )
 from posttrain.data.rows.reading import PAIR_NUMBERS, Reading
+from posttrain.data.rows.row_images import IMAGE_COLUMNS, MARKER, counts_markers
 
-CHAT_EXTRAS = ("tools", "chat_template_kwargs", "trained_roles")
+CHAT_EXTRAS = ("tools", "chat_template_kwargs", "trained_roles", *IMAGE_COLUMNS)
+IMAGES = "images"
+"""The column of a clean row of plain text that holds its RowImages."""
 
 
 class FormatError(ValueError):
@@ -190,25 +195,41 @@ class Detection:
     foreign: ForeignFormat | None = None
     from_value_columns: tuple[str, ...] = ()
     columns: dict[str, str] = field(default_factory=dict)  # our column -> the user's, where they differ
+    image_limits: ImageLimits | None = None  # None: for a model that sees no images
+    image_marker: bool = False  # `<image>` in a text is an image
 
     def reading(self, vocab_size: int | None = None) -> Reading:
-        return Reading(self.conversational, self.implicit_prompt, self.text_field, vocab_size)
+        how = (self.conversational, self.implicit_prompt, self.text_field, vocab_size)
+        return Reading(*how, self.image_limits, self.image_marker)
 
     def read(self, row: Any, vocab_size: int | None = None) -> tuple[Row, list[Finding], set[tuple[str, str]]]:
         """(clean row, findings, keys of messages that no template knows), under the user's names of columns."""
+        clean, found, unknown, _ = self.read_with_images(row, vocab_size)
+        return clean, found, unknown
+
+    def read_with_images(
+        self, row: Any, vocab_size: int | None = None
+    ) -> tuple[Row, list[Finding], set[tuple[str, str]], list[RowImage]]:
+        """As `read`, and the images of the row in the order of `row_images`."""
         if not isinstance(row, dict):
-            return {}, [Finding("row_not_dict", "", f"the row is {describe(row)}, a dict of columns is needed")], set()
+            wrong = Finding("row_not_dict", "", f"the row is {describe(row)}, a dict of columns is needed")
+            return {}, [wrong], set(), []
         reading, row = self.reading(vocab_size), parsed_messages(row)
+        row = reading.open_images(row)
         if self.from_value_columns:
             row = convert_message_columns(row, self.from_value_columns)
         if self.foreign is not None:
             row = self.foreign.read(row, reading.found, self.conversational)
+        row = reading.place_images(row)
         clean = row if reading.found else self.format.read(row, reading)
+        if reading.column_images and not self.conversational:
+            clean = {**clean, IMAGES: reading.column_images}
+        if reading.images and (self.format.tokenised or self.format.judges_steps):
+            reading.report("images_not_read", IMAGES, f"stand beside {self.format.name} rows, which cannot have images")
         unknown = {(self.columns.get(column, column), key) for column, key in reading.unknown_keys}
-        if not reading.found:
-            return clean, [], unknown
         found = [f._replace(column=self.columns.get(f.column, f.column)) for f in dict.fromkeys(reading.found)]
-        return clean, [self._explain_other_format(f, row) for f in found], unknown
+        found = [*dict.fromkeys(reading.bad_images), *(self._explain_other_format(f, row) for f in found)]
+        return clean, found, unknown, reading.images
 
     def column_of_role(self, role: str) -> str:
         """The user's column in which the sample that plays `role` ends."""
@@ -284,9 +305,19 @@ def detect(
             rows, formats, text_field=options.dataset_text_field, has_template=renderer.has_template, name=name
         )
     _check_options(options, detection, name)
+    if options.image_limits is not None:
+        detection = _with_images(detection, rows, options.image_limits)
     if detection.conversational and not renderer.has_template:
         detection = replace(detection, explanation=f"{detection.explanation}; {adopt_chat_format(renderer)}")
     return detection
+
+
+def _with_images(detection: Detection, rows: Sequence[Any], limits: ImageLimits) -> Detection:
+    detection = replace(detection, image_limits=limits)
+    if not detection.conversational or not counts_markers([row for row in rows if isinstance(row, dict)]):
+        return detection
+    why = f"{detection.explanation}; every {MARKER!r} in its texts is read as the place of an image, as there are as many images"
+    return replace(detection, image_marker=True, explanation=why)
 
 
 def _check_options(options: PrepareOptions, detection: Detection, name: str) -> None:

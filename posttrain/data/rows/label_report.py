@@ -70,7 +70,10 @@ def answer_hashes(row: Row) -> tuple[int, int, int, int]:
         prompt = row["prompt_ids"].tobytes() if "prompt_ids" in row else None
     else:
         sides = (row["chosen"], row["rejected"])
-    repeats = isinstance(prompt, str) and any(isinstance(s, str) and s.startswith(prompt) for s in sides)
+    answers = sides
+    if row.get("images"):  # of plain texts: equal words about other pictures are another row
+        sides = tuple(None if side is None else [side, *row["images"]] for side in sides)
+    repeats = isinstance(prompt, str) and any(isinstance(s, str) and s.startswith(prompt) for s in answers)
     return _hash(prompt), _hash(sides[0]), _hash(sides[1]), int(repeats)
 
 

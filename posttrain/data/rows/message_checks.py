@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from posttrain.data.images.row_image import RowImage
 from posttrain.data.rows.checks import Finding, check_characters, describe, without_nones
 from posttrain.data.rows.foreign_formats import SHAREGPT_ROLES
 
@@ -17,7 +18,10 @@ MESSAGE_KEYS = frozenset(
     ("role", "content", "name", "tool_calls", "tool_call_id", "thinking", "reasoning", "reasoning_content", "channel")
     + ("recipient", "content_type", "tool_plan", "citations", "documents", "weight")
 )
-MEDIA_BLOCKS = frozenset(("image", "image_url", "input_image", "video", "video_url", "audio", "input_audio"))
+IMAGE_BLOCKS = frozenset(("image", "image_url", "input_image"))
+MEDIA_BLOCKS = frozenset(("video", "video_url", "input_video", "audio", "audio_url", "input_audio"))
+FOR_TEXT_MODEL = "images_for_text_model"
+NO_VISION = "the model reads text only: choose one that sees images"
 Refuse = Callable[[str, str], Any]
 """(kind, the rest of a sentence that begins with the place of the message) -> a finding."""
 BLANK_USER = "blank_user"
@@ -93,13 +97,21 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _read_content(message: dict[str, Any], role: str, refuse: Refuse) -> None:
-    """Make `content` text. Lists of blocks are joined; an answer that only calls tools has none."""
+    """Make `content` text. Lists of blocks are joined; an answer that only calls tools has none.
+
+    With images it is a list of parts, each a text or an image.
+    """
     content = message.get("content")
     if isinstance(content, list):
-        content = _join_blocks(content, refuse)
-        if content is None:
+        parts = _read_blocks(content, refuse)
+        if parts is None:
             return
-        message["content"] = content
+        has_images = any("image" in part for part in parts)
+        content = "".join(part.get("text", "") for part in parts)
+        message["content"] = parts if has_images else content
+        if has_images:
+            _check_characters(content, refuse)
+            return
     if content is None:
         if not (role == "assistant" and _speaks_otherwise(message)):
             refuse("missing_content", f" ({role}) has no 'content', or it is null")
@@ -111,11 +123,22 @@ def _read_content(message: dict[str, Any], role: str, refuse: Refuse) -> None:
         if role == "user" or (role == "assistant" and not _speaks_otherwise(message)):
             what = "holds only white space" if content else "is empty"
             refuse(f"blank_{role}", f": the content of the {role} turn {what}")
-    elif "\x00" in content or not content.isascii():
+    else:
+        _check_characters(content, refuse)
+
+
+def _check_characters(text: str, refuse: Refuse) -> None:
+    if "\x00" in text or not text.isascii():
         details: list[Finding] = []
-        check_characters(content, "", details)
+        check_characters(text, "", details)
         for kind, _, reason in details:
             refuse(kind, f" {reason}")
+
+
+def content_text(message: dict[str, Any]) -> str:
+    """What a clean message says, without its images."""
+    content = message["content"]
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
 def _speaks_otherwise(message: dict[str, Any]) -> bool:
@@ -124,22 +147,28 @@ def _speaks_otherwise(message: dict[str, Any]) -> bool:
     return "tool_calls" in message or any(isinstance(text, str) and text.strip() for text in thoughts)
 
 
-def _join_blocks(blocks: list[Any], refuse: Refuse) -> str | None:
-    """[{"type": "text", "text": ...}, ...] as one text; None with a finding where a block is something else."""
-    texts = []
+def _read_blocks(blocks: list[Any], refuse: Refuse) -> list[dict[str, Any]] | None:
+    """Content parts, neighbouring texts joined; None with a finding where a block is neither text nor an image."""
+    parts: list[dict[str, Any]] = []
     for i, block in enumerate(blocks):
         kind = block.get("type", "text" if "text" in block else None) if isinstance(block, dict) else None
-        if isinstance(block, str):
-            texts.append(block)
-        elif kind in MEDIA_BLOCKS:
-            refuse("media", f" holds a block of type {kind!r}; this dataset is read for a text model")
+        text = block if isinstance(block, str) else block.get("text") if isinstance(block, dict) else None
+        if kind in MEDIA_BLOCKS:
+            refuse("media", f" holds a block of type {kind!r}; videos and audio are not supported, images and text are")
             return None
-        elif kind in ("text", "input_text", "output_text") and isinstance(block.get("text"), str):
-            texts.append(block["text"])
-        else:
+        if kind in IMAGE_BLOCKS and not isinstance(block.get("image"), RowImage):
+            refuse(FOR_TEXT_MODEL, f" holds a block of type {kind!r}, and {NO_VISION}, or remove the images")
+            return None
+        if kind in IMAGE_BLOCKS:
+            parts.append({"type": "image", "image": block["image"]})
+        elif not isinstance(text, str) or kind not in (None, "text", "input_text", "output_text"):
             refuse("bad_block", f": content block {i} is {describe(block)}, not {{'type': 'text', 'text': ...}}")
             return None
-    return "".join(texts)
+        elif parts and "text" in parts[-1]:
+            parts[-1]["text"] += text
+        else:
+            parts.append({"type": "text", "text": text})
+    return parts
 
 
 def _read_tool_calls(message: dict[str, Any], refuse: Refuse) -> None:
@@ -240,7 +269,7 @@ def _misplaced_tool_result(message: dict[str, Any], previous: dict[str, Any] | N
         return None
     calls = previous.get("tool_calls")
     # Several public sets write the call into the text of the answer, in the model's own notation.
-    if not calls and not CALL_IN_TEXT.search(previous["content"]):
+    if not calls and not CALL_IN_TEXT.search(content_text(previous)):
         return "result_without_call", "is a tool result, and the assistant turn before it calls no tool"
     ids = {call.get("id") for call in calls or ()} - {None}
     wanted = message.get("tool_call_id")

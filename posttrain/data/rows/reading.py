@@ -12,15 +12,21 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.data.images.limits import BadImage, ImageLimits
+from posttrain.data.images.opening import open_image
+from posttrain.data.images.row_image import RowImage
 from posttrain.data.rows.checks import Finding, check_text, describe, read_ids, read_integers, read_label, read_number
 from posttrain.data.rows.foreign_formats import Row
 from posttrain.data.rows.message_checks import (
+    FOR_TEXT_MODEL,
+    NO_VISION,
     check_turns,
     read_messages,
     read_template_kwargs,
     read_tools,
     read_trained_roles,
 )
+from posttrain.data.rows.row_images import IMAGE_COLUMNS, with_images_placed, with_images_used
 
 EXTRAS: dict[str, Callable[[Any, str, list[Finding]], Any]] = {
     "tools": read_tools,
@@ -30,6 +36,8 @@ EXTRAS: dict[str, Callable[[Any, str, list[Finding]], Any]] = {
 """Columns that may stand beside a conversation -> their readers."""
 REFERENCE_NUMBERS = ("ref_chosen_logps", "ref_rejected_logps")
 PAIR_NUMBERS = ("margin", *REFERENCE_NUMBERS)
+UNREADABLE = RowImage(bytes(16), (0, 0))
+"""In the place of an image that was refused, so that the rest of its row is still checked."""
 
 
 @dataclass
@@ -40,8 +48,42 @@ class Reading:
     implicit_prompt: bool = False
     text_field: str = "text"
     vocab_size: int | None = None
+    image_limits: ImageLimits | None = None  # None: for a model that sees no images
+    image_marker: bool = False  # `<image>` in a text is an image
     found: list[Finding] = field(default_factory=list)
+    bad_images: list[Finding] = field(default_factory=list)
+    images: list[RowImage] = field(default_factory=list)  # of the row, in the order of `row_images`
+    column_images: list[RowImage] = field(default_factory=list)  # those outside of messages
     unknown_keys: set[tuple[str, str]] = field(default_factory=set)  # (column, key of a message)
+
+    def open_images(self, row: Row) -> Row:
+        """The row with a RowImage in the place of every payload; what is wrong with a payload goes to `bad_images`."""
+        if self.image_limits is None:  # parts of messages are refused where messages are read
+            for column in IMAGE_COLUMNS:
+                if row.get(column) is not None and not (isinstance(row[column], list | tuple) and not row[column]):
+                    reason = f"holds an image, and {NO_VISION}; remove the column if the texts are enough"
+                    self.bad_images.append(Finding(FOR_TEXT_MODEL, column, reason))
+            return row
+
+        def opened(payload: Any, column: str, place: str) -> RowImage:
+            try:
+                source = open_image(payload, self.image_limits)
+                image = RowImage(source.key, source.size)
+            except BadImage as error:
+                self.bad_images.append(Finding(error.kind, column, f"{place}{error}".rstrip(".")))
+                image = UNREADABLE
+            self.images.append(image)
+            if column in IMAGE_COLUMNS:
+                self.column_images.append(image)
+            return image
+
+        return with_images_used(row, opened)
+
+    def place_images(self, row: Row) -> Row:
+        """The row with the images of its columns in their places of its conversations."""
+        if self.image_limits is None or not self.conversational:
+            return row
+        return with_images_placed(row, self.column_images, self.image_marker, self.found)
 
     def text_or_messages(self, row: Row, column: str) -> Any:
         """The value of a column that holds text in a plain dataset and messages in a conversational one."""

@@ -35,6 +35,7 @@ from posttrain.data.store.token_store import (
     join_part,
     remove_folder,
     seal,
+    sort_images,
 )
 
 logger = logging.getLogger(__name__)
@@ -46,15 +47,19 @@ LOG_EVERY_S = 10
 TALLY = "tally.json"
 SHARED_ROWS = "rows.arrow"
 LOCK_DEADLINE_S = 6 * 3600
-ENCODING_VERSION = 2
+ENCODING_VERSION = 3
 """Raised by one whenever rows are read or encoded differently, so that older stores are not used.
 
 2: ids come from the tokenizer on the whole text. Stores of version 1 were composed of words and may hold other ids.
+3: rows may have images.
 """
 
 
 class RowSource:
-    """Rows by number, in batches: a `datasets.Dataset` or a list of dicts, reduced to the columns that are read."""
+    """Rows by number, in batches: a `datasets.Dataset` or a list of dicts, reduced to the columns that are read.
+
+    Images stay undecoded ({"bytes", "path"}), wherever in a row they are: to read a prompt must not decode its picture.
+    """
 
     def __init__(self, dataset: Any, columns: set[str] | None) -> None:
         self.is_arrow = isinstance(dataset, datasets.Dataset)
@@ -64,6 +69,8 @@ class RowSource:
             if columns is not None:
                 dataset = dataset.select_columns([name for name in dataset.column_names if name in columns])
         self.dataset = dataset
+        is_table = self.is_arrow and not self.is_transformed
+        self._undecoded = without_decoding(dataset.features) if is_table else None
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -74,6 +81,9 @@ class RowSource:
             yield first, self.rows(first, min(first + BATCH_ROWS, stop))
 
     def rows(self, start: int, stop: int) -> list[Row]:
+        if self._undecoded is not None:
+            table = self.dataset.with_format("arrow")[start:stop]
+            return [self._undecoded.decode_example(row) for row in table.to_pylist()]
         part = self.dataset[start:stop]
         if not self.is_arrow:
             return list(part)
@@ -87,13 +97,13 @@ class RowSource:
                 sink.write(pickle.dumps((first, rows)))
             return sink.digest.hexdigest()
         sink.write(repr(self.dataset.features).encode())
-        for table in self._tables():
+        for table in self.tables():
             table = table.replace_schema_metadata(None).combine_chunks()
             with pa.ipc.new_stream(pa.PythonFile(sink, mode="w"), table.schema) as writer:
                 writer.write_table(table)
         return sink.digest.hexdigest()
 
-    def _tables(self) -> Iterator[pa.Table]:
+    def tables(self) -> Iterator[pa.Table]:
         tables = self.dataset.with_format("arrow")
         for first in range(0, len(self), 10 * BATCH_ROWS):
             yield tables[first : first + 10 * BATCH_ROWS]
@@ -104,9 +114,26 @@ class RowSource:
             return self
         schema = self.dataset.features.arrow_schema
         with pa.OSFile(str(path), "wb") as file, pa.ipc.new_stream(file, schema) as writer:
-            for table in self._tables():
+            for table in self.tables():
                 writer.write_table(table.replace_schema_metadata(schema.metadata))
         return RowSource(datasets.Dataset.from_file(str(path)), None)
+
+
+def without_decoding(features: datasets.Features) -> datasets.Features | None:
+    """The features with every Image as it is stored; None where there is none."""
+    found = False
+
+    def visited(feature: Any) -> Any:
+        nonlocal found
+        if isinstance(feature, datasets.Image):
+            found = True
+            return datasets.Image(decode=False)
+        if isinstance(feature, datasets.List | datasets.LargeList):
+            return type(feature)(visited(feature.feature))
+        return {name: visited(part) for name, part in feature.items()} if isinstance(feature, dict) else feature
+
+    undecoded = datasets.Features({name: visited(feature) for name, feature in features.items()})
+    return undecoded if found else None
 
 
 class _HashSink(io.RawIOBase):
@@ -123,15 +150,22 @@ class _HashSink(io.RawIOBase):
         return len(data)
 
 
-def store_key(source: RowSource, detection: Detection, renderer: Renderer, options: PrepareOptions) -> str:
-    """Hash of all that decides the units: rows, tokenizer and template, format, options of encoding; no lengths."""
+def store_key(
+    source: RowSource, detection: Detection, renderer: Renderer, options: PrepareOptions, image_files: str = ""
+) -> str:
+    """Hash of all that decides the units: rows, tokenizer and template, format, options of encoding; no lengths.
+
+    `image_files`: a digest of the files that rows name, whose content is not in the rows.
+    """
     decided_by = {
         "encoding": ENCODING_VERSION,
         "rows": source.content_hash(),
+        "image_files": image_files,
         "renderer": renderer.fingerprint,
         "format": [detection.format.name, detection.format.roles, detection.format.trains_tokens],
         "reading": [detection.conversational, detection.implicit_prompt, detection.text_field],
         "conversion": [detection.foreign and detection.foreign.name, detection.from_value_columns],
+        "image_marker": detection.image_marker,
         "options": {name: getattr(options, name) for name in options.ENCODING_FIELDS},
         "formatting_func": _function_hash(options.formatting_func),
     }
@@ -231,6 +265,7 @@ def build_store(
 
     build_parts(build_part, use_part, len(shares), num_workers, folder)
     (folder / SHARED_ROWS).unlink(missing_ok=True)
+    sort_images(folder)
     late = tally.late_findings(options.row_id_column)
     log = ProblemLog(name, folder / PROBLEMS)
     for row, findings in late.items():
@@ -244,7 +279,20 @@ def build_store(
         "message_keys": {f"{column}: {key}": count for (column, key), count in tally.key_counts.items()},
         "notes": dict(tally.notes),
         "labels": asdict(labels) if labels else None,
+        **_image_facts(options, renderer),
     }
+
+
+def _image_facts(options: PrepareOptions, renderer: Renderer) -> dict[str, Any]:
+    """What it takes to find the images of a store again, and to know the positions of their tokens."""
+    if options.image_limits is None:
+        return {}
+    limits = {
+        name: os.fspath(v) if isinstance(v, os.PathLike) else v for name, v in asdict(options.image_limits).items()
+    }
+    family = renderer.layouts.family
+    axes = [family.placeholder_id, family.merge_size] if family.three_axis_positions else None
+    return {"image_limits": limits, "three_axis_positions": axes}
 
 
 def _num_workers(num_rows: int, num_proc: int | None) -> int:
@@ -270,7 +318,7 @@ def _build_part(
     source: RowSource, start: int, stop: int, examiner: RowExaminer, name: str, folder: Path, part: str
 ) -> None:
     """Examine and encode some of the rows into files whose names begin with `part`."""
-    writer = StoreWriter(folder, part)
+    writer = StoreWriter(folder, part, with_images=examiner.options.image_limits is not None)
     log = ProblemLog(name, folder / f"{part}{PROBLEMS}")
     for first, rows in source.batches(start, stop):
         units = []
@@ -279,7 +327,8 @@ def _build_part(
                 units.append(result)
             else:
                 log.add(number, result)
-        writer.add(units)
+        writer.add(units, examiner.images)
+        examiner.images.clear()
     writer.close()
     log.flush()
     (folder / f"{part}{TALLY}").write_text(json.dumps(examiner.tally.as_json()), encoding="utf-8")

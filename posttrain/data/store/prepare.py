@@ -13,6 +13,7 @@ import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,18 +21,21 @@ import datasets
 import numpy as np
 import xxhash
 
-from posttrain.core.sample import KEEP_END, Sample, Unit
+from posttrain.core.sample import Sample, Unit
 from posttrain.data.options import DROP, ERROR, PrepareOptions
-from posttrain.data.packing import CUTTING_STRATEGIES, PackedDataset
+from posttrain.data.packing import CUTTING_STRATEGIES, PackedDataset, check_packing
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, ProblemLog
 from posttrain.data.rows.foreign_formats import BESIDE_FOREIGN, CONVERSATION_COLUMNS, FOREIGN_FORMATS
 from posttrain.data.rows.formats import FORMATS, Detection, RowFormat, detect
 from posttrain.data.rows.label_report import LabelReport
+from posttrain.data.rows.row_images import IMAGE_COLUMNS
 from posttrain.data.store.building import RowSource, build_store, open_or_build, read_problems, store_key
-from posttrain.data.store.report import TOO_LONG, UNTRAINED, PreparationReport
+from posttrain.data.store.image_survey import survey_images
+from posttrain.data.store.report import CUTS_IMAGES, TOO_LONG, UNTRAINED, ImageReport, PreparationReport
 from posttrain.data.store.streaming import PreparedStream
 from posttrain.data.store.token_store import PROBLEMS, TokenStore
+from posttrain.data.truncation import Windows, even_out, windows
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +63,10 @@ def prepare_dataset(
         )
     if not len(dataset):
         raise ValueError(f"{name} has no rows.")
-    detection = detect(RowSource(dataset, None).rows(0, PEEKED_ROWS), formats, renderer, options, name)
     source = RowSource(dataset, columns_read(options))
-    key = store_key(source, detection, renderer, options)
+    options, image_files = _with_images_decided(source, renderer, options, name)
+    detection = detect(RowSource(dataset, None).rows(0, PEEKED_ROWS), formats, renderer, options, name)
+    key = store_key(source, detection, renderer, options, image_files)
 
     def build(folder: Path) -> dict[str, Any]:
         logger.info("Preparing %s: %s.", name, detection.explanation)
@@ -79,10 +84,25 @@ def prepare_dataset(
             f"{shutil.disk_usage(folder).free:,} bytes are free): make room, or name another folder with `dataset_cache_dir`"
         )
         raise OSError(error.errno, reason, str(folder)) from error
+    if options.packing and len(store.spans):
+        check_packing(options.packing, name)
     cut_to = options.max_length if not options.packing or options.packing in CUTTING_STRATEGIES else None
     prepared = PreparedDataset(store, detection, options, name, cut_to)
     prepared.report.source = called
     return PackedDataset(prepared, options.max_length, options.packing) if options.packing else prepared
+
+
+def _with_images_decided(
+    source: RowSource, renderer: Renderer, options: PrepareOptions, name: str
+) -> tuple[PrepareOptions, str]:
+    """The options with `check="auto"` decided by the number of images, once for all workers; a digest of the files of images."""
+    limits = options.image_limits
+    if limits is None:
+        return options, ""
+    if renderer.layouts is None:
+        raise ValueError(f"`image_limits` are given for {name}, and the renderer was made without `layouts` of images.")
+    count, files = survey_images(source, limits)
+    return replace(options, image_limits=limits.for_images(count)), files
 
 
 def columns_read(options: PrepareOptions) -> set[str] | None:
@@ -92,7 +112,8 @@ def columns_read(options: PrepareOptions) -> set[str] | None:
     ours = {column for fmt in FORMATS for names in (*fmt.required, fmt.optional) for column in names}
     foreign = {column for fmt in FOREIGN_FORMATS for names in fmt.columns.values() for column in names}
     named = {options.dataset_text_field, *options.required_columns, *options.allowed_values}
-    return ours | foreign | named | {*BESIDE_FOREIGN, *CONVERSATION_COLUMNS} | ({options.row_id_column} - {None})
+    beside = {*BESIDE_FOREIGN, *CONVERSATION_COLUMNS, *IMAGE_COLUMNS}
+    return ours | foreign | named | beside | ({options.row_id_column} - {None})
 
 
 def cache_folder(options: PrepareOptions) -> Path:
@@ -121,7 +142,8 @@ class PreparedDataset:
             notes=dict(facts["notes"]),
             labels=LabelReport(**facts["labels"]) if facts["labels"] else None,
         )
-        self._sample_starts, self._sample_stops = self._windows()
+        self._windows = self._find_windows()
+        self._sample_starts, self._sample_stops = self._windows.starts, self._windows.stops
         self._units = self._select_units()
         if options.shuffle_seed is not None:
             self._units = np.random.default_rng(options.shuffle_seed).permutation(self._units)
@@ -130,13 +152,18 @@ class PreparedDataset:
         decided_by = [store.folder.name, self.max_length, options.truncation_mode, options.shuffle_seed, len(self)]
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(decided_by).encode())
 
-    def _windows(self) -> tuple[np.ndarray, np.ndarray]:
+    def _find_windows(self) -> Windows:
         """The part of each stored sample that is kept."""
-        lengths = self.store.lengths.astype(np.int64)
-        kept = lengths if self.max_length is None else np.minimum(lengths, self.max_length)
-        if self.options.truncation_mode == KEEP_END:
-            return lengths - kept, lengths
-        return np.zeros_like(lengths), kept
+        store, spans = self.store, self.store.spans
+        how = (self.max_length, self.options.truncation_mode)
+        found = windows(store.lengths, store.sample_of_span, spans["start"], spans["stop"], *how)
+        if len(self.roles) > 1:
+            for unit in np.flatnonzero(self._any_sample(found.cut_images > 0)):
+                numbers = range(store.unit_offsets[unit], store.unit_offsets[unit + 1])
+                even_out(found, numbers, [store.images_of(number) for number in numbers])
+        if not self.detection.format.trains_tokens:  # nothing says that what is left would be worth anything
+            found.refused[found.cut_images > 0] = True
+        return found
 
     def _select_units(self) -> np.ndarray:
         store, mode = self.store, self.options.truncation_mode
@@ -149,6 +176,9 @@ class PreparedDataset:
             good &= ~too_long
         if mode == DROP:
             self.report.drop(TOO_LONG, int(too_long.sum()))
+        refused = good & self._any_sample(self._windows.refused)
+        self.report.drop(CUTS_IMAGES, int(refused.sum()))
+        good &= ~refused
         if self.detection.format.trains_tokens:
             # Pairs need a trained token on both sides; a packed row needs one somewhere.
             empty = store.trained_within(self._sample_starts, self._sample_stops) == 0
@@ -209,6 +239,30 @@ class PreparedDataset:
         if self.detection.format.judges_steps:
             whole = self.store.trained_within(np.zeros_like(self._sample_starts), self.store.lengths.astype(np.int64))
             self.report.truncated_steps = int((whole - trained)[samples].sum())
+        if len(self.store.spans):
+            self.report.images = self._count_images()
+
+    def _count_images(self) -> ImageReport:
+        """Of the kept rows, and of the tokens that are kept of them."""
+        store, cut = self.store, self._windows.cut_images[self._samples]
+        tokens = (store.spans["stop"] - store.spans["start"]).astype(np.int64)
+        of_sample = store.sample_of_span
+        is_shown = np.isin(of_sample, self._samples) & (store.spans["stop"] <= self._sample_stops[of_sample])
+        of_row = store.image_places["row"]
+        counts = np.bincount(
+            np.searchsorted(kept := np.sort(self.rows), of_row[np.isin(of_row, kept)]), minlength=len(kept)
+        )
+        return ImageReport(
+            images=int(counts.sum()),
+            tokens=int(tokens[is_shown].sum()),
+            longest=int(tokens[is_shown].max(initial=0)),
+            cut=int(cut.sum()),
+            rows_cut=len(np.unique(self._unit_of(self._samples[cut > 0]))),
+            rows_by_images={int(number): int(rows) for number, rows in enumerate(np.bincount(counts)) if rows},
+        )
+
+    def _unit_of(self, samples: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.store.unit_offsets, samples, side="right") - 1
 
     def _sample_numbers(self) -> np.ndarray:
         """Stored numbers of the samples of all kept units, in order."""

@@ -9,6 +9,26 @@ from posttrain.data.rows.label_report import LabelReport
 
 UNTRAINED = "left without a trained token by max_length"
 TOO_LONG = "longer than max_length"
+CUTS_IMAGES = "too long: max_length would cut an image off"
+
+
+@dataclass
+class ImageReport:
+    """What the images of a dataset are. A row's images count once, their tokens in each of its samples."""
+
+    images: int = 0
+    tokens: int = 0  # of images, markers that the processor writes included
+    longest: int = 0  # tokens of the longest image
+    cut: int = 0  # images cut off with the end of samples
+    rows_cut: int = 0
+    rows_by_images: dict[int, int] = field(default_factory=dict)  # images of a row -> rows
+
+    def sentences(self) -> list[str]:
+        rows = ", ".join(f"{rows:,} rows with {number}" for number, rows in sorted(self.rows_by_images.items()))
+        lines = [f"{self.images:,} images ({rows}) of {self.tokens:,} tokens, the longest of {self.longest:,}"]
+        if self.cut:
+            lines.append(f"{self.cut:,} images are cut off with the end of {self.rows_cut:,} rows")
+        return lines
 
 
 @dataclass
@@ -30,6 +50,7 @@ class PreparationReport:
     unusual_message_keys: dict[str, int] = field(default_factory=dict)  # key -> rows
     notes: dict[str, int] = field(default_factory=dict)  # what the encoders counted, in words
     labels: LabelReport | None = None
+    images: ImageReport | None = None
     packing: str | None = None  # in words
     bad_rows_file: str | None = None
     warnings: list[str] = field(default_factory=list)  # problems of the dataset as a whole, where rows are dropped
@@ -69,6 +90,8 @@ class PreparationReport:
             lines.append(
                 f"Cut to max_length: {self.truncated:,} samples, {self.truncated_tokens:,} tokens{steps} lost."
             )
+        if self.images:
+            lines += [f"Images: {sentence}." for sentence in self.images.sentences()]
         if self.packing:
             lines.append(f"Packed: {self.packing}.")
         if self.control_token_rows:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,19 @@ import datasets
 import numpy as np
 import torch.utils.data
 
-from posttrain.core.sample import Sample, Unit
+from posttrain.core.sample import ImageSpan, Sample, Unit
+from posttrain.data.images.streamed_span import StreamedSpan
 from posttrain.data.options import DROP, ERROR, PrepareOptions
 from posttrain.data.packing import CUTTING_STRATEGIES, MERGING_STRATEGIES, merge, packing_strategy
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, ProblemLog
 from posttrain.data.rows.examiner import RowExaminer
+from posttrain.data.rows.foreign_formats import Row
 from posttrain.data.rows.formats import RowFormat, detect
-from posttrain.data.store.report import TOO_LONG, UNTRAINED, PreparationReport
+from posttrain.data.rows.row_images import placed_payloads
+from posttrain.data.store.building import without_decoding
+from posttrain.data.store.report import CUTS_IMAGES, TOO_LONG, UNTRAINED, PreparationReport
+from posttrain.data.truncation import windows_of_unit
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +50,11 @@ class PreparedStream(torch.utils.data.IterableDataset):
         options: PrepareOptions,
         name: str = "train",
     ) -> None:
+        if options.image_limits is not None:
+            # Nobody knows how many images will come; each is decoded soon anyway.
+            options = replace(options, image_limits=options.image_limits.for_images(sys.maxsize))
+        if dataset.features is not None and without_decoding(dataset.features) is not None:
+            dataset = dataset.decode(False)
         self.dataset, self.renderer, self.options, self.name = dataset, renderer, options, name
         head = list(itertools.islice(iter(dataset), CHECKED_AHEAD))
         if not head:
@@ -100,9 +112,22 @@ class PreparedStream(torch.utils.data.IterableDataset):
                     self.report.kept += 1
                     self.report.tokens += sum(map(len, unit))
                     self.report.trained_tokens += sum(sample.num_trained for sample in unit)
-                    yield batch[row - first], unit
+                    yield batch[row - first], self._with_payloads(unit, batch[row - first], row)
             self.report.control_token_rows = examiner.tally.control_token_rows
             self.report.notes = dict(examiner.tally.notes)
+
+    def _with_payloads(self, unit: Unit, raw: Row, row: int) -> Unit:
+        """The unit whose spans carry their images: the row will be gone when its batch is made."""
+        if not any(sample.images for sample in unit):
+            return unit
+        payloads = iter(placed_payloads(raw))
+        images = {image.key: next(payloads) for image in self.detection.read_with_images(raw)[3]}
+        return tuple(replace(s, images=tuple(self._carrying(i, images[i.key], row) for i in s.images)) for s in unit)
+
+    def _carrying(self, span: ImageSpan, image: tuple[Any, str, str], row: int) -> StreamedSpan:
+        payload, column, place = image
+        where = f"{self.name}, row {row}, column {column!r}: {place}"
+        return StreamedSpan.of(span, payload, self.options.image_limits, where)
 
     def _refuse(self, row: int, findings: list[Finding]) -> None:
         file = Path(self.options.bad_rows_file) if self.options.bad_rows_file is not None else None
@@ -128,9 +153,14 @@ class PreparedStream(torch.utils.data.IterableDataset):
             if mode == DROP:
                 self.report.drop(TOO_LONG)
                 return ()
-            self.report.truncated += sum(len(sample) > limit for sample in unit)
-            self.report.truncated_tokens += sum(max(0, len(sample) - limit) for sample in unit)
-            whole, unit = unit, tuple(sample.truncate(limit, mode) for sample in unit)
+            found = windows_of_unit(unit, limit, mode)
+            if found.refused.any() or (found.cut_images.any() and not self.detection.format.trains_tokens):
+                self.report.drop(CUTS_IMAGES)
+                return ()
+            whole, unit = unit, tuple(s.slice(*window) for s, *window in zip(unit, found.starts, found.stops))
+            lost = [len(before) - len(after) for before, after in zip(whole, unit)]
+            self.report.truncated += sum(tokens > 0 for tokens in lost)
+            self.report.truncated_tokens += sum(lost)
             if self.detection.format.judges_steps:
                 self.report.truncated_steps += sum(s.num_trained for s in whole) - sum(s.num_trained for s in unit)
         trained = [sample.num_trained > 0 for sample in unit]

@@ -20,9 +20,10 @@ from typing import Any, BinaryIO
 import numpy as np
 import xxhash
 
-from posttrain.core.sample import Sample, Unit
+from posttrain.core.sample import ImageSpan, Sample, Unit
+from posttrain.data.vision.positions import image_positions
 
-STORE_VERSION = 2  # 1 had no seal
+STORE_VERSION = 3  # 1 had no seal, 2 no images
 MANIFEST = "manifest.json"
 PROBLEMS = "problems.jsonl"
 DTYPES = {
@@ -33,6 +34,19 @@ DTYPES = {
     "unit_sizes": np.int32,  # samples of each unit
     "rows": np.int64,  # source row of each unit
 }
+SPANS = np.dtype(
+    [("start", "<i4"), ("stop", "<i4"), ("height", "<i4"), ("width", "<i4"), ("grid", "<i4", 3), ("key", "V16")]
+)
+"""An ImageSpan; a grid of fewer than three numbers ends in -1."""
+IMAGE_KEYS = np.dtype("S16")
+IMAGE_PLACES = np.dtype([("row", "<i8"), ("number", "<i4")])
+IMAGE_DTYPES = {
+    "spans": SPANS,  # images of all samples
+    "span_counts": np.int32,  # images of each sample
+    "image_keys": IMAGE_KEYS,  # of the images of all rows, in ascending order once the store is whole
+    "image_places": IMAGE_PLACES,  # where each of them is: its row, and its number in `row_images(row)`
+}
+"""Further files of a store whose rows may have images."""
 SCALAR, PER_TOKEN = "scalar.", "token."
 
 
@@ -40,31 +54,32 @@ class DamagedStoreError(RuntimeError):
     """A token store is incomplete, or its files are not the ones that were written."""
 
 
-def _dtype_of(file: str) -> type[np.generic]:
+def _dtype_of(file: str) -> Any:
     if file.startswith(SCALAR):
         return np.float64
-    return np.float32 if file.startswith(PER_TOKEN) else DTYPES[file]
+    return np.float32 if file.startswith(PER_TOKEN) else (DTYPES | IMAGE_DTYPES)[file]
 
 
 class StoreWriter:
     """Appends units to the files of a store, or of a part of one. `close` before reading it or joining it with others."""
 
-    def __init__(self, folder: Path, part: str = "") -> None:
-        """`part` begins the names of the files of a part of a store (see `join_part`)."""
+    def __init__(self, folder: Path, part: str = "", with_images: bool = False) -> None:
+        """`part` begins the names of the files of a part of a store (see `join_part`). `with_images`: rows may have some."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.part = folder, part
         self.files: dict[str, BinaryIO] = {}
         self.extra_names: tuple[str, ...] | None = None
         self._open_files = contextlib.ExitStack()
-        self._open(DTYPES)
+        self.with_images = with_images
+        self._open(DTYPES | IMAGE_DTYPES if with_images else DTYPES)
 
     def _open(self, names: Iterable[str]) -> None:
         for name in names:
             file = open(self.folder / f"{self.part}{name}.bin", "wb")  # noqa: SIM115 - `close` closes it
             self.files[name] = self._open_files.enter_context(file)
 
-    def add(self, units: list[Unit]) -> None:
-        """Write units whose samples carry their `row`."""
+    def add(self, units: list[Unit], images: Iterable[tuple[bytes, int, int]] = ()) -> None:
+        """Write units whose samples carry their `row`, and of each image of their rows its key, row and number in the row."""
         samples = [sample for unit in units for sample in unit]
         if not samples:
             return
@@ -75,6 +90,12 @@ class StoreWriter:
         self._write("range_counts", range_counts)
         self._write("unit_sizes", [len(unit) for unit in units])
         self._write("rows", [unit[0].row for unit in units])
+        if self.with_images:
+            self._write("spans", np.array([_stored_span(i) for s in samples for i in s.images], dtype=SPANS))
+            self._write("span_counts", [len(sample.images) for sample in samples])
+            images = list(images)
+            self._write("image_keys", np.array([key for key, _, _ in images], dtype=IMAGE_KEYS))
+            self._write("image_places", np.array([(row, number) for _, row, number in images], dtype=IMAGE_PLACES))
         for name in self._extras(samples):
             key = name.split(".", 1)[1]
             if name.startswith(SCALAR):
@@ -100,6 +121,15 @@ class StoreWriter:
 
     def close(self) -> None:
         self._open_files.close()
+
+
+def _stored_span(span: ImageSpan) -> tuple[Any, ...]:
+    return span.start, span.stop, *span.size, (*span.grid, -1, -1)[:3], span.key
+
+
+def _read_span(stored: np.void) -> ImageSpan:
+    start, stop, height, width, grid, key = stored.tolist()
+    return ImageSpan(start, stop, key, (height, width), tuple(number for number in grid if number >= 0))
 
 
 def trained_ranges(masks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -128,6 +158,15 @@ def join_part(folder: Path, part: str) -> None:
         with open(source, "rb") as read, open(target, "ab") as write:
             shutil.copyfileobj(read, write, 1 << 22)
         source.unlink()
+
+
+def sort_images(folder: Path) -> None:
+    """Put the image table in the order of its keys, so that an image is found in the mapped files without an index."""
+    keys, places = folder / "image_keys.bin", folder / "image_places.bin"
+    if keys.exists():
+        order = np.argsort(unsorted := np.fromfile(keys, IMAGE_KEYS), kind="stable")
+        np.fromfile(places, IMAGE_PLACES)[order].tofile(places)
+        unsorted[order].tofile(keys)
 
 
 def seal(folder: Path, facts: dict[str, Any]) -> None:
@@ -173,6 +212,11 @@ class TokenStore:
         self._starts = _offsets(self.lengths)
         self._range_starts = _offsets(self._arrays["range_counts"])
         self._ranges = self._arrays["ranges"].reshape(-1, 2)
+        self.spans: np.ndarray = self._arrays.get("spans", np.zeros(0, SPANS))
+        self.span_counts: np.ndarray = self._arrays.get("span_counts", np.zeros(0, np.int32))
+        self.image_keys: np.ndarray = self._arrays.get("image_keys", np.zeros(0, IMAGE_KEYS))
+        self.image_places: np.ndarray = self._arrays.get("image_places", np.zeros(0, IMAGE_PLACES))
+        self._span_starts = _offsets(self.span_counts) if len(self.spans) else None
         self._scalars = {n.removeprefix(SCALAR): a for n, a in self._arrays.items() if n.startswith(SCALAR)}
         self._per_token = {n.removeprefix(PER_TOKEN): a for n, a in self._arrays.items() if n.startswith(PER_TOKEN)}
 
@@ -224,12 +268,40 @@ class TokenStore:
             trained,
             per_token={name: values[start:stop] for name, values in self._per_token.items()},
             scalars={name: float(values[index]) for name, values in self._scalars.items()},
+            images=(images := self.images_of(index)),
+            positions=self._positions(self._arrays["tokens"][start:stop], images),
             row=row,
         )
+
+    def images_of(self, index: int) -> tuple[ImageSpan, ...]:
+        if self._span_starts is None:
+            return ()
+        return tuple(map(_read_span, self.spans[self._span_starts[index] : self._span_starts[index + 1]]))
+
+    @property
+    def sample_of_span(self) -> np.ndarray:
+        """(spans,) the sample that each image stands in."""
+        return np.repeat(np.arange(self.num_samples), self.span_counts) if len(self.spans) else np.zeros(0, np.int64)
+
+    def _positions(self, tokens: np.ndarray, images: tuple[ImageSpan, ...]) -> np.ndarray | None:
+        """Positions of three axes follow from the spans, and are not stored."""
+        placeholder, merge_size = self.facts.get("three_axis_positions") or (None, 1)
+        if placeholder is None or not images:
+            return None
+        starts = [image.start + int((tokens[image.start : image.stop] == placeholder).argmax()) for image in images]
+        return image_positions(len(tokens), starts, [image.grid for image in images], merge_size)
 
     def unit(self, index: int) -> Unit:
         row = int(self.rows[index])
         return tuple(self.sample(i, row) for i in range(self.unit_offsets[index], self.unit_offsets[index + 1]))
+
+    def find_image(self, key: bytes) -> tuple[int, int] | None:
+        """(row, number in `row_images(row)`) of an image, the first where it is in several rows; None where it is in none."""
+        at = int(np.searchsorted(self.image_keys, wanted := np.array(key, IMAGE_KEYS)))
+        if at == len(self.image_keys) or self.image_keys[at] != wanted:
+            return None
+        row, number = self.image_places[at].tolist()
+        return row, number
 
     def trained_within(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
         """(samples,) trained tokens in a window of each sample; its first token has nothing that predicts it."""
@@ -249,7 +321,7 @@ def _offsets(counts: np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
 
-def _map_file(path: Path, dtype: type[np.generic]) -> np.ndarray:
+def _map_file(path: Path, dtype: Any) -> np.ndarray:
     if path.stat().st_size == 0:  # an empty file cannot be mapped
         return np.zeros(0, dtype=dtype)
     with open(path, "rb") as file:

@@ -190,12 +190,12 @@ class ToolEpisode:
         elif not self.rules.renders_by_row:
             return
         chat = Conversation(self.messages, self._schemas(), {**self.rules.template_kwargs, **self._kwargs} or None)
-        (ids,) = self.rules.renderer.encode_prompts([chat])
-        if isinstance(ids, RenderError):
-            raise ids
-        if self.rules.max_prompt is not None and len(ids) > self.rules.max_prompt:
-            raise RenderError(f"It has {len(ids)} tokens; `max_length` is {self.rules.max_prompt}.")
-        self.prompt_ids = ids
+        (prompt,) = self.rules.renderer.encode_prompts([chat])
+        if isinstance(prompt, RenderError):
+            raise prompt
+        if self.rules.max_prompt is not None and len(prompt) > self.rules.max_prompt:
+            raise RenderError(f"It has {len(prompt)} tokens; `max_length` is {self.rules.max_prompt}.")
+        self.prompt_ids = prompt.input_ids
 
     def _schemas(self) -> list[dict[str, Any]] | None:
         """Of the tools that the prompt was written with: the row's own, or those of the run."""

@@ -1,0 +1,166 @@
+"""PixelLoader: spans of images -> what the model's image encoder takes, made from the rows just before a batch is used.
+
+The only caller of an image processor on real pictures, which it is handed decoded: processors open any path and fetch any URL.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from posttrain.core.sample import ImageSpan
+from posttrain.core.vision import VisionFamily
+from posttrain.data.images.limits import BadImage, ImageLimits
+from posttrain.data.images.opening import ImageSource, reopen_image
+from posttrain.data.images.streamed_span import StreamedSpan
+from posttrain.data.rows.row_images import CHAT_COLUMNS, IMAGE_COLUMNS, placed_payloads
+from posttrain.data.store.building import RowSource
+from posttrain.data.store.token_store import TokenStore
+
+Tensors = dict[str, torch.Tensor]
+PER_TILE = {"pixel_values": 5, "pixel_attention_mask": 4}
+"""Arguments with an entry for each tile -> their axes where the processor puts one for the samples of a batch before."""
+
+
+@dataclass(frozen=True)
+class _Registered:
+    """A dataset whose images can be found: rows as they are, and the store that says where each image is."""
+
+    name: str
+    rows: RowSource
+    store: TokenStore
+    limits: ImageLimits
+
+    def open(self, key: bytes, row: int, number: int) -> ImageSource:
+        (found,) = self.rows.rows(row, row + 1)
+        payloads = placed_payloads(found)
+        if number >= len(payloads):
+            raise BadImage(
+                "image_changed", f"{self.name}, row {row} has lost images since preparation: prepare it again."
+            )
+        payload, column, place = payloads[number]
+        return _opened(payload, self.limits, key, f"{self.name}, row {row}, column {column!r}: {place}")
+
+
+def _opened(payload: Any, limits: ImageLimits, key: bytes, where: str) -> ImageSource:
+    try:
+        return reopen_image(payload, limits, key)
+    except BadImage as error:
+        raise BadImage(error.kind, f"{where}{error}") from error
+
+
+class PixelLoader:
+    """Implements `collate.Pixels`. Datasets are added under the stores that were made of them; copies go into loader workers."""
+
+    def __init__(
+        self,
+        family: VisionFamily,
+        processor: Any,
+        options: Mapping[str, Any] | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        cache_bytes: int = 0,
+    ) -> None:
+        """`options` are those of preparation's ImageLayouts. Images are kept in `cache_bytes` of memory, for when they come again."""
+        self.family, self.image_processor, self.dtype = family, processor.image_processor, dtype
+        # The processor has defaults of its own for the images that it is given, which differ from its image processor's.
+        defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("images_kwargs") or {}
+        self.options = {**defaults, **(options or {}), "return_tensors": "pt"}
+        self.cache = _Cache(cache_bytes)
+        self._datasets: list[_Registered] = []
+
+    def add(self, dataset: Any, store: TokenStore, name: str = "train") -> None:
+        """Images of `dataset`, from which `store` was made; stores of texts need not be added."""
+        limits = store.facts.get("image_limits")
+        if limits is not None:
+            rows = RowSource(dataset, {*IMAGE_COLUMNS, *CHAT_COLUMNS})
+            self._datasets.append(_Registered(name, rows, store, ImageLimits(**limits)))
+
+    def load(self, images: Sequence[ImageSpan]) -> Tensors:
+        """Arguments of the model's image encoder for these images, end to end."""
+        made = [self.cache.get(image.key) or self.cache.put(image.key, self._made(image)) for image in images]
+        return self._joined(made)
+
+    def _made(self, image: ImageSpan) -> Tensors:
+        source, where = self._source(image)
+        try:
+            picture = source.rgb()
+        except BadImage as error:
+            raise BadImage(error.kind, f"{where}{error}") from error
+        given = [[picture]] if self.family.pixels_in_one_row else [picture]
+        inputs = self.image_processor(given, **self.options)
+        arguments = {key: inputs[key] for key in self.family.forward_keys}
+        self._check(image, arguments, where)
+        return arguments
+
+    def _source(self, image: ImageSpan) -> tuple[ImageSource, str]:
+        """The image, and where it stands, for messages."""
+        if isinstance(image, StreamedSpan):
+            return _opened(image.payload, image.limits, image.key, image.place), image.place
+        for dataset in self._datasets:
+            place = dataset.store.find_image(image.key)
+            if place is not None:
+                return dataset.open(image.key, *place), f"{dataset.name}, row {place[0]}: "
+        names = ", ".join(dataset.name for dataset in self._datasets) or "none"
+        raise LookupError(f"The image {image.key.hex()} is in none of the datasets that pixels are made of ({names}).")
+
+    def _check(self, image: ImageSpan, arguments: Tensors, where: str) -> None:
+        """Unwrap what has an axis for rows of a batch, cast, and compare with what preparation counted on."""
+        name = self.family.forward_keys[0]
+        for key, value in arguments.items():
+            value = value[0] if key in PER_TILE and value.ndim == PER_TILE[key] else value
+            arguments[key] = value.to(self.dtype) if value.is_floating_point() else value
+        rows, expected = len(arguments[name]), self.family.pixel_rows(image.grid)
+        if rows != expected:
+            raise RuntimeError(
+                f"{where}the image processor makes {rows} rows of pixels of an image of {image.size[0]} x {image.size[1]}, and "
+                f"preparation counted on {expected}: its options are not those of preparation."
+            )
+
+    def _joined(self, made: list[Tensors]) -> Tensors:
+        if self.family.pixels_in_one_row:
+            return {key: _in_one_row([tensors[key] for tensors in made]) for key in self.family.forward_keys}
+        return {key: torch.cat([tensors[key] for tensors in made]) for key in self.family.forward_keys}
+
+
+def _in_one_row(tiles: list[torch.Tensor]) -> torch.Tensor:
+    """(1, all tiles, ..., height, width), filled up to the largest with zeros."""
+    height, width = (max(part.shape[axis] for part in tiles) for axis in (-2, -1))
+    filled = [torch.nn.functional.pad(t, (0, width - t.shape[-1], 0, height - t.shape[-2])) for t in tiles]
+    return torch.cat(filled)[None]
+
+
+class _Cache:
+    """Tensors of the images that were used last, of at most `limit` bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.used = limit, 0
+        self._kept: OrderedDict[bytes, Tensors] = OrderedDict()
+
+    def get(self, key: bytes) -> Tensors | None:
+        if key in self._kept:
+            self._kept.move_to_end(key)
+        return self._kept.get(key)
+
+    def put(self, key: bytes, tensors: Tensors) -> Tensors:
+        size = _num_bytes(tensors)
+        if size <= self.limit:
+            self._kept[key] = tensors
+            self.used += size
+            while self.used > self.limit:
+                self.used -= _num_bytes(self._kept.popitem(last=False)[1])
+        return tensors
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"limit": self.limit, "used": 0, "_kept": OrderedDict()}  # a worker begins with an empty one
+
+
+def _num_bytes(tensors: Tensors) -> int:
+    return sum(tensor.nbytes for tensor in tensors.values())
