@@ -27,6 +27,7 @@ from posttrain.trainer.options.base import (
     check_range,
     option,
 )
+from posttrain.trainer.options.images import ImageConfig
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.step.gathering import over_processes
 from posttrain.trainer.unpaired_trainer import UnpairedTrainer
@@ -36,7 +37,7 @@ PROMPTS_A_BATCH = 32
 
 
 @dataclass
-class BCOConfig(OlderPairOptions, ReferenceConfig, BaseConfig):
+class BCOConfig(OlderPairOptions, ReferenceConfig, ImageConfig, BaseConfig):
     """Options of binary classifier optimisation."""
 
     learning_rate: float = option(5e-7, "Initial learning rate of AdamW.")

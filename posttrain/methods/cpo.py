@@ -10,6 +10,7 @@ from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.losses.formulas import Formula, Totals, number, of_answers, reference_free_line
 from posttrain.losses.reference_free import REFERENCE_FREE_LOSSES, Answers, check_reference_free, reference_free_loss
 from posttrain.trainer.options.base import BaseConfig, OlderPairOptions, SharedPromptsConfig, check_range, option
+from posttrain.trainer.options.images import ImageConfig
 from posttrain.trainer.pair_trainer import ReferenceFreePairTrainer
 from posttrain.trainer.report.model_card import Paper
 
@@ -18,7 +19,7 @@ ALPHAPO = "alphapo"
 
 
 @dataclass
-class CPOConfig(OlderPairOptions, SharedPromptsConfig, BaseConfig):
+class CPOConfig(OlderPairOptions, SharedPromptsConfig, ImageConfig, BaseConfig):
     """Options of contrastive preference optimisation."""
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")

@@ -12,13 +12,14 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
 from posttrain.losses.named_options import call
 from posttrain.trainer.options.base import BaseConfig, ReferenceConfig, SharedPromptsConfig, option
+from posttrain.trainer.options.images import ImageConfig
 from posttrain.trainer.options.preference import PreferenceLossConfig
 from posttrain.trainer.pair_trainer import PairTrainer, PreferenceLosses
 from posttrain.trainer.report.model_card import Paper
 
 
 @dataclass
-class DPOConfig(PreferenceLossConfig, ReferenceConfig, SharedPromptsConfig, BaseConfig):
+class DPOConfig(PreferenceLossConfig, ReferenceConfig, SharedPromptsConfig, ImageConfig, BaseConfig):
     """Options of direct preference optimisation."""
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")

@@ -17,6 +17,7 @@ from posttrain.losses.named_options import call
 from posttrain.losses.unpaired import UNPAIRED_LOSSES, Unpaired
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
 from posttrain.trainer.options.base import BaseConfig, OlderOptions, ReferenceConfig, check_choice, check_range, option
+from posttrain.trainer.options.images import ImageConfig
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.step.gathering import over_processes
 from posttrain.trainer.unpaired_trainer import UnpairedTrainer
@@ -26,7 +27,7 @@ WITH_REFERENCE_POINT = "kto"
 
 
 @dataclass
-class KTOConfig(OlderOptions, ReferenceConfig, BaseConfig):
+class KTOConfig(OlderOptions, ReferenceConfig, ImageConfig, BaseConfig):
     """Options of Kahneman-Tversky optimisation."""
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")

@@ -12,12 +12,13 @@ from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.losses.formulas import ODDS_RATIO_FORMULA, Formula, Totals, filled
 from posttrain.losses.reference_free import Answers, log_odds_ratio
 from posttrain.trainer.options.base import BaseConfig, OlderPairOptions, SharedPromptsConfig, check_range, option
+from posttrain.trainer.options.images import ImageConfig
 from posttrain.trainer.pair_trainer import ReferenceFreePairTrainer
 from posttrain.trainer.report.model_card import Paper
 
 
 @dataclass
-class ORPOConfig(OlderPairOptions, SharedPromptsConfig, BaseConfig):
+class ORPOConfig(OlderPairOptions, SharedPromptsConfig, ImageConfig, BaseConfig):
     """Options of odds ratio preference optimisation."""
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")

@@ -18,13 +18,14 @@ from posttrain.losses.supervised import dft, label_smoothed_nll, nll
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.options.base import BaseConfig, check_choice, check_range, option
+from posttrain.trainer.options.images import ImageConfig
 
 LOSS_ALIASES = {"chunked_nll": "nll"}
 PACKING_ALIASES = {"bfd-requeue": "bfd_split"}
 
 
 @dataclass
-class SFTConfig(BaseConfig):
+class SFTConfig(ImageConfig, BaseConfig):
     """Options of supervised fine-tuning."""
 
     reads_label_smoothing_factor: ClassVar[bool] = True

@@ -12,6 +12,7 @@ from posttrain.data.rows.formats import TRIPLE_PREFERENCE, RowFormat
 from posttrain.losses.formulas import Formula, Totals, number, of_answers, reference_free_line
 from posttrain.losses.reference_free import REFERENCE_FREE_LOSSES, Answers, check_reference_free, reference_free_loss
 from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig, check_range, option
+from posttrain.trainer.options.images import ImageConfig
 from posttrain.trainer.pair_trainer import PairTrainer
 from posttrain.trainer.report.model_card import Paper
 
@@ -19,7 +20,7 @@ LOSSES = ("sigmoid", "hinge", "ipo", "tpo-l")
 
 
 @dataclass
-class TPOConfig(SharedPromptsConfig, BaseConfig):
+class TPOConfig(SharedPromptsConfig, ImageConfig, BaseConfig):
     """Options of triple preference optimisation."""
 
     learning_rate: float = option(5e-7, "Initial learning rate of AdamW.")

@@ -19,7 +19,7 @@ from transformers import TrainingArguments, set_seed
 from posttrain.core import faults
 from posttrain.core.batch import Passes, StepTotals, TokenBatch, passes_of
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
-from posttrain.data.collate import Collator
+from posttrain.data.collate import Collator, Pixels
 from posttrain.data.loader import UnitLoader
 from posttrain.data.rows.formats import RowFormat
 from posttrain.data.unpaired import Partners
@@ -93,22 +93,23 @@ class BaseTrainer(transformers.Trainer):
             refuse_unwritable(args.output_dir)
         self.formatting_func = formatting_func
         self.formats, self.roles = self.rows_read(args)
-        self.renderer = construction.renderer_of(model, processing_class, args, name)
+        self.renderer, self.vision = construction.renderer_of(model, processing_class, args, name)
         # Data first: a bad row must be found before minutes go into loading a model.
         train_dataset = self._prepared(train_dataset, "train")
         eval_dataset = self._prepared_evaluation(eval_dataset)
         set_seed(args.seed)  # adapters start from the same numbers whatever the preparation drew
-        loading = construction.load_options(args, self.task, peft_config, quantization_config, train_dataset)
+        seen = {} if self.vision is None else self.vision.load_options(args, self.renderer)
+        loading = construction.load_options(args, self.task, peft_config, quantization_config, train_dataset, **seen)
         self.loaded = load_model(model, loading)
         construction.adopt_vocabulary(self.loaded.model, self.renderer, args)
         pad, layout = self.renderer.tokenizer.pad_token_id, self.loaded.layout
         super().__init__(
             model=self.loaded.model,
             args=args,
-            data_collator=construction.collator_of(data_collator, self.roles, pad, layout, args),
+            data_collator=construction.collator_of(data_collator, self.roles, pad, layout, args, self.pixels),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            processing_class=self.renderer.tokenizer,
+            processing_class=self.renderer.tokenizer if self.vision is None else self.vision.processor,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -126,8 +127,13 @@ class BaseTrainer(transformers.Trainer):
         made = cls.__new__(cls)
         made.args, made.formatting_func = args, None
         made.formats, made.roles = cls.rows_read(args)
-        made.renderer = construction.renderer_of(model, processing_class, args, cls.__name__)
+        made.renderer, made.vision = construction.renderer_of(model, processing_class, args, cls.__name__)
         return made
+
+    @property
+    def pixels(self) -> Pixels | None:
+        """Who makes the pixels of images; None: there are none."""
+        return None if self.vision is None else self.vision.pixels
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -247,7 +253,7 @@ class BaseTrainer(transformers.Trainer):
 
     def _prepared(self, dataset: Any, name: str) -> Any:
         """Check and encode one dataset; what is prepared already passes."""
-        how = (self.args, self.formats, self.renderer, self.formatting_func)
+        how = (self.args, self.formats, self.renderer, self.formatting_func, self.vision)
         return construction.prepared_rows(dataset, name, *how, **self.prepare_options(is_training=name == "train"))
 
     def _prepared_evaluation(self, dataset: Any) -> Any:

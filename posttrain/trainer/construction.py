@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,27 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments, enable_full_determinism, set_seed
 
 from posttrain.core.console import say, set_verbosity
-from posttrain.data.collate import Collator
+from posttrain.data.collate import Collator, Pixels
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
 from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.render.template_checks import trained_stop_token
 from posttrain.data.render.templates import BUILT_IN_FORMATS, use_chat_format
 from posttrain.data.rows.formats import RowFormat
-from posttrain.data.store.prepare import prepare_dataset
+from posttrain.data.store.prepare import has_images, prepare_dataset
 from posttrain.data.unpaired import PartneredBatches, PartneredRows, Partners
-from posttrain.models.load.model import LoadOptions, innermost_model, load_tokenizer, model_type_of
+from posttrain.models.load.model import (
+    LoadOptions,
+    config_of_model,
+    innermost_model,
+    load_processing_class,
+    load_tokenizer,
+    model_type_of,
+)
 from posttrain.models.load.vocabulary import copy_chat_template, fit_embeddings
 from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig
+from posttrain.trainer.options.images import ImageConfig
+from posttrain.trainer.vision import Vision
 
 logger = logging.getLogger(__name__)
 
@@ -82,20 +92,45 @@ def prepare_process(args: BaseConfig) -> None:
 # ---- the tokenizer -------------------------------------------------------------------------------------------------------
 
 
-def renderer_of(model: str | Path | nn.Module, processing_class: Any, args: BaseConfig, trainer: str) -> Renderer:
-    """What renders a run's rows, with its tokenizer. Where it has to find a chat format itself, it knows the type of the model."""
-    tokenizer = processing_class
-    if tokenizer is None:
-        tokenizer = load_tokenizer(model, args.model_init_kwargs, args.trust_remote_code)
+def renderer_of(
+    model: str | Path | nn.Module, processing_class: Any, args: BaseConfig, trainer: str
+) -> tuple[Renderer, Vision | None]:
+    """What renders a run's rows, with its tokenizer, and what shows it images. Where it has to find a chat format itself, it knows the
+    type of the model."""
+    if processing_class is None:
+        load = load_processing_class if isinstance(args, ImageConfig) else load_tokenizer
+        processing_class = load(model, args.model_init_kwargs, args.trust_remote_code)
+    is_processor = hasattr(processing_class, "image_processor") and hasattr(processing_class, "tokenizer")
+    tokenizer = processing_class.tokenizer if is_processor else processing_class
     if not hasattr(tokenizer, "convert_tokens_to_ids"):
         raise TypeError(
-            f"`processing_class` is a {type(tokenizer).__name__}; {trainer} trains text models and needs their tokenizer."
+            f"`processing_class` is a {type(tokenizer).__name__}; {trainer} needs the tokenizer of the model, or its processor."
         )
     prepare_tokenizer(tokenizer, args)
-    renderer = Renderer(tokenizer)
+    if is_processor and isinstance(args, ImageConfig):
+        vision = Vision.of(config_of_model(model, args.model_init_kwargs), processing_class, args)
+        given = None if args.chat_template_path is None else tokenizer.chat_template  # else the processor's comes first
+        renderer = Renderer(processing_class, given, layouts=vision.layouts, train_images=args.loss_on_image_tokens)
+        return renderer, vision
+    _refuse_image_options(args, trainer)
+    renderer = Renderer(processing_class if is_processor else tokenizer)
     if not renderer.has_template:
         renderer.model_type = model_type_of(model, args.model_init_kwargs)
-    return renderer
+    return renderer, None
+
+
+def _refuse_image_options(args: BaseConfig, trainer: str) -> None:
+    """Options of images have no effect where none can be seen."""
+    set_ones = (
+        sorted(args.set_by_user() & {field.name for field in fields(ImageConfig)})
+        if isinstance(args, ImageConfig)
+        else []
+    )
+    if set_ones:
+        raise ValueError(
+            f"`{set_ones[0]}` is set, and this model reads texts only: leave it out, or give {trainer} a model that sees images "
+            "and its processor."
+        )
 
 
 def prepare_tokenizer(tokenizer: Any, args: BaseConfig) -> None:
@@ -162,8 +197,9 @@ def adopt_vocabulary(model: nn.Module, renderer: Renderer, args: BaseConfig) -> 
 
 
 def load_options(
-    args: BaseConfig, task: str, peft_config: Any, quantization_config: Any, train_dataset: Any
+    args: BaseConfig, task: str, peft_config: Any, quantization_config: Any, train_dataset: Any, **seen: Any
 ) -> LoadOptions:
+    """`seen`: arguments about images."""
     return LoadOptions(
         # A frozen base needs no masters: its shards are kept in the dtype that it computes in.
         dtype=args.load_dtype if peft_config is None else args.compute_dtype,
@@ -180,6 +216,7 @@ def load_options(
         router_aux_loss_coef=args.router_aux_loss_coef,
         device=args.device,
         sharded=args.sharding is not None,
+        **seen,
     )
 
 
@@ -201,6 +238,7 @@ def prepared_rows(
     formats: tuple[RowFormat, ...],
     renderer: Renderer,
     formatting_func: Callable | None,
+    vision: Vision | None = None,
     **of_method: Any,
 ) -> Any:
     """Check and encode one dataset; what is prepared already passes. `of_method`: arguments of PrepareOptions."""
@@ -216,17 +254,32 @@ def prepared_rows(
         "bad_rows_file": str(Path(args.output_dir) / f"bad_rows_{name}.jsonl"),
         "shuffle_seed": args.seed if args.shuffle_dataset and name == "train" else None,
     }
+    if vision is not None:
+        shared |= {"image_limits": vision.limits, "max_length": _longest(args, dataset, vision)}
     options = PrepareOptions(**{**shared, **of_method})
     with args.main_process_first(desc=f"preparing the {name} dataset"):
         prepared = prepare_dataset(dataset, formats, renderer, options, name, args.dataset_num_proc)
     if args.should_log:
         say(prepared.report.summary())
+    if vision is not None:
+        vision.add(dataset, prepared, name)
     return prepared
 
 
-def collator_of(given: Any, roles: tuple[str, ...], pad_token_id: int, layout: str, args: BaseConfig) -> Collator:
+def _longest(args: BaseConfig, dataset: Any, vision: Vision) -> int | None:
+    """`max_length`; left at its default, which is less than one photograph in many families, the model's context for rows with images."""
+    if "max_length" in args.set_by_user() or getattr(args, "packing", False) or not has_images(dataset):
+        return args.max_length
+    if args.should_log:
+        say("Rows have images, and `max_length` is not set: they are cut at the model's context, if at all.")
+    return vision.context
+
+
+def collator_of(
+    given: Any, roles: tuple[str, ...], pad_token_id: int, layout: str, args: BaseConfig, pixels: Pixels | None = None
+) -> Collator:
     if given is None:
-        return Collator(roles, pad_token_id, layout, args.pad_multiple)
+        return Collator(roles, pad_token_id, layout, args.pad_multiple, pixels=pixels)
     if not isinstance(given, Collator):
         raise TypeError(
             f"`data_collator` is a {type(given).__name__}; batches are made from Samples by posttrain.data.collate.Collator. "

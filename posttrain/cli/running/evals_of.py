@@ -101,7 +101,7 @@ def _try_rows(config: RunConfig, args: Any, specs: list[EvalSpec]) -> None:
     from posttrain.trainer.construction import renderer_of
 
     source = config.get("tokenizer_name_or_path") or model_name(config)
-    renderer = renderer_of(source, None, args, f"posttrain {config.method}")
+    renderer, _ = renderer_of(source, None, args, f"posttrain {config.method}")
     for number, spec in enumerate(specs, 1):
         try:
             spec.rows(renderer, args.chat_template_kwargs)

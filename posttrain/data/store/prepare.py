@@ -7,6 +7,7 @@ Checking and encoding happen before any model is loaded and are kept on disk (se
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -29,7 +30,7 @@ from posttrain.data.rows.checks import Finding, ProblemLog
 from posttrain.data.rows.foreign_formats import BESIDE_FOREIGN, CONVERSATION_COLUMNS, FOREIGN_FORMATS
 from posttrain.data.rows.formats import FORMATS, Detection, RowFormat, detect
 from posttrain.data.rows.label_report import LabelReport
-from posttrain.data.rows.row_images import IMAGE_COLUMNS
+from posttrain.data.rows.row_images import IMAGE_COLUMNS, row_images
 from posttrain.data.store.building import RowSource, build_store, open_or_build, read_problems, store_key
 from posttrain.data.store.image_survey import survey_images
 from posttrain.data.store.report import CUTS_IMAGES, TOO_LONG, UNTRAINED, ImageReport, PreparationReport
@@ -90,6 +91,13 @@ def prepare_dataset(
     prepared = PreparedDataset(store, detection, options, name, cut_to)
     prepared.report.source = called
     return PackedDataset(prepared, options.max_length, options.packing) if options.packing else prepared
+
+
+def has_images(dataset: Any) -> bool:
+    """Whether the first rows of a dataset show images."""
+    is_stream = isinstance(dataset, datasets.IterableDataset)
+    rows = itertools.islice(dataset, PEEKED_ROWS) if is_stream else RowSource(dataset, None).rows(0, PEEKED_ROWS)
+    return any(row_images(row) for row in rows)
 
 
 def _with_images_decided(

@@ -115,6 +115,7 @@ class LoadedModel:
     notes: list[str]
     router_loss_weight: float = 0.0
     kernels: str = PLAIN
+    image_probe: ImageProbe | None = None  # what it was asked about images
 
 
 def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedModel:
@@ -166,7 +167,7 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         layout = _shared_if_possible(model, innermost, options, router_loss_weight, notes)
     if options.sharded:
         kernels = _choose_kernels(model, innermost, options, notes)
-    return LoadedModel(model, layout, name, notes, router_loss_weight, kernels)
+    return LoadedModel(model, layout, name, notes, router_loss_weight, kernels, options.image_probe)
 
 
 def _refuse_wrong_images(model: nn.Module, innermost: nn.Module, options: LoadOptions, name: str) -> None:
@@ -234,7 +235,7 @@ def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
 def _auto_class(model: str | Path, options: LoadOptions) -> Any:
     if options.task != CAUSAL_LM:
         return AUTO_CLASSES[options.task]
-    config = config_dict(model, options.model_init_kwargs)
+    config = config_of_model(model, options.model_init_kwargs)
     if not sees_images(config):
         return AutoModelForCausalLM
     refuse_by_name(config)
@@ -333,7 +334,7 @@ def load_processing_class(
         config = innermost_model(model).config
         source, kwargs, found = config._name_or_path, {}, config.to_dict()
     else:
-        (source, kwargs), found = locate(model, init_kwargs), config_dict(model, init_kwargs)
+        (source, kwargs), found = locate(model, init_kwargs), config_of_model(model, init_kwargs)
     if not source or not sees_images(found):
         return load_tokenizer(model, init_kwargs, trust_remote_code)
     refuse_by_name(found)
@@ -348,13 +349,13 @@ def _of_files(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 def model_type_of(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None) -> str | None:
     """`model_type` of a model's config, whether it is loaded or not; None where no config says."""
+    return config_of_model(model, init_kwargs).get("model_type")
+
+
+def config_of_model(model: str | Path | nn.Module, init_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The config of a model, whether it is loaded or not; empty where none is there."""
     if isinstance(model, nn.Module):
-        return innermost_model(model).config.model_type
-    return config_dict(model, init_kwargs).get("model_type")
-
-
-def config_dict(model: str | Path, init_kwargs: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The config of a model that is not loaded yet; empty where none is there."""
+        return innermost_model(model).config.to_dict()
     source, kwargs = locate(_base_of(model), init_kwargs)
     try:
         return PretrainedConfig.get_config_dict(source, **_of_files(kwargs))[0]

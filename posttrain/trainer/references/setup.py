@@ -25,6 +25,7 @@ from posttrain.models.load.model import (
     innermost_model,
     load_model,
     load_tokenizer,
+    model_type_of,
 )
 from posttrain.models.load.reference import (
     GIVEN_SUMS,
@@ -40,6 +41,7 @@ from posttrain.models.load.reference import (
     frozen_copy,
 )
 from posttrain.models.load.teacher import BASE, LIVE, ModelTeacher
+from posttrain.models.vision.features import family_of
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import shard_frozen
 from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig, ReferenceConfig
@@ -242,10 +244,18 @@ class ReferenceSetup:
             options = LoadOptions(device=args.device, layer_kernels=(PLAIN if has_own_layers else policy.kernels,))
         is_shared = policy.layout == SHARED  # one that cannot share prefixes runs ragged
         layout = {"layout": RAGGED if is_shared else policy.layout, "share_prefixes": is_shared}
-        loaded = load_model(model, replace(options, task=task, sharded=args.sharding is not None, **layout))
+        seen = self._seen(model, options)
+        loaded = load_model(model, replace(options, task=task, sharded=args.sharding is not None, **layout, **seen))
         if loaded.layout != policy.layout:  # the policy shares prefixes, the other cannot
             policy.layout = self.collator.layout = loaded.layout
         return loaded
+
+    def _seen(self, model: Any, options: LoadOptions) -> dict[str, Any]:
+        """How another model of the policy's family is shown images, where the policy is."""
+        family = family_of(innermost_model(self.policy.model))
+        if family is None or model_type_of(model, options.model_init_kwargs) != family.model_type:
+            return {}
+        return {"vision": family, "image_probe": self.policy.image_probe}
 
     def _grow(self, loaded: LoadedModel) -> None:
         """The policy has grown for its tokenizer, and may write any token that it has a row for."""

@@ -1,0 +1,147 @@
+"""What a trainer has where its model sees images: the family, what images become in texts, their pixels, and a probe of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from posttrain.core.batch import TokenBatch
+from posttrain.core.sample import Sample, Unit
+from posttrain.core.vision import PROJECTOR, TOWER, VisionFamily
+from posttrain.data.collate import collate
+from posttrain.data.images.limits import HEADER, ImageLimits
+from posttrain.data.images.opening import open_image
+from posttrain.data.images.row_image import RowImage
+from posttrain.data.images.streamed_span import StreamedSpan
+from posttrain.data.options import PrepareOptions
+from posttrain.data.pixels import PixelLoader
+from posttrain.data.render.renderer import Conversation, Renderer
+from posttrain.data.store.prepare import cache_folder
+from posttrain.data.vision.families import vision_family
+from posttrain.data.vision.layouts import ImageLayouts, image_options
+from posttrain.models.scoring.probe import ImageProbe
+from posttrain.trainer.options.images import ImageConfig
+
+PROBE_SIZES = ((64, 48), (56, 112))  # height, width of the pictures that a model is probed with
+CACHED_BYTES = 512 << 20
+
+
+@dataclass
+class Vision:
+    """Of one run: made with its renderer, before any data is read."""
+
+    family: VisionFamily
+    processor: Any
+    layouts: ImageLayouts
+    limits: ImageLimits
+    pixels: PixelLoader
+    context: int | None  # tokens that the model can read
+    datasets_with_images: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, config: dict[str, Any], processor: Any, args: ImageConfig) -> Vision:
+        """`config`: the model's."""
+        family = vision_family(str(config.get("model_type")), processor)
+        options = image_options(
+            family,
+            processor,
+            min_pixels=args.min_pixels,
+            max_pixels=args.max_pixels,
+            others=args.image_processor_kwargs,
+        )
+        pixels = PixelLoader(family, processor, options, dtype=args.compute_dtype, cache_bytes=CACHED_BYTES)
+        limits = args.image_limits(cache_folder(PrepareOptions(cache_dir=args.dataset_cache_dir)))
+        context = config.get("text_config", config).get("max_position_embeddings")
+        return cls(family, processor, ImageLayouts(family, processor, options), limits, pixels, context)
+
+    def add(self, dataset: Any, prepared: Any, name: str) -> None:
+        """Let pixels be made of a dataset's images."""
+        prepared = getattr(prepared, "samples", prepared)  # of a packed one
+        store = getattr(prepared, "store", None)
+        has_images = len(store.spans) > 0 if store is not None else True  # nobody knows what a stream will bring
+        if has_images:
+            self.datasets_with_images.append(name)
+        if store is not None:
+            self.pixels.add(dataset, store, name)
+
+    def load_options(self, args: ImageConfig, renderer: Renderer) -> dict[str, Any]:
+        """Arguments of LoadOptions. What no image will reach is not trained: under DDP a tower without a gradient would be an error,
+        and weight decay would shrink it."""
+        frozen = args.frozen_parts
+        if not self.datasets_with_images:
+            frozen = tuple(dict.fromkeys([*frozen, TOWER, PROJECTOR]))
+        probe = image_probe(self, renderer) if self.datasets_with_images else None
+        return {
+            "vision": self.family,
+            "image_probe": probe,
+            "lora_vision": args.lora_vision,
+            "frozen_parts": frozen,
+        }
+
+
+def image_probe(vision: Vision, renderer: Renderer) -> ImageProbe:
+    """Samples about pictures of noise, as the run's own renderer and loader make them."""
+    random = np.random.default_rng(0)
+    first, second, third = (
+        Image.fromarray(random.integers(0, 256, (*size, 3), dtype=np.uint8)) for size in (*PROBE_SIZES, PROBE_SIZES[0])
+    )
+    pad = renderer.tokenizer.pad_token_id
+
+    def lay_out(units: Sequence[Unit], layout: str) -> TokenBatch:
+        return collate(units, ("text",), layout, pad, None, vision.pixels)
+
+    def sample(*parts: Any, answer: str = "It is red.") -> Sample:
+        return _probe_sample(vision, renderer, parts, answer)
+
+    return ImageProbe(
+        one=sample(first, "What is it?"),
+        two=sample(first, "and", second, "What are they?"),
+        none=sample("What is it?"),
+        other=sample(third, "What is it?"),
+        swapped=sample(second, "and", first, "What are they?"),
+        sibling=sample(first, "and", second, "What are they?", answer="They are blue."),
+        collate=lay_out,
+    )
+
+
+def _probe_sample(vision: Vision, renderer: Renderer, parts: Sequence[Any], answer: str) -> Sample:
+    limits = replace(vision.limits, check=HEADER)
+    sources = {
+        source.key: (part, source)
+        for part in parts
+        if not isinstance(part, str)
+        for source in [open_image(part, limits)]
+    }
+    shown = iter(sources.values())
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, str):
+            content.append({"type": "text", "text": part})
+        else:
+            source = next(shown)[1]
+            content.append({"type": "image", "image": RowImage(source.key, source.size)})
+    made = _encoded(vision, renderer, content, answer)
+    spans = (StreamedSpan.of(span, sources[span.key][0], limits, "the probe: ") for span in made.images)
+    return replace(made, images=tuple(spans))
+
+
+def _encoded(vision: Vision, renderer: Renderer, content: list[dict[str, Any]], answer: str) -> Sample:
+    if renderer.has_template:
+        turns = [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": [{"type": "text", "text": answer}]},
+        ]
+        (made,) = renderer.encode_chats([Conversation(turns, num_prompt_messages=1)], "completion")
+    else:
+        text = "".join(part.get("text", vision.family.written) for part in content)
+        images = [part["image"] for part in content if "image" in part]
+        (made,) = renderer.encode_image_texts([text + answer], [images])
+        if isinstance(made, Sample):
+            made.trained = np.arange(len(made)) >= len(made) - 3
+    if not isinstance(made, Sample):
+        raise ValueError(f"A conversation with an image cannot be rendered for this model: {made}") from made
+    return made
