@@ -137,6 +137,7 @@ class GOLDTrainer(RowsDistillingTrainer):
     """GOLD (General Online Logit Distillation): GKD with one tokenizer; with two, ULD (arXiv:2402.12030) on aligned texts."""
 
     method, title = "gold", "general online logit distillation"
+    reads_images = False  # two tokenizers see an image differently
     paper = Paper(
         "boizard2025uld",
         "Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss for LLMs",

@@ -9,9 +9,11 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
+import PIL.Image
 import xxhash
 
-from posttrain.core.sample import Sample, Unit
+from posttrain.core.sample import ImageSpan, Sample, Unit
+from posttrain.data.images.row_image import named_by_key
 from posttrain.data.rows.formats import Detection
 from posttrain.data.store.prepare import PreparedDataset
 from posttrain.data.store.streaming import PreparedStream
@@ -31,6 +33,19 @@ class PromptRow:
     columns: dict[str, Any]
     row: int  # in the user's dataset
     answer: Sample | None = None  # prompt and the row's own completion, where it has one
+    images: tuple[ImageSpan, ...] = ()
+    positions: np.ndarray | None = None  # (3, tokens), of models that have such
+
+    @classmethod
+    def of(cls, encoded: Sample, prompt: Any, columns: dict[str, Any], answer: Sample | None = None) -> PromptRow:
+        """`encoded`: the prompt."""
+        shown = {"images": encoded.images, "positions": encoded.positions}
+        return cls(encoded.input_ids, named_by_key(prompt), columns, encoded.row, answer, **shown)
+
+    def sample(self, group: int) -> Sample:
+        """The prompt, of which nothing is trained; completions are appended to it."""
+        shown = {"images": self.images, "positions": self.positions}
+        return Sample(self.ids, np.zeros(len(self.ids), dtype=bool), row=self.row, group=group, **shown)
 
 
 def prompt_row(unit: Unit, raw: dict[str, Any], detection: Detection, decode: Decode | None = None) -> PromptRow:
@@ -43,10 +58,15 @@ def prompt_row(unit: Unit, raw: dict[str, Any], detection: Detection, decode: De
     theirs = detection.columns.get("prompt", "prompt")
     columns = {name: value for name, value in raw.items() if name not in ("prompt", theirs)}
     if not detection.format.trains_tokens:
-        return PromptRow(sample.input_ids, clean["prompt"], columns, sample.row)
+        return PromptRow.of(sample, clean["prompt"], columns)
     start = max(int(sample.trained.argmax()), 1)  # a token that merges prompt and completion is the completion's
-    columns[COMPLETION] = clean["completion"]
-    return PromptRow(sample.input_ids[:start], clean["prompt"], columns, sample.row, sample)
+    columns[COMPLETION] = named_by_key(clean["completion"])
+    return PromptRow.of(sample.slice(0, start), clean["prompt"], columns, sample)
+
+
+def _in_words(value: Any) -> str:
+    """For a fingerprint. Pixels are part of that of the prepared rows, and a picture in words would be its place in memory."""
+    return type(value).__name__ if isinstance(value, PIL.Image.Image | bytes) else str(value)
 
 
 class PromptRows:
@@ -64,7 +84,7 @@ class PromptRows:
     def fingerprint(self) -> str:
         """Changes with any prompt; of the columns that only rewards read, a few hundred rows are looked at."""
         places = np.unique(np.linspace(0, len(self.dataset) - 1, ROWS_HASHED).astype(int))
-        rows = json.dumps([self.dataset[int(place)] for place in places], default=str, sort_keys=True)
+        rows = json.dumps([self.dataset[int(place)] for place in places], default=_in_words, sort_keys=True)
         return f"{self.prepared.fingerprint}-{xxhash.xxh3_64_hexdigest(rows.encode())}"
 
     @property

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from posttrain.core.batch import SHARED, StepTotals, TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.core.sample import Unit
+from posttrain.data.collate import Pixels
 from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.data.render.templates import adopt_chat_format
 from posttrain.data.rows.formats import PROMPT_ONLY
@@ -77,6 +78,7 @@ class OnlineTrainer(BaseTrainer):
     agents: Agents | None = None  # methods with tools set it before they call this class's __init__
     replay: ReplayBuffer | None = None
     group_filter: GroupFilter | None = None
+    reads_images: ClassVar[bool] = True
     live: ModelReference | None = None
     collector: RolloutCollector | None = None  # there is none where a run is only explained
     loader: RolloutLoader | None = None
@@ -227,7 +229,27 @@ class OnlineTrainer(BaseTrainer):
             rows = StreamedPrompts(super()._prepared(dataset, name), decode)
         else:
             rows = PromptRows(super()._prepared(dataset, name), dataset, decode)
+        if self.shown_pixels is not None:
+            self._refuse_images(name)
         return rows_for(self.agents, rows, name)
+
+    @property
+    def shown_pixels(self) -> Pixels | None:
+        """Who makes the pixels of prompts; None where no dataset has images."""
+        return self.pixels if self.vision is not None and self.vision.datasets_with_images else None
+
+    def _refuse_images(self, name: str) -> None:
+        """Where images cannot be shown, before a model is loaded."""
+        if not self.reads_images:
+            raise ValueError(f"The dataset {name} has images, and {type(self).__name__} reads texts only.")
+        if self.rollout_func is not None:
+            raise ValueError(f"The dataset {name} has images, which a `rollout_func` is not shown: leave it out.")
+        if self.args.use_vllm:
+            raise ValueError(
+                f"The dataset {name} has images, and vLLM is sent texts only so far: leave `use_vllm` out."
+            )
+        if self.agents is not None and self.agents.environments is not None:
+            raise ValueError(f"The dataset {name} has images, and prompts of environments are texts so far.")
 
     def _refuse_stream(self, name: str) -> None:
         """Where a stream cannot serve, before anything of it is read."""
@@ -257,7 +279,15 @@ class OnlineTrainer(BaseTrainer):
     def local_engine(self, model: nn.Module, **options: Any) -> RolloutEngine:
         """One that reads the weights of `model` in place."""
         slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
-        return ENGINES[self.args.rollout_engine](model, decode=self.decode_exactly, **slots, **options)
+        engine = ENGINES[self.args.rollout_engine](
+            model, decode=self.decode_exactly, pixels=self.shown_pixels, **slots, **options
+        )
+        if self.shown_pixels is not None and not getattr(engine, "reads_images", False):
+            raise ValueError(
+                f"{type(innermost_model(model)).__name__} cannot be shown images by the native engine, which alone writes after images "
+                "so far. Train it with an offline method, or take a model of another family."
+            )
+        return engine
 
     def _make_collector(self) -> RolloutCollector:
         """It owns what a window needs; of this trainer it calls what is the method's (MethodHooks)."""

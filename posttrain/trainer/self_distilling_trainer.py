@@ -80,6 +80,7 @@ class SelfDistillingTrainer(DistillingTrainer):
     config_class: ClassVar[type[SelfDistillingConfig]] = SelfDistillingConfig
     formats = (PROMPT_ONLY,)
     needs_teacher: ClassVar[bool] = False  # one that is given
+    reads_images: ClassVar[bool] = False  # its teacher's prompts are texts
     columns_read: ClassVar[tuple[str, ...]] = (PRIVILEGED,)  # besides the prompt
 
     # ---- the teacher -------------------------------------------------------------------------------------------------

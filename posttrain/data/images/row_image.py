@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -11,3 +12,20 @@ class RowImage:
 
     key: bytes  # 16 bytes, see `ImageSource.key`
     size: tuple[int, int]  # height, width of what the image processor is given
+
+
+def named_by_key(messages: Any) -> Any:
+    """A conversation whose image parts say which image they are, for rewards and for what is stored of a rollout."""
+    if not isinstance(messages, list):
+        return messages
+    return [
+        {**message, "content": [_named(part) for part in message["content"]]}
+        if isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
+
+
+def _named(part: Any) -> Any:
+    image = part.get("image") if isinstance(part, dict) else None
+    return {"type": "image", "key": image.key.hex()} if isinstance(image, RowImage) else part

@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 from torch import Tensor
 
+from posttrain.core.sample import ImageSpan
+
 STOP, LENGTH, ERROR = "stop", "length", "error"
 """Finish reasons: a stop id or string; the allowance or the context is used up; this prompt could not be run."""
 
@@ -81,10 +83,16 @@ class Prompt:
     sample: int = 0
     first_token: int = 0  # number of the first token to be drawn: a later turn of an episode continues the count
     max_tokens: int | None = None  # of this prompt alone; None: that of the params
-    media: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[ImageSpan, ...] = ()  # where their tokens stand, and which they are
+    positions: np.ndarray | None = None  # (3, tokens) of models with positions of time, row and column
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", np.asarray(self.ids, dtype=np.int32))
+
+    @property
+    def media(self) -> tuple[ImageSpan, ...]:
+        """What engines that write after texts only refuse."""
+        return self.images
 
 
 @dataclass

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from posttrain.core.sample import Sample
 from posttrain.rollout.engines.noise import noise_base
 from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Completion, Decode, Prompt, SamplingParams
 
@@ -37,6 +38,19 @@ class Request:
     @property
     def remaining(self) -> int:
         return self.limit - len(self.ids)
+
+    @property
+    def rotary_shift(self) -> int:
+        """Rotary position less place of every token that is written: an image takes fewer positions than tokens."""
+        positions = self.prompt.positions
+        return 0 if positions is None else int(positions.max()) + 1 - positions.shape[1]
+
+    def before_last(self) -> Sample:
+        """All tokens but the last, with the images among them."""
+        prompt = self.prompt
+        sample = Sample(prompt.ids, np.zeros(len(prompt.ids)), images=prompt.images, positions=prompt.positions)
+        whole = sample.append(self.ids, trained=False)
+        return whole.slice(0, len(whole) - 1)
 
     def extend(self, ids: Sequence[int], sampling_logps: Sequence[float], policy_logps: Sequence[float]) -> None:
         self.ids.extend(ids)
@@ -78,6 +92,8 @@ def request_or_error(
             f"Prompt {prompt.key} has the token {prompt.ids.max() if prompt.ids.min() >= 0 else prompt.ids.min()}; this model "
             f"knows 0 to {vocabulary - 1}."
         )
+    if prompt.images and prompt.images[-1].stop >= length:
+        return f"Prompt {prompt.key} ends with an image, and a completion follows a token of text: put some text behind it."
     if wanted < 1:
         return f"Prompt {prompt.key} asks for {wanted} tokens; `max_tokens` must be at least 1."
     if context is not None:

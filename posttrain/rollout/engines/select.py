@@ -28,7 +28,8 @@ def _native(
     return _transformers(model, decode=decode, max_context=max_context, **shared)
 
 
-def _transformers(model: nn.Module, max_slots: int | None = None, **options: Any) -> RolloutEngine:
+def _transformers(model: nn.Module, max_slots: int | None = None, pixels: Any = None, **options: Any) -> RolloutEngine:
+    """It reads texts only: whoever has `pixels` to show asks an engine for its `reads_images`."""
     from posttrain.rollout.engines.transformers import BATCH_SIZE, TransformersEngine
 
     return TransformersEngine(model, batch_size=max_slots or BATCH_SIZE, **options)

@@ -123,6 +123,8 @@ class PlainSession:
     def add(self, prompt: Prompt) -> int:
         ticket, self._tickets = self._tickets, self._tickets + 1
         made = request_or_error(ticket, prompt, self._params, self._engine.context, self._engine.vocabulary)
+        if prompt.images:
+            made = f"Prompt {prompt.key} has images, and the transformers engine reads texts only."
         if isinstance(made, str):
             self._failed.append((ticket, Completion.failed(made, self._engine.version)))
         else:
@@ -144,12 +146,9 @@ class PlainSession:
 
     def _next_batch(self) -> list[Request]:
         first = self._waiting[0].prompt
-        fits = [
-            request
-            for request in self._waiting
-            if not (first.media or request.prompt.media or not self._engine.pads)
-            or (len(request.prompt.ids) == len(first.ids) and request.prompt.media is first.media)
-        ][: self._engine.batch_size]
+        fits = [request for request in self._waiting if self._engine.pads or len(request.prompt.ids) == len(first.ids)][
+            : self._engine.batch_size
+        ]
         taken = {id(request) for request in fits}
         self._waiting = deque(request for request in self._waiting if id(request) not in taken)
         return fits
@@ -181,7 +180,7 @@ class PlainBatch:
         self.bases = torch.tensor([request.base for request in requests], device=self.device)
         self.numbers = torch.tensor([request.number for request in requests], device=self.device)
         self.seen = self._seen() if self.rule.penalises else None
-        self._states: dict[str, Any] = dict(requests[0].prompt.media)
+        self._states: dict[str, Any] = {}
 
     def run(self) -> list[tuple[int, Completion]]:
         began = time.perf_counter()

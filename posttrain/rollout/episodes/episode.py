@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
 from posttrain.core.sample import Sample
 from posttrain.rollout.engines.protocol import Completion, Prompt, RolloutEngine, SamplingParams
 from posttrain.rollout.prompt_rows import PromptRow
@@ -80,7 +78,8 @@ class SingleTurn:
         self.completion: Completion | None = None
 
     def prompt(self) -> Prompt:
-        return Prompt(self.row.ids, key=self.request.number, sample=self.request.sample)
+        row, request = self.row, self.request
+        return Prompt(row.ids, request.number, request.sample, images=row.images, positions=row.positions)
 
     def on_completion(self, completion: Completion) -> None:
         self.completion = completion
@@ -107,7 +106,7 @@ class SingleTurn:
 
 def written_sample(row: PromptRow, request: Request, completion: Completion) -> Sample:
     """Prompt and completion as a Sample; the completion is trained, with the engine's log-probs beside it."""
-    prompt = Sample(row.ids, np.zeros(len(row.ids), dtype=bool), row=row.row, group=request.number)
+    prompt = row.sample(request.number)
     prompt.policy_version = completion.version
     return prompt.append(
         completion.ids,

@@ -75,7 +75,7 @@ class ToolEpisode:
         """`take_environment` gives the environment of a row."""
         self.row, self.request, self.rules = row, request, rules
         self.messages: list[dict[str, Any]] = list(row.prompt)
-        self.prompt_ids = row.ids
+        self._encoded = row.sample(request.number)
         self.environment: Environment | None = None
         self.calls: list[ToolCall] = []
         self.new_messages: list[dict[str, Any]] = []
@@ -106,14 +106,20 @@ class ToolEpisode:
             self._poll_calls()
         if self._over or self._resetting is not None or self._asked or self._running:
             return None
-        foreign = [part if isinstance(part, np.ndarray) else part.ids for part in self._parts]
+        written = self._sample()
         return Prompt(
-            np.concatenate([self.prompt_ids, *foreign]),
+            written.input_ids,
             key=self.request.number,
             sample=self.request.sample,
             first_token=self._sampled,
             max_tokens=self.rules.max_completion - self._length,
+            images=written.images,
+            positions=written.positions,
         )
+
+    @property
+    def prompt_ids(self) -> np.ndarray:
+        return self._encoded.input_ids
 
     def on_completion(self, completion: Completion) -> None:
         self._parts.append(completion)
@@ -195,7 +201,7 @@ class ToolEpisode:
             raise prompt
         if self.rules.max_prompt is not None and len(prompt) > self.rules.max_prompt:
             raise RenderError(f"It has {len(prompt)} tokens; `max_length` is {self.rules.max_prompt}.")
-        self.prompt_ids = prompt.input_ids
+        self._encoded = replace(prompt, row=self.row.row, group=self.request.number)
 
     def _schemas(self) -> list[dict[str, Any]] | None:
         """Of the tools that the prompt was written with: the row's own, or those of the run."""
@@ -282,10 +288,8 @@ class ToolEpisode:
         self._over, self.finish_reason, self.error = True, reason, error
 
     def _sample(self) -> Sample:
-        row = self.row.row
-        sample = Sample(self.prompt_ids, np.zeros(len(self.prompt_ids), dtype=bool), row=row, group=self.request.number)
-        nothing = np.zeros(len(sample), dtype=np.float32)
-        sample.per_token = {SAMPLING_LOGPS: nothing, POLICY_LOGPS: nothing.copy()}
+        nothing = np.zeros(len(self._encoded), dtype=np.float32)
+        sample = replace(self._encoded, per_token={SAMPLING_LOGPS: nothing, POLICY_LOGPS: nothing.copy()})
         for part in self._parts:
             if isinstance(part, np.ndarray):
                 sample = sample.append(part, trained=False)

@@ -22,6 +22,7 @@ from posttrain.trainer.options.base import (
     check_range,
     option,
 )
+from posttrain.trainer.options.images import ImageConfig
 from posttrain.trainer.options.vllm import VLLMConfig
 
 GENERATION_NAMES = {"max_new_tokens": "max_tokens", "stop_strings": "stop", "stop_token_ids": "stop_ids"}
@@ -65,14 +66,15 @@ class RefusedOptions:
     )
 
     # ---- images
-    log_multimodal: bool = refused(True, "Prompts are texts: there are no images to leave out of a log.")
+    log_multimodal: bool = refused(True, "Logs of rollouts name images by their keys; they hold no pictures.")
 
 
 @dataclass
-class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedPromptsConfig, BaseConfig):
+class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedPromptsConfig, ImageConfig, BaseConfig):
     """Options of online methods: sampling, groups and windows, rewards, and what is kept of rollouts."""
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
+    loss_on_image_tokens: bool = refused(False, "Nothing of a prompt is trained.")
     disable_dropout: bool = option(False, "Set every dropout probability of the model to 0.")
     shuffle_dataset: bool = option(
         True, "Another order of prompts in each epoch. False, and always of a stream: the dataset's own."

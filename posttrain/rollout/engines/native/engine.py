@@ -11,10 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posttrain.core.batch import RAGGED
+from posttrain.data.collate import Pixels, collate
 from posttrain.models.inference import context_length, evaluating, inference
 from posttrain.models.load.model import innermost_model
 from posttrain.models.memory.fit import free_memory
 from posttrain.models.triton_support import runs_triton
+from posttrain.models.vision.features import family_of
 from posttrain.rollout.engines.mixture import Mixture
 from posttrain.rollout.engines.native import probe
 from posttrain.rollout.engines.native.attention import Segments, ShapeReader
@@ -44,6 +47,8 @@ LONGEST_CONTEXT = 131072
 class NativeEngine:
     """Slots, pages of keys and values, and one decode step over all slots."""
 
+    reads_images = True
+
     def __init__(
         self,
         model: nn.Module,
@@ -56,8 +61,9 @@ class NativeEngine:
         steps_per_look: int | None = None,
         use_graphs: bool = True,
         mixture: Mixture | None = None,  # a second model that takes part in every draw
+        pixels: Pixels | None = None,  # who makes the pixels of prompts with images
     ) -> None:
-        self.version, self.mixture = 0, mixture
+        self.version, self.mixture, self.pixels = 0, mixture, pixels
         self.model, self.decode, self.kv_memory = model, decode, kv_memory
         self.innermost = innermost_model(model)
         self.device = next(model.parameters()).device
@@ -70,6 +76,11 @@ class NativeEngine:
         self._models = [self.innermost, *([mixture.innermost] if mixture is not None else [])]
         self.context = min(context_length(model, max_context) or LONGEST_CONTEXT for model in self._models)
         self.vocabulary = self.innermost.config.get_text_config().vocab_size
+        family = family_of(self.innermost)
+        # A placeholder that is written would refer to no image: the next forward fails, or takes the features of another one.
+        self.forbidden = (
+            [token for token in family.forbidden_ids if token < self.vocabulary] if family and pixels else []
+        )
         self.use_graphs = use_graphs and runs_triton(next(model.parameters()))
         self._made: tuple[Program, StepGraphs] | None = None
         self.packed = [PackedWeights(model) for model in self._models]
@@ -86,7 +97,7 @@ class NativeEngine:
             alone = NativeEngine(self.model, **small).why_not()
             with self.mixture.context():
                 return alone or NativeEngine(self.mixture.model, **small).why_not()
-        reason = probe.why_not_by_config(self.model, self.innermost)
+        reason = probe.why_not_by_config(self.model, self.innermost) or self._why_not_with_images()
         if reason is not None:
             return reason
         try:
@@ -95,6 +106,12 @@ class NativeEngine:
         except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
             return f"the native engine could not run two short prompts ({type(error).__name__}: {error})"
         return None if gap <= allowed else f"the native engine's answers differ from a full forward's by {gap:.2g}"
+
+    def _why_not_with_images(self) -> str | None:
+        family = family_of(self.innermost)
+        if self.pixels is None or not (family.images_see_themselves_whole or family.prefix_sees_itself_whole):
+            return None
+        return f"images of {family.model_type} see themselves whole, which its prefill does not do"
 
     def _probe_answers(self, sequences: list[np.ndarray]) -> list[Tensor]:
         """Prefill all but the last tokens of each sequence, then feed those one by one."""
@@ -170,7 +187,7 @@ class NativeEngine:
         bounds = torch.tensor([0, SHAPE_TOKENS], dtype=torch.int32, device=self.device)
         reader = ShapeReader(Segments(bounds, SHAPE_TOKENS))
         with inference(self.device), probe.cached_attention(innermost):
-            program.hidden(ids, ids - 1, reader)
+            program.hidden(ids[None], ids[None] - 1, reader)
         layers = innermost.config.get_text_config().num_hidden_layers
         if len(reader.shapes) != layers:
             raise NotImplementedError(f"{len(reader.shapes)} of {layers} layers attend to keys and values of their own")
@@ -186,7 +203,10 @@ class NativeEngine:
         if key not in self._samplers:
             shape = (self.max_slots, self.vocabulary)
             seen = torch.zeros(shape, dtype=torch.bool, device=self.device) if rule.penalises else None
-            allowed = torch.ones(shape, dtype=torch.bool, device=self.device) if params.regex is not None else None
+            allowed = None
+            if params.regex is not None or self.forbidden:
+                allowed = torch.ones(shape, dtype=torch.bool, device=self.device)
+                allowed[:, self.forbidden] = False
             stop_ids = torch.tensor(params.stop_ids, dtype=torch.int64, device=self.device)
             bias = rule.bias(self.vocabulary, self.device)
             self._samplers = dict([*self._samplers.items()][-1:]) | {key: Sampler(rule, stop_ids, bias, seen, allowed)}
@@ -247,9 +267,9 @@ class NativeSession:
 
     def add(self, prompt: Prompt) -> int:
         ticket, self._tickets = self._tickets, self._tickets + 1
-        if prompt.media:
+        if prompt.images and self.engine.pixels is None:
             raise ValueError(
-                "The native engine completes texts only; prompts with images need the transformers engine."
+                f"Prompt {prompt.key} has images, and this engine was made without `pixels`: it reads texts only."
             )
         made = request_or_error(ticket, prompt, self.params, self.engine.context, self.engine.vocabulary)
         if isinstance(made, Request):
@@ -323,12 +343,14 @@ class NativeSession:
         lengths = [len(prefix.ids) for prefix in prefixes]
         places = [np.arange(length) for length in lengths]
         pages = [np.asarray(prefix.pages)[place // PAGE] for prefix, place in zip(prefixes, places)]
-        ids, positions, pages = (
-            torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
-            for parts in ([prefix.ids for prefix in prefixes], places, pages)
+        batch = collate([(prefix.sample,) for prefix in prefixes], ("text",), RAGGED, pixels=self.engine.pixels).to(
+            device
         )
-        bounds = torch.from_numpy(np.cumsum([0, *lengths]).astype(np.int32)).to(device)
-        self.program.prefill(ids, positions, Segments(bounds, max(lengths)), pages, positions % PAGE)
+        pages, offsets = (
+            torch.from_numpy(np.concatenate(parts).astype(np.int64)).to(device)
+            for parts in (pages, [place % PAGE for place in places])
+        )
+        self.program.prefill(batch, Segments(batch.cu_segments, max(lengths)), pages, offsets)
 
     def _decode(self) -> list[tuple[int, Completion]]:
         """Some steps of everyone who runs, then one look at what they drew."""
@@ -371,7 +393,9 @@ class NativeSession:
                 if run.request.ticket not in self.readers:
                     self.readers[run.request.ticket] = self.grammar.reader()
             masks = [self.readers[run.request.ticket].allowed() for run in running]
-            self.sampler.allowed[: len(masks)] = torch.stack(masks).to(self.engine.device)
+            allowed = torch.stack(masks)
+            allowed[:, self.engine.forbidden] = False
+            self.sampler.allowed[: len(masks)] = allowed.to(self.engine.device)
 
     def _collect_finished(
         self, running: list[Running], ids: np.ndarray, logps: np.ndarray

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from posttrain.models.attention.ragged import RAGGED_ATTENTION, install_ragged_attention
 from posttrain.models.load.adapters import is_prompt_learning
 from posttrain.models.scoring.probe import TOLERANCE, ordinary_tokens
+from posttrain.models.vision.tower import set_text_attention
 
 LENGTHS = (5, 19)  # one shorter than a page, one longer
 CONTINUED = 3
@@ -28,11 +29,11 @@ def cached_attention(innermost: nn.Module) -> Iterator[None]:
         yield
         return
     install_ragged_attention()
-    innermost.set_attn_implementation(RAGGED_ATTENTION)
+    set_text_attention(innermost, RAGGED_ATTENTION)
     try:
         yield
     finally:
-        innermost.set_attn_implementation(before)
+        set_text_attention(innermost, before)
 
 
 def why_not_by_config(model: nn.Module, innermost: nn.Module) -> str | None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from posttrain.rollout.engines.native.scheduler import Running
 
-FIELDS = ("tokens", "positions", "prefixes", "bases", "numbers", "remaining")
+FIELDS = ("tokens", "positions", "prefixes", "bases", "numbers", "remaining", "shifts")
 """Of each row: its last token, where that stands, how long the prefix is, where its noise begins, the number of the token to be
-drawn, and how many may still be drawn (0: the row is not in use)."""
+drawn, how many may still be drawn (0: the row is not in use), and how far its rotary positions are from its places (images)."""
 
 
 class Rows:
@@ -58,4 +58,5 @@ class Rows:
 def _fields_of(run: Running) -> tuple[int, ...]:
     """In the order of FIELDS."""
     request = run.request
-    return run.last_token, run.position, len(run.prefix.ids), request.base, request.number, request.remaining
+    place = (run.last_token, run.position, len(run.prefix.ids))
+    return *place, request.base, request.number, request.remaining, request.rotary_shift

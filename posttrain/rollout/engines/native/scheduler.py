@@ -7,11 +7,13 @@ queue with the tokens it has; its noise is counted, so it continues as if nothin
 
 from __future__ import annotations
 
+import struct
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from posttrain.core.sample import Sample
 from posttrain.rollout.engines.native.cache import PAGE, PagePool, pages_for
 from posttrain.rollout.engines.request import Request
 
@@ -21,9 +23,13 @@ class Prefix:
     """Tokens that were computed once, and the pages they lie on."""
 
     key: bytes
-    ids: np.ndarray
+    sample: Sample
     pages: list[int]
     users: int = 0  # samples that are running on it
+
+    @property
+    def ids(self) -> np.ndarray:
+        return self.sample.input_ids
 
 
 @dataclass
@@ -64,8 +70,12 @@ class Running:
 @dataclass
 class _Waiting:
     request: Request
-    prefix_ids: np.ndarray
+    prefix: Sample
     key: bytes
+
+    @property
+    def prefix_ids(self) -> np.ndarray:
+        return self.prefix.input_ids
 
 
 class Scheduler:
@@ -95,8 +105,10 @@ class Scheduler:
         self._queue(request, first=False)
 
     def _queue(self, request: Request, first: bool) -> None:
-        ids = request.tokens()[:-1]
-        waiting = _Waiting(request, ids, ids.tobytes())
+        prefix = request.before_last()
+        # Equal tokens may stand for different images.
+        shown = b"".join(struct.pack("<i", image.start) + image.key for image in prefix.images)
+        waiting = _Waiting(request, prefix, prefix.input_ids.tobytes() + b"|" + shown)
         self._wanted[waiting.key] += 1
         if first:
             self._waiting.appendleft(waiting)
@@ -158,7 +170,7 @@ class Scheduler:
 
     def _new_prefix(self, waiting: _Waiting) -> Prefix:
         pages = self.pool.take(pages_for(len(waiting.prefix_ids)))
-        self._prefixes[waiting.key] = Prefix(waiting.key, waiting.prefix_ids, pages)
+        self._prefixes[waiting.key] = Prefix(waiting.key, waiting.prefix, pages)
         return self._prefixes[waiting.key]
 
     def reserve(self, steps: int) -> None:

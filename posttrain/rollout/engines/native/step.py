@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from posttrain.core.batch import TokenBatch
 from posttrain.models.scoring.token_scores import LanguageHead
 from posttrain.models.triton_support import runs_triton
+from posttrain.models.vision.features import family_of, image_features
 from posttrain.rollout.engines.mixture import Mixture, mixed
 from posttrain.rollout.engines.native.attention import DecodeStep, Pass, Prefill, Segments, ShapeReader
 from posttrain.rollout.engines.native.cache import KeyValueStore
@@ -52,7 +54,7 @@ class Program:
         """Memory for `pages`; what is there stays."""
         raise NotImplementedError
 
-    def prefill(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, *places: Tensor) -> None:
+    def prefill(self, batch: TokenBatch, segments: Segments, *places: Tensor) -> None:
         """Whole prefixes as one ragged row; `places` are the page and the offset of each token."""
         raise NotImplementedError
 
@@ -96,6 +98,8 @@ class DecodeProgram(Program):
         self.innermost, self.store, self.rows = innermost, store, rows
         self.body = getattr(innermost, innermost.base_model_prefix)
         self.placeholder = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=rows.device.device)
+        family = family_of(innermost)
+        self.has_axes = family is not None and family.three_axis_positions
         self.dense: DenseRows | None = None
         self.dense_bytes = 0  # that dense rows may take, on a CPU; with 0 its steps attend to pages
 
@@ -113,8 +117,13 @@ class DecodeProgram(Program):
     def grow(self, pages: int) -> None:
         self.store.grow(pages)
 
-    def prefill(self, input_ids: Tensor, position_ids: Tensor, segments: Segments, *places: Tensor) -> None:
-        self.hidden(input_ids, position_ids, Prefill(self.store, segments, *places))
+    def prefill(self, batch: TokenBatch, segments: Segments, *places: Tensor) -> None:
+        seen = (
+            {}
+            if batch.images is None
+            else {"mm_encoder_outputs": {"image": image_features(self.innermost, batch.images)}}
+        )
+        self.hidden(batch.input_ids, batch.position_ids, Prefill(self.store, segments, *places), **seen)
 
     def lay_out(self, rows: int, table_width: int, steps: int, are_others: bool) -> None:
         if not are_others and (self.dense is None or self.dense.column + steps <= self.dense.columns):
@@ -135,12 +144,14 @@ class DecodeProgram(Program):
         self.dense = None
         self.store.free()
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, kv_cache: ShapeReader | Prefill | DecodeStep) -> Tensor:
-        """(tokens,) ids of one ragged row -> (tokens, width)."""
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, kv_cache: ShapeReader | Prefill | DecodeStep, **seen: Any
+    ) -> Tensor:
+        """(1, tokens) ids and (..., 1, tokens) positions of one ragged row -> (tokens, width). `seen`: features of its images."""
         # A copy, since a compiled layer is compiled again for a view of something of another shape.
         output = self.body(
-            input_ids=input_ids[None], position_ids=position_ids[None].clone(), attention_mask=self.placeholder,
-            use_cache=False, kv_cache=Pass(kv_cache),
+            input_ids=input_ids, position_ids=position_ids.clone(), attention_mask=self.placeholder,
+            use_cache=False, kv_cache=Pass(kv_cache), **seen,
         )  # fmt: skip
         return output.last_hidden_state[0]
 
@@ -148,7 +159,8 @@ class DecodeProgram(Program):
         positions, prefixes, remaining = (self.rows.field(n, rows) for n in ("positions", "prefixes", "remaining"))
         table = self.rows.table[:rows, :table_width]
         cache = DecodeStep(self.store, table, positions, prefixes, remaining, self.dense)
-        hidden = self.hidden(self.rows.field("tokens", rows), positions, cache)
+        rotary = positions + self.rows.field("shifts", rows) if self.has_axes else positions
+        hidden = self.hidden(self.rows.field("tokens", rows)[None], rotary[None], cache)
         if self.dense is not None:
             self.dense.advance()
         return LanguageHead.of(self.innermost)(hidden)
