@@ -186,7 +186,7 @@ class BCOTrainer(UnpairedTrainer):
         for start in range(0, len(rows), PROMPTS_A_BATCH):
             samples = [rows[place][0] for place in range(start, min(start + PROMPTS_A_BATCH, len(rows)))]
             texts = [
-                self.processing_class.decode(parted(sample)[0].input_ids, skip_special_tokens=True)
+                self.renderer.tokenizer.decode(parted(sample)[0].input_ids, skip_special_tokens=True)
                 for sample in samples
             ]
             tokens = self.embedding_tokenizer(texts, padding=True, truncation=True, return_tensors="pt")

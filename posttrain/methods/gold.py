@@ -156,7 +156,9 @@ class GOLDTrainer(RowsDistillingTrainer):
             return super().prepare_reference(ref_model, policy)
         super(TaughtTrainer, self).prepare_reference(ref_model, policy)
         self.teacher = self.make_teacher(policy)
-        self._student_bytes, self._teacher_bytes = map(bytes_of_tokens, (self.processing_class, self.teacher.tokenizer))
+        self._student_bytes, self._teacher_bytes = map(
+            bytes_of_tokens, (self.renderer.tokenizer, self.teacher.tokenizer)
+        )
         self._teachers_renderer = Renderer(self.teacher.tokenizer)
         self._compared = self._make_divergence()
 
@@ -179,7 +181,7 @@ class GOLDTrainer(RowsDistillingTrainer):
         ours, theirs = words_of_both(self._student_bytes, self._teacher_bytes)
         if not ours:
             raise ValueError("`uld_use_hybrid_loss`: the two vocabularies have no word in common.")
-        ours.append(self.processing_class.eos_token_id)  # an end is an end, however it is spelt
+        ours.append(self.renderer.tokenizer.eos_token_id)  # an end is an end, however it is spelt
         theirs.append(self.teacher.tokenizer.eos_token_id)
         return Hybrid(args.beta, ours=torch.tensor(ours), theirs=torch.tensor(theirs), **how)
 

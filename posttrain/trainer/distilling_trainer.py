@@ -87,7 +87,7 @@ class TaughtTrainer(OnlineTrainer):
     def prepare_reference(self, ref_model: Any, policy: Any) -> None:
         super().prepare_reference(ref_model, policy)
         self.teacher = self.make_teacher(policy)
-        self.teacher.check(self.processing_class)
+        self.teacher.check(self.renderer.tokenizer)
 
     def make_teacher(self, policy: Any) -> Teacher:
         """Whoever this method learns from; `policy` is what the student was loaded from."""

@@ -264,7 +264,7 @@ class OnlineTrainer(BaseTrainer):
     def _make_engine(self) -> RolloutEngine:
         if self.args.use_vllm:
             refuse_vllm(self)
-            given = (self.args, self.model, self.processing_class, self.decode_exactly, self.is_fully_sharded)
+            given = (self.args, self.model, self.renderer.tokenizer, self.decode_exactly, self.is_fully_sharded)
             engine, self.joint_export = vllm_engine(*given, self.loaded.notes)
             return engine
         if self.args.sharding == DEEPSPEED:
@@ -294,7 +294,7 @@ class OnlineTrainer(BaseTrainer):
         agents = self.agents
         writer = Writer(
             self.weight_sync,
-            text_decoder(self.processing_class),
+            text_decoder(self.renderer.tokenizer),
             self.make_episodes(),
             self.rollout_func,
             self,
@@ -314,7 +314,7 @@ class OnlineTrainer(BaseTrainer):
         """What ends a completion: the tokenizer's end of text, and those that the model's generation config names."""
         named = getattr(getattr(self.model, "generation_config", None), "eos_token_id", None)
         named = named if isinstance(named, (list, tuple)) else [named]
-        ids = tuple(dict.fromkeys(i for i in (self.processing_class.eos_token_id, *named) if i is not None))
+        ids = tuple(dict.fromkeys(i for i in (self.renderer.tokenizer.eos_token_id, *named) if i is not None))
         return ids if self.agents is None else self.agents.stop_ids(ids)
 
     def plan_lines(self, max_steps: int) -> dict[str, str]:
@@ -349,7 +349,7 @@ class OnlineTrainer(BaseTrainer):
 
     @property
     def decode_exactly(self) -> Callable[[Any], str]:
-        return functools.partial(self.processing_class.decode, skip_special_tokens=False)
+        return functools.partial(self.renderer.tokenizer.decode, skip_special_tokens=False)
 
     def annotate(self, rollouts: list[Rollout]) -> dict[int, str] | None:
         """The trainer's own log-probs, and the reference's, written on the samples."""

@@ -14,9 +14,15 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageTextToText, AutoProcessor, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor
+from transformers import (
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
 
-from posttrain import SFTConfig, SFTTrainer
+from posttrain import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from tests.tiny_vision import _image_class, template, tokenizer
 
 pytestmark = pytest.mark.slow
@@ -69,29 +75,30 @@ def share_right(model: Any, processor: Any, pictures: list[Image.Image], answers
     return sum(a == b for a, b in zip(said, answers)) / len(answers)
 
 
+def trained_by_sft(shown: list[tuple[Image.Image, str]], folder: Path, seed: int, **options: Any) -> str:
+    shared = {"per_device_train_batch_size": 64, "learning_rate": 3e-3, "warmup_steps": 20, "logging_steps": 50}
+    shared |= {"save_strategy": "no", "report_to": "none", "seed": seed, "use_cpu": True}
+    args = SFTConfig(output_dir=str(folder / "sft"), dataset_cache_dir=str(folder / "cache"), **shared | options)
+    rows = [{"images": [picture], "prompt": "<image>?", "completion": digit} for picture, digit in shown]
+    trainer = SFTTrainer(model=llava(folder / "model", seed), args=args, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    return str(folder / "saved")
+
+
+def held_out_share(folder: str, shown: list[tuple[Image.Image, str]]) -> float:
+    model = AutoModelForImageTextToText.from_pretrained(folder).eval()
+    pictures, answers = zip(*shown)
+    return share_right(model, AutoProcessor.from_pretrained(folder), list(pictures), list(answers))
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_a_tiny_model_learns_to_read_digits(seed, tmp_path):
     shown = digits(seed)
     held_out, trained = shown[:HELD_OUT], shown[HELD_OUT:]
-    args = SFTConfig(
-        output_dir=str(tmp_path / "run"),
-        per_device_train_batch_size=64,
-        learning_rate=3e-3,
-        num_train_epochs=13,
-        warmup_steps=20,
-        logging_steps=50,
-        save_strategy="no",
-        report_to="none",
-        seed=seed,
-        use_cpu=True,
-        dataset_cache_dir=str(tmp_path / "cache"),
-    )
-    rows = [{"images": [picture], "prompt": "<image>?", "completion": digit} for picture, digit in trained]
-    trainer = SFTTrainer(model=llava(tmp_path / "model", seed), args=args, train_dataset=rows)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "saved").eval()
-    processor = AutoProcessor.from_pretrained(tmp_path / "saved")
+    saved = trained_by_sft(trained, tmp_path, seed, num_train_epochs=13)
+    model = AutoModelForImageTextToText.from_pretrained(saved).eval()
+    processor = AutoProcessor.from_pretrained(saved)
     pictures, answers = [picture for picture, _ in held_out], [digit for _, digit in held_out]
     shuffled = random.Random(1).sample(pictures, len(pictures))
     blank = [Image.new("RGB", (28, 28))] * len(pictures)
@@ -100,3 +107,51 @@ def test_a_tiny_model_learns_to_read_digits(seed, tmp_path):
     print(right)
     assert right["own"] >= 0.9, right
     assert max(right["shuffled"], right["blank"]) <= 0.15, right
+
+
+def right_digit(
+    completions: list[str], digit: list[str], images: list[list[Image.Image]], **columns: Any
+) -> list[float]:
+    assert all(isinstance(picture, Image.Image) and picture.size == (28, 28) for (picture,) in images)
+    return [float(said == wanted) for said, wanted in zip(completions, digit)]
+
+
+def rewarded(start: str, shown: list[tuple[Image.Image, str]], folder: Path, steps: int) -> tuple[Any, str]:
+    args = GRPOConfig(
+        output_dir=str(folder / "grpo"),
+        dataset_cache_dir=str(folder / "cache"),
+        per_device_train_batch_size=128,
+        num_generations=8,
+        max_completion_length=1,
+        mask_truncated_completions=False,
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        max_steps=steps,
+        beta=0.0,
+        reward_workers=0,
+        logging_steps=10,
+        save_strategy="no",
+        report_to="none",
+        use_cpu=True,
+    )
+    rows = [{"images": [picture], "prompt": "<image>?", "digit": digit} for picture, digit in shown]
+    trainer = GRPOTrainer(model=start, reward_funcs=right_digit, args=args, train_dataset=rows)
+    trainer.train()
+    trainer.save_model(str(folder / "saved"))
+    return trainer, str(folder / "saved")
+
+
+def test_rewards_teach_it_to_read_and_shuffled_images_teach_nothing(tmp_path):
+    shown = digits(0)
+    held_out, trained = shown[:HELD_OUT], shown[HELD_OUT:]
+    start = trained_by_sft(trained, tmp_path / "start", 0, max_steps=45)
+    before = held_out_share(start, held_out)
+    assert 0.3 < before < 0.75, before
+    _, after = rewarded(start, trained, tmp_path / "own", 300)
+    found = held_out_share(after, held_out)
+    pictures = random.Random(2).sample([picture for picture, _ in trained], len(trained))
+    control, _ = rewarded(start, [(p, digit) for p, (_, digit) in zip(pictures, trained)], tmp_path / "shuffled", 100)
+    rewards = [entry["reward"] for entry in control.state.log_history if "reward" in entry]
+    print(before, found, rewards)
+    assert found >= 0.85, (before, found)
+    assert max(rewards[-3:]) < 0.15 + 0.05, rewards

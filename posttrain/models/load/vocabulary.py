@@ -12,6 +12,11 @@ from transformers import AddedToken, AutoTokenizer
 logger = logging.getLogger(__name__)
 
 
+def tokenizer_of(processing_class: Any) -> Any:
+    """The tokenizer itself, or that of a processor of images and text."""
+    return getattr(processing_class, "tokenizer", processing_class)
+
+
 def copy_chat_template(tokenizer: Any, source: str) -> list[int]:
     """Take over the chat template, the end token and the missing special tokens of another tokenizer; ids of new tokens."""
     other = AutoTokenizer.from_pretrained(source)

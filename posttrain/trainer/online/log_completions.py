@@ -20,6 +20,7 @@ from transformers import GenerationConfig, TrainerCallback
 
 from posttrain.core.sample import Sample
 from posttrain.data.render.byte_decoding import text_decoder
+from posttrain.models.load.vocabulary import tokenizer_of
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.trainer.checkpoints.checkpoint import best_effort
 from posttrain.trainer.options.base import BaseConfig, check_range
@@ -109,7 +110,7 @@ class LogCompletionsCallback(TrainerCallback):
 
     def answer(self, model: nn.Module, step: int) -> Answers:
         """Generate for all prompts. Neither the mode of the model nor any random generator is changed by it."""
-        tokenizer = self.trainer.processing_class
+        tokenizer = tokenizer_of(self.trainer.processing_class)
         completions: list[str] = []
         was_training = model.training
         devices = [self.trainer.args.device] if self.trainer.args.device.type == "cuda" else []
@@ -127,13 +128,15 @@ class LogCompletionsCallback(TrainerCallback):
         """The new tokens, up to the one that ends them. Prompts are padded on the left here, so the tokenizer's padding side is
         never touched."""
         device, width = self.trainer.args.device, max(map(len, prompts))
-        padding = self.trainer.processing_class.pad_token_id
+        padding = tokenizer_of(self.trainer.processing_class).pad_token_id
         ids = torch.tensor([[padding] * (width - len(p)) + list(p) for p in prompts], device=device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
         config = copy.deepcopy(self.generation)
         config.pad_token_id = padding
         if config.eos_token_id is None:
-            config.eos_token_id = model.generation_config.eos_token_id or self.trainer.processing_class.eos_token_id
+            config.eos_token_id = (
+                model.generation_config.eos_token_id or tokenizer_of(self.trainer.processing_class).eos_token_id
+            )
         output = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
         ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
         written = output[:, width:].tolist()
@@ -162,7 +165,7 @@ def evaluation_prompts(
 ) -> list[PromptRow]:
     """The given prompts, else the first `num_prompts` (None: all, at most `most`) of the trainer's evaluation set."""
     if prompts is not None:
-        return _given_prompts(trainer.processing_class, prompts)
+        return _given_prompts(tokenizer_of(trainer.processing_class), prompts)
     dataset = trainer.eval_dataset
     if isinstance(dataset, dict):
         dataset = next(iter(dataset.values()))
@@ -174,7 +177,8 @@ def evaluation_prompts(
     wanted = min(len(dataset), num_prompts or most or len(dataset))
     if num_prompts is None and wanted < len(dataset):
         logger.info(f"The first {wanted} of {len(dataset)} evaluation prompts are answered; see `num_prompts`.")
-    marker, decode = answer_marker(trainer.processing_class), text_decoder(trainer.processing_class)
+    tokenizer = tokenizer_of(trainer.processing_class)
+    marker, decode = answer_marker(tokenizer), text_decoder(tokenizer)
     kept = [row for row in (_prompt_row(dataset[i], i, marker, decode) for i in range(wanted)) if len(row.ids)]
     if not kept:
         raise ValueError(

@@ -11,6 +11,7 @@ from transformers import TrainerState
 
 from posttrain.evaluation.run import engine_for
 from posttrain.models.load.model import CAUSAL_LM
+from posttrain.models.load.vocabulary import tokenizer_of
 from posttrain.rollout.engines.gathered_engine import GatheredEngine
 from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.trainer.options.base import DEEPSPEED, BaseConfig
@@ -78,7 +79,7 @@ class RunEngine:
         return self._engine
 
     def _made(self, model: nn.Module) -> RolloutEngine:
-        make, args = engine_for("native", self.trainer.processing_class), self.trainer.args
+        make, args = engine_for("native", tokenizer_of(self.trainer.processing_class)), self.trainer.args
         if self.trainer.is_fully_sharded:
             return GatheredEngine(model, make, args.device, args.compute_dtype)
         return make(model)

@@ -16,6 +16,7 @@ from posttrain.data.render.renderer import Renderer
 from posttrain.evaluation.result import EvalResult
 from posttrain.evaluation.run import TaskEvaluation, stop_ids
 from posttrain.evaluation.spec import EvalSpec
+from posttrain.models.load.vocabulary import tokenizer_of
 from posttrain.trainer.online.run_engine import RunEngine, WritingRun
 from posttrain.trainer.options.base import BaseConfig
 
@@ -75,7 +76,7 @@ class TaskEvals(TrainerCallback):
             TaskEvaluation(
                 spec,
                 spec.rows(renderer, args.chat_template_kwargs),
-                trainer.processing_class,
+                tokenizer_of(trainer.processing_class),
                 args.process_index,
                 args.world_size,
                 args.device,
@@ -132,7 +133,7 @@ class TaskEvals(TrainerCallback):
         if not tasks:
             return
         with self.engine.writing() as engine:
-            ends = stop_ids(self.trainer.model, self.trainer.processing_class)
+            ends = stop_ids(self.trainer.model, tokenizer_of(self.trainer.processing_class))
             for task in tasks:
                 self._take(task, task(engine, ends, state), control)
         self._keep_best(control)

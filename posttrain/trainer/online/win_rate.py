@@ -19,6 +19,7 @@ from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.evaluation.run import stop_ids
 from posttrain.models.inference import evaluating
 from posttrain.models.load.reference import FrozenCopy
+from posttrain.models.load.vocabulary import tokenizer_of
 from posttrain.rewards.judges import verdicts_of
 from posttrain.rewards.judging import CALLER, TIE, BasePairwiseJudge, Verdict, plain_lines, refuse_without_scores
 from posttrain.rewards.runtime.invoke import ERROR, TIMEOUT, described
@@ -104,9 +105,9 @@ class WinRateCallback(TrainerCallback):
         self.engine = RunEngine(trainer, "win rate")
         reference_model(trainer)  # may refuse
         self.rows = evaluation_prompts(trainer, prompts, num_prompts)
-        ends = getattr(trainer, "stop_ids", None) or stop_ids(trainer.model, trainer.processing_class)
+        ends = getattr(trainer, "stop_ids", None) or stop_ids(trainer.model, tokenizer_of(trainer.processing_class))
         self.sampling = sampling_of(generation_config, trainer.args, ends)
-        self.decode = text_decoder(trainer.processing_class)
+        self.decode = text_decoder(tokenizer_of(trainer.processing_class))
         self.reference: list[Any] | None = None  # its answers; None in the place of one that could not be written
         self._measured: tuple[int, dict[str, float]] = (-1, {})
 
