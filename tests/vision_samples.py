@@ -19,6 +19,7 @@ from posttrain.data.collate import collate
 from posttrain.data.vision.families import vision_family
 from posttrain.data.vision.layouts import ImageLayouts
 from posttrain.data.vision.positions import image_positions
+from posttrain.models.scoring.probe import ImageProbe
 from tests.tiny_vision import TinyVision, images, vision_model
 
 RAGGED_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3", "smolvlm", "internvl")
@@ -130,3 +131,16 @@ def repeated_images(shown: Shown) -> list[Unit]:
     first, second = images((60, 40), (30, 90))
     pair = tuple(shown.sample("a", first, "b", second, "c?", answer=answer) for answer in ("It is red.", "Blue, no?"))
     return [pair, (shown.sample("Hello?"),), (shown.sample(second, "and ", first, "!", answer="Both."),)]
+
+
+def image_probe(shown: Shown) -> ImageProbe:
+    first, second, other = images((60, 40), (30, 90), (60, 40))
+    return ImageProbe(
+        one=shown.sample("a", first, "b"),
+        two=shown.sample("a", first, "b", second, "c"),
+        none=shown.sample("Hello?"),
+        other=shown.sample("a", other, "b"),
+        swapped=shown.sample("a", second, "b", first, "c"),
+        sibling=shown.sample("a", first, "b", second, "c", answer="No."),
+        collate=shown.batch,
+    )

@@ -12,9 +12,9 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-import transformers
 from packaging.version import Version
 from torch import Tensor, nn
+from transformers import __version__ as installed_transformers
 
 from posttrain.core.batch import BatchImages
 from posttrain.core.vision import VisionFamily
@@ -30,10 +30,10 @@ def set_family(innermost: nn.Module, family: VisionFamily) -> None:
     `rope_deltas` is what M-RoPE models remember of the last batch with images; nobody here uses it, and it would move the positions
     of a later `generate` of texts.
     """
-    if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
+    if Version(installed_transformers) < Version(OLDEST_TRANSFORMERS):
         raise ImportError(
             f"Images need transformers {OLDEST_TRANSFORMERS} or newer, whose models take features of images; installed is "
-            f"{transformers.__version__}. Install it with: {HOW_TO_INSTALL}"
+            f"{installed_transformers}. Install it with: {HOW_TO_INSTALL}"
         )
     setattr(innermost, _FAMILY, family)
     for module in innermost.modules():
