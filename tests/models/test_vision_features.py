@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from posttrain.core.batch import PADDED, RAGGED, BatchImages, TokenBatch
+from posttrain.models.attention.image_blocks import ImageBlocks
 from posttrain.models.attention.ragged import segment_attention
 from posttrain.models.load.model import LoadOptions, load_model
 from posttrain.models.scoring.token_scores import score_tokens
@@ -145,7 +146,9 @@ def test_images_see_themselves_whole_in_ragged_segments(window: int | None) -> N
     lengths, blocks = (7, 5), torch.tensor([-1, 0, 0, 0, 0, -1, -1, 1, 1, -1, 2, 2])
     q, k, v = (torch.randn(1, heads, 12, 8, dtype=torch.float64) for heads in (4, 2, 2))
     bounds = torch.tensor([0, 7, 12], dtype=torch.int32)
-    mine = segment_attention(q, k, v, bounds, 7, None, sliding_window=window, image_blocks=blocks)
+    mine = segment_attention(
+        q, k, v, bounds, 7, None, sliding_window=window, image_blocks=ImageBlocks.of(blocks, bounds)
+    )
     seen = torch.zeros(12, 12, dtype=torch.bool)
     segment = [number for number, length in enumerate(lengths) for _ in range(length)]
     for i in range(12):

@@ -18,6 +18,7 @@ from transformers import __version__ as installed_transformers
 
 from posttrain.core.batch import BatchImages
 from posttrain.core.vision import VisionFamily
+from posttrain.models.attention.image_blocks import ImageBlocks
 
 OLDEST_TRANSFORMERS = "5.18"  # the first whose models take features instead of pixels (`mm_encoder_outputs`)
 HOW_TO_INSTALL = 'pip install "posttrain[vision]"'
@@ -69,7 +70,7 @@ def with_images(model: nn.Module, kwargs: dict[str, Any], asked: Tensor) -> dict
             "axis: its images would have no rows. Make its samples with `Sample.positions`."
         )
     if images.blocks is not None and not is_padded:
-        kwargs["image_blocks"] = images.blocks.flatten()
+        kwargs["image_blocks"] = ImageBlocks.of(images.blocks.flatten(), kwargs["cu_seq_lens_q"])
     elif family.token_types_key is not None and not family.prefix_sees_itself_whole:
         kwargs[family.token_types_key] = images.token_types
     return kwargs | {"mm_encoder_outputs": {"image": image_features(model, images)}}
