@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import transformers
 
 from posttrain.core.batch import PADDED, RAGGED, BatchImages, TokenBatch
+from posttrain.data.vision.families import FAMILIES as TABLE
 from posttrain.models.attention.image_blocks import ImageBlocks
 from posttrain.models.attention.ragged import segment_attention
 from posttrain.models.load.model import LoadOptions, load_model
@@ -18,7 +20,7 @@ from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.models.vision import features, tower
 from posttrain.models.vision.features import family_of, image_features, pick, set_family
 from posttrain.models.vision.tower import TOWER_ATTENTION, install_tower_attention
-from tests.tiny_vision import FAMILIES, QWEN, images
+from tests.tiny_vision import FAMILIES, QWEN, images, model_alone
 from tests.vision_samples import RAGGED_FAMILIES, Shown, repeated_images
 
 
@@ -160,3 +162,17 @@ def test_images_see_themselves_whole_in_ragged_segments(window: int | None) -> N
     assert (mine - theirs.transpose(1, 2)).abs().max() < 1e-12
     plain = segment_attention(q, k, v, bounds, 7, None, sliding_window=window)
     assert (mine - plain).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_what_is_called_of_transformers_is_there(name: str) -> None:
+    """An upgrade that moves one of these seams fails here, by its name."""
+    model = model_alone(name)
+    family, body = TABLE[name], getattr(model, model.base_model_prefix)
+    encoder = inspect.signature(body.get_image_features).parameters
+    assert set(family.forward_keys) <= set(encoder)
+    assert "mm_encoder_outputs" in inspect.signature(body.forward).parameters
+    assert family.token_types_key in (None, *inspect.signature(body.forward).parameters)
+    assert {"text_config", "vision_config"} <= set(model.config.sub_configs)
+    assert model._no_split_modules
+    assert model.get_decoder() is model.get_submodule(family.language_models[0])

@@ -25,10 +25,11 @@ from posttrain.models.load.model import (
     model_without_weights,
 )
 from posttrain.models.load.weight_export import exported_specs, exported_weights
+from posttrain.models.scoring.heads import SEQUENCE_REWARD, score_sequences
 from posttrain.models.scoring.token_scores import score_tokens
 from tests.tiny import causal_lm
 from tests.tiny_vision import FAMILIES, images
-from tests.vision_samples import Shown
+from tests.vision_samples import Shown, image_probe
 
 
 def saved(shown: Shown, folder: Path) -> Path:
@@ -149,3 +150,24 @@ def test_a_quantised_model_spares_the_tower(tmp_path: Path, monkeypatch: pytest.
     assert shown.family.tower in given["quantization_config"].llm_int8_skip_modules
     assert quantised.llm_int8_skip_modules is None
     assert shown.family.part_of(f"{shown.family.tower}.x") == TOWER
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava", "smolvlm", "gemma3"])
+def test_a_reward_model_of_images_scores_the_same_after_it_was_saved(family: str, tmp_path: Path) -> None:
+    """Of the ten families Gemma 3 alone has a classifier of its own."""
+    shown = Shown.of(family, torch.float32)
+    saved(shown, tmp_path / "policy")
+    options = LoadOptions(vision=shown.family, task=SEQUENCE_REWARD, image_probe=image_probe(shown))
+    model = load_model(tmp_path / "policy", options).model
+    batch = shown.batch([(shown.sample("a", *images((60, 40)), "b"),), (shown.sample("Hello?"),)])
+    score_sequences(model, batch).rewards.sum().backward()
+    assert all(p.grad is not None for name, p in model.named_parameters() if p.requires_grad), family
+    assert model.score.weight.shape == (1, 32)
+    model.save_pretrained(tmp_path / "reward")
+    again = load_model(tmp_path / "reward", options).model
+    assert torch.equal(score_sequences(again, batch).rewards, score_sequences(model, batch).rewards)
+    assert json.loads((tmp_path / "reward" / "config.json").read_text())["architectures"] == [type(model).__name__]
+    names = load_file(tmp_path / "reward" / "model.safetensors")
+    assert sorted(name for name, _ in exported_weights(model)) == sorted(names)
+    bare = model_without_weights(tmp_path / "reward", options)
+    assert {name for name, _ in bare.named_parameters()} == {name for name, _ in model.named_parameters()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import peft
@@ -11,6 +12,7 @@ import torch
 
 from posttrain.core.batch import RAGGED
 from posttrain.core.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
+from posttrain.models.layers.kernels import decoder_layers
 from posttrain.models.load.model import LoadedModel, LoadOptions, load_model
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.models.vision.features import image_features, set_family
@@ -72,6 +74,14 @@ def test_a_frozen_part_gets_no_gradient_and_the_others_do(family: str, part: str
     assert all(model.get_parameter(name).grad is not None for name in left)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_that_are_compiled_are_those_of_the_text(family: str) -> None:
+    """The tiny towers have two layers, as their language models have, and so do some real ones."""
+    shown = shown_of(family)
+    text = shown.tiny.model.get_submodule(shown.family.language_models[0])
+    assert decoder_layers(shown.tiny.model) is text.layers
+
+
 def test_nothing_left_to_train_is_refused() -> None:
     shown = shown_of("llava")
     with pytest.raises(ValueError, match="is left to train"):
@@ -93,6 +103,37 @@ def test_a_frozen_tower_stays_in_eval_mode_and_keeps_no_graph(family: str) -> No
     picked = image_features(model, batch.images).pooler_output
     assert not any(one.requires_grad for one in ([picked] if torch.is_tensor(picked) else picked))
     assert not any(one.last_hidden_state.requires_grad for one in outputs)
+
+
+ENCODINGS = [
+    ({"peft_config": peft.LoraConfig(r=2)}, 1),
+    ({"peft_config": peft.LoraConfig(r=2), "lora_vision": True}, 2),
+    ({"frozen_parts": (TOWER, PROJECTOR)}, 1),
+    ({"frozen_parts": (TOWER,)}, 2),
+    ({}, 2),
+]
+
+
+@pytest.mark.parametrize(("options", "encodings"), ENCODINGS)
+def test_a_reference_without_adapters_on_the_tower_takes_the_features_of_the_policy(
+    options: dict[str, Any], encodings: int
+) -> None:
+    shown = shown_of("llava_next")
+    model, calls = load(shown, **options).model, []
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    shown.tiny.model.get_submodule(shown.family.tower).register_forward_hook(lambda *_: calls.append(1))
+    units = repeated_images(shown)
+    batch = shown.batch(units)
+    policy = score_tokens(model, batch).logps
+    without = model.disable_adapter if "peft_config" in options else nullcontext
+    with without(), torch.no_grad():
+        reference = score_tokens(model, batch).logps
+        assert len(calls) == encodings
+        assert torch.equal(reference, score_tokens(model, shown.batch(units)).logps)
+    assert ("peft_config" in options) == bool((policy - reference).abs().max() > 0.01)
+    score_tokens(copy.deepcopy(model), batch)  # another model makes its own
 
 
 def test_a_trained_projector_inside_of_a_frozen_tower_is_in_train_mode() -> None:

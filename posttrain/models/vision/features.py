@@ -7,6 +7,7 @@ forward runs below every wrapper: `set_family` keeps it on the innermost model, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
@@ -22,7 +23,7 @@ from posttrain.models.attention.image_blocks import ImageBlocks
 
 OLDEST_TRANSFORMERS = "5.18"  # the first whose models take features instead of pixels (`mm_encoder_outputs`)
 HOW_TO_INSTALL = 'pip install "posttrain[vision]"'
-_FAMILY = "_posttrain_vision"
+_FAMILY, _MADE = "_posttrain_vision", "_made_features"
 
 
 def set_family(innermost: nn.Module, family: VisionFamily) -> None:
@@ -86,11 +87,23 @@ def _suffixes(asked: Tensor, shape: torch.Size) -> Tensor:
 def image_features(model: nn.Module, images: BatchImages) -> Any:
     """What the body takes as `mm_encoder_outputs["image"]`: the features of every place, in the order of the places.
 
-    Where neither tower nor projector is trained no graph is built, so that no activation of the tower is kept.
+    Where neither tower nor projector is trained no graph is built, so that no activation of the tower is kept; and where no adapter
+    lies on them, the features stay with the images for as long as these live: the same model without its adapters, which is the
+    reference of the one with them, sees the same.
     """
+    maker, made = getattr(images, _MADE, (None, None))
+    if maker is not None and maker() is model:
+        return made
     family = family_of(model)
-    body = getattr(model, model.base_model_prefix)
     trains = any(parameter.requires_grad for parameter in vision_parameters(model, family))
+    made = _encoded(model, family, images, trains)
+    if not trains and not _has_adapter(model, family):
+        object.__setattr__(images, _MADE, (weakref.ref(model), made))
+    return made
+
+
+def _encoded(model: nn.Module, family: VisionFamily, images: BatchImages, trains: bool) -> Any:
+    body = getattr(model, model.base_model_prefix)
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
         output = body.get_image_features(**images.encoder, return_dict=True)
     kept = {"pooler_output": pick(output.pooler_output, images, family)}
@@ -104,6 +117,13 @@ def vision_parameters(model: nn.Module, family: VisionFamily) -> Iterator[nn.Par
     for path in (family.tower, *family.projectors):
         part = attrgetter(path)(model)
         yield from (part,) if isinstance(part, nn.Parameter) else part.parameters()
+
+
+def _has_adapter(model: nn.Module, family: VisionFamily) -> bool:
+    """Whether PEFT has put a layer of its own around one of tower or projectors."""
+    parts = (attrgetter(path)(model) for path in (family.tower, *family.projectors))
+    modules = (module for part in parts if isinstance(part, nn.Module) for module in part.modules())
+    return any(not {"base_layer", "original_module"}.isdisjoint(module._modules) for module in modules)
 
 
 def pick(features: Any, images: BatchImages, family: VisionFamily) -> Any:
