@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -34,9 +35,10 @@ class Shown:
     pictures: dict[bytes, Image.Image] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Shown:
-        tiny = vision_model(name, dtype=dtype, **options)
-        return cls(tiny, vision_family(name, tiny.processor))
+    def of(cls, name: str, dtype: torch.dtype = torch.float64) -> Shown:
+        """A copy of a model that is built once."""
+        tiny = _built(name, dtype)
+        return cls(replace(tiny, model=copy.deepcopy(tiny.model)), vision_family(name, tiny.processor))
 
     def sample(self, *parts: str | Image.Image, answer: str = "It is red.") -> Sample:
         """A prompt of texts and pictures, and an answer that is trained."""
@@ -112,6 +114,11 @@ class Shown:
         trained = np.flatnonzero(sample.trained)
         targets = torch.tensor(sample.input_ids[trained].astype(np.int64))
         return logits[trained - 1].log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
+
+
+@cache
+def _built(name: str, dtype: torch.dtype) -> TinyVision:
+    return vision_model(name, dtype=dtype)
 
 
 def _filled(tiles: torch.Tensor, height: int, width: int) -> torch.Tensor:

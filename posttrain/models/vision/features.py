@@ -97,7 +97,8 @@ def image_features(model: nn.Module, images: BatchImages) -> Any:
     family = family_of(model)
     trains = any(parameter.requires_grad for parameter in vision_parameters(model, family))
     made = _encoded(model, family, images, trains)
-    if not trains and not _has_adapter(model, family):
+    # What inference mode has made can never be part of a graph, which a later pass of the same batch may have.
+    if not trains and not torch.is_inference_mode_enabled() and not _has_adapter(model, family):
         object.__setattr__(images, _MADE, (weakref.ref(model), made))
     return made
 
