@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from posttrain.data.collate import collate
 from posttrain.data.vision.families import vision_family
 from posttrain.data.vision.layouts import ImageLayouts
 from posttrain.data.vision.positions import image_positions
+from posttrain.models.scoring.probe import ImageProbe
 from tests.tiny_vision import TinyVision, images, vision_model
 
 RAGGED_FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "idefics3", "smolvlm", "internvl")
@@ -33,9 +35,10 @@ class Shown:
     pictures: dict[bytes, Image.Image] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, name: str, dtype: torch.dtype = torch.float64, **options: Any) -> Shown:
-        tiny = vision_model(name, dtype=dtype, **options)
-        return cls(tiny, vision_family(name, tiny.processor))
+    def of(cls, name: str, dtype: torch.dtype = torch.float64) -> Shown:
+        """A copy of a model that is built once."""
+        tiny = _built(name, dtype)
+        return cls(replace(tiny, model=copy.deepcopy(tiny.model)), vision_family(name, tiny.processor))
 
     def sample(self, *parts: str | Image.Image, answer: str = "It is red.") -> Sample:
         """A prompt of texts and pictures, and an answer that is trained."""
@@ -113,6 +116,11 @@ class Shown:
         return logits[trained - 1].log_softmax(-1).gather(-1, targets[:, None]).squeeze(-1)
 
 
+@cache
+def _built(name: str, dtype: torch.dtype) -> TinyVision:
+    return vision_model(name, dtype=dtype)
+
+
 def _filled(tiles: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return pad(tiles, (0, width - tiles.shape[-1], 0, height - tiles.shape[-2]))
 
@@ -130,3 +138,16 @@ def repeated_images(shown: Shown) -> list[Unit]:
     first, second = images((60, 40), (30, 90))
     pair = tuple(shown.sample("a", first, "b", second, "c?", answer=answer) for answer in ("It is red.", "Blue, no?"))
     return [pair, (shown.sample("Hello?"),), (shown.sample(second, "and ", first, "!", answer="Both."),)]
+
+
+def image_probe(shown: Shown) -> ImageProbe:
+    first, second, other = images((60, 40), (30, 90), (60, 40))
+    return ImageProbe(
+        one=shown.sample("a", first, "b"),
+        two=shown.sample("a", first, "b", second, "c"),
+        none=shown.sample("Hello?"),
+        other=shown.sample("a", other, "b"),
+        swapped=shown.sample("a", second, "b", first, "c"),
+        sibling=shown.sample("a", first, "b", second, "c", answer="No."),
+        collate=shown.batch,
+    )

@@ -7,7 +7,7 @@ varlen flash kernel on CUDA, with one SDPA call per segment elsewhere. Without b
 
 Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/attention/prefix`. A call that
 carries `kv_cache` is one of the rollout engine, which keeps keys and values itself: see `rollout/engines/native`. A call that
-carries `image_blocks` (tokens,) has images that see themselves whole: tokens of one number above -1 see each other.
+carries `image_blocks` has images that see themselves whole: see `models/attention/image_blocks`.
 
 transformers would build a dense mask from position ids that restart. It returns a mask of four dimensions as it is, so a ragged
 batch carries a four-dimensional placeholder of one element, which this module's function ignores.
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from posttrain.core.batch import SharedPrefixes
+from posttrain.models.attention.image_blocks import ImageBlocks, seen_whole
 from posttrain.models.attention.prefix import shared_prefix_flash, shared_prefix_loop
 
 RAGGED_ATTENTION = "posttrain_ragged"
@@ -77,7 +78,7 @@ def ragged_attention(
     sliding_window: int | None = None,
     shared_prefixes: SharedPrefixes | None = None,
     kv_cache: KeyValueCache | None = None,
-    image_blocks: Tensor | None = None,
+    image_blocks: ImageBlocks | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """(1, heads, tokens, dim) -> (1, tokens, heads, dim), segments apart where bounds are given."""
@@ -124,25 +125,28 @@ def segment_attention(
     scaling: float | None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    image_blocks: Tensor | None = None,
+    image_blocks: ImageBlocks | None = None,
 ) -> Tensor:
     """(1, heads, tokens, dim) -> (1, tokens, heads, dim): each segment attends causally to itself, and an image whole.
 
     By torch's own varlen flash op (differentiable, grouped-query heads, no flash-attn package) where that runs; elsewhere by one
     causal SDPA call per segment, which is exact, and on a CPU faster than one call over a padded batch.
     """
-    if image_blocks is None and flash_can_run(query):
+    reaches = image_blocks is None or sliding_window is None or image_blocks.longest <= sliding_window
+    if reaches and flash_can_run(query):
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
         left, right = (sliding_window - 1, 0) if sliding_window else (-1, -1)
         output = torch.ops.aten._flash_attention_forward(
             q, k, v, bounds, bounds, longest, longest, dropout, True, False,
             scale=scaling, window_size_left=left, window_size_right=right,
         )[0]  # fmt: skip
+        if image_blocks is not None:
+            output = seen_whole(output, (q, k, v), image_blocks, scaling, dropout, sliding_window)
         return output.unsqueeze(0)
     parts = []
     # One split, whose backward is one `cat`: that of a slice fills the whole row with zeros, for every segment.
     lengths = [stop - start for start, stop in itertools.pairwise(bounds.tolist())]
-    blocks = [None] * len(lengths) if image_blocks is None else image_blocks.split(lengths)
+    blocks = [None] * len(lengths) if image_blocks is None else image_blocks.blocks.split(lengths)
     for q, k, v, block in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), blocks):
         mask = _segment_mask(q.shape[2], sliding_window, block, q.device)
         how = {"attn_mask": mask, "is_causal": mask is None, "enable_gqa": query.shape[1] != key.shape[1]}

@@ -133,8 +133,8 @@ def uncompile_layers(innermost: nn.Module) -> None:
 
 
 def decoder_layers(innermost: nn.Module) -> nn.ModuleList:
-    """The stack of layers of a transformers language model."""
-    for module in innermost.modules():
+    """The stack of layers of a transformers language model; a tower beside it may have as many."""
+    for module in innermost.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == innermost.config.get_text_config().num_hidden_layers:
             return module
     raise ValueError(f"{type(innermost).__name__} has no list of decoder layers to compile.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from importlib import util
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import AutoConfig, AutoProcessor
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    AutoModelForImageTextToText,
 )
 
 from posttrain.core.batch import PADDED
@@ -43,6 +46,51 @@ def sees_images(config: Mapping[str, Any]) -> bool:
     if not architectures:
         return model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     return architectures[0] == known
+
+
+class WithHead:
+    """Auto class of reward models for families without a classifier of their own, which are nearly all: the model of images and
+    text, and a linear head `score` beside its language head, which is kept for saving and is not trained.
+
+    Classes are made under the name of the family's own, so that a saved model is one of that family to everybody else;
+    `score.weight` lies in its file, and whoever loads it for another task leaves it there.
+    """
+
+    @classmethod
+    def from_pretrained(cls, path: str, num_labels: int, **kwargs: Any) -> nn.Module:
+        files = {name: kwargs[name] for name in ("revision", "subfolder", "cache_dir") if name in kwargs}
+        config = AutoConfig.from_pretrained(path, trust_remote_code=kwargs.pop("trust_remote_code", False), **files)
+        config.num_labels = num_labels
+        made = _with_head(AutoModelForImageTextToText._model_mapping[type(config)])
+        return _untrained_language_head(made.from_pretrained(path, config=config, **kwargs))
+
+    @classmethod
+    def from_config(cls, config: Any, **kwargs: Any) -> nn.Module:
+        kwargs.pop("trust_remote_code", None)
+        made = _with_head(AutoModelForImageTextToText._model_mapping[type(config)])
+        return _untrained_language_head(made._from_config(config, **kwargs))
+
+
+@cache
+def _with_head(family_class: Any) -> Any:
+    def init(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        family_class.__init__(self, config, *args, **kwargs)
+        self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+    return type(family_class.__name__, (family_class,), {"__init__": init, "__module__": family_class.__module__})
+
+
+def _untrained_language_head(model: Any) -> nn.Module:
+    """Where it is not the embedding as well: it would never get a gradient."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        head.requires_grad_(False)
+    return model
+
+
+def has_classifier(config: Mapping[str, Any]) -> bool:
+    return config.get("model_type") in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 
 def refuse_by_name(config: Mapping[str, Any]) -> None:

@@ -42,6 +42,8 @@ from posttrain.models.layers.kernels import (
 )
 from posttrain.models.load.adapters import add_adapter, is_peft_model, is_prompt_learning, is_quantized, with_targets
 from posttrain.models.load.image_models import (
+    WithHead,
+    has_classifier,
     load_processor,
     prepare_to_see,
     refuse_by_name,
@@ -233,13 +235,17 @@ def load_pretrained(model: str | Path, options: LoadOptions) -> nn.Module:
 
 
 def _auto_class(model: str | Path, options: LoadOptions) -> Any:
-    if options.task != CAUSAL_LM:
+    if Path(model).suffix == ".gguf" or "gguf_file" in (
+        options.model_init_kwargs or ()
+    ):  # a text model; slow to look into
         return AUTO_CLASSES[options.task]
     config = config_of_model(model, options.model_init_kwargs)
     if not sees_images(config):
-        return AutoModelForCausalLM
+        return AUTO_CLASSES[options.task]
     refuse_by_name(config)
-    return AutoModelForImageTextToText
+    if options.task == CAUSAL_LM:
+        return AutoModelForImageTextToText
+    return WithHead if options.task == SEQUENCE_REWARD and not has_classifier(config) else AUTO_CLASSES[options.task]
 
 
 def _without_head(quantization_config: Any) -> Any:

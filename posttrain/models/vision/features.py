@@ -7,21 +7,23 @@ forward runs below every wrapper: `set_family` keeps it on the innermost model, 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
 
 import torch
-import transformers
 from packaging.version import Version
 from torch import Tensor, nn
+from transformers import __version__ as installed_transformers
 
 from posttrain.core.batch import BatchImages
 from posttrain.core.vision import VisionFamily
+from posttrain.models.attention.image_blocks import ImageBlocks
 
 OLDEST_TRANSFORMERS = "5.18"  # the first whose models take features instead of pixels (`mm_encoder_outputs`)
 HOW_TO_INSTALL = 'pip install "posttrain[vision]"'
-_FAMILY = "_posttrain_vision"
+_FAMILY, _MADE = "_posttrain_vision", "_made_features"
 
 
 def set_family(innermost: nn.Module, family: VisionFamily) -> None:
@@ -30,10 +32,10 @@ def set_family(innermost: nn.Module, family: VisionFamily) -> None:
     `rope_deltas` is what M-RoPE models remember of the last batch with images; nobody here uses it, and it would move the positions
     of a later `generate` of texts.
     """
-    if Version(transformers.__version__) < Version(OLDEST_TRANSFORMERS):
+    if Version(installed_transformers) < Version(OLDEST_TRANSFORMERS):
         raise ImportError(
             f"Images need transformers {OLDEST_TRANSFORMERS} or newer, whose models take features of images; installed is "
-            f"{transformers.__version__}. Install it with: {HOW_TO_INSTALL}"
+            f"{installed_transformers}. Install it with: {HOW_TO_INSTALL}"
         )
     setattr(innermost, _FAMILY, family)
     for module in innermost.modules():
@@ -69,7 +71,7 @@ def with_images(model: nn.Module, kwargs: dict[str, Any], asked: Tensor) -> dict
             "axis: its images would have no rows. Make its samples with `Sample.positions`."
         )
     if images.blocks is not None and not is_padded:
-        kwargs["image_blocks"] = images.blocks.flatten()
+        kwargs["image_blocks"] = ImageBlocks.of(images.blocks.flatten(), kwargs["cu_seq_lens_q"])
     elif family.token_types_key is not None and not family.prefix_sees_itself_whole:
         kwargs[family.token_types_key] = images.token_types
     return kwargs | {"mm_encoder_outputs": {"image": image_features(model, images)}}
@@ -85,11 +87,24 @@ def _suffixes(asked: Tensor, shape: torch.Size) -> Tensor:
 def image_features(model: nn.Module, images: BatchImages) -> Any:
     """What the body takes as `mm_encoder_outputs["image"]`: the features of every place, in the order of the places.
 
-    Where neither tower nor projector is trained no graph is built, so that no activation of the tower is kept.
+    Where neither tower nor projector is trained no graph is built, so that no activation of the tower is kept; and where no adapter
+    lies on them, the features stay with the images for as long as these live: the same model without its adapters, which is the
+    reference of the one with them, sees the same.
     """
+    maker, made = getattr(images, _MADE, (None, None))
+    if maker is not None and maker() is model:
+        return made
     family = family_of(model)
-    body = getattr(model, model.base_model_prefix)
     trains = any(parameter.requires_grad for parameter in vision_parameters(model, family))
+    made = _encoded(model, family, images, trains)
+    # What inference mode has made can never be part of a graph, which a later pass of the same batch may have.
+    if not trains and not torch.is_inference_mode_enabled() and not _has_adapter(model, family):
+        object.__setattr__(images, _MADE, (weakref.ref(model), made))
+    return made
+
+
+def _encoded(model: nn.Module, family: VisionFamily, images: BatchImages, trains: bool) -> Any:
+    body = getattr(model, model.base_model_prefix)
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
         output = body.get_image_features(**images.encoder, return_dict=True)
     kept = {"pooler_output": pick(output.pooler_output, images, family)}
@@ -103,6 +118,13 @@ def vision_parameters(model: nn.Module, family: VisionFamily) -> Iterator[nn.Par
     for path in (family.tower, *family.projectors):
         part = attrgetter(path)(model)
         yield from (part,) if isinstance(part, nn.Parameter) else part.parameters()
+
+
+def _has_adapter(model: nn.Module, family: VisionFamily) -> bool:
+    """Whether PEFT has put a layer of its own around one of tower or projectors."""
+    parts = (attrgetter(path)(model) for path in (family.tower, *family.projectors))
+    modules = (module for part in parts if isinstance(part, nn.Module) for module in part.modules())
+    return any(not {"base_layer", "original_module"}.isdisjoint(module._modules) for module in modules)
 
 
 def pick(features: Any, images: BatchImages, family: VisionFamily) -> Any:

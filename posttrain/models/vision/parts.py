@@ -87,6 +87,7 @@ def require_gradients_of_text_only(innermost: nn.Module) -> None:
     hooks that of the tower as well, and so builds a graph through a frozen tower: half of the memory for nothing."""
 
     def enable(self: nn.Module) -> None:
+        self.disable_input_require_grads()  # it is called more than once, and a hook that is forgotten stays for ever
         hook = self.get_input_embeddings().register_forward_hook(_output_requires_grad)
         self._require_grads_hooks, self._require_grads_hook = [hook], hook
 
@@ -128,7 +129,8 @@ def adapter_on_language_model(peft_config: Any, innermost: nn.Module, family: Vi
     """The config with tower and projector excluded, unless `lora_vision`, or its pattern means them.
 
     "all-linear" puts adapters on the tower of every family, ["q_proj", "v_proj"] on that of most, and few users mean that. A
-    pattern means them where it contains the name of a module of their paths ("visual", "vision_tower", "merger"), or matches nothing else.
+    pattern means them where it contains the name of a module of their paths ("visual", "vision_tower", "merger"), or matches
+    nothing else.
     """
     targets = getattr(peft_config, "target_modules", None)
     if lora_vision or not targets or _means_vision(targets, innermost, family):
