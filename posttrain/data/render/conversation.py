@@ -73,7 +73,7 @@ def images_by_message(messages: list[dict[str, Any]]) -> dict[int, list[RowImage
 
 
 def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as templates of vision-language models take them: every content is a list, and image parts say no more than that.
+    """The messages as templates of vision-language models take them: contents are lists, and image parts have a type only.
 
     Some of those templates look at `content[0].type`, or walk through a text as if its characters were parts.
     """

@@ -121,7 +121,7 @@ class ImageText:
             layout = self.layouts.layout(height, width)
         except ImageSizeError as error:
             raise RenderError(
-                f"Image {number + 1} of {count}, of {height} x {width} pixels (height x width), cannot be shown to the model: {error}"
+                f"Image {number + 1} of {count}, of {height} x {width} pixels (height x width), cannot be used: {error}"
             ) from error
         if id(layout) not in self._replacements:  # `layouts` keeps one object per layout
             self._replacements[id(layout)] = layout, self._collapsed(layout)

@@ -1,7 +1,8 @@
 """Renderer: conversations or plain text -> token ids and the exact mask of trained tokens; token ids -> message.
 
 The template is the tokenizer's own and is never edited. Where nobody's text holds the text of a control token, the ids are
-those of `tokenizer.apply_chat_template`, or of the processor where there are images; where somebody's does, that text becomes ordinary tokens (see special_tokens).
+those of `tokenizer.apply_chat_template`, and with images those of the processor; where somebody's does, that text becomes
+ordinary tokens (see special_tokens). What stands for images is never trained, unless asked for (see image_text).
 Which characters are trained is read off marked renders (see marks and provenance).
 """
 
@@ -48,7 +49,7 @@ FindSpans = Callable[[MarkedRender], list[Span]]
 
 BATCH = 512  # texts handed to the tokenizer at once: enough to amortise the call, little to hold in memory
 ORDINARY_KEYS = frozenset(["role", "content", "type", "text", "function", "name", "arguments"])  # not worth a search
-NO_IMAGES = "{} has an image, and this tokenizer belongs to a model of texts: a vision-language model is trained with its processor."
+NO_IMAGES = "{} has an image, and this model reads texts only. Take a vision-language model, or remove the images from the data."
 KNOWN_ROLES = frozenset(["system", "developer", "user", "assistant", "tool", "function", "ipython", "model"])
 
 
@@ -177,7 +178,7 @@ class Renderer:
         return self._encode(chats, render)
 
     def encode_prompts(self, chats: list[Conversation]) -> list[Sample | RenderError]:
-        """Prompts with the generation prompt, or, after an assistant message, ready to continue that message; nothing is trained."""
+        """Prompts with the generation prompt, or, after an assistant message, ready to continue it; nothing is trained."""
         return self._encode(chats, lambda chat: self._expanded(self._rendered_prompt(chat), _images_of(chat)))
 
     def parse(self, ids: Any) -> dict[str, Any]:
@@ -380,11 +381,11 @@ class Renderer:
             return replace(self._rendered(chat, add_generation_prompt=True), spans=[])
 
         def find_end(marked: MarkedRender) -> list[Span]:
-            ends = [p.end for p in marked.places_of(last) if p.piece.kind in ("content", IMAGE) and p.verbatim]
-            if not ends:
-                raise RenderError(
-                    f"Message {last} of the assistant has no content that could be continued.", marked.text
-                )
+            places = marked.places_of(last)
+            ends = [p.end for p in places if p.piece.kind == "content" and p.verbatim]
+            if not ends or any(p.end > ends[-1] for p in places if p.piece.kind == IMAGE):
+                why = "ends with an image: end it with a text" if ends else "has no content"
+                raise RenderError(f"Message {last} of the assistant {why} that could be continued.", marked.text)
             return [(0, ends[-1])]
 
         rendered = self._rendered(chat, frozenset([last]), "prompt", find_end)
