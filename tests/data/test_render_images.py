@@ -383,6 +383,15 @@ def test_images_are_trained_where_asked_for_and_the_text_around_them_is(family: 
     assert "".join(trained_texts(renderer(family), without)) == f"b{marks}c<|im_end|>"
 
 
+def test_fields_that_arrow_fills_with_nulls_are_no_images() -> None:
+    """Templates of the Qwen family ask whether a part has an 'image'."""
+    made = renderer("llava", template("<image>").replace("p.type == 'image'", "'image' in p or p.type == 'image'"))
+    chat = Conversation([user(words("a") | {"image": None}, picture() | {"text": None}), said("b")])
+    sample = encode(made, chat, "assistant")
+    assert len(sample.images) == 1
+    assert trained_texts(made, sample) == ["b<|im_end|>"]
+
+
 def test_turns_of_weight_zero_and_prompts_that_end_beside_an_image() -> None:
     made = renderer("qwen2_5_vl")
     messages = [user("a", picture()), said("b", picture()), user(picture(), "c"), said(picture(), "d")]
@@ -457,6 +466,8 @@ def test_images_without_layouts_and_parts_without_images_are_refused() -> None:
     assert "The text has an image" in blind.encode_image_texts(["<image>"], [[picture()["image"]]])[0].reason
     with pytest.raises(RenderError, match="Message 0 has an image part without an image"):
         encode(renderer("llava"), Conversation([user("a", {"type": "image"}), said("b")]))
+    with pytest.raises(RenderError, match="Message 0 has a part of type 'video'"):
+        encode(renderer("llava"), Conversation([user("a", {"type": "video"}), said("b")]))
     as_text = "{% for m in messages %}{{ m.content }}{% endfor %}"
     with pytest.raises(RenderError, match="as data"):
         encode(renderer("llava", as_text), Conversation([{"role": "user", "content": "Hi"}]))

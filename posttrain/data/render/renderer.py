@@ -29,7 +29,6 @@ from posttrain.data.render.conversation import (
     for_template,
     images_by_message,
     is_assistant,
-    is_image,
     join_completion,
     with_renamed_calls,
     with_text_arguments,
@@ -279,7 +278,7 @@ class Renderer:
 
     def _checked_render(self, chat: Conversation, add_generation_prompt: bool = False) -> str:
         self._check_roles(chat)
-        self._check_images(chat)
+        self._check_parts(chat)
         text = self._render(chat.messages, chat.tools, chat.template_kwargs, add_generation_prompt)
         try:
             text.encode()
@@ -294,11 +293,16 @@ class Renderer:
         """As the template gets them."""
         return for_template(messages) if self._image_text else messages
 
-    def _check_images(self, chat: Conversation) -> None:
-        for number, message in enumerate(chat.messages if self._image_text is None else ()):
+    def _check_parts(self, chat: Conversation) -> None:
+        """Images need layouts; and where a template may write placeholders, it could write those of videos and sounds, too."""
+        for number, message in enumerate(chat.messages):
             content = message.get("content")
-            if isinstance(content, list) and any(map(is_image, content)):
-                raise RenderError(NO_IMAGES.format(f"Message {number}"))
+            for part in content if isinstance(content, list) else ():
+                kind = part.get("type") if isinstance(part, dict) else None
+                if kind == IMAGE and self._image_text is None:
+                    raise RenderError(NO_IMAGES.format(f"Message {number}"))
+                if kind not in (None, "text", IMAGE) and self._image_text is not None:
+                    raise RenderError(f"Message {number} has a part of type {kind!r}; texts and images are supported.")
 
     def _check_calls_are_written(self, chat: Conversation, text: str, add_generation_prompt: bool) -> None:
         """A template that knows no tools leaves calls out, and an empty turn would be trained: it is asked to write calls that
