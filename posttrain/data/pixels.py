@@ -65,7 +65,7 @@ class PixelLoader:
         dtype: torch.dtype = torch.float32,
         cache_bytes: int = 0,
     ) -> None:
-        """`options` are those of preparation's ImageLayouts. Images are kept in `cache_bytes` of memory, for when they come again."""
+        """`options` are those of preparation's ImageLayouts. Images that come again are kept in `cache_bytes` of memory."""
         self.family, self.image_processor, self.dtype = family, processor.image_processor, dtype
         # The processor has defaults of its own for the images that it is given, which differ from its image processor's.
         defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("images_kwargs") or {}

@@ -103,7 +103,10 @@ class PreparedStream(torch.utils.data.IterableDataset):
             batch = list(itertools.islice(rows, BATCH_ROWS))
             if not batch:
                 return
-            for row, result in enumerate(examiner.examine(batch, first), first):
+            results = examiner.examine(batch, first)
+            numbers = {(row, key): number for key, row, number in examiner.images}
+            examiner.images.clear()
+            for row, result in enumerate(results, first):
                 self.report.rows_read += 1
                 unit = self._cut(result) if isinstance(result, tuple) else result
                 if isinstance(unit, list):
@@ -112,22 +115,22 @@ class PreparedStream(torch.utils.data.IterableDataset):
                     self.report.kept += 1
                     self.report.tokens += sum(map(len, unit))
                     self.report.trained_tokens += sum(sample.num_trained for sample in unit)
-                    yield batch[row - first], self._with_payloads(unit, batch[row - first], row)
+                    yield batch[row - first], self._with_payloads(unit, batch[row - first], row, numbers)
             self.report.control_token_rows = examiner.tally.control_token_rows
             self.report.notes = dict(examiner.tally.notes)
 
-    def _with_payloads(self, unit: Unit, raw: Row, row: int) -> Unit:
+    def _with_payloads(self, unit: Unit, raw: Row, row: int, numbers: dict[tuple[int, bytes], int]) -> Unit:
         """The unit whose spans carry their images: the row will be gone when its batch is made."""
         if not any(sample.images for sample in unit):
             return unit
-        payloads = iter(placed_payloads(raw))
-        images = {image.key: next(payloads) for image in self.detection.read_with_images(raw)[3]}
-        return tuple(replace(s, images=tuple(self._carrying(i, images[i.key], row) for i in s.images)) for s in unit)
+        payloads = placed_payloads(raw)
 
-    def _carrying(self, span: ImageSpan, image: tuple[Any, str, str], row: int) -> StreamedSpan:
-        payload, column, place = image
-        where = f"{self.name}, row {row}, column {column!r}: {place}"
-        return StreamedSpan.of(span, payload, self.options.image_limits, where)
+        def carrying(span: ImageSpan) -> StreamedSpan:
+            payload, column, place = payloads[numbers[row, span.key]]
+            where = f"{self.name}, row {row}, column {column!r}: {place}"
+            return StreamedSpan.of(span, payload, self.options.image_limits, where)
+
+        return tuple(replace(sample, images=tuple(map(carrying, sample.images))) for sample in unit)
 
     def _refuse(self, row: int, findings: list[Finding]) -> None:
         file = Path(self.options.bad_rows_file) if self.options.bad_rows_file is not None else None
