@@ -55,6 +55,6 @@ def shown(sample: Any, family: str = "llava") -> str:
     """The text of a sample, each image as `{height x width}`."""
     decode, pieces, before = renderer(family).tokenizer.decode, [], 0
     for image in sample.images:
-        pieces += [decode(sample.input_ids[before : image.start]), "{%d x %d}" % image.size]
+        pieces += [decode(sample.input_ids[before : image.start]), f"{{{image.size[0]} x {image.size[1]}}}"]
         before = image.stop
     return "".join([*pieces, decode(sample.input_ids[before:])])
