@@ -16,6 +16,7 @@ from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import BadRowsError
 from posttrain.data.rows.row_images import row_images
+from posttrain.data.store.audit import StoredUnits
 from posttrain.data.store.prepare import prepare_dataset
 from tests import tiny
 from tests.data.picture_files import HEIC, SVG, chunk, encoded, noise
@@ -348,6 +349,21 @@ def test_a_file_that_changed_is_prepared_again(tmp_path):
     path.write_bytes(OTHER)
     second = prepared(rows, tmp_path / "cache")
     assert [one[0][0].images[0].size for one in (first, second)] == [(60, 40), (30, 90)]
+
+
+def test_columns_of_videos_are_refused(tmp_path):
+    row = {"images": [PNG], "videos": ["a.mp4"], "messages": [user("What is it?"), ANSWER]}
+    with pytest.raises(ValueError, match="train has 'videos'; videos and audio are not supported"):
+        prepared([row], tmp_path)
+
+
+def test_equal_words_about_other_pictures_are_no_repeats(tmp_path):
+    rows = [
+        {"image": encoded(noise(20, 20, seed=seed)), "messages": [user("What is it?"), ANSWER]} for seed in range(9)
+    ]
+    found = StoredUnits(prepared(rows, tmp_path))
+    assert len(set(found.whole.tolist())) == len(set(found.prompts.tolist())) == 9
+    assert prepared([{"image": PNG, "text": "<image>A dog."}], tmp_path).report.control_token_rows == 0
 
 
 def test_numbers_of_images_follow_one_order():

@@ -147,9 +147,7 @@ def test_pairs_are_cut_at_the_same_image(mode, tmp_path):
 
 
 def test_packing_keeps_images_whole_or_is_refused(tmp_path):
-    rows = [
-        {"images": [TALL], "messages": [user([HOLE, text("?")]), assistant("A. " * number)]} for number in range(1, 9)
-    ]
+    rows = [{"images": [TALL], "messages": [user("?"), assistant("A. " * number)]} for number in range(1, 9)]
     packed = prepared(rows, tmp_path, packing="bfd", max_length=60)
     assert isinstance(packed, PackedDataset)
     samples = [sample for block in packed for sample in block]
@@ -160,6 +158,8 @@ def test_packing_keeps_images_whole_or_is_refused(tmp_path):
             ValueError, match=f"rows with images, which packing_strategy='{strategy}' would cut in two: use 'bfd'"
         ):
             prepared(rows, tmp_path, packing=strategy, max_length=60)
+        with pytest.raises(ValueError, match="would cut in two"):
+            prepared(datasets.Dataset.from_list(rows).to_iterable_dataset(), tmp_path, packing=strategy, max_length=60)
         assert len(prepared([{"text": "words " * 40}], tmp_path, packing=strategy, max_length=60))
 
 
@@ -178,6 +178,7 @@ def test_streams_are_cut_by_the_same_rule(tmp_path):
             assert all(np.array_equal(one[0].input_ids, other[0].input_ids) for one, other in pairs)
             assert all([i.key for i in one[0].images] == [i.key for i in other[0].images] for one, other in pairs)
             assert stored.report.dropped == stream.report.dropped
+            assert stored.report.images == stream.report.images
 
 
 # ---- for all samples -------------------------------------------------------------------------------------------------------

@@ -38,6 +38,7 @@ from posttrain.data.rows.reading import PAIR_NUMBERS, Reading
 from posttrain.data.rows.row_images import IMAGE_COLUMNS, MARKER, counts_markers, num_column_images
 
 CHAT_EXTRAS = ("tools", "chat_template_kwargs", "trained_roles", *IMAGE_COLUMNS)
+MEDIA_COLUMNS = ("video", "videos", "audio", "audios")
 IMAGES = "images"
 """The column of a clean row of plain text that holds its RowImages."""
 
@@ -307,13 +308,21 @@ def detect(
         )
     _check_options(options, detection, name)
     if options.image_limits is not None:
-        detection = _with_images(detection, rows, options.image_limits)
+        if renderer.layouts is None:
+            raise ValueError(
+                f"`image_limits` are given for {name}, and its renderer was made without `layouts` of images."
+            )
+        detection = _with_images(detection, rows, options.image_limits, name)
     if detection.conversational and not renderer.has_template:
         detection = replace(detection, explanation=f"{detection.explanation}; {adopt_chat_format(renderer)}")
     return detection
 
 
-def _with_images(detection: Detection, rows: Sequence[Any], limits: ImageLimits) -> Detection:
+def _with_images(detection: Detection, rows: Sequence[Any], limits: ImageLimits, name: str) -> Detection:
+    """The detection for a model that sees images."""
+    if unseen := {column for row in rows if isinstance(row, dict) for column in row if column in MEDIA_COLUMNS}:
+        columns = " and ".join(map(repr, sorted(unseen)))
+        raise ValueError(f"{name} has {columns}; videos and audio are not supported: remove what is not to be seen.")
     detection = replace(detection, image_limits=limits)
     ours = [parsed_messages(row) for row in rows if isinstance(row, dict)]
     counted = [(detection.converted(row, []), num_column_images(row)) for row in ours]
