@@ -97,7 +97,7 @@ def test_options_of_the_processor_are_those_of_preparation(tmp_path):
     loader = PixelLoader(family, processor, {"size": {"shortest_edge": 3136, "longest_edge": 3136}})
     loader.add(rows, dataset.store)
     with pytest.raises(
-        RuntimeError, match="row 0: the image processor makes 16 rows of pixels of an image of 200 x 200, and prep"
+        RuntimeError, match="row 0, column 'images': image 0: the image processor makes 16 rows of pixels"
     ):
         loader.load(dataset[0][0].images)
 
@@ -188,7 +188,7 @@ def test_a_file_that_is_broken_below_its_header(tmp_path):
     data = encoded(noise(60, 40), "JPEG")
     rows = [{"messages": [user([{"type": "image", "bytes": data[: len(data) // 2]}]), assistant("That.")]}]
     dataset = prepared(rows, tmp_path, limits=ImageLimits(check="header"))
-    with pytest.raises(BadImage, match=r"train, row 0.*cut off"):
+    with pytest.raises(BadImage, match=r"train, row 0, column 'messages': message 0, part 0: .*cut off"):
         loader_for(dataset, rows).load(dataset[0][0].images)
 
 

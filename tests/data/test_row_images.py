@@ -310,6 +310,14 @@ def test_every_bad_image_is_named_with_row_and_column(bad_rows, tmp_path):
     assert [unit[0].row for unit in dropped] == list(range(0, len(rows), 2))
 
 
+def test_this_machine_is_not_asked_for_images(tmp_path):
+    row = {"image": "http://127.0.0.1:9/b.png", "messages": chat(ASK)}
+    limits = ImageLimits(allow_urls=True, download_folder=tmp_path / "downloads")
+    with pytest.raises(BadRowsError, match=r"row 0, column 'image': .*127\.0\.0\.1") as caught:
+        prepared([row], tmp_path, limits=limits)
+    assert caught.value.problems[0].kind == "image_url"
+
+
 def test_several_faults_of_one_row_are_all_said(tmp_path):
     row = {"images": [b"", None], "messages": [user([HOLE, HOLE, ASK]), user("Again?"), ANSWER]}
     with pytest.raises(BadRowsError) as caught:

@@ -243,5 +243,7 @@ def _miscounted(row: Row, images: list[RowImage], counts: dict[str, int]) -> Fin
             f"has image parts without an image, and the row has neither 'image' nor 'images' to fill them ({places})"
         )
         return Finding("image_count", column, reason)
-    reason = f"holds {len(images)} image{plural}, and the places for images in the messages are others: {places}"
+    reason = (
+        f"holds {len(images)} image{plural}, which must be as many as the places for images in the messages ({places})"
+    )
     return Finding("image_count", column, reason)

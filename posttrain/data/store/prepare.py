@@ -145,6 +145,7 @@ class PreparedDataset:
             self._units = np.random.default_rng(options.shuffle_seed).permutation(self._units)
         self._samples = self._sample_numbers()
         self._count_kept()
+        del self._windows  # of its arrays only starts and stops are needed from now on
         decided_by = [store.folder.name, self.max_length, options.truncation_mode, options.shuffle_seed, len(self)]
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(decided_by).encode())
 
