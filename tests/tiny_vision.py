@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import util
 from typing import Any
@@ -71,10 +71,10 @@ def needs_torchvision(family: str) -> None:
         pytest.skip("The processor of smolvlm cannot be built without num2words, which is not installed here.")
 
 
-def tokenizer(**named: str) -> PreTrainedTokenizerFast:
-    """One token per byte, and named control tokens, which processors read as attributes."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+def tokenizer(merges: Sequence[tuple[str, str]] = (), **named: str) -> PreTrainedTokenizerFast:
+    """One token per byte and per merge, and named control tokens, which processors read as attributes."""
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
+    backend = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=list(merges)))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(

@@ -73,7 +73,7 @@ def images_by_message(messages: list[dict[str, Any]]) -> dict[int, list[RowImage
 
 
 def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The messages as templates of vision-language models take them: every content is a list, and image parts say no more than that.
+    """The messages as templates of vision-language models take them: contents are lists, and image parts have a type only.
 
     Some of those templates look at `content[0].type`, or walk through a text as if its characters were parts.
     """
@@ -81,9 +81,17 @@ def for_template(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for message in messages:
         parts = as_parts(message.get("content"))
         if isinstance(parts, list):
-            message = message | {"content": [{"type": IMAGE} if is_image(part) else part for part in parts]}
+            message = message | {"content": list(map(_bare, parts))}
         converted.append(message)
     return converted
+
+
+def _bare(part: Any) -> Any:
+    """An image or a text without other fields: a null 'image' beside a text, as Arrow has it, is an image to some templates."""
+    if is_image(part):
+        return {"type": IMAGE}
+    is_text = isinstance(part, dict) and part.get("type") == "text" and "text" in part
+    return {"type": "text", "text": part["text"]} if is_text else part
 
 
 def join_completion(chat: Conversation) -> tuple[Conversation, int, list[str]]:

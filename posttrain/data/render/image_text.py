@@ -67,7 +67,8 @@ class ExpandedText:
 
     def control_tokens(self, owned: list[Span]) -> list[Span]:
         """The template's control tokens of the text before, and those that stand for images now."""
-        kept = self.moved([span for span in owned if span not in set(self.marks)])
+        marks = set(self.marks)
+        kept = self.moved([span for span in owned if span not in marks])
         new = [(i.start + a, i.start + b) for i in self.images for a, b in i.replacement.control_tokens]
         return sorted(kept + new)
 
@@ -79,7 +80,7 @@ class ImageText:
         self.layouts, self._control, self.train_images = layouts, control, train_images
         self._runs = re.compile(f"(?:{re.escape(layouts.family.placeholder)})+")
         self._mark = re.compile(re.escape(layouts.family.written))
-        self._replacements: dict[int, tuple[ImageLayout, Replacement]] = {}
+        self._replacements: dict[ImageLayout, Replacement] = {}
 
     def fingerprint_state(self) -> list[Any]:
         """All that decides what an image becomes, for `Renderer.fingerprint`."""
@@ -121,11 +122,11 @@ class ImageText:
             layout = self.layouts.layout(height, width)
         except ImageSizeError as error:
             raise RenderError(
-                f"Image {number + 1} of {count}, of {height} x {width} pixels (height x width), cannot be shown to the model: {error}"
+                f"Image {number + 1} of {count}, of {height} x {width} pixels (height x width), cannot be used: {error}"
             ) from error
-        if id(layout) not in self._replacements:  # `layouts` keeps one object per layout
-            self._replacements[id(layout)] = layout, self._collapsed(layout)
-        return self._replacements[id(layout)][1]
+        if layout not in self._replacements:
+            self._replacements[layout] = self._collapsed(layout)
+        return self._replacements[layout]
 
     def _collapsed(self, layout: ImageLayout) -> Replacement:
         placeholder = self.layouts.family.placeholder

@@ -1,7 +1,8 @@
 """Renderer: conversations or plain text -> token ids and the exact mask of trained tokens; token ids -> message.
 
 The template is the tokenizer's own and is never edited. Where nobody's text holds the text of a control token, the ids are
-those of `tokenizer.apply_chat_template`, or of the processor where there are images; where somebody's does, that text becomes ordinary tokens (see special_tokens).
+those of `tokenizer.apply_chat_template`, and with images those of the processor; where somebody's does, that text becomes
+ordinary tokens (see special_tokens). What stands for images is never trained, unless asked for (see image_text).
 Which characters are trained is read off marked renders (see marks and provenance).
 """
 
@@ -28,7 +29,6 @@ from posttrain.data.render.conversation import (
     for_template,
     images_by_message,
     is_assistant,
-    is_image,
     join_completion,
     with_renamed_calls,
     with_text_arguments,
@@ -48,7 +48,7 @@ FindSpans = Callable[[MarkedRender], list[Span]]
 
 BATCH = 512  # texts handed to the tokenizer at once: enough to amortise the call, little to hold in memory
 ORDINARY_KEYS = frozenset(["role", "content", "type", "text", "function", "name", "arguments"])  # not worth a search
-NO_IMAGES = "{} has an image, and this tokenizer belongs to a model of texts: a vision-language model is trained with its processor."
+NO_IMAGES = "{} has an image, and this model reads texts only. Take a vision-language model, or remove the images from the data."
 KNOWN_ROLES = frozenset(["system", "developer", "user", "assistant", "tool", "function", "ipython", "model"])
 
 
@@ -177,7 +177,7 @@ class Renderer:
         return self._encode(chats, render)
 
     def encode_prompts(self, chats: list[Conversation]) -> list[Sample | RenderError]:
-        """Prompts with the generation prompt, or, after an assistant message, ready to continue that message; nothing is trained."""
+        """Prompts with the generation prompt, or, after an assistant message, ready to continue it; nothing is trained."""
         return self._encode(chats, lambda chat: self._expanded(self._rendered_prompt(chat), _images_of(chat)))
 
     def parse(self, ids: Any) -> dict[str, Any]:
@@ -278,7 +278,7 @@ class Renderer:
 
     def _checked_render(self, chat: Conversation, add_generation_prompt: bool = False) -> str:
         self._check_roles(chat)
-        self._check_images(chat)
+        self._check_parts(chat)
         text = self._render(chat.messages, chat.tools, chat.template_kwargs, add_generation_prompt)
         try:
             text.encode()
@@ -293,11 +293,16 @@ class Renderer:
         """As the template gets them."""
         return for_template(messages) if self._image_text else messages
 
-    def _check_images(self, chat: Conversation) -> None:
-        for number, message in enumerate(chat.messages if self._image_text is None else ()):
+    def _check_parts(self, chat: Conversation) -> None:
+        """Images need layouts; and where a template may write placeholders, it could write those of videos and sounds, too."""
+        for number, message in enumerate(chat.messages):
             content = message.get("content")
-            if isinstance(content, list) and any(map(is_image, content)):
-                raise RenderError(NO_IMAGES.format(f"Message {number}"))
+            for part in content if isinstance(content, list) else ():
+                kind = part.get("type") if isinstance(part, dict) else None
+                if kind == IMAGE and self._image_text is None:
+                    raise RenderError(NO_IMAGES.format(f"Message {number}"))
+                if kind not in (None, "text", IMAGE) and self._image_text is not None:
+                    raise RenderError(f"Message {number} has a part of type {kind!r}; texts and images are supported.")
 
     def _check_calls_are_written(self, chat: Conversation, text: str, add_generation_prompt: bool) -> None:
         """A template that knows no tools leaves calls out, and an empty turn would be trained: it is asked to write calls that
@@ -380,11 +385,11 @@ class Renderer:
             return replace(self._rendered(chat, add_generation_prompt=True), spans=[])
 
         def find_end(marked: MarkedRender) -> list[Span]:
-            ends = [p.end for p in marked.places_of(last) if p.piece.kind in ("content", IMAGE) and p.verbatim]
-            if not ends:
-                raise RenderError(
-                    f"Message {last} of the assistant has no content that could be continued.", marked.text
-                )
+            places = marked.places_of(last)
+            ends = [p.end for p in places if p.piece.kind == "content" and p.verbatim]
+            if not ends or any(p.end > ends[-1] for p in places if p.piece.kind == IMAGE):
+                why = "ends with an image: end it with a text" if ends else "has no content"
+                raise RenderError(f"Message {last} of the assistant {why} that could be continued.", marked.text)
             return [(0, ends[-1])]
 
         rendered = self._rendered(chat, frozenset([last]), "prompt", find_end)
