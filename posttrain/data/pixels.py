@@ -5,8 +5,9 @@ The only caller of an image processor on real pictures, which it is handed decod
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,20 +36,24 @@ class _Registered:
     store: TokenStore
     limits: ImageLimits
 
-    def open(self, key: bytes, row: int, number: int) -> ImageSource:
+    def open(self, key: bytes, row: int, number: int) -> tuple[ImageSource, str]:
+        """The image, and where it stands, for messages."""
         (found,) = self.rows.rows(row, row + 1)
         payloads = placed_payloads(found)
         if number >= len(payloads):
-            raise BadImage(
-                "image_changed", f"{self.name}, row {row} has lost images since preparation: prepare it again."
-            )
+            reason = f"{self.name}, row {row} has lost images since preparation: prepare the dataset again."
+            raise BadImage("image_changed", reason)
         payload, column, place = payloads[number]
-        return _opened(payload, self.limits, key, f"{self.name}, row {row}, column {column!r}: {place}")
+        where = f"{self.name}, row {row}, column {column!r}: {place}"
+        with named(where):
+            return reopen_image(payload, self.limits, key), where
 
 
-def _opened(payload: Any, limits: ImageLimits, key: bytes, where: str) -> ImageSource:
+@contextlib.contextmanager
+def named(where: str) -> Iterator[None]:
+    """Whatever is wrong with an image is said with its place."""
     try:
-        return reopen_image(payload, limits, key)
+        yield
     except BadImage as error:
         raise BadImage(error.kind, f"{where}{error}") from error
 
@@ -65,7 +70,7 @@ class PixelLoader:
         dtype: torch.dtype = torch.float32,
         cache_bytes: int = 0,
     ) -> None:
-        """`options` are those of preparation's ImageLayouts. Images are kept in `cache_bytes` of memory, for when they come again."""
+        """`options` are those of preparation's ImageLayouts. Images that come again are kept in `cache_bytes` of memory."""
         self.family, self.image_processor, self.dtype = family, processor.image_processor, dtype
         # The processor has defaults of its own for the images that it is given, which differ from its image processor's.
         defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("images_kwargs") or {}
@@ -87,12 +92,13 @@ class PixelLoader:
 
     def _made(self, image: ImageSpan) -> Tensors:
         source, where = self._source(image)
-        try:
+        with named(where):
             picture = source.rgb()
-        except BadImage as error:
-            raise BadImage(error.kind, f"{where}{error}") from error
         given = [[picture]] if self.family.pixels_in_one_row else [picture]
-        inputs = self.image_processor(given, **self.options)
+        try:
+            inputs = self.image_processor(given, **self.options)
+        except ValueError as error:
+            raise ValueError(f"{where}{type(self.image_processor).__name__} refuses the image: {error}") from error
         arguments = {key: inputs[key] for key in self.family.forward_keys}
         self._check(image, arguments, where)
         return arguments
@@ -100,11 +106,12 @@ class PixelLoader:
     def _source(self, image: ImageSpan) -> tuple[ImageSource, str]:
         """The image, and where it stands, for messages."""
         if isinstance(image, StreamedSpan):
-            return _opened(image.payload, image.limits, image.key, image.place), image.place
+            with named(image.place):
+                return reopen_image(image.payload, image.limits, image.key), image.place
         for dataset in self._datasets:
             place = dataset.store.find_image(image.key)
             if place is not None:
-                return dataset.open(image.key, *place), f"{dataset.name}, row {place[0]}: "
+                return dataset.open(image.key, *place)
         names = ", ".join(dataset.name for dataset in self._datasets) or "none"
         raise LookupError(f"The image {image.key.hex()} is in none of the datasets that pixels are made of ({names}).")
 

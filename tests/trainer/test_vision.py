@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from tests.trainer.vision_runs import METHODS_WITH_IMAGES, gradient, trainer_of

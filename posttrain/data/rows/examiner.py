@@ -207,6 +207,8 @@ class RowExaminer:
             return
         columns = [column for column in PLAIN_COLUMNS if isinstance(rows[0].get(column), str)]
         texts = ["\n".join(row[column] for column in columns) for row in rows]
+        if self.renderer.layouts is not None:  # the place of an image is meant
+            texts = [text.replace(self.renderer.layouts.family.written, "") for text in texts]
         self.tally.control_token_rows += self.renderer.count_control_tokens(texts)
 
     def _count_lost_tools(self, rows: list[Row]) -> None:

@@ -35,9 +35,10 @@ from posttrain.data.rows.foreign_formats import (
     value_kind,
 )
 from posttrain.data.rows.reading import PAIR_NUMBERS, Reading
-from posttrain.data.rows.row_images import IMAGE_COLUMNS, MARKER, counts_markers
+from posttrain.data.rows.row_images import IMAGE_COLUMNS, MARKER, counts_markers, num_column_images
 
 CHAT_EXTRAS = ("tools", "chat_template_kwargs", "trained_roles", *IMAGE_COLUMNS)
+MEDIA_COLUMNS = ("video", "videos", "audio", "audios")
 IMAGES = "images"
 """The column of a clean row of plain text that holds its RowImages."""
 
@@ -214,13 +215,8 @@ class Detection:
         if not isinstance(row, dict):
             wrong = Finding("row_not_dict", "", f"the row is {describe(row)}, a dict of columns is needed")
             return {}, [wrong], set(), []
-        reading, row = self.reading(vocab_size), parsed_messages(row)
-        row = reading.open_images(row)
-        if self.from_value_columns:
-            row = convert_message_columns(row, self.from_value_columns)
-        if self.foreign is not None:
-            row = self.foreign.read(row, reading.found, self.conversational)
-        row = reading.place_images(row)
+        reading = self.reading(vocab_size)
+        row = reading.place_images(self.converted(reading.open_images(parsed_messages(row)), reading.found))
         clean = row if reading.found else self.format.read(row, reading)
         if reading.column_images and not self.conversational:
             clean = {**clean, IMAGES: reading.column_images}
@@ -230,6 +226,12 @@ class Detection:
         found = [f._replace(column=self.columns.get(f.column, f.column)) for f in dict.fromkeys(reading.found)]
         found = [*dict.fromkeys(reading.bad_images), *(self._explain_other_format(f, row) for f in found)]
         return clean, found, unknown, reading.images
+
+    def converted(self, row: Row, found: list[Finding]) -> Row:
+        """A row of another project's format as one of ours."""
+        if self.from_value_columns:
+            row = convert_message_columns(row, self.from_value_columns)
+        return row if self.foreign is None else self.foreign.read(row, found, self.conversational)
 
     def column_of_role(self, role: str) -> str:
         """The user's column in which the sample that plays `role` ends."""
@@ -306,15 +308,25 @@ def detect(
         )
     _check_options(options, detection, name)
     if options.image_limits is not None:
-        detection = _with_images(detection, rows, options.image_limits)
+        if renderer.layouts is None:
+            raise ValueError(
+                f"`image_limits` are given for {name}, and its renderer was made without `layouts` of images."
+            )
+        detection = _with_images(detection, rows, options.image_limits, name)
     if detection.conversational and not renderer.has_template:
         detection = replace(detection, explanation=f"{detection.explanation}; {adopt_chat_format(renderer)}")
     return detection
 
 
-def _with_images(detection: Detection, rows: Sequence[Any], limits: ImageLimits) -> Detection:
+def _with_images(detection: Detection, rows: Sequence[Any], limits: ImageLimits, name: str) -> Detection:
+    """The detection for a model that sees images."""
+    if unseen := {column for row in rows if isinstance(row, dict) for column in row if column in MEDIA_COLUMNS}:
+        columns = " and ".join(map(repr, sorted(unseen)))
+        raise ValueError(f"{name} has {columns}; videos and audio are not supported: remove what is not to be seen.")
     detection = replace(detection, image_limits=limits)
-    if not detection.conversational or not counts_markers([row for row in rows if isinstance(row, dict)]):
+    ours = [parsed_messages(row) for row in rows if isinstance(row, dict)]
+    counted = [(detection.converted(row, []), num_column_images(row)) for row in ours]
+    if not detection.conversational or not counts_markers(counted):
         return detection
     why = f"{detection.explanation}; every {MARKER!r} in its texts is read as the place of an image, as there are as many images"
     return replace(detection, image_marker=True, explanation=why)

@@ -99,33 +99,31 @@ def _payload_of(part: Mapping[str, Any]) -> Any:
     return payload
 
 
+def num_column_images(row: Row) -> int:
+    return sum(column in IMAGE_COLUMNS for _, column, _ in placed_payloads(row))
+
+
 # ---- placing images --------------------------------------------------------------------------------------------------------
 
 
-def counts_markers(rows: Sequence[Row]) -> bool:
-    """Whether `<image>` in the texts of these rows is where their images stand: as many of them as images, in every row."""
-    counts = [(sum(map(_count_markers, _texts(row))), len(_column_payloads(row))) for row in map(parsed_messages, rows)]
-    return any(markers for markers, _ in counts) and all(markers == images for markers, images in counts)
+def counts_markers(rows: Sequence[tuple[Row, int]]) -> bool:
+    """Whether `<image>` in texts is where images stand: in every row there are as many as the row has images in columns.
+
+    `rows` are in our own format, each with its number of such images.
+    """
+    counts = [
+        (_places(_chats(row, by_marker=True)), _places(_chats(row, by_marker=False)), images) for row, images in rows
+    ]
+    has_markers = any(marked != unmarked for marked, unmarked, _ in counts)
+    return has_markers and all(_firsts(marked, images) is not None for marked, _, images in counts)
 
 
-def _column_payloads(row: Row) -> list[Any]:
-    return [payload for payload, column, _ in placed_payloads(row) if column in IMAGE_COLUMNS]
+def _chats(row: Row, by_marker: bool) -> dict[str, list[Any]]:
+    return {column: _chat(row[column], by_marker) for column in PLACED_COLUMNS if _is_chat(row.get(column))}
 
 
-def _count_markers(text: str) -> int:
-    return text.count(MARKER)
-
-
-def _texts(row: Row) -> Iterator[str]:
-    """All texts of the conversations of a row."""
-    for column in CHAT_COLUMNS:
-        value = row.get(column)
-        for message in value if isinstance(value, list) else [value]:
-            content = message.get("content", message.get("value")) if isinstance(message, Mapping) else None
-            for part in content if isinstance(content, list) else [content]:
-                text = part.get("text") if isinstance(part, Mapping) else part
-                if isinstance(text, str):
-                    yield text
+def _places(chats: dict[str, list[Any]]) -> dict[str, int]:
+    return {column: sum(map(_num_places, messages)) for column, messages in chats.items()}
 
 
 def with_images_placed(row: Row, images: list[RowImage], by_marker: bool, found: list[Finding]) -> Row:
@@ -134,14 +132,15 @@ def with_images_placed(row: Row, images: list[RowImage], by_marker: bool, found:
     Places are image parts without a payload and, `by_marker`, every `<image>` of a text, in the order of the messages. Of a pair,
     both sides may show the same images. Without any place, images come before the text of the first user's turn.
     """
-    chats = {column: _chat(row[column], by_marker) for column in PLACED_COLUMNS if _is_chat(row.get(column))}
-    counts = {column: sum(map(_num_places, messages)) for column, messages in chats.items()}
+    chats = _chats(row, by_marker)
+    counts = _places(chats)
     if not images and not any(counts.values()):
         return row
     if not any(counts.values()) and not _has_image(chats):
         placed = {column: _before_question(messages, images) for column, messages in chats.items() if _asks(messages)}
     else:
-        placed = _filled(chats, counts, images)
+        firsts = _firsts(counts, len(images)) or {}
+        placed = {column: _fill(chats[column], iter(images[first:])) for column, first in firsts.items()}
     if not placed:
         found.append(_miscounted(row, images, counts))
         return row
@@ -210,20 +209,18 @@ def _before_question(messages: list[Any], images: list[RowImage]) -> list[Any]:
     return [*messages[:asked], {**messages[asked], "content": [*shown, *parts]}, *messages[asked + 1 :]]
 
 
-def _filled(chats: dict[str, list[Any]], counts: dict[str, int], images: list[RowImage]) -> dict[str, list[Any]] | None:
-    """Places filled in order, if there are as many as images: over all columns, or in each side of a pair, after its prompt, or in
-    each column alone. No counts fit two of these in different ways."""
+def _firsts(counts: dict[str, int], images: int) -> dict[str, int] | None:
+    """The first image of each column's places, if places are as many as images: over all columns, or in each side of a pair, after
+    its prompt, or in each column alone. No counts fit two of these in different ways; None where they fit none."""
     prompt = counts.get("prompt", 0)
     sides = {column: count for column, count in counts.items() if column != "prompt"}
-    if sum(counts.values()) == len(images):
-        firsts = dict(zip(counts, itertools.accumulate(counts.values(), initial=0)))
-    elif sides and all(prompt + count == len(images) for count in sides.values()):
-        firsts = {"prompt": 0, **dict.fromkeys(sides, prompt)}
-    elif any(counts.values()) and all(count in (0, len(images)) for count in counts.values()):
-        firsts = dict.fromkeys(counts, 0)
-    else:
-        return None
-    return {column: _fill(messages, iter(images[firsts[column] :])) for column, messages in chats.items()}
+    if sum(counts.values()) == images:
+        return dict(zip(counts, itertools.accumulate(counts.values(), initial=0)))
+    if sides and all(prompt + count == images for count in sides.values()):
+        return {column: 0 if column == "prompt" else prompt for column in counts}
+    if any(counts.values()) and all(count in (0, images) for count in counts.values()):
+        return dict.fromkeys(counts, 0)
+    return None
 
 
 def _fill(messages: list[Any], images: Iterator[RowImage]) -> list[Any]:
@@ -246,5 +243,7 @@ def _miscounted(row: Row, images: list[RowImage], counts: dict[str, int]) -> Fin
             f"has image parts without an image, and the row has neither 'image' nor 'images' to fill them ({places})"
         )
         return Finding("image_count", column, reason)
-    reason = f"holds {len(images)} image{plural}, and the places for images in the messages are others: {places}"
+    reason = (
+        f"holds {len(images)} image{plural}, which must be as many as the places for images in the messages ({places})"
+    )
     return Finding("image_count", column, reason)

@@ -80,7 +80,7 @@ class StoredUnits:
         self.whole, self.prompts = self._hashes()
 
     def _hashes(self) -> tuple[np.ndarray, np.ndarray]:
-        """(units,) of all tokens, and of those before the first trained one (all of them where none is trained)."""
+        """(units,) of all tokens and images, and of those before the first trained one (all of them where none is trained)."""
         store, units = self.store, self.prepared.units
         whole, prompts = np.empty((2, len(units)), dtype=np.uint64)
         for place, unit in enumerate(units):
@@ -88,11 +88,13 @@ class StoredUnits:
             hashed = xxhash.xxh3_64()
             for number in range(first, last):
                 hashed.update(store.tokens_of(number).tobytes())
-                hashed.update(b"|")
+                hashed.update(b"".join([b"|", *(image.key for image in store.images_of(number))]))
             whole[place] = hashed.intdigest()
             tokens = store.tokens_of(first)
             begin = store.first_trained(first)
-            prompts[place] = xxhash.xxh3_64_intdigest(tokens[: begin if begin > 0 else len(tokens)].tobytes())
+            end = begin if begin > 0 else len(tokens)
+            keys = (image.key for image in store.images_of(first) if image.stop <= end)
+            prompts[place] = xxhash.xxh3_64_intdigest(b"".join([tokens[:end].tobytes(), *keys]))
         return whole, prompts
 
     def repeats(self, hashes: np.ndarray) -> np.ndarray:

@@ -41,6 +41,7 @@ from posttrain.data.store.token_store import (
 logger = logging.getLogger(__name__)
 
 BATCH_ROWS = 1000
+IMAGE_ROWS = 50  # the same where rows hold images, of megabytes each
 ROWS_PER_WORKER = 5000  # fewer are not worth a process, which needs two seconds to start
 MIN_ROWS, MAX_ROWS = 128, 20_000  # of what a worker takes at once
 LOG_EVERY_S = 10
@@ -71,14 +72,16 @@ class RowSource:
         self.dataset = dataset
         is_table = self.is_arrow and not self.is_transformed
         self._undecoded = without_decoding(dataset.features) if is_table else None
+        holds_bytes = is_table and "binary" in str(dataset.features.arrow_schema)
+        self.batch_rows = IMAGE_ROWS if holds_bytes else BATCH_ROWS
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def batches(self, start: int, stop: int) -> Iterator[tuple[int, list[Row]]]:
         """(number of the first row, rows)"""
-        for first in range(start, stop, BATCH_ROWS):
-            yield first, self.rows(first, min(first + BATCH_ROWS, stop))
+        for first in range(start, stop, self.batch_rows):
+            yield first, self.rows(first, min(first + self.batch_rows, stop))
 
     def rows(self, start: int, stop: int) -> list[Row]:
         if self._undecoded is not None:
@@ -105,8 +108,8 @@ class RowSource:
 
     def tables(self) -> Iterator[pa.Table]:
         tables = self.dataset.with_format("arrow")
-        for first in range(0, len(self), 10 * BATCH_ROWS):
-            yield tables[first : first + 10 * BATCH_ROWS]
+        for first in range(0, len(self), 10 * self.batch_rows):
+            yield tables[first : first + 10 * self.batch_rows]
 
     def in_a_file(self, path: Path) -> RowSource:
         """The same rows where other processes can map them into memory, if they are a table that is in ours only."""

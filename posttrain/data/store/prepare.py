@@ -65,7 +65,7 @@ def prepare_dataset(
     if not len(dataset):
         raise ValueError(f"{name} has no rows.")
     source = RowSource(dataset, columns_read(options))
-    options, image_files = _with_images_decided(source, renderer, options, name)
+    options, image_files = _with_images_decided(source, options)
     detection = detect(RowSource(dataset, None).rows(0, PEEKED_ROWS), formats, renderer, options, name)
     key = store_key(source, detection, renderer, options, image_files)
 
@@ -100,15 +100,11 @@ def has_images(dataset: Any) -> bool:
     return any(row_images(row) for row in rows)
 
 
-def _with_images_decided(
-    source: RowSource, renderer: Renderer, options: PrepareOptions, name: str
-) -> tuple[PrepareOptions, str]:
+def _with_images_decided(source: RowSource, options: PrepareOptions) -> tuple[PrepareOptions, str]:
     """The options with `check="auto"` decided by the number of images, once for all workers; a digest of the files of images."""
     limits = options.image_limits
     if limits is None:
         return options, ""
-    if renderer.layouts is None:
-        raise ValueError(f"`image_limits` are given for {name}, and the renderer was made without `layouts` of images.")
     count, files = survey_images(source, limits)
     return replace(options, image_limits=limits.for_images(count)), files
 
@@ -157,6 +153,7 @@ class PreparedDataset:
             self._units = np.random.default_rng(options.shuffle_seed).permutation(self._units)
         self._samples = self._sample_numbers()
         self._count_kept()
+        del self._windows  # of its arrays only starts and stops are needed from now on
         decided_by = [store.folder.name, self.max_length, options.truncation_mode, options.shuffle_seed, len(self)]
         self.fingerprint = xxhash.xxh3_128_hexdigest(json.dumps(decided_by).encode())
 

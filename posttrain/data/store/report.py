@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from posttrain.core.sample import Unit
 from posttrain.data.packing import Packing
 from posttrain.data.rows.label_report import LabelReport
 
@@ -22,6 +23,16 @@ class ImageReport:
     cut: int = 0  # images cut off with the end of samples
     rows_cut: int = 0
     rows_by_images: dict[int, int] = field(default_factory=dict)  # images of a row -> rows
+
+    def add(self, unit: Unit, images: int, whole: Unit) -> None:
+        """Count a row of so many images, which was `whole` before it was cut."""
+        cut = sum(len(sample.images) for sample in whole) - sum(len(sample.images) for sample in unit)
+        self.cut, self.rows_cut = self.cut + cut, self.rows_cut + (cut > 0)
+        tokens = [image.stop - image.start for sample in unit for image in sample.images]
+        self.images += images
+        self.tokens += sum(tokens)
+        self.longest = max([self.longest, *tokens])
+        self.rows_by_images[images] = self.rows_by_images.get(images, 0) + 1
 
     def sentences(self) -> list[str]:
         rows = ", ".join(f"{rows:,} rows with {number}" for number, rows in sorted(self.rows_by_images.items()))

@@ -9,6 +9,7 @@ import itertools
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ import torch.utils.data
 from posttrain.core.sample import ImageSpan, Sample, Unit
 from posttrain.data.images.streamed_span import StreamedSpan
 from posttrain.data.options import DROP, ERROR, PrepareOptions
-from posttrain.data.packing import CUTTING_STRATEGIES, MERGING_STRATEGIES, merge, packing_strategy
+from posttrain.data.packing import CUTTING_STRATEGIES, MERGING_STRATEGIES, check_packing, merge, packing_strategy
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, ProblemLog
 from posttrain.data.rows.examiner import RowExaminer
@@ -29,7 +30,7 @@ from posttrain.data.rows.foreign_formats import Row
 from posttrain.data.rows.formats import RowFormat, detect
 from posttrain.data.rows.row_images import placed_payloads
 from posttrain.data.store.building import without_decoding
-from posttrain.data.store.report import CUTS_IMAGES, TOO_LONG, UNTRAINED, PreparationReport
+from posttrain.data.store.report import CUTS_IMAGES, TOO_LONG, UNTRAINED, ImageReport, PreparationReport
 from posttrain.data.truncation import windows_of_unit
 
 logger = logging.getLogger(__name__)
@@ -69,7 +70,8 @@ class PreparedStream(torch.utils.data.IterableDataset):
         self.report = self._new_report()
 
     def _new_report(self) -> PreparationReport:
-        return PreparationReport(self.name, self.detection.explanation)
+        images = ImageReport() if self.options.image_limits is not None else None
+        return PreparationReport(self.name, self.detection.explanation, images=images)
 
     def _check_head(self, head: list[Any]) -> None:
         """Everything that is wrong with the first rows, in one error."""
@@ -103,7 +105,11 @@ class PreparedStream(torch.utils.data.IterableDataset):
             batch = list(itertools.islice(rows, BATCH_ROWS))
             if not batch:
                 return
-            for row, result in enumerate(examiner.examine(batch, first), first):
+            results = examiner.examine(batch, first)
+            numbers = {(row, key): number for key, row, number in examiner.images}
+            images_of = Counter(row for _, row, _ in examiner.images)
+            examiner.images.clear()
+            for row, result in enumerate(results, first):
                 self.report.rows_read += 1
                 unit = self._cut(result) if isinstance(result, tuple) else result
                 if isinstance(unit, list):
@@ -112,22 +118,24 @@ class PreparedStream(torch.utils.data.IterableDataset):
                     self.report.kept += 1
                     self.report.tokens += sum(map(len, unit))
                     self.report.trained_tokens += sum(sample.num_trained for sample in unit)
-                    yield batch[row - first], self._with_payloads(unit, batch[row - first], row)
+                    if self.report.images is not None:
+                        self.report.images.add(unit, images_of[row], result)
+                    yield batch[row - first], self._with_payloads(unit, batch[row - first], row, numbers)
             self.report.control_token_rows = examiner.tally.control_token_rows
             self.report.notes = dict(examiner.tally.notes)
 
-    def _with_payloads(self, unit: Unit, raw: Row, row: int) -> Unit:
+    def _with_payloads(self, unit: Unit, raw: Row, row: int, numbers: dict[tuple[int, bytes], int]) -> Unit:
         """The unit whose spans carry their images: the row will be gone when its batch is made."""
         if not any(sample.images for sample in unit):
             return unit
-        payloads = iter(placed_payloads(raw))
-        images = {image.key: next(payloads) for image in self.detection.read_with_images(raw)[3]}
-        return tuple(replace(s, images=tuple(self._carrying(i, images[i.key], row) for i in s.images)) for s in unit)
+        payloads = placed_payloads(raw)
 
-    def _carrying(self, span: ImageSpan, image: tuple[Any, str, str], row: int) -> StreamedSpan:
-        payload, column, place = image
-        where = f"{self.name}, row {row}, column {column!r}: {place}"
-        return StreamedSpan.of(span, payload, self.options.image_limits, where)
+        def carrying(span: ImageSpan) -> StreamedSpan:
+            payload, column, place = payloads[numbers[row, span.key]]
+            where = f"{self.name}, row {row}, column {column!r}: {place}"
+            return StreamedSpan.of(span, payload, self.options.image_limits, where)
+
+        return tuple(replace(sample, images=tuple(map(carrying, sample.images))) for sample in unit)
 
     def _refuse(self, row: int, findings: list[Finding]) -> None:
         file = Path(self.options.bad_rows_file) if self.options.bad_rows_file is not None else None
@@ -143,6 +151,8 @@ class PreparedStream(torch.utils.data.IterableDataset):
     def _cut(self, unit: Unit) -> Unit | list[Finding]:
         """The unit within max_length; findings where that is an error, and () where it is dropped and counted."""
         limit, mode = self.options.max_length, self.options.truncation_mode
+        if self.options.packing and any(sample.images for sample in unit):
+            check_packing(self.options.packing, self.name)
         if self.options.packing and self.options.packing not in CUTTING_STRATEGIES:
             limit = None
         longest = max(map(len, unit))

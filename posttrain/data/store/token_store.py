@@ -129,7 +129,7 @@ def _stored_span(span: ImageSpan) -> tuple[Any, ...]:
 
 def _read_span(stored: np.void) -> ImageSpan:
     start, stop, height, width, grid, key = stored.tolist()
-    return ImageSpan(start, stop, key, (height, width), tuple(number for number in grid if number >= 0))
+    return ImageSpan(start, stop, key, (height, width), tuple(number for number in grid.tolist() if number >= 0))
 
 
 def trained_ranges(masks: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
