@@ -95,8 +95,8 @@ def prepare_process(args: BaseConfig) -> None:
 def renderer_of(
     model: str | Path | nn.Module, processing_class: Any, args: BaseConfig, trainer: str
 ) -> tuple[Renderer, Vision | None]:
-    """What renders a run's rows, with its tokenizer, and what shows it images. Where it has to find a chat format itself, it knows the
-    type of the model."""
+    """What renders a run's rows, with its tokenizer, and what shows it images. Where it has to find a chat format itself, it knows
+    the type of the model."""
     if processing_class is None:
         load = load_processing_class if isinstance(args, ImageConfig) else load_tokenizer
         processing_class = load(model, args.model_init_kwargs, args.trust_remote_code)
@@ -267,7 +267,7 @@ def prepared_rows(
 
 
 def _longest(args: BaseConfig, dataset: Any, vision: Vision) -> int | None:
-    """`max_length`; left at its default, which is less than one photograph in many families, the model's context for rows with images."""
+    """`max_length`; left at its default, which is less than one photograph in many families, the context for rows with images."""
     if "max_length" in args.set_by_user() or getattr(args, "packing", False) or not has_images(dataset):
         return args.max_length
     if args.should_log:

@@ -284,8 +284,8 @@ class OnlineTrainer(BaseTrainer):
         )
         if self.shown_pixels is not None and not getattr(engine, "reads_images", False):
             raise ValueError(
-                f"{type(innermost_model(model)).__name__} cannot be shown images by the native engine, which alone writes after images "
-                "so far. Train it with an offline method, or take a model of another family."
+                f"{type(innermost_model(model)).__name__} cannot be shown images by the native engine, which alone writes after "
+                "images so far. Train it with an offline method, or take a model of another family."
             )
         return engine
 

@@ -1,4 +1,4 @@
-"""What a trainer has where its model sees images: the family, what images become in texts, their pixels, and a probe of the model."""
+"""What a trainer has where its model sees images: the family, what images become in texts, pixels, and a probe of the model."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class Vision:
             self.pixels.add(dataset, store, name)
 
     def load_options(self, args: ImageConfig, renderer: Renderer) -> dict[str, Any]:
-        """Arguments of LoadOptions. What no image will reach is not trained: under DDP a tower without a gradient would be an error,
-        and weight decay would shrink it."""
+        """Arguments of LoadOptions. What no image will reach is not trained: DDP would wait for gradients of the tower, and weight
+        decay would shrink it."""
         frozen = args.frozen_parts
         if not self.datasets_with_images:
             frozen = tuple(dict.fromkeys([*frozen, TOWER, PROJECTOR]))

@@ -1,4 +1,4 @@
-"""A tiny LLaVA learns to read handwritten digits, from scratch, and reads the image of its row: shuffled or blank ones tell it nothing.
+"""A tiny LLaVA learns to read handwritten digits, and reads the image of its row: shuffled or blank ones tell it nothing.
 
 The saved model is asked by transformers alone, with the processor that was saved beside it.
 """
