@@ -328,6 +328,8 @@ def _images(
         for image in sample.images:
             here = places[start + image.start : start + image.stop]
             tokens[int(here[0])] = image, here
+    if pixels is not None:
+        _refuse_strays(samples, pixels.family)
     if not tokens:
         return None
     if pixels is None:
@@ -345,6 +347,19 @@ def _images(
         placeholders=tuple(map(len, placeholders)),
         **_per_token_of_images(placeholders, ids.shape, family),
     )
+
+
+def _refuse_strays(samples: list[Sample], family: VisionFamily) -> None:
+    """A placeholder that belongs to no image would be given the features of the next one, by models that do not count."""
+    for sample in samples:
+        stray = sample.input_ids == family.placeholder_id
+        for image in sample.images:
+            stray[image.start : image.stop] = False
+        if stray.any():
+            raise ValueError(
+                f"The sample of row {sample.row} has the placeholder of images ({family.placeholder!r}) at token {stray.argmax()}, "
+                "and no image stands there: take it out of the text, or give the row its image."
+            )
 
 
 def _per_token_of_images(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.sample import ImageSpan, Sample
 from posttrain.data.collate import collate, shared_prefix
+from posttrain.data.vision.families import FAMILIES
 
 ROLES = ("chosen", "rejected")
 
@@ -109,3 +112,20 @@ def test_every_layout_asks_the_same_questions(rows):
                 mine = getattr(batch, name).flatten()[getattr(batch, places)]
                 assert torch.equal(mine, getattr(ragged, name).flatten()[getattr(ragged, places)])
     assert shared.input_ids.shape[1] == ragged.input_ids.shape[1] - sum(shared_prefix(unit) for unit in units)
+
+
+class Unseen:
+    """Pixels of a family whose placeholder is token 9; no test here makes any."""
+
+    family = replace(FAMILIES["llava"], placeholder="<image>", placeholder_id=9)
+
+    def load(self, images):
+        return {"pixel_values": torch.zeros(len(images), 1)}
+
+
+def test_a_placeholder_without_an_image_is_refused():
+    """Some models would give it the features of the next image."""
+    with pytest.raises(ValueError, match=r"row 3 has the placeholder of images \('<image>'\) at token 4"):
+        collate([(replace(shows((1, 3, b"a")), row=3),)], ("text",), RAGGED, pixels=Unseen())
+    batch = collate([(shows((1, 3, b"a"), (4, 6, b"b")),)], ("text",), RAGGED, pixels=Unseen())
+    assert batch.images.placeholders == (2, 2)

@@ -13,6 +13,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 import pytest
 
+from posttrain.core.sample import ImageSpan
 from posttrain.core.transport import ServerError, ServerGone, ServerRefused, ServerSlow
 from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Prompt, SamplingParams, generate
 from posttrain.rollout.engines.vllm import fleet
@@ -102,6 +103,9 @@ def assert_whole(completion, prompt, version):
     assert completion.sampling_logps.tolist() == [-0.5] * prompt.max_tokens
 
 
+SHOWN = ImageSpan(0, 1, bytes(16), (8, 8), (1,))
+
+
 def test_completions_versions_and_errors_of_single_prompts(attach):
     engine = attach(count=2)
     assert (engine.context, engine.vocabulary, engine.version) == (4096, 100_000, 0)
@@ -110,7 +114,7 @@ def test_completions_versions_and_errors_of_single_prompts(attach):
         engine.load_weights(numbered(version), version)
         for completion, prompt in zip(generate(engine, asked, SamplingParams(50)), asked):
             assert_whole(completion, prompt, version)
-    bad = [Prompt([]), Prompt(np.ones(4096)), Prompt([100_000]), Prompt([1], media={"pixels": 1}), Prompt([5])]
+    bad = [Prompt([]), Prompt(np.ones(4096)), Prompt([100_000]), Prompt([1, 1], images=(SHOWN,)), Prompt([5])]
     *failed, good = generate(engine, bad, SamplingParams(3, stop_ids=(9,)))
     assert [one.finish_reason for one in failed] == [ERROR] * 4
     assert "no room in a context of 4096" in failed[1].error
