@@ -71,7 +71,9 @@ def side_of(config: RunConfig, args: Any) -> Any:
 
 def config_of(config: RunConfig) -> Any:
     """The method's config, with its own checks done."""
+    from posttrain.cli.running.datasets_of import image_root
     from posttrain.methods.table import METHODS
+    from posttrain.trainer.options.images import ImageConfig
 
     options = config.group(*CONFIG_GROUPS)
     options["model_init_kwargs"] = _model_arguments(config, options.get("model_init_kwargs"))
@@ -81,6 +83,8 @@ def config_of(config: RunConfig) -> Any:
         options["output_dir"] = f"runs/{Path(model_name(config)).name}-{config.method}"
     args = METHODS[config.method].config_class(**options)
     METHODS[config.method].trainer_class.check_options(args)
+    if isinstance(args, ImageConfig) and args.image_root is None:
+        args.image_root = image_root(config)
     return args
 
 

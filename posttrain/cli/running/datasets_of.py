@@ -36,6 +36,23 @@ def datasets_of(config: RunConfig) -> tuple[Any, Any]:
     return train, None
 
 
+def image_root(config: RunConfig) -> str | None:
+    """Where paths of images may lead that rows name, unless options say so: the folder of the data. What a dataset of the Hub names
+    lies in the cache of downloads, if anywhere: a file that somebody else wrote must not open any file of this machine."""
+    import datasets
+
+    names = [entry if isinstance(entry, str) else entry.get("path") for entry in config.get("datasets") or ()]
+    names = [name for name in names or [config.get("dataset_name")] if name]
+    if not names:
+        return None
+    folders = {
+        os.path.abspath(name if os.path.isdir(name) else os.path.dirname(name))
+        for name in names
+        if os.path.exists(name)
+    }
+    return os.path.commonpath(folders) if folders else os.fspath(datasets.config.HF_DATASETS_CACHE)
+
+
 def _refuse_idle_evaluation(config: RunConfig) -> None:
     """Rows to evaluate on, in a run that never evaluates, are a mistake: nobody would look at them.
 
