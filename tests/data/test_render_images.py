@@ -233,7 +233,7 @@ def test_ids_are_the_processors_and_masks_are_the_oracles(family: str, chat: Con
     compare(family, chat)
 
 
-@pytest.mark.slow
+@pytest.mark.trust
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=2000)
 @given(chat=conversations())
