@@ -24,4 +24,5 @@ if [ ! -x "$theirs" ]; then
     echo "$shared" > "$("$theirs" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/shared.pth"
     "$theirs" $install trl==1.16.0 >&2
 fi
+"$theirs" -m tests.torchvision_on_cpu  # image processors need torchvision, which a CPU build of torch must be readied for
 echo "$theirs"

@@ -19,6 +19,7 @@ class Case:
     trl: dict[str, Any] = field(default_factory=dict)  # on TRL's side only, to ask for ours
     model: str = "causal"
     tokenizer: str = "tokenizer"
+    sees: bool = False  # it reads images; its processor lies beside it
     adapter: str | None = None  # "loaded": a PeftModel is given; "new": a peft_config, then the saved initialisation
     reference: str | None = None  # explicit `ref_model`
     teacher: str | None = None  # `teacher_model`

@@ -16,6 +16,7 @@ from benchmarks.parity.case import Case
 from benchmarks.parity.differences import DIFFERENCES
 from benchmarks.parity.policy_cases import POLICY_CASES
 from benchmarks.parity.teacher_cases import TEACHER_CASES
+from benchmarks.parity.vision_cases import TOKEN_NUMBERS, VISION_CASES
 
 SHARED_OPTIONS: dict[str, Any] = {
     "learning_rate": 1e-3,
@@ -40,7 +41,6 @@ ONE_MICRO_BATCH = {"2x2": "1x4", "2x4": "1x8"}
 """A step in two micro-batches -> the same step in one."""
 STEP_MEANS = dict.fromkeys(("entropy", "mean_token_accuracy", "logits/*"), "step-means")
 """Means over tokens: they depend on the split in TRL, never here."""
-TOKEN_NUMBERS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "weights:*")
 EVERYTHING = ("loss", "grad_norm", "rewards/*", "logps/*", "*reward", "accuracy", "margin", "weights:*")
 EVALUATION = {"eval_num_tokens": "eval-num-tokens"}
 UNEVEN_EVALUATION = {**EVALUATION, "eval_*": "evaluation-whole"}
@@ -336,7 +336,7 @@ REFUSED_CASES = [
 ]
 
 TABLE = [*SFT_CASES, *DPO_LOSS_CASES, *DPO_CASES, *REWARD_CASES, *REFUSED_CASES, *OFFLINE_CASES]
-TABLE += [*POLICY_CASES, *TEACHER_CASES]
+TABLE += [*POLICY_CASES, *TEACHER_CASES, *VISION_CASES]
 
 
 def expanded(table: Iterable[Case]) -> list[Case]:

@@ -20,6 +20,18 @@ def delta_first(trainer: Any) -> None:
     trainer.bco_loss = bco_loss
 
 
+def mask_placeholders(trainer: Any) -> None:
+    """SFT without the loss of placeholders of images."""
+    of_trl, placeholder = trainer.data_collator, trainer.model.config.image_token_id
+
+    def collate(examples: Any) -> Any:
+        made = of_trl(examples)
+        made["labels"][made["input_ids"] == placeholder] = -100
+        return made
+
+    trainer.data_collator = collate
+
+
 def written_tokens(trainer: Any) -> None:
     """IW-OPD and GOLD divide by the tokens that were written, not by those of the dataset's completions."""
     of_trl = trainer.compute_loss

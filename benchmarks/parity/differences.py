@@ -52,6 +52,11 @@ DIFFERENCES: dict[str, str] = {
     "minillm-long-term": "MiniLLM: beside the exact step, advantages begin with the token behind; TRL's count the step twice",
     "minillm-unrewarded": "MiniLLM without rewards logs none; TRL rewards each completion with 1",
     "server-tokens-of-the-step": "server distillation: a mean over the tokens of the step; TRL averages the means of micro-batches",
+    "image-tokens": "placeholders of images are not trained; TRL's SFT trains them in conversations",
+    "image-length": "on rows with images the default of max_length is the model's context; TRL cuts at 1024",
+    "image-truncation": "max_length leaves an image whole or leaves it out; TRL's run ends at the step that cuts one",
+    "image-alpha": "what is transparent shows white; in TRL the colour that lies under it",
+    "image-tokens-of-the-step": "SFT divides by the tokens of the step; TRL, with Qwen's VL models, by those of micro-batches",
     "bad-rows": "rows that cannot teach anything are refused before training; TRL drops them or trains on them",
 }
 """Key -> one line. A key in cases.py that is not here, or not on the page, fails the test suite."""
@@ -79,5 +84,9 @@ WITNESSED = (
     "server-tokens-of-the-step",
     "cispo-cap",
     "luspo-level",
+    "image-tokens",
+    "image-length",
+    "image-alpha",
+    "image-tokens-of-the-step",
 )
 """Differences whose numbers are proven by a run in which TRL is given the same question: ours must equal that run."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from benchmarks.parity.rows import ROWS, rows
-from tests import tiny
+from benchmarks.parity.vision_cases import FAMILIES
+from tests import tiny, tiny_vision
 
 HERE = Path(__file__).resolve().parent
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"], "lora_dropout": 0.0}
@@ -53,6 +55,10 @@ def write(folder: Path) -> None:
         model = make()
         model.save_pretrained(folder / name)
         tiny.tokenizer().save_pretrained(folder / name)
+    for family in FAMILIES if util.find_spec("torchvision") else ():  # Pillow's processors make other pixels
+        seeing = tiny_vision.vision_model(family)
+        seeing.model.save_pretrained(folder / family)
+        seeing.processor.save_pretrained(folder / family)
     for name, task in LORA_TASK.items():
         _write_adapter(MODELS[name](), task, folder / f"{name}_adapter")
     tiny.tokenizer().save_pretrained(folder / "tokenizer")

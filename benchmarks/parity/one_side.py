@@ -34,12 +34,14 @@ from peft import LoraConfig, PeftModel  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    AutoProcessor,
     AutoTokenizer,
 )
 
-from benchmarks.parity import completions, corrections, served  # noqa: E402
+from benchmarks.parity import completions, corrections, pictures, served  # noqa: E402
 from benchmarks.parity.case import Case  # noqa: E402
 from benchmarks.parity.cases import CASES, SHARED_OPTIONS, chosen  # noqa: E402
 
@@ -64,7 +66,7 @@ def run_case(library: str, case: Case, materials: Path, output: str) -> dict[str
     try:
         with served.teacher(library, case, materials, Path(output)) as options:
             trainer = make_trainer(importlib.import_module(library), case, materials, output, options)
-            before = {name: value.detach().clone() for name, value in trained(trainer).items()}
+            before = {name: value.detach().clone() for name, value in compared(trainer, case).items()}
             trainer.train()
             if case.evaluation:
                 trainer.evaluate()
@@ -73,7 +75,7 @@ def run_case(library: str, case: Case, materials: Path, output: str) -> dict[str
             raise
         return {"error": f"{type(error).__name__}: {error}"}
     logs = [shared(entry) for entry in trainer.state.log_history if "train_runtime" not in entry]
-    return {"logs": logs, "weights": {n: numbers(v, before[n]) for n, v in trained(trainer).items()}}
+    return {"logs": logs, "weights": {n: numbers(v, before[n]) for n, v in compared(trainer, case).items()}}
 
 
 def make_trainer(library: Any, case: Case, materials: Path, output: str, more: dict[str, Any]) -> Any:
@@ -83,7 +85,8 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str, more: d
         library = importlib.import_module(f"trl.experimental.{case.method}")
     options = {**SHARED_OPTIONS, **case.options, **(case.ours if is_ours else case.trl), **more}
     args = getattr(library, f"{title}Config")(output_dir=output, **options)
-    given: dict[str, Any] = {"processing_class": AutoTokenizer.from_pretrained(materials / case.tokenizer)}
+    reader, folder = (AutoProcessor, case.model) if case.sees else (AutoTokenizer, case.tokenizer)
+    given: dict[str, Any] = {"processing_class": reader.from_pretrained(materials / folder)}
     if case.reference:
         given["ref_model"] = load(case, materials, case.reference)
     if case.teacher and case.method != "server_distillation":
@@ -146,7 +149,8 @@ def set_shuffling(is_on: bool) -> None:
 
 
 def load(case: Case, materials: Path, name: str, with_adapter: bool = False) -> Any:
-    model = LOADERS.get(case.method, AutoModelForCausalLM).from_pretrained(materials / name, dtype=torch.float32)
+    plain = AutoModelForImageTextToText if case.sees else AutoModelForCausalLM
+    model = LOADERS.get(case.method, plain).from_pretrained(materials / name, dtype=torch.float32)
     if with_adapter:
         return PeftModel.from_pretrained(model, str(materials / f"{name}_adapter"), is_trainable=True)
     return model
@@ -163,7 +167,8 @@ def set_adapter(model: Any, folder: Path) -> None:
 
 
 def read(path: Path) -> Dataset:
-    return Dataset.from_list([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    return Dataset.from_list([pictures.drawn(row) for row in rows])
 
 
 def train_rows(case: Case, materials: Path) -> Any:
@@ -173,9 +178,10 @@ def train_rows(case: Case, materials: Path) -> Any:
     return dataset.to_iterable_dataset() if case.streamed else dataset
 
 
-def trained(trainer: Any) -> dict[str, torch.Tensor]:
+def compared(trainer: Any, case: Case) -> dict[str, torch.Tensor]:
+    """What is trained; where there is a tower, all: weights of it that no image reaches are parameters of TRL's optimizer, too."""
     model = trainer.accelerator.unwrap_model(trainer.model)
-    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+    return {name: value for name, value in model.named_parameters() if value.requires_grad or case.sees}
 
 
 def numbers(after: torch.Tensor, before: torch.Tensor) -> dict[str, float]:

@@ -19,6 +19,11 @@ WEATHER_TOOL = {
 }
 
 
+def picture(i: int, *, ground: str = "none") -> Row:
+    """A recipe of noise for pictures.py. `ground`: "transparent" has an alpha channel, "white" is the same composed on white."""
+    return {"height": 30 + 7 * (i % 5), "width": 64 - 9 * (i % 4), "seed": i, "ground": ground}
+
+
 def question(i: int) -> str:
     return f"What is {i} + {i}?" + " Please." * (i % 3)
 
@@ -196,6 +201,54 @@ def tokenised_reward_pair(i: int) -> Row:
     return {side: made["prompt_ids"] + made[side] for side in ("chosen_ids", "rejected_ids")}
 
 
+def shown_messages(i: int) -> Row:
+    return {"images": [picture(i)], **messages(i)}
+
+
+def two_shown(i: int) -> Row:
+    content = [{"type": "image", "text": None}, {"type": "text", "text": question(i)}, {"type": "image", "text": None}]
+    said = [{"type": "text", "text": good(i)}]
+    turns = [{"role": "user", "content": content}, {"role": "assistant", "content": said}]
+    return {"images": [picture(i), picture(i + 50)], "messages": turns}
+
+
+def sometimes_shown(i: int) -> Row:
+    """No micro-batch of two rows, in any order of ours, is sure to have an image."""
+    return shown_messages(i) if i % 3 != 1 else {"images": [], **messages(i)}
+
+
+def long_shown(i: int) -> Row:
+    """Longer than 1024 tokens, the default of `max_length`."""
+    return {"images": [picture(i)], "messages": [*user(question(i) + " so" * 340), *assistant(good(i))]}
+
+
+def shown_late(i: int) -> Row:
+    """In every third row 90 tokens do not reach the end of the image."""
+    before = " Look:" * (14 if i % 3 == 0 else 1)
+    content = [{"type": "text", "text": before}, {"type": "image", "text": None}, {"type": "text", "text": "?"}]
+    turns = [
+        {"role": "user", "content": content},
+        {"role": "assistant", "content": [{"type": "text", "text": good(i)}]},
+    ]
+    return {"images": [picture(i)], "messages": turns}
+
+
+def shown_transparent(i: int) -> Row:
+    return {"images": [picture(i, ground="transparent")], **messages(i)}
+
+
+def shown_on_white(i: int) -> Row:
+    return {"images": [picture(i, ground="white")], **messages(i)}
+
+
+def shown_prompt_completion(i: int) -> Row:
+    return {"images": [picture(i)], **prompt_completion_chat(i)}
+
+
+def shown_pair(i: int) -> Row:
+    return {"images": [picture(i)], **chat_pair(i)}
+
+
 ROWS: dict[str, Callable[[int], Row]] = {
     function.__name__: function
     for function in (
@@ -232,6 +285,15 @@ ROWS: dict[str, Callable[[int], Row]] = {
         tokenised_reward_pair,
         prompt_only,
         privileged,
+        shown_messages,
+        two_shown,
+        sometimes_shown,
+        long_shown,
+        shown_late,
+        shown_transparent,
+        shown_on_white,
+        shown_prompt_completion,
+        shown_pair,
     )
 }
 """Name of a kind of row -> row number -> row."""

@@ -55,6 +55,15 @@ class ServedDistillingTrainer(DistillingTrainer):
                 chosen_teacher(self.args.teacher_servers(), {TEACHER_ID: one}, row)
         return rows
 
+    def _refuse_images(self, name: str) -> None:
+        """A server would read placeholders without their images, and teach what a blind model says."""
+        super()._refuse_images(name)
+        if self.args.is_served:
+            raise ValueError(
+                f"The dataset {name} has images, and a teacher on a server is sent token ids only so far: take a method with a "
+                "teacher in memory, such as GKD or Distillation."
+            )
+
     def make_teacher(self, policy: Any) -> ServedTeacher | ServedTeachers | Teacher:
         args = self.args
         if not args.is_served:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests import tiny
+from tests import tiny, tiny_vision
 
 REVISION = "0" * 40
 WITH_TEMPLATE = {
@@ -16,6 +16,8 @@ WITH_TEMPLATE = {
 """Model id -> chat format of its tokenizer."""
 OTHER_FAMILY = "Qwen/Qwen2.5-0.5B-Instruct"
 """With another tokenizer than the others have."""
+SEEING = "llava-hf/llava-interleave-qwen-0.5b-hf"
+"""Reads images; its processor needs Pillow alone."""
 DEMO_CACHE = Path(".cache/posttrain/smollm2-135m-instruct")
 
 
@@ -26,6 +28,8 @@ def plant(home: Path) -> None:
         save(model, snapshot(home, name), tiny.tokenizer(chat_format))
     tokenizer = tiny.merging_tokenizer()
     save(tiny.causal_lm(vocab_size=len(tokenizer)), snapshot(home, OTHER_FAMILY), tokenizer)
+    seeing = tiny_vision.vision_model("llava")
+    save(seeing.model, snapshot(home, SEEING), seeing.processor)
     save(model, home / DEMO_CACHE, tiny.tokenizer("chatml"))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from posttrain.methods.table import METHODS
 from tests.docs.fenced_blocks import ROOT
-from tests.docs.local_hub import WITH_TEMPLATE
+from tests.docs.local_hub import SEEING, WITH_TEMPLATE
 
 SCRIPTS = sorted((ROOT / "examples").glob("*.py"))
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
@@ -39,7 +39,7 @@ def test_examples_name_only_planted_models():
     """A name that the tests do not plant would be a download when the example is first run by a person."""
     for script in SCRIPTS:
         source = script.read_text(encoding="utf-8")
-        assert any(f'"{name}"' in source for name in WITH_TEMPLATE), script.name
+        assert any(f'"{name}"' in source for name in (*WITH_TEMPLATE, SEEING)), script.name
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.name)

@@ -1,0 +1,64 @@
+"""Cases of models that read images: tiny ones of several families, on rows with one image, two images and none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.parity.case import Case
+
+TOKEN_NUMBERS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "weights:*")
+FAMILIES = ("llava", "llava_next", "qwen2_5_vl", "gemma3", "internvl")
+AS_TRL = {"loss_on_image_tokens": True}
+OF_TOKENS = (*TOKEN_NUMBERS, "num_tokens")
+
+
+def seeing(method: str, name: str, family: str, rows: str, **options: Any) -> Case:
+    """The gradient of a tower's key biases is 0 but for rounding, of which Adam would make steps of full size: hence SGD."""
+    options = {"max_steps": 3, "optim": "sgd", "learning_rate": 0.02, **options}
+    return Case(f"{method}-images-{family}-{name}", method, rows, options, model=family, sees=True)
+
+
+def sft(name: str, family: str, rows: str, **options: Any) -> Case:
+    """transformers gives some classes, Qwen2.5-VL's among them, no count of the step's tokens."""
+    split = dict.fromkeys(TOKEN_NUMBERS, "image-tokens-of-the-step") if family == "qwen2_5_vl" else {}
+    return replace(seeing("sft", name, family, rows, **options), differs_when_split=split)
+
+
+def chats(family: str, name: str = "chats", rows: str = "shown_messages", **options: Any) -> Case:
+    """TRL trains everything of a conversation, placeholders too."""
+    return replace(sft(name, family, rows, **options), ours=AS_TRL)
+
+
+def one_split(case: Case, **changes: Any) -> Case:
+    return replace(case, splits=("1x4",), **changes)
+
+
+VISION_CASES = [
+    *(chats(family) for family in FAMILIES),
+    *(chats(family, "two", "two_shown") for family in FAMILIES),
+    *(sft("completions", family, "shown_prompt_completion") for family in FAMILIES),
+    *(seeing("dpo", "sigmoid", family, "shown_pair") for family in FAMILIES),
+    seeing("dpo", "ipo", "llava_next", "shown_pair", loss_type=["ipo"]),
+    *(chats(family, "mixed", "sometimes_shown") for family in ("llava", "qwen2_5_vl", "internvl")),
+    one_split(sft("masked", "llava", "shown_messages"), corrected="mask_placeholders"),
+    one_split(
+        sft("unmasked", "llava", "shown_messages"),
+        differs=dict.fromkeys(TOKEN_NUMBERS, "image-tokens"),
+        witness="sft-images-llava-masked",
+    ),
+    one_split(chats("llava", "long", "long_shown", max_length=None)),
+    one_split(
+        chats("llava", "long-default", "long_shown"),
+        differs=dict.fromkeys(OF_TOKENS, "image-length"),
+        witness="sft-images-llava-long",
+    ),
+    one_split(chats("llava", "cut", "shown_late", max_length=90), differs={"error": "image-truncation"}),
+    one_split(chats("llava", "on-white", "shown_on_white")),
+    one_split(
+        chats("llava", "transparent", "shown_transparent"),
+        differs=dict.fromkeys(TOKEN_NUMBERS, "image-alpha"),
+        witness="sft-images-llava-on-white",
+    ),
+    one_split(sft("text-only", "llava", "messages")),
+]
