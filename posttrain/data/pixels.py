@@ -21,6 +21,7 @@ from posttrain.data.images.streamed_span import StreamedSpan
 from posttrain.data.rows.row_images import CHAT_COLUMNS, IMAGE_COLUMNS, placed_payloads
 from posttrain.data.store.building import RowSource
 from posttrain.data.store.token_store import TokenStore
+from posttrain.data.vision.augmentation import Augmentation
 
 Tensors = dict[str, torch.Tensor]
 PER_TILE = {"pixel_values": 5, "pixel_attention_mask": 4}
@@ -69,8 +70,11 @@ class PixelLoader:
         *,
         dtype: torch.dtype = torch.float32,
         cache_bytes: int = 0,
+        augmentation: Augmentation | None = None,
     ) -> None:
-        """`options` are those of preparation's ImageLayouts. Images that come again are kept in `cache_bytes` of memory."""
+        """`options` are those of preparation's ImageLayouts. Images that come again are kept in `cache_bytes` of memory; those that
+        have a draw, to which `augmentation` is applied, do not come again."""
+        self.augmentation = augmentation
         self.family, self.image_processor, self.dtype = family, processor.image_processor, dtype
         # The processor has defaults of its own for the images that it is given, which differ from its image processor's.
         defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("images_kwargs") or {}
@@ -87,13 +91,17 @@ class PixelLoader:
 
     def load(self, images: Sequence[ImageSpan]) -> Tensors:
         """Arguments of the model's image encoder for these images, end to end."""
-        made = [self.cache.get(image.key) or self.cache.put(image.key, self._made(image)) for image in images]
-        return self._joined(made)
+        return self._joined([self._made(image) if image.draw is not None else self._kept(image) for image in images])
+
+    def _kept(self, image: ImageSpan) -> Tensors:
+        return self.cache.get(image.key) or self.cache.put(image.key, self._made(image))
 
     def _made(self, image: ImageSpan) -> Tensors:
         source, where = self._source(image)
         with named(where):
             picture = source.rgb()
+        if image.draw is not None:
+            picture = self.augmentation(picture, image.draw)
         given = [[picture]] if self.family.pixels_in_one_row else [picture]
         try:
             inputs = self.image_processor(given, **self.options)
