@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import Image
 
 from posttrain.core.sample import ImageSpan
 from posttrain.core.vision import VisionFamily
@@ -22,6 +23,7 @@ from posttrain.data.rows.row_images import CHAT_COLUMNS, IMAGE_COLUMNS, placed_p
 from posttrain.data.store.building import RowSource
 from posttrain.data.store.token_store import TokenStore
 from posttrain.data.vision.augmentation import Augmentation
+from posttrain.data.vision.seen import seen_picture
 
 Tensors = dict[str, torch.Tensor]
 PER_TILE = {"pixel_values": 5, "pixel_attention_mask": 4}
@@ -97,7 +99,7 @@ class PixelLoader:
         return self.cache.get(image.key) or self.cache.put(image.key, self._made(image))
 
     def _made(self, image: ImageSpan) -> Tensors:
-        source, where = self._source(image)
+        source, where = self.source(image)
         with named(where):
             picture = source.rgb()
         if image.draw is not None:
@@ -111,7 +113,7 @@ class PixelLoader:
         self._check(image, arguments, where)
         return arguments
 
-    def _source(self, image: ImageSpan) -> tuple[ImageSource, str]:
+    def source(self, image: ImageSpan) -> tuple[ImageSource, str]:
         """The image, and where it stands, for messages."""
         if isinstance(image, StreamedSpan):
             with named(image.place):
@@ -122,6 +124,11 @@ class PixelLoader:
                 return dataset.open(image.key, *place)
         names = ", ".join(dataset.name for dataset in self._datasets) or "none"
         raise LookupError(f"The image {image.key.hex()} is in none of the datasets that pixels are made of ({names}).")
+
+    def seen(self, image: ImageSpan) -> Image.Image:
+        """The picture that the model is shown, with the grid of its tiles or tokens."""
+        pixels = self._made(image)[self.family.forward_keys[0]]
+        return seen_picture(self.family, self.image_processor, pixels, image.grid)
 
     def _check(self, image: ImageSpan, arguments: Tensors, where: str) -> None:
         """Unwrap what has an axis for rows of a batch, cast, and compare with what preparation counted on."""
