@@ -58,7 +58,12 @@ def test_check_shows_what_the_model_sees(family, tmp_path, capsys, monkeypatch):
 
 def test_explain_counts_images_and_their_tokens(family, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    options = {"model_name_or_path": str(family), "dataset_name": str(dataset(tmp_path)), "image_augmentation": "light"}
+    augmented = [{"name": "RandomRotation", "degrees": 5}, {"name": "RandomGrayscale"}]
+    options = {
+        "model_name_or_path": str(family),
+        "dataset_name": str(dataset(tmp_path)),
+        "image_augmentation": augmented,
+    }
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({"method": "sft", **COMMON, **options}), encoding="utf-8")
     assert posttrain("explain", "run.yaml") == 0
     assert "6 images (6 rows with 1) of " in capsys.readouterr().out

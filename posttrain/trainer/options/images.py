@@ -30,7 +30,7 @@ class ImageConfig:
     image_max_pixels: int | None = option(
         None, "Shrink images of more pixels (height x width) before the image processor, aspect kept. For every model."
     )
-    image_augmentation: str | list[dict[str, Any] | str] | None = option(
+    image_augmentation: list[dict[str, Any]] | str | None = option(
         None,
         "What training images go through, drawn anew in every epoch: light, geometric, document, an import path module:function, a "
         "list of {name: RandomRotation, degrees: 5} (transforms of torchvision), or in Python any function of PIL images.",

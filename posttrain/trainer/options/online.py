@@ -75,7 +75,7 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
     loss_on_image_tokens: bool = refused(False, "Nothing of a prompt is trained.")
-    image_augmentation: str | list[dict[str, Any] | str] | None = refused(
+    image_augmentation: list[dict[str, Any]] | str | None = refused(
         None,
         "Completions are written, rewarded and trained about one and the same picture: change images in the dataset itself.",
     )
