@@ -72,7 +72,7 @@ def test_both_sides_of_a_pair_show_one_draw_of_their_image(tmp_path):
             assert set(batch.images.shown) == {0}
 
 
-@pytest.mark.parametrize("family", ["smolvlm"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_resumed_run_draws_what_the_whole_run_did(family, tmp_path):
     options = {
         "image_augmentation": "light",
