@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import datasets
 import pytest
 import torch
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.methods.table import METHODS
-from tests.trainer.vision_runs import METHODS_WITH_IMAGES, gradient, rows_of, trainer_of
+from tests.trainer.vision_runs import METHODS_WITH_IMAGES, PICTURES, gradient, rows_of, trainer_of
 
 FAMILIES = ("qwen2_5_vl", "llava_next", "smolvlm", "gemma3")
 
@@ -98,3 +99,23 @@ def test_augmentation_is_refused_where_it_would_be_wrong(tmp_path):
         trainer_of("dpo", "llava_next", tmp_path, image_augmentation="light", precompute_ref_log_probs=True)
     with pytest.raises(ValueError, match=r"image_augmentation.*one and the same picture"):
         METHODS["grpo"].config_class(output_dir=str(tmp_path), image_augmentation="light", report_to="none")
+
+
+def test_images_of_a_stream_are_drawn_by_epoch_without_a_thread(tmp_path):
+    rows = datasets.Dataset.from_list(
+        [
+            {"images": [picture], "prompt": f"<image>What is {i}?", "completion": f" It is {i}."}
+            for i, picture in enumerate(PICTURES)
+        ],
+        features=datasets.Features(
+            images=datasets.List(datasets.Image()), prompt=datasets.Value("string"), completion=datasets.Value("string")
+        ),
+    )
+    trainer = trainer_of(
+        "sft", "llava_next", tmp_path, train_dataset=rows.to_iterable_dataset(), image_augmentation="light"
+    )
+    first, second = _pixels(trainer, 0), _pixels(trainer, 1)
+    assert first
+    assert first != second
+    assert _pixels(trainer, 0) == first
+    assert not trainer.get_train_dataloader().dataset.reads_ahead
