@@ -116,7 +116,7 @@ def test_converted_rows_train_again_and_nothing_is_changed(folder, capsys, forma
         with Image.open(folder / "small" / row["images"][0]) as picture:
             assert picture.format == format.upper()
             assert 800 < picture.width * picture.height <= 1000
-    assert posttrain("images", "check", "small/rows.jsonl", "--image-root", "small") == 0
+    assert posttrain("images", "check", "small/rows.jsonl") == 0
     assert posttrain(*words) == 2
     assert "nothing is overwritten" in capsys.readouterr().err
 
@@ -153,6 +153,14 @@ def test_images_inside_of_messages_and_of_parquet_files_are_converted(folder):
     (row,) = map(json.loads, (folder / "of-chats" / "rows.jsonl").read_text(encoding="utf-8").splitlines())
     (part,) = (part for part in row["messages"][0]["content"] if part["type"] == "image")
     assert (folder / "of-chats" / part["image"]).is_file()
+
+
+def test_rows_open_nothing_outside_of_their_folder(folder, tmp_path_factory, capsys):
+    images((20, 20))[0].save(outside := tmp_path_factory.mktemp("outside") / "secret.png")
+    (folder / "rows.jsonl").write_text(json.dumps({"image": str(outside), "prompt": "a"}) + "\n", encoding="utf-8")
+    assert posttrain("images", "check", "rows.jsonl") == 1
+    assert "is outside of" in capsys.readouterr().out
+    assert posttrain("images", "check", "rows.jsonl", "--image-root", str(outside.parent)) == 0
 
 
 def test_show_writes_a_contact_sheet(folder, capsys):

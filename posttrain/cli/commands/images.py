@@ -50,7 +50,11 @@ def parser() -> Parser:
     for each in (check, convert, show):
         each.add_argument("data", metavar="DATA")
         each.add_argument("--split", default="train", help="of a dataset that has several (default: train)")
-        each.add_argument("--image-root", metavar="DIR", help="folder that relative paths of images start from")
+        each.add_argument(
+            "--image-root",
+            metavar="DIR",
+            help="folder that paths of images start from and may not leave (default: that of DATA)",
+        )
         each.add_argument("--allow-image-urls", action="store_true", help="download images that rows name by URLs")
     return made
 
@@ -96,13 +100,23 @@ def data_of(options: Any, max_pixels: int | None = None) -> ImageRows:
     return ImageRows(
         RowSource(rows, None),
         ImageLimits(
-            root=options.image_root,
+            root=options.image_root or folder_of(options.data),
             allow_urls=options.allow_image_urls,
             download_folder=downloads,
             max_pixels=max_pixels,
             check=DECODE,
         ),
     )
+
+
+def folder_of(data: str) -> str:
+    """Where paths that rows name may lead: a file that somebody else wrote must not open any file of this machine."""
+    import datasets
+
+    path = Path(data).expanduser()
+    if not path.exists():  # of the Hub
+        return str(datasets.config.HF_DATASETS_CACHE)
+    return str(path if path.is_dir() else path.parent)
 
 
 def check(options: Any) -> int:
