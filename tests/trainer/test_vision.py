@@ -97,6 +97,9 @@ def test_a_resumed_run_draws_what_the_whole_run_did(family, tmp_path):
 def test_augmentation_is_refused_where_it_would_be_wrong(tmp_path):
     with pytest.raises(ValueError, match="keeps the reference's numbers about plain images"):
         trainer_of("dpo", "llava_next", tmp_path, image_augmentation="light", precompute_ref_log_probs=True)
+    rows = [row | {"ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0} for row in rows_of("dpo")]
+    with pytest.raises(ValueError, match="`image_augmentation` cannot go with them"):
+        trainer_of("dpo", "llava_next", tmp_path, image_augmentation="light", train_dataset=rows)
     with pytest.raises(ValueError, match=r"image_augmentation.*one and the same picture"):
         METHODS["grpo"].config_class(output_dir=str(tmp_path), image_augmentation="light", report_to="none")
 
