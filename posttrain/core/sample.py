@@ -19,6 +19,7 @@ class ImageSpan:
     key: bytes  # 16 bytes: what the image is, by content, and where to find it again
     size: tuple[int, int]  # height, width of what the image processor is given
     grid: tuple[int, ...]  # see `VisionFamily.grid_of`
+    draw: int | None = None  # seeds the augmentation of this image in this batch; None: it is shown as it is
 
     def moved(self, by: int) -> ImageSpan:
         return replace(self, start=self.start + by, stop=self.stop + by)

@@ -252,11 +252,16 @@ def _before_images(unit: Unit, prefix: int) -> int:
         start = min((image.start for image in images if image), default=prefix)
         if start >= prefix:
             break
-        if len({None if image is None else (image.start, image.stop, image.key, image.grid) for image in images}) > 1:
+        if len({None if image is None else (image.start, image.stop, *_shown(image)) for image in images}) > 1:
             return start
         if images[0].stop > prefix:
             return start
     return prefix
+
+
+def _shown(image: ImageSpan) -> tuple[bytes, tuple[int, ...], int | None]:
+    """What the model sees of an image: spans that agree in it show the same pixels."""
+    return image.key, image.grid, image.draw
 
 
 def _first_trained(sample: Sample) -> int:
@@ -337,13 +342,13 @@ def _images(
         raise ValueError(f"The sample of row {row} has images, and this batch is made for texts only.")
     family, is_placeholder = pixels.family, ids.reshape(-1) == pixels.family.placeholder_id
     spans, shown = zip(*(tokens[place] for place in sorted(tokens)))
-    distinct = {image.key: image for image in spans}
-    numbers = {key: number for number, key in enumerate(distinct)}
+    distinct = {_shown(image): image for image in spans}
+    numbers = {what: number for number, what in enumerate(distinct)}
     placeholders = [here[is_placeholder[here]] for here in shown]
     return BatchImages(
         encoder=pixels.load([*distinct.values()]),
         tiles=tuple(family.pixel_rows(image.grid) for image in distinct.values()),
-        shown=tuple(numbers[image.key] for image in spans),
+        shown=tuple(numbers[_shown(image)] for image in spans),
         placeholders=tuple(map(len, placeholders)),
         **_per_token_of_images(placeholders, ids.shape, family),
     )

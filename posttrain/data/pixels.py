@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from PIL import Image
 
 from posttrain.core.sample import ImageSpan
 from posttrain.core.vision import VisionFamily
@@ -21,6 +22,8 @@ from posttrain.data.images.streamed_span import StreamedSpan
 from posttrain.data.rows.row_images import CHAT_COLUMNS, IMAGE_COLUMNS, placed_payloads
 from posttrain.data.store.building import RowSource
 from posttrain.data.store.token_store import TokenStore
+from posttrain.data.vision.augmentation import Augmentation
+from posttrain.data.vision.seen import seen_picture
 
 Tensors = dict[str, torch.Tensor]
 PER_TILE = {"pixel_values": 5, "pixel_attention_mask": 4}
@@ -69,8 +72,11 @@ class PixelLoader:
         *,
         dtype: torch.dtype = torch.float32,
         cache_bytes: int = 0,
+        augmentation: Augmentation | None = None,
     ) -> None:
-        """`options` are those of preparation's ImageLayouts. Images that come again are kept in `cache_bytes` of memory."""
+        """`options` are those of preparation's ImageLayouts. Images that come again are kept in `cache_bytes` of memory; those that
+        have a draw, to which `augmentation` is applied, do not come again."""
+        self.augmentation = augmentation
         self.family, self.image_processor, self.dtype = family, processor.image_processor, dtype
         # The processor has defaults of its own for the images that it is given, which differ from its image processor's.
         defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("images_kwargs") or {}
@@ -87,13 +93,17 @@ class PixelLoader:
 
     def load(self, images: Sequence[ImageSpan]) -> Tensors:
         """Arguments of the model's image encoder for these images, end to end."""
-        made = [self.cache.get(image.key) or self.cache.put(image.key, self._made(image)) for image in images]
-        return self._joined(made)
+        return self._joined([self._made(image) if image.draw is not None else self._kept(image) for image in images])
+
+    def _kept(self, image: ImageSpan) -> Tensors:
+        return self.cache.get(image.key) or self.cache.put(image.key, self._made(image))
 
     def _made(self, image: ImageSpan) -> Tensors:
-        source, where = self._source(image)
+        source, where = self.source(image)
         with named(where):
             picture = source.rgb()
+        if image.draw is not None:
+            picture = self.augmentation(picture, image.draw)
         given = [[picture]] if self.family.pixels_in_one_row else [picture]
         try:
             inputs = self.image_processor(given, **self.options)
@@ -103,7 +113,7 @@ class PixelLoader:
         self._check(image, arguments, where)
         return arguments
 
-    def _source(self, image: ImageSpan) -> tuple[ImageSource, str]:
+    def source(self, image: ImageSpan) -> tuple[ImageSource, str]:
         """The image, and where it stands, for messages."""
         if isinstance(image, StreamedSpan):
             with named(image.place):
@@ -114,6 +124,11 @@ class PixelLoader:
                 return dataset.open(image.key, *place)
         names = ", ".join(dataset.name for dataset in self._datasets) or "none"
         raise LookupError(f"The image {image.key.hex()} is in none of the datasets that pixels are made of ({names}).")
+
+    def seen(self, image: ImageSpan) -> Image.Image:
+        """The picture that the model is shown, with the grid of its tiles or tokens."""
+        pixels = self._made(image)[self.family.forward_keys[0]]
+        return seen_picture(self.family, self.image_processor, pixels, image.grid)
 
     def _check(self, image: ImageSpan, arguments: Tensors, where: str) -> None:
         """Unwrap what has an axis for rows of a batch, cast, and compare with what preparation counted on."""

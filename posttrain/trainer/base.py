@@ -266,7 +266,9 @@ class BaseTrainer(transformers.Trainer):
             raise ValueError(f"{type(self).__name__}.train() needs a `train_dataset`.")
         collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
         order = (self.args.train_sampling_strategy, self.args.dataloader_drop_last, self.partners(is_training=True))
-        return construction.unit_loader(self.train_dataset, self.args, collator, self._train_batch_size, *order)
+        is_augmented = getattr(self.args, "image_augmentation", None) is not None
+        how = (collator, self._train_batch_size, *order, is_augmented)
+        return construction.unit_loader(self.train_dataset, self.args, *how)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> UnitLoader:
         rows, args = self.evaluation_rows(eval_dataset), self.args

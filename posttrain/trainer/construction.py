@@ -22,6 +22,7 @@ from posttrain.data.render.templates import BUILT_IN_FORMATS, use_chat_format
 from posttrain.data.rows.formats import RowFormat
 from posttrain.data.store.prepare import has_images, prepare_dataset
 from posttrain.data.unpaired import PartneredBatches, PartneredRows, Partners
+from posttrain.data.vision.augmentation import DrawnBatches, DrawnRows, DrawnStream
 from posttrain.models.load.model import (
     LoadOptions,
     config_of_model,
@@ -296,8 +297,9 @@ def unit_loader(
     order: str,
     drop_last: bool = False,
     partners: Partners | None = None,
+    is_augmented: bool = False,
 ) -> UnitLoader:
-    """Batches of this process; with `partners`, of rows that were given theirs."""
+    """Batches of this process; with `partners`, of rows that were given theirs. `is_augmented`: their images get draws."""
     workers = {
         "num_workers": args.dataloader_num_workers,
         "pin_memory": args.dataloader_pin_memory and args.device.type == "cuda",
@@ -307,11 +309,19 @@ def unit_loader(
     if isinstance(dataset, IterableDataset):
         step = {} if partners is None else {"arrange": partners.given_all}
         step |= {"accumulation": args.gradient_accumulation_steps} if partners is not None else {}
+        if is_augmented:  # a thread of its own would take the generators away from under the training step
+            dataset, step["reads_ahead"] = DrawnStream(dataset, seed_of_rows(args)), False
         stream = StreamBatches(dataset, batch_size, args.process_index, args.world_size, collator, **step)
         return UnitLoader(stream, batch_size=1, collate_fn=first_of, **workers)
     batches = epoch_batches(dataset, args, batch_size, order, drop_last, partners)
     dataset = dataset if partners is None else PartneredRows(dataset, partners)
+    if is_augmented:
+        dataset, batches = DrawnRows(dataset, seed_of_rows(args)), DrawnBatches(batches)
     return UnitLoader(dataset, batch_sampler=batches, collate_fn=collator, **workers)
+
+
+def seed_of_rows(args: BaseConfig) -> int:
+    return args.seed if args.data_seed is None else args.data_seed
 
 
 def epoch_batches(
@@ -325,7 +335,7 @@ def epoch_batches(
         rank=args.process_index,
         world_size=args.world_size,
         accumulation=len(dataset) if whole else args.gradient_accumulation_steps,
-        seed=args.seed if args.data_seed is None else args.data_seed,
+        seed=seed_of_rows(args),
         order=order,
         drop_last=drop_last,
         lengths=getattr(dataset, "unit_lengths", None),

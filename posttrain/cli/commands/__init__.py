@@ -21,6 +21,7 @@ COMMANDS = {
         "explain",
         "the arithmetic of a run before it begins: steps, tokens, loss, work and memory",
     ),
+    "images": ("images", "the images of a dataset: checked, converted to a format and size, shown"),
     "schema": ("schema", "a JSON Schema of a method's file of options, for editors"),
     "sweep": (
         "sweep",

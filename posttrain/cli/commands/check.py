@@ -7,25 +7,27 @@ import io
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.errors import UsageError, as_usage_error
 from posttrain.cli.options.arguments import RunConfig, config_named
 from posttrain.cli.options.words import own_options
-from posttrain.cli.running.output import no_bars, write_json
+from posttrain.cli.running.output import no_bars, writable_folder, write_json
 
 if TYPE_CHECKING:
     from posttrain.cli.options.needs import RewardColumns
     from posttrain.data.store.audit import Audit, AuditFinding
 
-USAGE = """usage: posttrain check [METHOD] [CONFIG.yaml] [--samples 3] [--json FILE|-] [--option value ...]
+USAGE = """usage: posttrain check [METHOD] [CONFIG.yaml] [--samples 3] [--images DIR] [--json FILE|-] [--option value ...]
 
 Reads, checks and tokenises the rows as `posttrain METHOD` would, with the same options, and loads no model. Shows a few samples
 token by token (trained, context, cut), what is cut, dropped or repeated, how long the rows are, and what is wrong with the chat
-template.
+template. Of images: their sizes, the tokens that they become, and where these stand.
+--images DIR  a PNG file for each image of these samples: the picture as the model gets it, with its tiles or tokens drawn.
 Rewards and tools are imported, and their arguments looked for among the columns; packages that the options need are named.
 Exit code 0: nothing is wrong; 1: errors; 2: the command cannot be done. Warnings and notes do not change it."""
-OWN = {"--samples": "5", "--json": "checked.json"}
+OWN = {"--samples": "5", "--images": "seen", "--json": "checked.json"}
 BAR = 40
 STYLES = {"error": "red", "warning": "yellow", "note": "cyan"}
 """Severities as they are shown, in that order."""
@@ -39,11 +41,12 @@ def main(words: list[str]) -> int:
     if not (own["--samples"] or "3").isdigit():
         raise UsageError(f"--samples is {own['--samples']!r}; it takes a whole number.")
     config = config_named(words, "check")
+    pictures = own["--images"] and writable_folder(own["--images"], "--images")
     found = Checked(config)
     if own["--json"]:
         write_json(own["--json"], found.as_json())
     if own["--json"] != "-":
-        found.show(int(own["--samples"] or 3))
+        found.show(int(own["--samples"] or 3), pictures)
     return 1 if found.errors else 0
 
 
@@ -157,7 +160,8 @@ class Checked:
 
     # ---- shown -----------------------------------------------------------------------------------------------------
 
-    def show(self, samples: int) -> None:
+    def show(self, samples: int, pictures: Path | None = None) -> None:
+        """`pictures`: the folder in which those of the samples are drawn."""
         from rich.console import Console
 
         console = Console(highlight=False, soft_wrap=True)
@@ -169,6 +173,7 @@ class Checked:
                 console.print(line, markup=False)
             for sample in self._samples(prepared, samples):
                 self._show_sample(console, prepared, *sample)
+                self._show_images(console, prepared, *sample, pictures)
         if self.findings:
             console.rule("to look at", align="left")
         for finding in sorted(self.findings, key=lambda one: list(STYLES).index(one.severity)):
@@ -200,12 +205,30 @@ class Checked:
             f"\nrow {sample.row}, {role}: {len(kinds)} tokens, {kinds.count('trained')} trained, {kinds.count('cut')} cut"
         )
         if console.is_terminal:
-            console.print(coloured(tokenizer, sample.input_ids, kinds))
+            console.print(coloured(tokenizer, sample, kinds))
         else:
-            console.print(marked(tokenizer, sample.input_ids, kinds), markup=False)
+            console.print(marked(tokenizer, sample, kinds), markup=False)
         if self.teachers_tokenizer is not None:
             chosen = [int(token) for token, kind in zip(sample.input_ids, kinds) if kind == "trained"]
             console.print(aligned(tokenizer, self.teachers_tokenizer, chosen), markup=False)
+
+    def _show_images(self, console: Any, prepared: Any, number: int, unit: int, pictures: Path | None) -> None:
+        """A line for each image of a sample; a picture of each image of its row."""
+        start, stop = prepared.window(number)
+        row, role = int(prepared.store.rows[unit]), number - int(prepared.store.unit_offsets[unit])
+        for place, image in enumerate(prepared.store.images_of(number), 1):
+            pixels = self.side.vision.pixels
+            source, _ = pixels.source(image)
+            tokens, (height, width) = image.stop - image.start, image.size
+            where = "cut off" if image.start < start or image.stop > stop else f"{image.start} to {image.stop - 1}"
+            line = f"[image {place}] {source.height} x {source.width} ({source.format}, height x width), given to the processor as "
+            line += f"{height} x {width}: {tokens} tokens, {where}"
+            if pictures is not None:
+                file = pictures / f"{prepared.report.dataset}-row{row}-{prepared.roles[role]}-image{place}.png"
+                seen = pixels.seen(image)
+                seen.save(file)
+                line += f"; seen as {seen.height} x {seen.width} in {file}"
+            console.print(line, markup=False)
 
     def as_json(self) -> dict[str, Any]:
         findings = [{**asdict(finding), "rows": list(finding.rows)} for finding in self.findings]

@@ -240,6 +240,9 @@ def counts_lines(found: Explained) -> list[str]:
         "checkpoints": ("when best" if kept is None else f"{counts.checkpoints:,}")
         + (f", {kept:,} kept" if kept not in (None, counts.checkpoints) else ""),
     }
+    images = getattr(getattr(found.side.train_dataset, "report", None), "images", None)
+    if images is not None and images.images:
+        shown["images"] = "; ".join(images.sentences())
     lines = [*named_lines(shown), "", *step_lines(counts, "samples" if online else rows)]
     lines += ["", *named_lines(rollout_facts(counts.rollouts))] if online else []
     tasks = [

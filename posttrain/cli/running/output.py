@@ -34,6 +34,13 @@ def ready_to_write(path: str, option: str) -> None:
         raise UsageError(f"{option}: {path} cannot be written (no permission).")
 
 
+def writable_folder(path: str, option: str) -> Path:
+    """Before any work: a folder for files, made where it is not there."""
+    folder = Path(path).expanduser()
+    ready_to_write(str(folder / "file"), option)
+    return folder
+
+
 def write_json(path: str, value: Any) -> None:
     """To a file, whose folder is made, or for "-" to the standard output."""
     text = json.dumps(value, indent=1) + "\n"

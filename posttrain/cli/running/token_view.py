@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from posttrain.core.sample import Sample
 from posttrain.view.token_text import TokenText
 
 CONTEXT, TRAINED, CUT = "context", "trained", "cut"
@@ -27,29 +30,52 @@ def kinds_of(trained: np.ndarray, start: int, stop: int) -> list[str]:
     return names.tolist()
 
 
-def coloured(tokenizer: Any, ids: np.ndarray, kinds: list[str]) -> Any:
+@dataclass(frozen=True)
+class Piece:
+    """What is shown of a token, or of all tokens that stand for an image."""
+
+    text: str
+    kind: str
+    tokens: int = 1
+
+
+def shown_pieces(tokenizer: Any, sample: Sample, kinds: list[str]) -> tuple[list[Piece], int]:
+    """(pieces of the first tokens, how many tokens are left out). An image is one piece, however many placeholders it has."""
+    images = {image.start: (number, image) for number, image in enumerate(sample.images, 1)}
+    shown = min(len(sample), MAX_TOKENS + sum(image.stop - image.start - 1 for image in sample.images))
+    texts, pieces, place = pieces_of(tokenizer, sample.input_ids[:shown]), [], 0
+    while place < shown:
+        if place in images:
+            number, image = images[place]
+            pieces.append(Piece(f"[image {number}]", kinds[place], image.stop - place))
+        else:
+            pieces.append(Piece(texts[place], kinds[place]))
+        place += pieces[-1].tokens
+    return pieces, len(sample) - place
+
+
+def coloured(tokenizer: Any, sample: Sample, kinds: list[str]) -> Any:
     """A rich Text."""
     from rich.text import Text
 
     text = Text()
-    for place, (piece, kind) in enumerate(zip(pieces_of(tokenizer, ids), kinds)):
-        if place == MAX_TOKENS:
-            text.append(f" ... {len(ids) - MAX_TOKENS} more tokens", style="italic")
-            break
-        text.append(piece, style=STYLES[kind][place % 2])
+    pieces, left_out = shown_pieces(tokenizer, sample, kinds)
+    for place, piece in enumerate(pieces):
+        text.append(piece.text, style=STYLES[piece.kind][place % 2])
+    if left_out:
+        text.append(f" ... {left_out} more tokens", style="italic")
     return text
 
 
-def marked(tokenizer: Any, ids: np.ndarray, kinds: list[str]) -> str:
+def marked(tokenizer: Any, sample: Sample, kinds: list[str]) -> str:
     """Without colours: runs of one kind, each with its name and its number of tokens."""
-    lines, start = [], 0
-    pieces = pieces_of(tokenizer, ids[:MAX_TOKENS])
-    for place in range(1, len(pieces) + 1):
-        if place == len(pieces) or kinds[place] != kinds[start]:
-            lines.append(f"{kinds[start]:>8} {place - start:>4} | {''.join(pieces[start:place])!r}")
-            start = place
-    if len(ids) > MAX_TOKENS:
-        lines.append(f"... {len(ids) - MAX_TOKENS} more tokens")
+    pieces, left_out = shown_pieces(tokenizer, sample, kinds)
+    lines = []
+    for kind, run in itertools.groupby(pieces, key=lambda piece: piece.kind):
+        run = list(run)
+        lines.append(f"{kind:>8} {sum(piece.tokens for piece in run):>4} | {''.join(piece.text for piece in run)!r}")
+    if left_out:
+        lines.append(f"... {left_out} more tokens")
     return "\n".join(lines)
 
 

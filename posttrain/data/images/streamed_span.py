@@ -19,7 +19,7 @@ class StreamedSpan(ImageSpan):
 
     @classmethod
     def of(cls, span: ImageSpan, payload: Any, limits: ImageLimits, place: str) -> StreamedSpan:
-        return cls(span.start, span.stop, span.key, span.size, span.grid, payload, limits, place)
+        return cls(span.start, span.stop, span.key, span.size, span.grid, span.draw, payload, limits, place)
 
     def moved(self, by: int) -> StreamedSpan:
         return replace(self, start=self.start + by, stop=self.stop + by)

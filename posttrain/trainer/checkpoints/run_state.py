@@ -19,6 +19,7 @@ import torch
 from posttrain.core.processes import of_every_process
 from posttrain.core.secrets import published, without_secrets
 from posttrain.data.store.report import PreparationReport
+from posttrain.data.vision.augmentation import described
 from posttrain.trainer.checkpoints.checkpoint import load_tree, save_tree, tree_digest, write_json
 from posttrain.trainer.options.base import BaseConfig
 
@@ -127,7 +128,7 @@ def _plain(value: Any) -> Any:
         return value.value if hasattr(value, "value") else value
     if hasattr(value, "to_dict"):
         return _plain(value.to_dict())
-    return str(value)
+    return str(described(value))
 
 
 @dataclass

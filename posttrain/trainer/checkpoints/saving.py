@@ -20,6 +20,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from posttrain.models.load.adapters import TEACHER_ADAPTER
+from posttrain.models.load.written_names import read_as_written
 from posttrain.models.sharding import local_part
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.background_save import (
@@ -353,7 +354,8 @@ class Checkpoints:
     def load_weights(self, load: Callable[[], None]) -> None:
         """By `load`, which is Trainer's. peft's `load_adapter` turns adapters into float32: they stay what they were."""
         before = {name: parameter.dtype for name, parameter in self.run.model.named_parameters()}
-        load()
+        with read_as_written(self.run.model):
+            load()
         for name, parameter in self.run.model.named_parameters():
             if parameter.dtype != before[name]:
                 parameter.data = parameter.data.to(before[name])

@@ -10,6 +10,7 @@ from typing import Any
 from posttrain.core.options import option
 from posttrain.core.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
 from posttrain.data.images.limits import AUTO, DECODE, HEADER, ImageLimits
+from posttrain.data.vision.augmentation import augmentation_of, described
 
 MOST_PIXELS, MOST_BYTES = ImageLimits.bomb_pixels, ImageLimits.max_bytes
 
@@ -28,6 +29,11 @@ class ImageConfig:
     )
     image_max_pixels: int | None = option(
         None, "Shrink images of more pixels (height x width) before the image processor, aspect kept. For every model."
+    )
+    image_augmentation: list[dict[str, Any]] | str | None = option(
+        None,
+        "What training images go through, drawn anew in every epoch: light, geometric, document, an import path module:function, a "
+        "list of {name: RandomRotation, degrees: 5} (transforms of torchvision), or in Python any function of PIL images.",
     )
     image_root: str | None = option(
         None, "Folder that relative paths of images start from; nothing outside of it is opened. None: any path is."
@@ -63,6 +69,17 @@ class ImageConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1.")
+
+        if self.image_augmentation is not None:
+            augmentation_of(self.image_augmentation)
+            if getattr(self, "precompute_ref_log_probs", False):
+                raise ValueError(
+                    "`precompute_ref_log_probs` keeps the reference's numbers about plain images, and `image_augmentation` changes "
+                    "them in every epoch: leave one of them out."
+                )
+
+    def to_dict(self) -> dict[str, Any]:
+        return super().to_dict() | {"image_augmentation": described(self.image_augmentation)}
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:

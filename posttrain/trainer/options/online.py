@@ -75,6 +75,10 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
     loss_on_image_tokens: bool = refused(False, "Nothing of a prompt is trained.")
+    image_augmentation: list[dict[str, Any]] | str | None = refused(
+        None,
+        "Completions are written, rewarded and trained about one and the same picture: change images in the dataset itself.",
+    )
     disable_dropout: bool = option(False, "Set every dropout probability of the model to 0.")
     shuffle_dataset: bool = option(
         True, "Another order of prompts in each epoch. False, and always of a stream: the dataset's own."

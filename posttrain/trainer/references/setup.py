@@ -321,6 +321,7 @@ def _given(args: Any, ref_model: Any) -> Reference:
         ("sync_ref_model", args.sync_ref_model),
         ("precompute_ref_log_probs", args.precompute_ref_log_probs),
         ("ld_alpha", getattr(args, "ld_alpha", None)),
+        ("image_augmentation", getattr(args, "image_augmentation", None)),
     ):
         if value:
             raise ValueError(
