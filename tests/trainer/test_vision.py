@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
+from posttrain.core.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
+from posttrain.models.load.image_models import WithHead
+from posttrain.models.load.model import LoadOptions, innermost_model, load_model
+from posttrain.models.scoring.heads import SEQUENCE_REWARD, score_sequences
+from posttrain.models.vision.parts import part_of
 from tests.trainer.vision_runs import METHODS_WITH_IMAGES, gradient, trainer_of
 
 FAMILIES = ("qwen2_5_vl", "llava_next", "smolvlm", "gemma3")
+
+
+def largest_by_part(trainer: Any, gradients: dict[str, Tensor]) -> dict[str, float]:
+    """Part of the model -> largest entry of its gradients; parts without any are left out."""
+    innermost, found = innermost_model(trainer.model), {}
+    for name, grad in gradients.items():
+        part = part_of(innermost, trainer.vision.family, name)
+        found[part] = max(found.get(part, 0.0), grad.abs().max().item())
+    return found
+
+
+def assert_one_gradient(trainer: Any, cells: list[tuple[str, int]]) -> dict[str, float]:
+    """In each (layout, units of a micro-batch) the gradient of padded units alone, whose `largest_by_part` is returned."""
+    alone = gradient(trainer, PADDED, 1)
+    parts = largest_by_part(trainer, alone)
+    for layout, split in cells:
+        found = gradient(trainer, layout, split)
+        assert found.keys() == alone.keys()
+        apart = max((found[name] - alone[name]).abs().max() for name in alone) / max(parts.values())
+        assert apart < 1e-6, (layout, split, float(apart))
+    return parts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -16,13 +48,68 @@ def test_one_gradient_in_every_layout_and_split(method, family, tmp_path):
     """Rows of one image, of two, of none, the same image again, and an image inside of one answer only."""
     trainer = trainer_of(method, family, tmp_path)
     assert trainer.loaded.layout in (RAGGED, SHARED), trainer.loaded.notes
-    alone = gradient(trainer, PADDED, 1)
-    largest = max(grad.abs().max() for grad in alone.values())
-    seen = [name for name in alone if trainer.vision.family.part_of(name) == "tower"]
-    assert max(alone[name].abs().max() for name in seen) > 1e-6 * largest
     shared = (SHARED,) if trainer.loaded.layout == SHARED else ()
-    for layout, split in [(layout, split) for layout in (PADDED, RAGGED, *shared) for split in (2, 5)]:
-        found = gradient(trainer, layout, split)
-        assert found.keys() == alone.keys()
-        apart = max((found[name] - alone[name]).abs().max() for name in alone) / largest
-        assert apart < 1e-6, (layout, split, float(apart))
+    parts = assert_one_gradient(trainer, [(layout, split) for layout in (PADDED, RAGGED, *shared) for split in (2, 5)])
+    assert parts[TOWER] > 1e-6 * max(parts.values())
+
+
+# ---- what is trained -----------------------------------------------------------------------------------------------------
+
+LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}
+PARTS_TRAINED = {
+    "lora": (LORA, {LANGUAGE_MODEL}, "0 on the vision tower"),
+    "lora-vision": (LORA | {"lora_vision": True}, {TOWER, PROJECTOR, LANGUAGE_MODEL}, "Adapters: "),
+    "frozen-tower": ({"freeze_vision_tower": True}, {PROJECTOR, LANGUAGE_MODEL}, "Frozen: vision tower."),
+}
+"""Name -> (options, parts that have gradients, a sentence about it)."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize("cell", PARTS_TRAINED)
+def test_one_gradient_of_the_parts_that_are_trained_and_none_of_others(cell, method, family, tmp_path):
+    options, trained, note = PARTS_TRAINED[cell]
+    trainer = trainer_of(method, family, tmp_path, **copy.deepcopy(options))  # PEFT writes into its config
+    assert any(note in sentence for sentence in trainer.loaded.notes), trainer.loaded.notes
+    parts = assert_one_gradient(trainer, [(trainer.loaded.layout, 2)])
+    if cell == "lora-vision" and family == "gemma3":  # its projector is a bare weight and a norm
+        trained = trained - {PROJECTOR}
+    assert parts.keys() == trained
+    assert min(parts.values()) > 0
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_rows_without_images_train_the_language_model_alone(method, tmp_path):
+    chat = {"prompt": [{"role": "user", "content": "Hello."}]}
+    said, other = ([{"role": "assistant", "content": text}] for text in ("Hi.", "No."))
+    rows = [chat | ({"completion": said} if method == "sft" else {"chosen": said, "rejected": other})] * 3
+    trainer = trainer_of(method, "qwen2_5_vl", tmp_path, train_dataset=rows)
+    assert "Frozen: vision tower, projector." in trainer.loaded.notes
+    trained = {
+        part_of(trainer.model, trainer.vision.family, name)
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert trained == {LANGUAGE_MODEL}
+    assert largest_by_part(trainer, gradient(trainer, PADDED, 2)).keys() == {LANGUAGE_MODEL}
+
+
+# ---- reward models -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_saved_reward_model_gives_equal_scores(family, tmp_path):
+    trainer = trainer_of("reward", family, tmp_path, torch.float32, learning_rate=1e-2)
+    before = trainer.model.score.weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(trainer.model.score.weight, before)
+    trainer.save_model(str(tmp_path / "saved"))
+    batches = list(trainer.get_eval_dataloader(trainer.train_dataset))
+    assert sum(batch.images is not None for batch in batches) > 0
+    options = LoadOptions(task=SEQUENCE_REWARD, vision=trainer.vision.family)
+    models = [trainer.model.eval(), load_model(str(tmp_path / "saved"), options).model.eval()]
+    models.append(load_model(WithHead.from_pretrained(str(tmp_path / "saved"), 1), options).model.eval())
+    with torch.no_grad():
+        ours, *loaded = ([score_sequences(model, batch).rewards for batch in batches] for model in models)
+    for scores in loaded:
+        torch.testing.assert_close(scores, ours, rtol=0, atol=0)
