@@ -24,6 +24,7 @@ from posttrain.data.store.prepare import cache_folder
 from posttrain.data.vision.families import vision_family
 from posttrain.data.vision.layouts import ImageLayouts, image_options
 from posttrain.models.scoring.probe import ImageProbe
+from posttrain.trainer.options.base import DEEPSPEED
 from posttrain.trainer.options.images import ImageConfig
 
 PROBE_SIZES = ((64, 48), (56, 112))  # height, width of the pictures that a model is probed with
@@ -71,6 +72,11 @@ class Vision:
     def load_options(self, args: ImageConfig, renderer: Renderer) -> dict[str, Any]:
         """Arguments of LoadOptions. What no image will reach is not trained: DDP would wait for gradients of the tower, and weight
         decay would shrink it."""
+        if self.datasets_with_images and args.sharding == DEEPSPEED:
+            raise ValueError(
+                f"The {self.datasets_with_images[0]} dataset has images, which posttrain does not train under DeepSpeed. Shard the "
+                "model with FSDP (`fsdp=True`), or leave the images out."
+            )
         frozen = args.frozen_parts
         if not self.datasets_with_images:
             frozen = tuple(dict.fromkeys([*frozen, TOWER, PROJECTOR]))

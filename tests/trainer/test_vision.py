@@ -16,6 +16,7 @@ from posttrain.models.load.image_models import WithHead
 from posttrain.models.load.model import LoadOptions, innermost_model, load_model
 from posttrain.models.scoring.heads import SEQUENCE_REWARD, score_sequences
 from posttrain.models.vision.parts import part_of
+from posttrain.trainer.options.base import DEEPSPEED, BaseConfig
 from tests.trainer.vision_runs import METHODS_WITH_IMAGES, gradient, trainer_of
 
 FAMILIES = ("qwen2_5_vl", "llava_next", "smolvlm", "gemma3")
@@ -60,6 +61,7 @@ PARTS_TRAINED = {
     "lora": (LORA, {LANGUAGE_MODEL}, "0 on the vision tower"),
     "lora-vision": (LORA | {"lora_vision": True}, {TOWER, PROJECTOR, LANGUAGE_MODEL}, "Adapters: "),
     "frozen-tower": ({"freeze_vision_tower": True}, {PROJECTOR, LANGUAGE_MODEL}, "Frozen: vision tower."),
+    "frozen-language": ({"freeze_language_model": True}, {TOWER, PROJECTOR}, "Frozen: language model."),
 }
 """Name -> (options, parts that have gradients, a sentence about it)."""
 
@@ -74,6 +76,8 @@ def test_one_gradient_of_the_parts_that_are_trained_and_none_of_others(cell, met
     parts = assert_one_gradient(trainer, [(trainer.loaded.layout, 2)])
     if cell == "lora-vision" and family == "gemma3":  # its projector is a bare weight and a norm
         trained = trained - {PROJECTOR}
+    if cell == "frozen-language" and method == "reward":  # its head is new, and is trained
+        trained = trained | {LANGUAGE_MODEL}
     assert parts.keys() == trained
     assert min(parts.values()) > 0
 
@@ -113,3 +117,13 @@ def test_a_saved_reward_model_gives_equal_scores(family, tmp_path):
         ours, *loaded = ([score_sequences(model, batch).rewards for batch in batches] for model in models)
     for scores in loaded:
         torch.testing.assert_close(scores, ours, rtol=0, atol=0)
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_with_images_under_deepspeed_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(BaseConfig, "sharding", DEEPSPEED)  # which is not installed here
+    monkeypatch.setattr("posttrain.trainer.base.load_model", pytest.fail)
+    with pytest.raises(ValueError, match=r"The train dataset has images, .* under DeepSpeed.* FSDP"):
+        trainer_of("sft", "qwen2_5_vl", tmp_path)
