@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
+from posttrain import SFTConfig, SFTTrainer
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.core.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
 from posttrain.models.load.image_models import WithHead
@@ -17,7 +18,8 @@ from posttrain.models.load.model import LoadOptions, innermost_model, load_model
 from posttrain.models.scoring.heads import SEQUENCE_REWARD, score_sequences
 from posttrain.models.vision.parts import part_of
 from posttrain.trainer.options.base import DEEPSPEED, BaseConfig
-from tests.trainer.vision_runs import METHODS_WITH_IMAGES, gradient, trainer_of
+from tests import tiny
+from tests.trainer.vision_runs import METHODS_WITH_IMAGES, gradient, rows_of, trainer_of
 
 FAMILIES = ("qwen2_5_vl", "llava_next", "smolvlm", "gemma3")
 
@@ -84,10 +86,7 @@ def test_one_gradient_of_the_parts_that_are_trained_and_none_of_others(cell, met
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_rows_without_images_train_the_language_model_alone(method, tmp_path):
-    chat = {"prompt": [{"role": "user", "content": "Hello."}]}
-    said, other = ([{"role": "assistant", "content": text}] for text in ("Hi.", "No."))
-    rows = [chat | ({"completion": said} if method == "sft" else {"chosen": said, "rejected": other})] * 3
-    trainer = trainer_of(method, "qwen2_5_vl", tmp_path, train_dataset=rows)
+    trainer = trainer_of(method, "qwen2_5_vl", tmp_path, train_dataset=rows_of(method)[2:3] * 3)
     assert "Frozen: vision tower, projector." in trainer.loaded.notes
     trained = {
         part_of(trainer.model, trainer.vision.family, name)
@@ -127,3 +126,50 @@ def test_rows_with_images_under_deepspeed_are_refused_before_a_model_is_loaded(t
     monkeypatch.setattr("posttrain.trainer.base.load_model", pytest.fail)
     with pytest.raises(ValueError, match=r"The train dataset has images, .* under DeepSpeed.* FSDP"):
         trainer_of("sft", "qwen2_5_vl", tmp_path)
+
+
+UNUSED_RATES = {
+    "frozen": ({"freeze_vision_tower": True, "freeze_multi_modal_projector": True}, "`freeze_vision_tower` and"),
+    "text": ({"train_dataset": rows_of("sft")[2:3]}, "no row has an image"),
+    "lora": (LORA, "`lora_vision=True`"),
+    "given": ({"optimizers": (object(), None)}, "leave one of them out"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSED_RATES)
+def test_a_rate_of_parts_that_are_not_trained_is_refused(case, tmp_path):
+    options, sentence = UNUSED_RATES[case]
+    with pytest.raises(ValueError, match=r"`vision_learning_rate` is set") as error:
+        trainer_of(
+            "sft", "qwen2_5_vl", tmp_path, torch.float32, vision_learning_rate=1e-5, **copy.deepcopy(options)
+        ).train()
+    assert sentence in str(error.value)
+
+
+def test_a_rate_of_vision_for_a_model_of_texts_is_refused(tmp_path):
+    args = SFTConfig(str(tmp_path), vision_learning_rate=1e-5, report_to="none", use_cpu=True)
+    with pytest.raises(ValueError, match=r"`vision_learning_rate` is set, and this model reads texts only"):
+        SFTTrainer(tiny.causal_lm(), args, train_dataset=tiny.chats(4), processing_class=tiny.tokenizer())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])  # a projector inside of the tower, and a bare weight
+def test_tower_and_projector_have_groups_of_their_own_rate(family, dtype, tmp_path):
+    """With a rate of 0 they keep their values, while the language model moves; weight decay is where it was."""
+    options = {"vision_learning_rate": 0.0, "learning_rate": 1e-2, "weight_decay": 0.1, "optim": "adamw_torch"}
+    trainer = trainer_of("sft", family, tmp_path, dtype, bf16=dtype == torch.bfloat16, max_steps=2, **options)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    decayed = {*trainer.get_decay_parameter_names(trainer.model)}
+    trainer.train()
+    rates = [(group["initial_lr"], group["weight_decay"]) for group in trainer.optimizer.param_groups]
+    assert rates == [(1e-2, 0.1), (1e-2, 0.0), (0.0, 0.1), (0.0, 0.0)]
+    sizes = [sum(parameter.numel() for parameter in group["params"]) for group in trainer.optimizer.param_groups]
+    wanted = dict.fromkeys(rates, 0)
+    for name, parameter in trainer.model.named_parameters():
+        is_text = part_of(trainer.model, trainer.vision.family, name) == LANGUAGE_MODEL
+        if parameter.requires_grad:
+            wanted[1e-2 if is_text else 0.0, 0.1 if name in decayed else 0.0] += parameter.numel()
+        assert is_text or torch.equal(parameter, before[name])
+    assert sizes == [*wanted.values()]
+    embedding = trainer.model.get_input_embeddings().weight
+    assert any(name.endswith("embed_tokens.weight") and not torch.equal(embedding, old) for name, old in before.items())

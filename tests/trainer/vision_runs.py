@@ -57,7 +57,11 @@ def rows_of(method: str) -> list[dict[str, Any]]:
 
 def trainer_of(method: str, family: str, folder: Path, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     tiny, about = vision_model(family, dtype=dtype), METHODS[method]
-    named = {name: options.pop(name) for name in ("peft_config", "train_dataset", "model") if name in options}
+    named = {
+        name: options.pop(name)
+        for name in ("peft_config", "train_dataset", "model", "optimizers", "callbacks")
+        if name in options
+    }
     shared = {"per_device_train_batch_size": 2, "max_steps": 1, "report_to": "none", "save_strategy": "no"}
     shared |= {"use_cpu": True, "bf16": False, "dataset_cache_dir": str(folder / "cache"), "verbosity": "quiet"}
     config = about.config_class(output_dir=str(folder / "run"), **shared | options)

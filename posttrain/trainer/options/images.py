@@ -10,8 +10,15 @@ from typing import Any
 from posttrain.core.options import option
 from posttrain.core.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
 from posttrain.data.images.limits import AUTO, DECODE, HEADER, ImageLimits
+from posttrain.trainer.options.base import check_range
 
 MOST_PIXELS, MOST_BYTES = ImageLimits.bomb_pixels, ImageLimits.max_bytes
+
+
+def unused_rate(reason: str) -> ValueError:
+    return ValueError(
+        f"`vision_learning_rate` is set, and neither tower nor projector is trained: {reason}. Leave it out, or train them."
+    )
 
 
 @dataclass
@@ -53,6 +60,10 @@ class ImageConfig:
         False, "Adapters go on tower and projector, too, wherever `target_modules` match. False: on the language model."
     )
 
+    vision_learning_rate: float | None = option(
+        None, "Initial learning rate of tower and projector, under the same schedule. None: `learning_rate`."
+    )
+
     def __post_init__(self) -> None:
         if isinstance(self.image_processor_kwargs, str):
             self.image_processor_kwargs = json.loads(self.image_processor_kwargs)
@@ -63,6 +74,11 @@ class ImageConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1.")
+
+        if self.vision_learning_rate is not None:
+            check_range("vision_learning_rate", self.vision_learning_rate, 0)
+            if {TOWER, PROJECTOR} <= {*self.frozen_parts}:
+                raise unused_rate("`freeze_vision_tower` and `freeze_multi_modal_projector` are set")
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:
