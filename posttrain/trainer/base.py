@@ -505,7 +505,7 @@ class BaseTrainer(transformers.Trainer):
         # Sharded, trained weights come with the optimizer's shards; all others are as the run began.
         if not self.is_fully_sharded:
             load = super()._load_from_checkpoint
-            self.checkpoints.load_weights(lambda: load(resume_from_checkpoint, model))
+            self.checkpoints.load_weights(lambda: load(resume_from_checkpoint, model), Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         self.checkpoints.load_best(super()._load_best_model)
