@@ -11,7 +11,7 @@ import torch
 
 from tests.forked import Child
 from tests.trainer.resumable_run import KillAfter, RowOrder, checksum
-from tests.trainer.vision_runs import chats, trainer_of
+from tests.trainer.vision_runs import chats, rows_of, trainer_of
 from tests.trust.runs import differences
 
 SHARED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "learning_rate": 1e-3}
@@ -59,3 +59,20 @@ def test_killed_and_resumed_is_bit_identical(name, tmp_path):
     resumed = train(name, killed, resume=True)
     assert resumed.wait() == 0, resumed.output()
     assert not differences(whole / "run", killed / "run")
+
+
+@pytest.mark.parametrize("method", ["sft", "reward"])
+def test_the_best_checkpoint_is_what_a_run_ends_with(method, tmp_path):
+    """The loss of the row that is trained falls: by its largest value the first checkpoint is the best, and not the last."""
+    rows = rows_of(method)
+    options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 3e-2}
+    options |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = trainer_of(
+        method, "qwen2_5_vl", tmp_path, torch.float32, train_dataset=rows[:1], eval_dataset=rows[:1], **SHARED | options
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    found = type(trainer.model).from_pretrained(trainer.state.best_model_checkpoint)
+    assert all(
+        torch.equal(one, other) for one, other in zip(trainer.model.parameters(), found.parameters(), strict=True)
+    )
