@@ -68,7 +68,10 @@ PARTS_TRAINED = {
 """Name -> (options, parts that have gradients, a sentence about it)."""
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_5_vl", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava_next", "smolvlm"))],
+)
 @pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
 @pytest.mark.parametrize("cell", PARTS_TRAINED)
 def test_one_gradient_of_the_parts_that_are_trained_and_none_of_others(cell, method, family, tmp_path):
