@@ -17,11 +17,12 @@ from posttrain.models.load.model import SEQUENCE_REWARD
 from posttrain.models.scoring.heads import score_sequences
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig, check_range, option
+from posttrain.trainer.options.images import ImageConfig
 from posttrain.trainer.report.model_card import Paper
 
 
 @dataclass
-class RewardConfig(SharedPromptsConfig, BaseConfig):
+class RewardConfig(SharedPromptsConfig, ImageConfig, BaseConfig):
     """Options of reward modelling."""
 
     learning_rate: float = option(1e-4, "Initial learning rate of AdamW.")

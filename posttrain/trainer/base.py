@@ -26,7 +26,7 @@ from posttrain.data.unpaired import Partners
 from posttrain.losses.formulas import Formula, Totals
 from posttrain.models.layers.checkpointing import allow_selective_checkpointing
 from posttrain.models.load.adapters import adapter_settings
-from posttrain.models.load.model import CAUSAL_LM, load_model
+from posttrain.models.load.model import CAUSAL_LM, innermost_model, load_model
 from posttrain.models.load.reference import Reference
 from posttrain.models.memory.fit import EIGHT_BIT
 from posttrain.models.scoring.token_scores import score_tokens
@@ -37,6 +37,7 @@ from posttrain.trainer.checkpoints.persistence import RunLifecycle
 from posttrain.trainer.checkpoints.saving import Checkpoints
 from posttrain.trainer.checkpoints.skipped import SkippedSteps
 from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig, ReferenceConfig
+from posttrain.trainer.options.images import unused_rate
 from posttrain.trainer.references.setup import ReferenceSetup
 from posttrain.trainer.report.display import display_callbacks
 from posttrain.trainer.report.model_card import Paper, write_model_card
@@ -44,7 +45,7 @@ from posttrain.trainer.step.adam8bit import adamw_8bit
 from posttrain.trainer.step.gathering import over_processes, step_totals
 from posttrain.trainer.step.memory_fit import fit_memory
 from posttrain.trainer.step.metrics import EvaluationLoss, MetricStore
-from posttrain.trainer.step.optimizer import StepGuard
+from posttrain.trainer.step.optimizer import StepGuard, set_rate
 
 STAT_METRICS = {"entropy": "entropy", "is_most_likely": "mean_token_accuracy"}
 """Token statistics that every language-model method logs, and TRL's names for them."""
@@ -88,6 +89,10 @@ class BaseTrainer(transformers.Trainer):
         name = type(self).__name__
         self.args = args = construction.config_of(args, self.config_class, model, name, self.method)
         self.check_options(args, getattr(self, "custom_loss", None))
+        if optimizers[0] is not None and getattr(args, "vision_learning_rate", None) is not None:
+            raise ValueError(
+                "`vision_learning_rate` is set, and `optimizers` brings rates of its own: leave one of them out."
+            )
         construction.prepare_process(args)
         if args.should_save and train_dataset is not None:
             refuse_unwritable(args.output_dir)
@@ -353,7 +358,19 @@ class BaseTrainer(transformers.Trainer):
         return transformers.Trainer.get_optimizer_cls_and_kwargs(args, model)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        return self.guard.watch(super().create_optimizer(model))
+        is_new = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        rate = getattr(self.args, "vision_learning_rate", None)
+        if is_new and rate is not None:
+            set_rate(optimizer, self._vision_parameters(model), rate)
+        return self.guard.watch(optimizer)
+
+    def _vision_parameters(self, model: nn.Module | None) -> list[nn.Parameter]:
+        """What `vision_learning_rate` is about; an error where there is nothing."""
+        found = self.vision.trained_parameters(innermost_model(self.model if model is None else model))
+        if not found:
+            raise unused_rate("adapters are on the language model alone; `lora_vision=True` puts some there")
+        return found
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         if self.guard.finite is None:
@@ -490,7 +507,7 @@ class BaseTrainer(transformers.Trainer):
         # Sharded, trained weights come with the optimizer's shards; all others are as the run began.
         if not self.is_fully_sharded:
             load = super()._load_from_checkpoint
-            self.checkpoints.load_weights(lambda: load(resume_from_checkpoint, model))
+            self.checkpoints.load_weights(lambda: load(resume_from_checkpoint, model), Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         self.checkpoints.load_best(super()._load_best_model)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from PIL import Image
+from torch import nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.sample import Sample, Unit
@@ -25,7 +26,9 @@ from posttrain.data.vision.augmentation import augmentation_of
 from posttrain.data.vision.families import vision_family
 from posttrain.data.vision.layouts import ImageLayouts, image_options
 from posttrain.models.scoring.probe import ImageProbe
-from posttrain.trainer.options.images import ImageConfig
+from posttrain.models.vision.features import vision_parameters
+from posttrain.trainer.options.base import DEEPSPEED
+from posttrain.trainer.options.images import ImageConfig, unused_rate
 
 PROBE_SIZES = ((64, 48), (56, 112))  # height, width of the pictures that a model is probed with
 CACHED_BYTES = 512 << 20
@@ -74,9 +77,16 @@ class Vision:
     def load_options(self, args: ImageConfig, renderer: Renderer) -> dict[str, Any]:
         """Arguments of LoadOptions. What no image will reach is not trained: DDP would wait for gradients of the tower, and weight
         decay would shrink it."""
+        if self.datasets_with_images and args.sharding == DEEPSPEED:
+            raise ValueError(
+                f"The {self.datasets_with_images[0]} dataset has images, which posttrain does not train under DeepSpeed. Shard the "
+                "model with FSDP (`fsdp=True`), or leave the images out."
+            )
         frozen = args.frozen_parts
         if not self.datasets_with_images:
             frozen = tuple(dict.fromkeys([*frozen, TOWER, PROJECTOR]))
+            if args.vision_learning_rate is not None:
+                raise unused_rate("no row has an image")
         probe = image_probe(self, renderer) if self.datasets_with_images else None
         return {
             "vision": self.family,
@@ -84,6 +94,10 @@ class Vision:
             "lora_vision": args.lora_vision,
             "frozen_parts": frozen,
         }
+
+    def trained_parameters(self, innermost: nn.Module) -> list[nn.Parameter]:
+        """Those of tower and projector."""
+        return [parameter for parameter in vision_parameters(innermost, self.family) if parameter.requires_grad]
 
 
 def image_probe(vision: Vision, renderer: Renderer) -> ImageProbe:

@@ -153,5 +153,5 @@ def test_rewards_teach_it_to_read_and_shuffled_images_teach_nothing(tmp_path):
     control, _ = rewarded(start, [(p, digit) for p, (_, digit) in zip(pictures, trained)], tmp_path / "shuffled", 100)
     rewards = [entry["reward"] for entry in control.state.log_history if "reward" in entry]
     print(before, found, rewards)
-    assert found >= 0.85, (before, found)
+    assert found >= 0.8 > before + 0.1, (before, found)
     assert max(rewards[-3:]) < 0.15 + 0.05, rewards

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-import datasets
+import copy
+from typing import Any
+
 import pytest
 import torch
+from peft import LoraConfig
+from torch import Tensor
 
+from posttrain import SFTConfig, SFTTrainer
 from posttrain.core.batch import PADDED, RAGGED, SHARED
-from posttrain.methods.table import METHODS
-from tests.trainer.vision_runs import METHODS_WITH_IMAGES, PICTURES, gradient, rows_of, trainer_of
+from posttrain.core.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
+from posttrain.models.load.image_models import WithHead
+from posttrain.models.load.model import LoadOptions, innermost_model, load_model
+from posttrain.models.scoring.heads import SEQUENCE_REWARD, score_sequences
+from posttrain.models.vision.parts import part_of
+from posttrain.trainer.options.base import DEEPSPEED, BaseConfig
+from tests import tiny
+from tests.trainer.vision_runs import METHODS_WITH_IMAGES, gradient, rows_of, trainer_of
 
 FAMILIES = ("qwen2_5_vl", "llava_next", "smolvlm", "gemma3")
+
+
+def largest_by_part(trainer: Any, gradients: dict[str, Tensor]) -> dict[str, float]:
+    """Part of the model -> largest entry of its gradients; parts without any are left out."""
+    innermost, found = innermost_model(trainer.model), {}
+    for name, grad in gradients.items():
+        part = part_of(innermost, trainer.vision.family, name)
+        found[part] = max(found.get(part, 0.0), grad.abs().max().item())
+    return found
+
+
+def assert_one_gradient(trainer: Any, cells: list[tuple[str, int]]) -> dict[str, float]:
+    """In each (layout, units of a micro-batch) the gradient of padded units alone, whose `largest_by_part` is returned."""
+    alone = gradient(trainer, PADDED, 1)
+    parts = largest_by_part(trainer, alone)
+    for layout, split in cells:
+        found = gradient(trainer, layout, split)
+        assert found.keys() == alone.keys()
+        apart = max((found[name] - alone[name]).abs().max() for name in alone) / max(parts.values())
+        assert apart < 1e-6, (layout, split, float(apart))
+    return parts
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -19,106 +51,128 @@ def test_one_gradient_in_every_layout_and_split(method, family, tmp_path):
     """Rows of one image, of two, of none, the same image again, and an image inside of one answer only."""
     trainer = trainer_of(method, family, tmp_path)
     assert trainer.loaded.layout in (RAGGED, SHARED), trainer.loaded.notes
-    alone = gradient(trainer, PADDED, 1)
-    largest = max(grad.abs().max() for grad in alone.values())
-    seen = [name for name in alone if trainer.vision.family.part_of(name) == "tower"]
-    assert max(alone[name].abs().max() for name in seen) > 1e-6 * largest
     shared = (SHARED,) if trainer.loaded.layout == SHARED else ()
-    for layout, split in [(layout, split) for layout in (PADDED, RAGGED, *shared) for split in (2, 5)]:
-        found = gradient(trainer, layout, split)
-        assert found.keys() == alone.keys()
-        apart = max((found[name] - alone[name]).abs().max() for name in alone) / largest
-        assert apart < 1e-6, (layout, split, float(apart))
+    parts = assert_one_gradient(trainer, [(layout, split) for layout in (PADDED, RAGGED, *shared) for split in (2, 5)])
+    assert parts[TOWER] > 1e-6 * max(parts.values())
 
 
-# ---- augmentation ----------------------------------------------------------------------------------------------------------
+# ---- what is trained -----------------------------------------------------------------------------------------------------
+
+LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}
+PARTS_TRAINED = {
+    "lora": (LORA, {LANGUAGE_MODEL}, "0 on the vision tower"),
+    "lora-vision": (LORA | {"lora_vision": True}, {TOWER, PROJECTOR, LANGUAGE_MODEL}, "Adapters: "),
+    "frozen-tower": ({"freeze_vision_tower": True}, {PROJECTOR, LANGUAGE_MODEL}, "Frozen: vision tower."),
+    "frozen-language": ({"freeze_language_model": True}, {TOWER, PROJECTOR}, "Frozen: language model."),
+}
+"""Name -> (options, parts that have gradients, a sentence about it)."""
 
 
-def _pixels(trainer, epoch=0, **options):
-    """Bytes of the encoder's arguments of an epoch's batches, and how many spans they show."""
-    for name, value in options.items():
-        setattr(trainer.args, name, value)
-    loader = trainer.get_train_dataloader()
-    loader.set_epoch(epoch)
-    return [
-        [argument.numpy().tobytes() for argument in batch.images.encoder.values()] for batch in loader if batch.images
-    ]
+@pytest.mark.parametrize(
+    "family",
+    ["qwen2_5_vl", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava_next", "smolvlm"))],
+)
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
+@pytest.mark.parametrize("cell", PARTS_TRAINED)
+def test_one_gradient_of_the_parts_that_are_trained_and_none_of_others(cell, method, family, tmp_path):
+    options, trained, note = PARTS_TRAINED[cell]
+    trainer = trainer_of(method, family, tmp_path, **copy.deepcopy(options))  # PEFT writes into its config
+    assert any(note in sentence for sentence in trainer.loaded.notes), trainer.loaded.notes
+    parts = assert_one_gradient(trainer, [(trainer.loaded.layout, 2)])
+    if cell == "lora-vision" and family == "gemma3":  # its projector is a bare weight and a norm
+        trained = trained - {PROJECTOR}
+    if cell == "frozen-language" and method == "reward":  # its head is new, and is trained
+        trained = trained | {LANGUAGE_MODEL}
+    assert parts.keys() == trained
+    assert min(parts.values()) > 0
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
-def test_training_images_are_drawn_anew_in_every_epoch_and_others_never(method, tmp_path):
-    options = {"per_device_train_batch_size": 5, "eval_strategy": "no", "train_sampling_strategy": "sequential"}
-    rows = rows_of(method)
-    trainer = trainer_of(method, "llava_next", tmp_path, image_augmentation="light", eval_dataset=rows, **options)
-    plain = _pixels(trainer_of(method, "llava_next", tmp_path, **options))
-    first, second = _pixels(trainer, 0), _pixels(trainer, 1)
-    assert first != plain
-    assert first != second
-    assert [[*map(len, batch)] for batch in first] >= [
-        [*map(len, batch)] for batch in plain
-    ]  # rows show their own draws
-    assert _pixels(trainer, 0) == first
-    assert _pixels(trainer, 1, dataloader_num_workers=2, dataloader_persistent_workers=True) == second
-    trainer.args.dataloader_num_workers, trainer.args.dataloader_persistent_workers = 0, False
-    trainer.args.per_device_eval_batch_size = 5
-    seen = [[a.numpy().tobytes() for a in b.images.encoder.values()] for b in trainer.get_eval_dataloader() if b.images]
-    assert seen == plain
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_rows_without_images_train_the_language_model_alone(method, tmp_path):
+    trainer = trainer_of(method, "qwen2_5_vl", tmp_path, train_dataset=rows_of(method)[2:3] * 3)
+    assert "Frozen: vision tower, projector." in trainer.loaded.notes
+    trained = {
+        part_of(trainer.model, trainer.vision.family, name)
+        for name, parameter in trainer.model.named_parameters()
+        if parameter.requires_grad
+    }
+    assert trained == {LANGUAGE_MODEL}
+    assert largest_by_part(trainer, gradient(trainer, PADDED, 2)).keys() == {LANGUAGE_MODEL}
 
 
-def test_both_sides_of_a_pair_show_one_draw_of_their_image(tmp_path):
-    trainer = trainer_of("dpo", "llava_next", tmp_path, image_augmentation="light", per_device_train_batch_size=1)
-    for batch in trainer.get_train_dataloader():
-        if batch.images and batch.rows[0] == 0:
-            assert len(batch.images.tiles) == 1
-            assert set(batch.images.shown) == {0}
+# ---- reward models -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_resumed_run_draws_what_the_whole_run_did(family, tmp_path):
-    options = {
-        "image_augmentation": "light",
-        "max_steps": 6,
-        "save_strategy": "steps",
-        "save_steps": 2,
-        "learning_rate": 1e-2,
-    }
-    whole = trainer_of("sft", family, tmp_path, **options)
-    whole.train()
-    folder = str(tmp_path / "run" / "checkpoint-4")  # in the second epoch
-    resumed = trainer_of("sft", family, tmp_path, dataloader_num_workers=1, **options)
-    resumed.train(resume_from_checkpoint=folder)
-    for (name, one), other in zip(whole.model.named_parameters(), resumed.model.parameters()):
-        assert torch.equal(one, other), name
-    plain = trainer_of("sft", family, tmp_path, **options | {"image_augmentation": "document"})
-    with pytest.raises(ValueError, match="image_augmentation"):
-        plain.train(resume_from_checkpoint=folder)
+def test_a_saved_reward_model_gives_equal_scores(family, tmp_path):
+    trainer = trainer_of("reward", family, tmp_path, torch.float32, learning_rate=1e-2)
+    before = trainer.model.score.weight.detach().clone()
+    trainer.train()
+    assert not torch.equal(trainer.model.score.weight, before)
+    trainer.save_model(str(tmp_path / "saved"))
+    batches = list(trainer.get_eval_dataloader(trainer.train_dataset))
+    assert sum(batch.images is not None for batch in batches) > 0
+    options = LoadOptions(task=SEQUENCE_REWARD, vision=trainer.vision.family)
+    models = [trainer.model.eval(), load_model(str(tmp_path / "saved"), options).model.eval()]
+    models.append(load_model(WithHead.from_pretrained(str(tmp_path / "saved"), 1), options).model.eval())
+    with torch.no_grad():
+        ours, *loaded = ([score_sequences(model, batch).rewards for batch in batches] for model in models)
+    for scores in loaded:
+        torch.testing.assert_close(scores, ours, rtol=0, atol=0)
 
 
-def test_augmentation_is_refused_where_it_would_be_wrong(tmp_path):
-    with pytest.raises(ValueError, match="keeps the reference's numbers about plain images"):
-        trainer_of("dpo", "llava_next", tmp_path, image_augmentation="light", precompute_ref_log_probs=True)
-    rows = [row | {"ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0} for row in rows_of("dpo")]
-    with pytest.raises(ValueError, match="`image_augmentation` cannot go with them"):
-        trainer_of("dpo", "llava_next", tmp_path, image_augmentation="light", train_dataset=rows)
-    with pytest.raises(ValueError, match=r"image_augmentation.*one and the same picture"):
-        METHODS["grpo"].config_class(output_dir=str(tmp_path), image_augmentation="light", report_to="none")
+# ---- what is refused -----------------------------------------------------------------------------------------------------
 
 
-def test_images_of_a_stream_are_drawn_by_epoch_without_a_thread(tmp_path):
-    rows = datasets.Dataset.from_list(
-        [
-            {"images": [picture], "prompt": f"<image>What is {i}?", "completion": f" It is {i}."}
-            for i, picture in enumerate(PICTURES)
-        ],
-        features=datasets.Features(
-            images=datasets.List(datasets.Image()), prompt=datasets.Value("string"), completion=datasets.Value("string")
-        ),
-    )
-    trainer = trainer_of(
-        "sft", "llava_next", tmp_path, train_dataset=rows.to_iterable_dataset(), image_augmentation="light"
-    )
-    first, second = _pixels(trainer, 0), _pixels(trainer, 1)
-    assert first
-    assert first != second
-    assert _pixels(trainer, 0) == first
-    assert not trainer.get_train_dataloader().dataset.reads_ahead
+def test_rows_with_images_under_deepspeed_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(BaseConfig, "sharding", DEEPSPEED)  # which is not installed here
+    monkeypatch.setattr("posttrain.trainer.base.load_model", pytest.fail)
+    with pytest.raises(ValueError, match=r"The train dataset has images, .* under DeepSpeed.* FSDP"):
+        trainer_of("sft", "qwen2_5_vl", tmp_path)
+
+
+UNUSED_RATES = {
+    "frozen": ({"freeze_vision_tower": True, "freeze_multi_modal_projector": True}, "`freeze_vision_tower` and"),
+    "text": ({"train_dataset": rows_of("sft")[2:3]}, "no row has an image"),
+    "lora": (LORA, "`lora_vision=True`"),
+    "given": ({"optimizers": (object(), None)}, "leave one of them out"),
+}
+
+
+@pytest.mark.parametrize("case", UNUSED_RATES)
+def test_a_rate_of_parts_that_are_not_trained_is_refused(case, tmp_path):
+    options, sentence = UNUSED_RATES[case]
+    with pytest.raises(ValueError, match=r"`vision_learning_rate` is set") as error:
+        trainer_of(
+            "sft", "qwen2_5_vl", tmp_path, torch.float32, vision_learning_rate=1e-5, **copy.deepcopy(options)
+        ).train()
+    assert sentence in str(error.value)
+
+
+def test_a_rate_of_vision_for_a_model_of_texts_is_refused(tmp_path):
+    args = SFTConfig(str(tmp_path), vision_learning_rate=1e-5, report_to="none", use_cpu=True)
+    with pytest.raises(ValueError, match=r"`vision_learning_rate` is set, and this model reads texts only"):
+        SFTTrainer(tiny.causal_lm(), args, train_dataset=tiny.chats(4), processing_class=tiny.tokenizer())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])  # a projector inside of the tower, and a bare weight
+def test_tower_and_projector_have_groups_of_their_own_rate(family, dtype, tmp_path):
+    """With a rate of 0 they keep their values, while the language model moves; weight decay is where it was."""
+    options = {"vision_learning_rate": 0.0, "learning_rate": 1e-2, "weight_decay": 0.1, "optim": "adamw_torch"}
+    trainer = trainer_of("sft", family, tmp_path, dtype, bf16=dtype == torch.bfloat16, max_steps=2, **options)
+    before = {name: parameter.detach().clone() for name, parameter in trainer.model.named_parameters()}
+    decayed = {*trainer.get_decay_parameter_names(trainer.model)}
+    trainer.train()
+    rates = [(group["initial_lr"], group["weight_decay"]) for group in trainer.optimizer.param_groups]
+    assert rates == [(1e-2, 0.1), (1e-2, 0.0), (0.0, 0.1), (0.0, 0.0)]
+    sizes = [sum(parameter.numel() for parameter in group["params"]) for group in trainer.optimizer.param_groups]
+    wanted = dict.fromkeys(rates, 0)
+    for name, parameter in trainer.model.named_parameters():
+        is_text = part_of(trainer.model, trainer.vision.family, name) == LANGUAGE_MODEL
+        if parameter.requires_grad:
+            wanted[1e-2 if is_text else 0.0, 0.1 if name in decayed else 0.0] += parameter.numel()
+        assert is_text or torch.equal(parameter, before[name])
+    assert sizes == [*wanted.values()]
+    embedding = trainer.model.get_input_embeddings().weight
+    assert any(name.endswith("embed_tokens.weight") and not torch.equal(embedding, old) for name, old in before.items())

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from posttrain.core.batch import PADDED, RAGGED, SHARED
 from posttrain.methods.table import METHODS
+from posttrain.models.load.image_models import WithHead
+from posttrain.models.load.model import innermost_model
 from tests.tiny_vision import images, vision_model
 
-METHODS_WITH_IMAGES = ("sft", "dpo", "cpo", "orpo", "tpo", "kto", "bco")
+METHODS_WITH_IMAGES = ("sft", "dpo", "cpo", "orpo", "tpo", "kto", "bco", "reward")
 PICTURES = images((60, 40), (30, 90), (50, 50), (40, 64), seed=5)
 
 
@@ -57,15 +59,24 @@ def trainer_of(method: str, family: str, folder: Path, dtype: torch.dtype = torc
     tiny, about = vision_model(family, dtype=dtype), METHODS[method]
     named = {
         name: options.pop(name)
-        for name in ("peft_config", "train_dataset", "eval_dataset", "model", "reward_funcs")
+        for name in ("peft_config", "train_dataset", "eval_dataset", "model", "optimizers", "callbacks", "reward_funcs")
         if name in options
     }
     shared = {"per_device_train_batch_size": 2, "max_steps": 1, "report_to": "none", "save_strategy": "no"}
     shared |= {"use_cpu": True, "bf16": False, "dataset_cache_dir": str(folder / "cache"), "verbosity": "quiet"}
     config = about.config_class(output_dir=str(folder / "run"), **shared | options)
-    given = {"model": tiny.model, "processing_class": tiny.processor}
+    model = with_head(tiny.model, folder) if method == "reward" else tiny.model
+    given = {"model": model, "processing_class": tiny.processor}
     given |= {} if "train_dataset" in named else {"train_dataset": rows_of(method)}
     return about.trainer_class(args=config, **given | named)
+
+
+def with_head(model: Any, folder: Path) -> Any:
+    """The reward model of a model that sees, as it is loaded from a folder; its head is large enough for images to matter."""
+    model.save_pretrained(folder / "without_head")
+    made = WithHead.from_pretrained(str(folder / "without_head"), 1, dtype=model.dtype)
+    torch.nn.init.normal_(made.score.weight, generator=torch.Generator().manual_seed(1))
+    return made
 
 
 def gradient(trainer: Any, layout: str, split: int) -> dict[str, Tensor]:
@@ -81,7 +92,8 @@ def gradient(trainer: Any, layout: str, split: int) -> dict[str, Tensor]:
     trainer.is_in_train = True
     for batch in batches:
         trainer.training_step(trainer.model, batch, totals)
-    return {name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None}
+    named = innermost_model(trainer.model).named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 LAYOUTS = (PADDED, RAGGED, SHARED)

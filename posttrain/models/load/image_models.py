@@ -19,8 +19,9 @@ from transformers.models.auto.modeling_auto import (
 
 from posttrain.core.batch import PADDED
 from posttrain.core.vision import LANGUAGE_MODEL, PROJECTOR, TOWER, VisionFamily
+from posttrain.models.scoring.heads import HEAD_NAMES
 from posttrain.models.scoring.probe import ImageProbe
-from posttrain.models.vision.features import HOW_TO_INSTALL, set_family
+from posttrain.models.vision.features import HOW_TO_INSTALL, Filler, set_family, set_filler
 from posttrain.models.vision.parts import (
     PARTS,
     adapters_by_part,
@@ -144,7 +145,7 @@ def settle_parts(
         counts = adapters_by_part(innermost, family)
         notes.append(f"Adapters: {', '.join(f'{counts[part]} on the {_IN_WORDS[part]}' for part in PARTS)}.")
     if frozen:
-        freeze_parts(innermost, family, frozen)
+        freeze_parts(innermost, family, frozen, HEAD_NAMES)
         notes.append(f"Frozen: {', '.join(_IN_WORDS[part] for part in frozen)}.")
     if probe is not None and (left_out := _unreachable(innermost, family, probe, sharded)):
         for name in left_out:
@@ -152,6 +153,8 @@ def settle_parts(
         notes.append(
             f"{len(left_out)} parameters of the tower are not trained: no feature depends on them ({left_out[0]}, ...)."
         )
+    if probe is not None:
+        set_filler(innermost, Filler(probe.collate([(probe.one,)], PADDED).images, sharded))
     keep_frozen_vision_in_eval(innermost, family)
     return notes
 

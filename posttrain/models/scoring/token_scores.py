@@ -28,7 +28,7 @@ from posttrain.models.attention.ragged import segment_kwargs
 from posttrain.models.scoring.float32_head import head_input
 from posttrain.models.scoring.fused_head import can_fuse, summed_nll, token_logps
 from posttrain.models.sharding import call_inside, is_sharded_module, plain_class
-from posttrain.models.vision.features import family_of, with_images
+from posttrain.models.vision.features import family_of, filler_zero, with_images
 
 CHUNK_BYTES = {"cuda": 2**30, "cpu": 64 * 2**20}
 """Size of one chunk of logits: large enough to fill a GPU, small enough for a CPU's cache to help."""
@@ -269,6 +269,7 @@ def answer(model: nn.Module, request: ScoreRequest, **kwargs: Any) -> dict[str, 
         kwargs["output_router_logits"] = True
     if "images" in kwargs or family_of(model) is not None:
         kwargs = with_images(model, kwargs, request.questions[0].positions)
+    zero = None if "mm_encoder_outputs" in kwargs else filler_zero(model, kwargs["input_ids"].device)
     output = getattr(model, model.base_model_prefix)(**kwargs)
     hidden = output.last_hidden_state
     rows, virtual = hidden.flatten(0, 1), hidden.shape[1] - request.width
@@ -277,7 +278,7 @@ def answer(model: nn.Module, request: ScoreRequest, **kwargs: Any) -> dict[str, 
         places = question.positions
         if virtual:  # tokens that prompt tuning has put at the start of each row
             places = places + (places // request.width + 1) * virtual
-        result |= question.answer(model, rows[places])
+        result |= question.answer(model, rows[places] if zero is None else rows[places] + zero)
     if request.router_loss:
         result["aux_loss"] = router_loss(model, output.router_logits, kwargs.get("attention_mask"))
     return result

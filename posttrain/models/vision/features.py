@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +24,40 @@ from posttrain.models.attention.image_blocks import ImageBlocks
 
 OLDEST_TRANSFORMERS = "5.18"  # the first whose models take features instead of pixels (`mm_encoder_outputs`)
 HOW_TO_INSTALL = 'pip install "posttrain[vision]"'
-_FAMILY, _MADE = "_posttrain_vision", "_made_features"
+_FAMILY, _MADE, _FILLER = "_posttrain_vision", "_made_features", "_posttrain_filler"
+
+
+@dataclass(frozen=True)
+class Filler:
+    """A small image that a pass without images encodes and multiplies by zero, in a run that has images.
+
+    DDP waits for a gradient of every trained parameter, FSDP and ZeRO-3 for every process at each layer: a process whose rows are
+    texts would be waited for forever. On one process, too, what is trained then has the gradient 0 of such a pass, not none, so
+    that momentum and weight decay do not depend on how rows are dealt out; and a pass has a graph where the text is frozen.
+    """
+
+    images: BatchImages
+    sharded: bool  # every pass calls the tower exactly once, also where nothing of it is trained
+
+
+def set_filler(innermost: nn.Module, filler: Filler) -> None:
+    setattr(innermost, _FILLER, filler)
+
+
+def filler_zero(model: nn.Module, device: torch.device) -> Tensor | None:
+    """0 as a function of tower and projector, for a pass without images; None where nobody needs it."""
+    filler: Filler | None = getattr(model, _FILLER, None)
+    if filler is None:
+        return None
+    family = family_of(model)
+    trains = any(parameter.requires_grad for parameter in vision_parameters(model, family))
+    if not filler.sharded and not (trains and torch.is_grad_enabled()):
+        return None
+    encoder = {name: value.to(device, non_blocking=True) for name, value in filler.images.encoder.items()}
+    made = _encoded(model, family, replace(filler.images, encoder=encoder), trains)
+    features = [made.pooler_output, *(made.deepstack_features if family.deepstack else ())]
+    tensors = [one for item in features for one in ([item] if isinstance(item, Tensor) else item)]
+    return sum((tensor * 0).sum() for tensor in tensors)  # in this order: a sum in float16 may be infinite
 
 
 def set_family(innermost: nn.Module, family: VisionFamily) -> None:
@@ -89,16 +123,18 @@ def image_features(model: nn.Module, images: BatchImages) -> Any:
 
     Where neither tower nor projector is trained no graph is built, so that no activation of the tower is kept; and where no adapter
     lies on them, the features stay with the images for as long as these live: the same model without its adapters, which is the
-    reference of the one with them, sees the same.
+    reference of the one with them, sees the same. Not where weights are sharded: each pass calls the tower then, as `Filler` does.
     """
     maker, made = getattr(images, _MADE, (None, None))
     if maker is not None and maker() is model:
         return made
+    filler: Filler | None = getattr(model, _FILLER, None)
+    is_sharded = filler is not None and filler.sharded
     family = family_of(model)
     trains = any(parameter.requires_grad for parameter in vision_parameters(model, family))
     made = _encoded(model, family, images, trains)
     # What inference mode has made can never be part of a graph, which a later pass of the same batch may have.
-    if not trains and not torch.is_inference_mode_enabled() and not _has_adapter(model, family):
+    if not (trains or is_sharded or torch.is_inference_mode_enabled() or _has_adapter(model, family)):
         object.__setattr__(images, _MADE, (weakref.ref(model), made))
     return made
 

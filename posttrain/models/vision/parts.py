@@ -36,11 +36,15 @@ def parameters_of(innermost: nn.Module, family: VisionFamily, *parts: str) -> It
 # ---- freezing ------------------------------------------------------------------------------------------------------------
 
 
-def freeze_parts(innermost: nn.Module, family: VisionFamily, parts: Iterable[str]) -> dict[str, int]:
-    """Freeze these of PARTS, adapters on them included. Part -> weights of it that are still trained."""
+def freeze_parts(
+    innermost: nn.Module, family: VisionFamily, parts: Iterable[str], heads: tuple[str, ...] = ()
+) -> dict[str, int]:
+    """Freeze these of PARTS, adapters on them included, but none of our own `heads`, which are new. Part -> weights of it that are
+    still trained."""
     parts = tuple(parts)
-    for _, parameter in parameters_of(innermost, family, *parts):
-        parameter.requires_grad_(False)
+    for name, parameter in parameters_of(innermost, family, *parts):
+        if name.split(".")[0] not in heads:
+            parameter.requires_grad_(False)
     left = {
         part: sum(p.numel() for _, p in parameters_of(innermost, family, part) if p.requires_grad) for part in PARTS
     }

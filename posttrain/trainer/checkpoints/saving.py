@@ -14,13 +14,14 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from posttrain.models.load.adapters import TEACHER_ADAPTER
-from posttrain.models.load.written_names import read_as_written
+from posttrain.models.load.model import innermost_model
 from posttrain.models.sharding import local_part
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.background_save import (
@@ -351,11 +352,12 @@ class Checkpoints:
         run.lr_scheduler.load_state_dict(files.load_tree(folder / SCHEDULER))
         take_rates_of(run.lr_scheduler)
 
-    def load_weights(self, load: Callable[[], None]) -> None:
-        """By `load`, which is Trainer's. peft's `load_adapter` turns adapters into float32: they stay what they were."""
+    def load_weights(self, load: Callable[[], None], folder: Path) -> None:
+        """Of `folder`, by `load`, which is Trainer's. peft's `load_adapter` turns adapters into float32: they stay as they were."""
         before = {name: parameter.dtype for name, parameter in self.run.model.named_parameters()}
-        with read_as_written(self.run.model):
-            load()
+        load()
+        if self.args.sharding is None:
+            load_renamed(innermost_model(self.run.model), folder)
         for name, parameter in self.run.model.named_parameters():
             if parameter.dtype != before[name]:
                 parameter.data = parameter.data.to(before[name])
@@ -368,9 +370,21 @@ class Checkpoints:
             best = files.load_tree(self._shards_file(Path(run.state.best_model_checkpoint)))
             load_shards(run.model, run.optimizer, best)
             return
-        self.load_weights(load)
+        self.load_weights(load, Path(run.state.best_model_checkpoint))
         if run.guard.masters is not None:
             run.guard.masters.reload()
+
+
+def load_renamed(innermost: Any, folder: Path) -> None:
+    """Load a checkpoint whose tensors are not named as the model's own: transformers renames those of many models that see, and of
+    experts, when it saves them. Trainer's `load_state_dict` leaves such tensors out with no more than a warning."""
+    written: set[str] = set()
+    for file in folder.glob("model*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            written |= {*tensors.keys()}
+    if not written <= innermost.state_dict().keys():
+        loaded = type(innermost).from_pretrained(folder, dtype=innermost.dtype)
+        innermost.load_state_dict(loaded.state_dict())
 
 
 def nonfinite_weights(model: nn.Module, args: BaseConfig) -> list[str]:

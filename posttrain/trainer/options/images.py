@@ -11,8 +11,15 @@ from posttrain.core.options import option
 from posttrain.core.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
 from posttrain.data.images.limits import AUTO, DECODE, HEADER, ImageLimits
 from posttrain.data.vision.augmentation import augmentation_of, described
+from posttrain.trainer.options.base import check_range
 
 MOST_PIXELS, MOST_BYTES = ImageLimits.bomb_pixels, ImageLimits.max_bytes
+
+
+def unused_rate(reason: str) -> ValueError:
+    return ValueError(
+        f"`vision_learning_rate` is set, and neither tower nor projector is trained: {reason}. Leave it out, or train them."
+    )
 
 
 @dataclass
@@ -58,6 +65,9 @@ class ImageConfig:
     lora_vision: bool = option(
         False, "Adapters go on tower and projector, too, wherever `target_modules` match. False: on the language model."
     )
+    vision_learning_rate: float | None = option(
+        None, "Initial learning rate of tower and projector, under the same schedule. None: `learning_rate`."
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.image_processor_kwargs, str):
@@ -69,7 +79,10 @@ class ImageConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}; it must be at least 1.")
-
+        if self.vision_learning_rate is not None:
+            check_range("vision_learning_rate", self.vision_learning_rate, 0)
+            if {TOWER, PROJECTOR} <= {*self.frozen_parts}:
+                raise unused_rate("`freeze_vision_tower` and `freeze_multi_modal_projector` are set")
         if self.image_augmentation is not None:
             augmentation_of(self.image_augmentation)
             if getattr(self, "precompute_ref_log_probs", False):

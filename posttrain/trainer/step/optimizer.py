@@ -49,6 +49,17 @@ def over_shards(norm: Tensor, mesh: Any, placements: Any) -> Tensor:
     return square.sqrt().to(norm.dtype)
 
 
+def set_rate(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], rate: float) -> None:
+    """Move these parameters of an optimizer that has not stepped yet into groups of their own: one for each they were in, with all
+    of its other settings, so that weight decay stays as it was."""
+    moved = {id(parameter) for parameter in parameters}
+    for group in list(optimizer.param_groups):
+        own = [parameter for parameter in group["params"] if id(parameter) in moved]
+        if own:
+            group["params"] = [parameter for parameter in group["params"] if id(parameter) not in moved]
+            optimizer.add_param_group({**group, "params": own, "lr": rate})
+
+
 class FiniteSteps:
     """Decides, on the device, whether an optimizer step is taken, and reports it to the host later without waiting."""
 

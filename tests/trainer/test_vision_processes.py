@@ -1,0 +1,49 @@
+"""Two processes, of which one has no image where the other has some, take the steps of one; whole, with masters and sharded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForImageTextToText
+
+from tests.forked import start_group, wait_for_group
+from tests.tiny_vision import model_alone
+from tests.trainer import vision_processes
+
+
+def train(
+    processes: int, folder: Path, *given: Any, **options: Any
+) -> tuple[dict[str, torch.Tensor], list[list[bool]]]:
+    """The weights at the end, and for each process which of its passes had images."""
+    folder.mkdir()
+    children = start_group(processes, lambda rank: vision_processes.main(folder, *given, **options), folder / "rank")
+    codes = wait_for_group(children)
+    assert codes == [0] * processes, "\n".join(child.output()[-3000:] for child in children)
+    seen = [json.loads((folder / f"seen-{rank}.json").read_text()) for rank in range(processes)]
+    return AutoModelForImageTextToText.from_pretrained(folder / "final").state_dict(), seen
+
+
+FAMILIES, METHODS, KINDS = ("qwen2_5_vl", "smolvlm"), ("sft", "dpo"), ("whole", "masters", "sharded")
+QUICK = (("whole", "sft", "smolvlm"), ("masters", "dpo", "qwen2_5_vl"))
+CELLS = [
+    pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow)
+    for cell in itertools.product(KINDS, METHODS, FAMILIES)
+]
+
+
+@pytest.mark.parametrize(("kind", "method", "family"), CELLS)
+def test_a_process_without_images_takes_the_steps_of_the_others(kind, method, family, tmp_path):
+    given = (method, family, torch.bfloat16 if kind == "masters" else torch.float32, kind == "sharded")
+    weights, _ = train(1, tmp_path / "one", *given)
+    of_two, seen = train(2, tmp_path / "two", *given)
+    assert any(first != second for first, second in zip(*seen, strict=True)), seen
+    before = model_alone(family).state_dict()
+    assert max((weights[name] - before[name]).abs().max() for name in weights if "patch_embed" in name) > 1e-5
+    assert weights.keys() == of_two.keys()
+    for name, tensor in weights.items():
+        torch.testing.assert_close(of_two[name], tensor, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")

@@ -1,0 +1,78 @@
+"""Killed and resumed, runs on rows with images end bit by bit as unbroken ones."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.forked import Child
+from tests.trainer.resumable_run import KillAfter, RowOrder, checksum
+from tests.trainer.vision_runs import chats, rows_of, trainer_of
+from tests.trust.runs import differences
+
+SHARED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "learning_rate": 1e-3}
+RUNS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
+    "sft": ("sft", torch.float32, {"vision_learning_rate": 1e-4, "weight_decay": 0.1}),
+    "sft-bf16": ("sft", torch.bfloat16, {"vision_learning_rate": 1e-4, "bf16": True}),
+    "grpo": (  # killed inside of a generation that feeds two steps, twice
+        "grpo",
+        torch.float32,
+        {
+            "train_dataset": [{"prompt": prompt} for prompt, _, _ in chats()],
+            "reward_funcs": checksum,
+            "per_device_train_batch_size": 4,
+            "num_generations": 4,
+            "max_completion_length": 5,
+            "steps_per_generation": 2,
+            "num_iterations": 2,
+            "beta": 0.1,
+            "reward_workers": 0,
+        },
+    ),
+}
+"""Name -> (method, dtype, options)."""
+
+
+def train(name: str, folder: Path, kill_after: int | None = None, resume: bool = False) -> Child:
+    def run() -> None:
+        method, dtype, options = RUNS[name]
+        order = RowOrder(folder / "run")
+        callbacks = [order, *([KillAfter(kill_after)] if kill_after else [])]
+        trainer = trainer_of(method, "qwen2_5_vl", folder, dtype, callbacks=callbacks, **SHARED | options)
+        order.trainer = trainer
+        assert trainer.vision.datasets_with_images == ["train"]
+        trainer.train(resume_from_checkpoint=resume)
+
+    return Child(run, folder.with_name(f"{folder.name}.log"))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_killed_and_resumed_is_bit_identical(name, tmp_path):
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    started = [train(name, whole), train(name, killed, kill_after=3)]
+    for child, code in zip(started, (0, -signal.SIGKILL)):
+        assert child.wait() == code, child.output()
+    resumed = train(name, killed, resume=True)
+    assert resumed.wait() == 0, resumed.output()
+    assert not differences(whole / "run", killed / "run")
+
+
+@pytest.mark.parametrize("method", ["sft", "reward"])
+def test_the_best_checkpoint_is_what_a_run_ends_with(method, tmp_path):
+    """The loss of the row that is trained falls: by its largest value the first checkpoint is the best, and not the last."""
+    rows = rows_of(method)
+    options = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "learning_rate": 3e-2}
+    options |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
+    trainer = trainer_of(
+        method, "qwen2_5_vl", tmp_path, torch.float32, train_dataset=rows[:1], eval_dataset=rows[:1], **SHARED | options
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-2")
+    found = type(trainer.model).from_pretrained(trainer.state.best_model_checkpoint)
+    assert all(
+        torch.equal(one, other) for one, other in zip(trainer.model.parameters(), found.parameters(), strict=True)
+    )
