@@ -42,8 +42,9 @@ def test_a_process_without_images_takes_the_steps_of_the_others(kind, method, fa
     weights, _ = train(1, tmp_path / "one", *given)
     of_two, seen = train(2, tmp_path / "two", *given)
     assert any(first != second for first, second in zip(*seen, strict=True)), seen
-    before = model_alone(family).state_dict()
-    assert max((weights[name] - before[name]).abs().max() for name in weights if "patch_embed" in name) > 1e-5
+    before = model_alone(family, dtype=given[2]).state_dict()
+    moved = max((weights[name] - before[name]).abs().max() for name in weights if "patch_embed" in name)
+    assert moved > 1e-4
     assert weights.keys() == of_two.keys()
     for name, tensor in weights.items():
-        torch.testing.assert_close(of_two[name], tensor, rtol=1e-4, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+        assert (of_two[name] - tensor).abs().max() < 0.02 * moved, name

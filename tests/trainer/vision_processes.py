@@ -40,7 +40,7 @@ def main(folder: Path, method: str, family: str, dtype: torch.dtype, sharded: bo
         "train_sampling_strategy": "sequential",
         "shuffle_dataset": False,
         "optim": "sgd",  # of other ones a step hardly depends on the size of a gradient
-        "learning_rate": 1e-3,
+        "learning_rate": 0.1,
         "lr_scheduler_type": "constant",
         "logging_steps": 1,
         "bf16": dtype == torch.bfloat16,
