@@ -269,7 +269,7 @@ def answer(model: nn.Module, request: ScoreRequest, **kwargs: Any) -> dict[str, 
         kwargs["output_router_logits"] = True
     if "images" in kwargs or family_of(model) is not None:
         kwargs = with_images(model, kwargs, request.questions[0].positions)
-    zero = None if "mm_encoder_outputs" in kwargs else filler_zero(model, kwargs["input_ids"].device)
+    zero = None if "mm_encoder_outputs" in kwargs else filler_zero(model)
     output = getattr(model, model.base_model_prefix)(**kwargs)
     hidden = output.last_hidden_state
     rows, virtual = hidden.flatten(0, 1), hidden.shape[1] - request.width

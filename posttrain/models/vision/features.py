@@ -44,7 +44,7 @@ def set_filler(innermost: nn.Module, filler: Filler) -> None:
     setattr(innermost, _FILLER, filler)
 
 
-def filler_zero(model: nn.Module, device: torch.device) -> Tensor | None:
+def filler_zero(model: nn.Module) -> Tensor | None:
     """0 as a function of tower and projector, for a pass without images; None where nobody needs it."""
     filler: Filler | None = getattr(model, _FILLER, None)
     if filler is None:
@@ -53,6 +53,7 @@ def filler_zero(model: nn.Module, device: torch.device) -> Tensor | None:
     trains = any(parameter.requires_grad for parameter in vision_parameters(model, family))
     if not filler.sharded and not (trains and torch.is_grad_enabled()):
         return None
+    device = next(model.parameters()).device
     encoder = {name: value.to(device, non_blocking=True) for name, value in filler.images.encoder.items()}
     made = _encoded(model, family, replace(filler.images, encoder=encoder), trains)
     features = [made.pooler_output, *(made.deepstack_features if family.deepstack else ())]
