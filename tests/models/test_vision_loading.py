@@ -131,7 +131,7 @@ def test_what_processors_need_is_named_where_it_is_missing(
 
     found = util.find_spec
     monkeypatch.setattr(image_models.util, "find_spec", lambda name: None if name in missing else found(name))
-    monkeypatch.setattr(image_models.AutoProcessor, "from_pretrained", fails)
+    monkeypatch.setattr(transformers.AutoProcessor, "from_pretrained", fails)
     with pytest.raises(ImportError, match=" and ".join(missing) + r'.*pip install "posttrain\[vision\]"'):
         load_processing_class(tmp_path, None, False)
 

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 
+from posttrain.core.sample import ImageSpan
 from posttrain.models.load.adapters import adapter_in_use
 from posttrain.models.load.weight_export import exported_weights
 from posttrain.models.load.weights import weights_fingerprint
@@ -202,7 +203,7 @@ def test_ends_and_refusals(synced):
         Prompt(np.arange(3, 300) % 100, key=1),  # longer than the context of 256
         Prompt([5, VOCABULARY], key=2),
         Prompt([], key=3),
-        Prompt([5, 6], key=4, media={"pixel_values": 1}),
+        Prompt([5, 6], key=4, images=(ImageSpan(0, 1, bytes(16), (8, 8), (1,)),)),
         Prompt(np.arange(250) % 100 + 3, key=5),  # room for six
         Prompt([5, 6], key=6, max_tokens=2),
     ]

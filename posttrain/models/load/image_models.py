@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoProcessor
+from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -111,6 +111,8 @@ def refuse_by_name(config: Mapping[str, Any]) -> None:
 
 def load_processor(source: str, trust_remote_code: bool, **files: Any) -> Any:
     """The processor of a model that sees; `processor.tokenizer` is its only tokenizer, so that what is changed there is saved."""
+    from transformers import AutoProcessor  # with all of its image processors, which models of texts do not need
+
     try:
         return AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, **files)
     except Exception as error:  # what a processor says without torchvision differs by family, and rarely names it
