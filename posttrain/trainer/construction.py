@@ -23,6 +23,7 @@ from posttrain.data.rows.formats import RowFormat
 from posttrain.data.store.prepare import has_images, prepare_dataset
 from posttrain.data.unpaired import PartneredBatches, PartneredRows, Partners
 from posttrain.data.vision.augmentation import DrawnBatches, DrawnRows, DrawnStream
+from posttrain.data.vision.families import FAMILIES
 from posttrain.models.load.model import (
     LoadOptions,
     config_of_model,
@@ -108,8 +109,9 @@ def renderer_of(
             f"`processing_class` is a {type(tokenizer).__name__}; {trainer} needs the tokenizer of the model, or its processor."
         )
     prepare_tokenizer(tokenizer, args)
-    if is_processor and isinstance(args, ImageConfig):
-        vision = Vision.of(config_of_model(model, args.model_init_kwargs), processing_class, args)
+    config = config_of_model(model, args.model_init_kwargs) if is_processor and isinstance(args, ImageConfig) else {}
+    if config.get("model_type") in FAMILIES:  # others are trained on texts, and rows with images are refused
+        vision = Vision.of(config, processing_class, args)
         given = None if args.chat_template_path is None else tokenizer.chat_template  # else the processor's comes first
         renderer = Renderer(processing_class, given, layouts=vision.layouts, train_images=args.loss_on_image_tokens)
         return renderer, vision

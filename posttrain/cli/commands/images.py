@@ -84,6 +84,7 @@ def main(words: list[str]) -> int:
 
 
 def data_of(options: Any, max_pixels: int | None = None) -> ImageRows:
+    from posttrain.cli.running.datasets_of import folder_of
     from posttrain.cli.running.image_rows import ImageRows
     from posttrain.data.images.limits import DECODE, ImageLimits
     from posttrain.data.options import PrepareOptions
@@ -107,16 +108,6 @@ def data_of(options: Any, max_pixels: int | None = None) -> ImageRows:
             check=DECODE,
         ),
     )
-
-
-def folder_of(data: str) -> str:
-    """Where paths that rows name may lead: a file that somebody else wrote must not open any file of this machine."""
-    import datasets
-
-    path = Path(data).expanduser()
-    if not path.exists():  # of the Hub
-        return str(datasets.config.HF_DATASETS_CACHE)
-    return str(path if path.is_dir() else path.parent)
 
 
 def check(options: Any) -> int:

@@ -37,20 +37,22 @@ def datasets_of(config: RunConfig) -> tuple[Any, Any]:
 
 
 def image_root(config: RunConfig) -> str | None:
-    """Where paths of images may lead that rows name, unless options say so: the folder of the data. What a dataset of the Hub names
-    lies in the cache of downloads, if anywhere: a file that somebody else wrote must not open any file of this machine."""
-    import datasets
-
+    """Where paths of images may lead that rows name, unless options say so: into the folder of the data."""
     names = [entry if isinstance(entry, str) else entry.get("path") for entry in config.get("datasets") or ()]
     names = [name for name in names or [config.get("dataset_name")] if name]
-    if not names:
-        return None
-    folders = {
-        os.path.abspath(name if os.path.isdir(name) else os.path.dirname(name))
-        for name in names
-        if os.path.exists(name)
-    }
-    return os.path.commonpath(folders) if folders else os.fspath(datasets.config.HF_DATASETS_CACHE)
+    local = [name for name in names if os.path.exists(os.path.expanduser(name))]
+    return os.path.commonpath([folder_of(name) for name in local or names]) if names else None
+
+
+def folder_of(data: str) -> str:
+    """A file that somebody else wrote must not open any file of this machine. What a dataset of the Hub names lies in the cache of
+    downloads, if anywhere."""
+    import datasets
+
+    path = os.path.abspath(os.path.expanduser(data))
+    if not os.path.exists(path):
+        return os.fspath(datasets.config.HF_DATASETS_CACHE)
+    return path if os.path.isdir(path) else os.path.dirname(path)
 
 
 def _refuse_idle_evaluation(config: RunConfig) -> None:
