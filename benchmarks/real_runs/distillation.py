@@ -1,6 +1,6 @@
 """Do the methods of distillation learn what they should, and nothing where there is nothing to learn? With a real model.
 
-    python -m benchmarks.real_runs.distillation MODEL [RUN ...] [--steps N] [--learning-rate R] [--python PYTHON_WITH_VLLM]
+    python -m benchmarks.real_runs.distillation MODEL [RUN ...] [--steps N] [--learning-rate R] [--seed S] [--python PYTHON]
 
 MODEL is SmolLM2-135M-Instruct. Each run prints a line of JSON with its figures, those of its control, and whether both hold.
 
@@ -10,8 +10,8 @@ KL(teacher, student) on what the teacher writes; `forward_own`, the same on what
 the teacher writes (the teacher's own beside it). The divergence that is trained must fall to less than half. Control: the teacher
 is the student itself; loss and movement of the weights (by SGD) are below 1e-6. Where both directions of GKD are run, a last line
 compares their entropies: forward KL covers, so that its student has the higher one. `server_distillation` asks a `posttrain
-vllm-serve` of MODEL on the same device; its control is the whole MODEL as student, whose loss stays below 1e-2 in the rounding of
-two engines.
+vllm-serve` of MODEL (by PYTHON, which has vLLM) on the same device; its control is the whole MODEL as student, whose loss stays
+below 1e-2 in the rounding of two engines.
 
 sdft, sdpo, ssd: see `self_distillation.py`.
 """
@@ -42,20 +42,21 @@ from posttrain.methods.table import METHODS
 from posttrain.rollout.engines.vllm.launcher import ServerProcess, new_token
 from posttrain.rollout.engines.vllm.transport import Deadlines
 
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 TAUGHT: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gkd-forward": ("gkd", "forward", {"beta": 0.0, "lmbda": 0.5, "seq_kd": True}),
     "gkd-reverse": ("gkd", "reverse", {"beta": 1.0, "lmbda": 1.0}),
     "distillation": ("distillation", "reverse", {"beta": 1.0}),
     "iw_opd": ("iw_opd", "reverse", {"lmbda": 1.0, "top_p": 1.0, "num_generations": 4}),
-    "minillm": ("minillm", "reverse", {"num_generations": 4, "scale_rewards": "none"}),
+    "minillm": ("minillm", "reverse", {"num_generations": 4, "scale_rewards": "none", "bf16": device() == "cuda"}),
     "server_distillation": ("server_distillation", "forward_own", {"beta": 0.0, "loss_top_k": 20}),
 }
 """Run -> method, the measure that must fall to less than half, options. Estimates from drawn tokens have four answers a prompt."""
 ANSWER_TOKENS, PROMPTS_A_STEP, CONTROL_STEPS = 32, 16, 5
-
-
-def device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def loaded(model: str) -> Any:
@@ -100,11 +101,11 @@ def trained(
         "learning_rate": how.learning_rate,
         "lr_scheduler_type": "constant",
         "logging_steps": 1,
-        "seed": 1,
+        "seed": how.seed,
     }
     shared |= {"per_device_train_batch_size": PROMPTS_A_STEP * options.get("num_generations", 1), "temperature": 1.0}
     shared |= {"max_completion_length": ANSWER_TOKENS, "save_strategy": "no", "report_to": "none", "verbosity": "quiet"}
-    shared |= {"bf16": False}  # a control that is 0 to rounding needs float32
+    shared |= {"bf16": False}
     trainer = METHODS[method].trainer_class(
         model=student,
         args=METHODS[method].config_class(output_dir=str(folder), **shared | options | more),
@@ -122,10 +123,10 @@ def logged(trainer: Any, name: str) -> list[float]:
 
 
 def control(run: str, student: Any, tokenizer: Any, folder: Path, how: Training) -> dict[str, Any]:
-    """The teacher is the student. By SGD: Adam would make full-size steps of the rounding of a gradient."""
+    """The teacher is the student. By SGD, as Adam makes full-size steps of rounding; in float32, whose rounding is below 1e-6."""
     start = {key: value.detach().clone() for key, value in student.named_parameters()}
     given = {"teacher_model": copy.deepcopy(student)}
-    trainer = trained(run, student, tokenizer, folder, how.at_most(CONTROL_STEPS), given, optim="sgd")
+    trainer = trained(run, student, tokenizer, folder, how.at_most(CONTROL_STEPS), given, optim="sgd", bf16=False)
     moved = max(float((value.detach() - start[key]).abs().max()) for key, value in trainer.model.named_parameters())
     loss = max(map(abs, logged(trainer, "loss")))
     norm = max(logged(trainer, "grad_norm"))
@@ -190,10 +191,10 @@ def results(names: list[str], asked: argparse.Namespace) -> Iterator[dict[str, A
     entropy = {}
     for name in names:
         began, (proof, steps, rate) = time.perf_counter(), RUNS[name]
-        how = Training(asked.steps or steps, asked.learning_rate or rate, asked.python)
+        how = Training(asked.steps or steps, asked.learning_rate or rate, asked.python, asked.seed)
         found = proof(name, asked.model, asked.output / name, how)
         entropy[name] = found["after"].get("entropy")
-        said = {"run": name, "steps": how.steps, "learning_rate": how.learning_rate}
+        said = {"run": name, "steps": how.steps, "learning_rate": how.learning_rate, "seed": how.seed}
         yield said | {"seconds": round(time.perf_counter() - began, 1)} | found
         gc.collect()
         torch.cuda.empty_cache()
@@ -208,6 +209,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("runs", nargs="*", metavar="RUN", help=", ".join(RUNS))
     parser.add_argument("--steps", type=int, help="default: those of each run")
     parser.add_argument("--learning-rate", type=float, help="default: that of each run")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path("runs/distillation"))
     parser.add_argument("--python", default=sys.executable, help="interpreter that has vLLM, for server_distillation")
     return parser

@@ -22,6 +22,7 @@ class Training:
     steps: int
     learning_rate: float
     python: str
+    seed: int = 1
 
     def at_most(self, steps: int) -> Training:
         return replace(self, steps=min(self.steps, steps))

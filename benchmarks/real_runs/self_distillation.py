@@ -34,7 +34,6 @@ from posttrain.methods.table import METHODS
 
 SHARED = {
     "lr_scheduler_type": "constant", "logging_steps": 1, "save_strategy": "no", "report_to": "none", "verbosity": "quiet",
-    "seed": 1,
 }  # fmt: skip
 
 
@@ -110,12 +109,14 @@ def sdft(run: str, model: str, folder: Path, how: Training) -> dict[str, Any]:
         options = {"teacher_prompt_template": TAUGHT_BY, "distillation_mode": "full_logits", "distillation_alpha": 0.0}
         options |= {"num_generations": 2, "per_device_train_batch_size": 2 * len(rows), "temperature": 1.0}
         options |= {"max_completion_length": FACT_TOKENS, "learning_rate": how.learning_rate, "max_steps": how_many}
+        options["seed"] = how.seed
         return figures(trained("sdft", model, rows, folder / kind, **options).model)
 
     before = figures(start) | {"teacher": knows(start, tokenizer, shown)}
     after, empty = after_sdft("run", True, how.steps), after_sdft("control", False, max(how.steps // 3, 1))
     answered = [{"prompt": user(q), "completion": [{"role": "assistant", "content": fact}]} for q, fact, _ in facts()]
     options = {"per_device_train_batch_size": len(answered), "learning_rate": how.learning_rate, "max_steps": how.steps}
+    options["seed"] = how.seed
     tuned = figures(trained("sft", model, answered, folder / "sft", **options).model)
     costs = [one["perplexity"] - before["perplexity"] for one in (after, tuned)]
     holds = before["right"] == 0 and after["right"] > 0.8 and costs[0] < costs[1] / 2 and empty["right"] == 0
@@ -156,6 +157,7 @@ def sdpo(run: str, model: str, folder: Path, how: Training) -> dict[str, Any]:
     rows = [{"prompt": sum_question(a, b), "answer": a + b} for a, b in asked]
     shared = {"num_generations": GROUP, "per_device_train_batch_size": 8 * GROUP, "max_completion_length": SUM_TOKENS}
     shared |= {"learning_rate": how.learning_rate, "temperature": 1.0, "reward_funcs": right_sum, "reward_workers": 0}
+    shared["seed"] = how.seed
     taught = shared | {"distillation_mode": "full_logits", "distillation_alpha": 0.5}
     taught |= {"reprompt_template": "{prompt}{solution}{feedback}", "solution_template": SOLUTION}
 
@@ -225,6 +227,7 @@ def ssd(run: str, model: str, folder: Path, how: Training) -> dict[str, Any]:
         rows = [{"prompt": json_question(topic)} for topic in TOPICS.split()]
         options = {"top_p": top_p, "temperature": 1.0, "num_generations": 4, "per_device_train_batch_size": 64}
         options |= {"max_completion_length": JSON_TOKENS, "learning_rate": how.learning_rate, "max_steps": how.steps}
+        options["seed"] = how.seed
         answers, figures = drawn(trained("ssd", model, rows, folder / kind, **options).model)
         change = rise(*(list(map(is_object, one.texts)) for one in (first, answers)), len(topics))
         found[kind] = figures | {"standard_errors": change["standard_errors"]}
