@@ -114,7 +114,8 @@ def model_alone(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) 
             if parameter.dim() > 1:
                 parameter.mul_(6)
         if family == "gemma3":  # starts at zero: the model would be blind
-            model.model.multi_modal_projector.mm_input_projection_weight.normal_(0, 0.2)
+            weight = model.model.multi_modal_projector.mm_input_projection_weight
+            weight.copy_(0.2 * torch.randn(weight.shape))  # the same numbers in every precision
     return model
 
 

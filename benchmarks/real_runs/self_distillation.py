@@ -159,6 +159,7 @@ def sdpo(run: str, model: str, folder: Path, how: Training) -> dict[str, Any]:
     shared |= {"learning_rate": how.learning_rate, "temperature": 1.0, "reward_funcs": right_sum, "reward_workers": 0}
     shared["seed"] = how.seed
     taught = shared | {"distillation_mode": "full_logits", "distillation_alpha": 0.5}
+    taught |= {"teacher_model_kind": "base"}  # one that follows the policy loses the form of the answers with it
     taught |= {"reprompt_template": "{prompt}{solution}{feedback}", "solution_template": SOLUTION}
 
     def right(one: Any, pairs: list[tuple[int, int]]) -> list[bool]:

@@ -44,7 +44,9 @@ def use_liger_layers(innermost: nn.Module) -> None:
     """Liger's norm, rotary and SwiGLU; its fused losses stay off, our own head never keeps logits anyway.
 
     Liger also replaces classes of the family's module, for models that are made later; those are put back. Functions, such as the
-    one that applies rotary embeddings, are looked up there by every model of the family and stay.
+    one that applies rotary embeddings, are looked up there by every model of the family and stay, unless this version of
+    transformers has none of that name. Of a model that sees, the language model alone is changed: what Liger knows of whole
+    models is about some towers only.
 
     Kernels for experts are not autotuned unless the user says so: Liger would try up to 40 configurations of each in the first
     step, which took two minutes for a small Mixtral on an H200.
@@ -54,11 +56,17 @@ def use_liger_layers(innermost: nn.Module) -> None:
 
     module = _family(innermost)
     before = _pristine.setdefault(module.__name__, dict(vars(module)))
-    _apply_liger_kernel_to_instance(innermost, fused_linear_cross_entropy=False, cross_entropy=False)
+    _apply_liger_kernel_to_instance(language_model(innermost), fused_linear_cross_entropy=False, cross_entropy=False)
     _put_back(module, {name: value for name, value in before.items() if isinstance(value, type)})
     for name, function in dict(vars(module)).items():
-        if "rotary" in name and function is not before.get(name):
+        if "rotary" in name and name in before and function is not before[name]:
             setattr(module, name, on_gpus(on_copies_of_kept_products(function), before[name]))
+
+
+def language_model(innermost: nn.Module) -> nn.Module:
+    """The decoder of a model that has more than one part; another model as it is."""
+    is_whole = innermost.config.get_text_config() is innermost.config
+    return innermost if is_whole else innermost.get_decoder()
 
 
 def on_gpus(rotary: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +126,8 @@ _pristine: dict[str, dict[str, Any]] = {}  # module of a family -> its names bef
 
 
 def _family(innermost: nn.Module) -> ModuleType:
-    return sys.modules[type(innermost).__module__]
+    """Where the layers of the language model look up their functions."""
+    return sys.modules[type(language_model(innermost)).__module__]
 
 
 def _put_back(module: ModuleType, names: dict[str, Any]) -> None:
@@ -168,7 +177,7 @@ def _milliseconds(innermost: nn.Module, name: str) -> float:
     with _module_kept(innermost):
         model = _one_layer_model(innermost).to(parameter.device, parameter.dtype)
         APPLY[name](model)
-        body = getattr(model, model.base_model_prefix)
+        body = getattr(model, model.base_model_prefix, model)
         places = torch.arange(PROBE_SEGMENTS * PROBE_SEGMENT_TOKENS, device=parameter.device)[None]
         bounds = torch.arange(PROBE_SEGMENTS + 1, dtype=torch.int32, device=parameter.device) * PROBE_SEGMENT_TOKENS
         kwargs = {"input_ids": places % 64, "position_ids": places % PROBE_SEGMENT_TOKENS}
@@ -184,15 +193,16 @@ def _milliseconds(innermost: nn.Module, name: str) -> float:
 
 
 def _one_layer_model(innermost: nn.Module) -> nn.Module:
-    config = copy.deepcopy(innermost.config)
-    text = config.get_text_config()
-    text.num_hidden_layers, text.vocab_size = 1, 64
-    if getattr(text, "layer_types", None):
-        text.layer_types = text.layer_types[:1]
+    """The language model alone: a tower would be as large as it is."""
+    whole = language_model(innermost)
+    config = copy.deepcopy(whole.config)
+    config.num_hidden_layers, config.vocab_size = 1, 64
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
-        setattr(text, name, None)
+        setattr(config, name, None)
     install_ragged_attention()
-    model = type(innermost)(config)
+    model = type(whole)(config)
     model.set_attn_implementation(RAGGED_ATTENTION)
     return model
 
