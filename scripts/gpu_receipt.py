@@ -35,6 +35,8 @@ PACKAGES = (
     "pytest-timeout", "pytest-xdist", "execnet",
 )  # fmt: skip
 """What tests/gpu imports and a machine with torch, transformers, accelerate and peft may lack."""
+WHEELS, NEWER = "wheels", ("transformers==5.19.0", "num2words")
+"""Kept as wheels in a subfolder, as what travels may be limited in size; tests of `images` alone run with them."""
 MAX_NAMED = 8
 OLDER_PLATFORMS = ("manylinux_2_17", "manylinux2014", "manylinux_2_5", "manylinux1")
 PROCESSES = 5
@@ -76,10 +78,14 @@ def files_with_tests(section: str, root: Path = ROOT) -> list[Path]:
 class Recorder:
     """A plugin of pytest that writes the receipt after every test: a run that is stopped leaves what it has."""
 
-    def __init__(self, section: str, receipt: dict, writes: bool) -> None:
+    def __init__(self, section: str, receipt: dict, writes: bool, continued: bool) -> None:
         self.receipt, self.writes, self.begun = receipt, writes, time.monotonic()
         files = files_of(section)
         self.part = {"date": now(), **machine(), "seconds": 0.0, "digest": digest(files), "files": files, "tests": {}}
+        if continued:
+            self.part = receipt[section]
+            self.part["versions"] |= {"transformers for images": machine()["versions"]["transformers"]}
+            self.begun -= self.part["seconds"]
         receipt[section] = self.part
 
     def pytest_runtest_logreport(self, report: Any) -> None:
@@ -114,10 +120,11 @@ def machine() -> dict:
     return {"device": torch.cuda.get_device_name(0), "versions": versions}
 
 
-def run(sections: list[str], only: str | None, processes: int) -> int:
+def run(sections: list[str], only: str | None, processes: int, images: bool) -> int:
     """All tests of a file in one process: what one of them leaves behind, a user's process would have, too.
 
-    Tests of time and of the card's memory have it to themselves (`whole_gpu`), and so have those with vLLM."""
+    Tests of time and of the card's memory have it to themselves (`whole_gpu`), and so have those with vLLM. Those of `images` need
+    a newer transformers than a machine may have, so that a process of its own runs them at the end."""
     import pytest
     import torch
 
@@ -127,12 +134,31 @@ def run(sections: list[str], only: str | None, processes: int) -> int:
     receipt = read()
     for section in sections:
         files = [str(path) for path in files_with_tests(section) if only is None or only in path.name]
-        recorder = Recorder(section, receipt, only is None)
-        side_by_side = ["-n", str(processes), "--dist", "loadfile"] if section == "cuda" and processes > 1 else []
-        for chosen, more in (("not whole_gpu", side_by_side), ("whole_gpu", [])):
+        recorder = Recorder(section, receipt, only is None, continued=images)
+        spread = ["-n", str(processes), "--dist", "loadfile"] if section == "cuda" and processes > 1 else []
+        phases = [("images", spread[:2])] if images else [("not whole_gpu and not images", spread), ("whole_gpu", [])]
+        for chosen, more in phases:
             pytest.main([*files, *more, "-m", chosen, "-rA", "--tb=short"], plugins=[recorder])
+    if images:
+        return 0
+    if "cuda" in sections:
+        run_images(["--processes", str(processes), *(["--only", only] if only else [])])
+        receipt = read()
     print(*(line for section in sections for line in verdict(receipt, section)), sep="\n")
     return 0 if all(is_good(receipt, section) for section in sections) else 1
+
+
+def run_images(options: list[str]) -> None:
+    """This script again, whose processes find the packages of NEWER before those of the machine, where they were packed."""
+    import zipfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        for wheel in (wheel for entry in sys.path for wheel in (Path(entry) / WHEELS).glob("*.whl")):
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(folder)
+        paths = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, __file__, "--images", *options]
+        subprocess.run(command, env=os.environ | {"PYTHONPATH": paths}, check=False)
 
 
 # ---- checking -------------------------------------------------------------------------------------------------------------
@@ -214,6 +240,8 @@ def pack(folder: Path, python: str, platform: str) -> int:
         for wheel in Path(wheels).glob("*.whl"):
             with zipfile.ZipFile(wheel) as archive:
                 archive.extractall(folder)
+        place = command.index("--dest") + 1
+        subprocess.run([*command[:place], str(folder / WHEELS), *NEWER], check=True)
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {size / 2**20:.0f} MiB. There: PYTHONPATH={folder} python3 scripts/gpu_receipt.py")
     return 0
@@ -232,13 +260,14 @@ def main() -> int:
     )
     parser.add_argument("--python-version", default="3.12", help="of the other machine, for --pack")
     parser.add_argument("--platform", default="manylinux_2_28_x86_64", help="of the other machine, for --pack")
+    parser.add_argument("--images", action="store_true", help=argparse.SUPPRESS)  # a run's own second process
     given = parser.parse_args()
     if given.check:
         return check()
     if given.pack:
         return pack(given.pack, given.python_version, given.platform)
     os.chdir(ROOT)
-    return run(list(SECTIONS) if given.section == "all" else [given.section], given.only, given.processes)
+    return run(list(SECTIONS) if given.section == "all" else [given.section], given.only, given.processes, given.images)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,10 @@ from tests.tiny_vision import FAMILIES
 from tests.trainer.vision_runs import LAYOUTS, chats, gradient, trainer_of
 from tests.vision_samples import RAGGED_FAMILIES, Shown
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.images,
+]
 
 ROWS = 5  # of `chats`
 TOLERANCES = ((torch.float32, 5e-3), (torch.bfloat16, 0.2))
@@ -62,7 +65,7 @@ def test_what_is_written_after_images_on_the_device_has_the_log_probs_of_the_hos
     for prompt, ticket in zip(asked, tickets):
         ids = found[ticket].ids
         logps = full_forward(host, prompt, ids).log_softmax(-1)[range(len(ids)), ids.tolist()]
-        assert np.abs(logps.numpy() - found[ticket].policy_logps).max() < 1e-3
+        assert np.abs(logps.numpy() - found[ticket].policy_logps).max() < 5e-3  # see TOLERANCES
 
 
 @pytest.mark.parametrize("family", RAGGED_FAMILIES)
