@@ -1,6 +1,8 @@
-"""The whole step of PPO, of Online DPO and of GKD, generation to update, posttrain against TRL.
+"""The whole step of PPO, of Online DPO and of GKD, generation to update, and of SFT, DPO and GRPO on images, posttrain against TRL.
 
-    python -m benchmarks.speed.whole_step ppo|online_dpo|gkd [--settings ours tuned default matched] [--trl-path FOLDER] [--tiny]
+    python -m benchmarks.speed.whole_step METHOD [--settings ours tuned default matched] [--trl-path FOLDER] [--tiny]
+
+METHOD is one of ppo, online_dpo, gkd, sft_images, dpo_images, grpo_images.
 
 A step is 256 completions of 512 tokens after prompts of 256, from a 0.5B with random weights (PPO: 32 prompts with eight
 completions each, for TRL as rows that are there eight times; a reward model and a value model of the same size, four epochs over
@@ -10,7 +12,7 @@ default critic, a head on the policy.
 PPO needs TRL 1.10.0, the last that has it. It keeps the logits of a generation in float32 and copies them once, 159 GB for 256
 completions, so that a smaller step is measured; TRL's Online DPO generates micro-batch by micro-batch, of which fewer are measured.
 Where a setting runs out of memory, the next smaller one is tried. Seconds are reported for 256 completions. `gkd_step.py` says what
-a step of GKD is.
+a step of GKD is, `image_step.py` what those on images are.
 """
 
 from __future__ import annotations
@@ -32,15 +34,15 @@ import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from benchmarks.speed import gkd_step, judge, materials
+from benchmarks.speed import gkd_step, image_step, judge, materials
 from benchmarks.speed.measure import peak_memory, reset_peak_memory
 from benchmarks.speed.rows import QWEN_05B, Lengths, Row, tiny
 
-COMPLETIONS = {"ppo": 256, "online_dpo": 256, "gkd": gkd_step.ROWS}
+COMPLETIONS = {"ppo": 256, "online_dpo": 256, "gkd": gkd_step.ROWS, **image_step.ROWS}
 EPOCHS, GROUP = 4, 8
-WARM_UP = {"ppo": 1, "online_dpo": 1, "gkd": 2}
+WARM_UP = {"ppo": 1, "online_dpo": 1, "gkd": 2, **dict.fromkeys(image_step.ROWS, 2)}
 """Steps before those that are timed."""
-TINY_SCALES = {"ppo": 16, "online_dpo": 16, "gkd": 4}
+TINY_SCALES = {"ppo": 16, "online_dpo": 16, "gkd": 4, **dict.fromkeys(image_step.ROWS, 1)}
 NAMES = {"ppo": "PPO", "online_dpo": "OnlineDPO"}
 SETTINGS: dict[str, dict[str, list[dict[str, Any]]]] = {
     "ppo": {
@@ -55,6 +57,7 @@ SETTINGS: dict[str, dict[str, list[dict[str, Any]]]] = {
         "default": [{"samples": 16, "micro": 16}],
     },
     "gkd": gkd_step.SETTINGS,
+    **image_step.SETTINGS,
 }
 """Completions of a step and of a micro-batch, to be tried in turn until one fits."""
 
@@ -168,7 +171,13 @@ def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_ti
     device = "cuda" if torch.cuda.is_available() else "cpu"
     row = row_of(method, is_tiny)
     with tempfile.TemporaryDirectory() as output:
-        trainer = trainer_of(row, method, setting, sizes, timed + WARM_UP[method], output, device)
+        if method in image_step.ROWS:
+            options = shared_options(row, method, setting, sizes, output)
+            dtype = torch.float32 if setting == "default" or device == "cpu" else torch.bfloat16
+            given = (method, setting, sizes, options, timed + WARM_UP[method], dtype, is_tiny)
+            trainer = image_step.trainer_of(*given, [GenerationMarks(1, device)])
+        else:
+            trainer = trainer_of(row, method, setting, sizes, timed + WARM_UP[method], output, device)
         marks = next(one for one in trainer.callback_handler.callbacks if isinstance(one, GenerationMarks))
         trainer.train()
     ends, whole = marks.marks[WARM_UP[method] - 1 :], COMPLETIONS[method]
@@ -181,6 +190,7 @@ def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_ti
         f"seconds_for_{whole}": sum(seconds) / len(seconds) * whole / sizes["samples"],
         "peak_gib": peak_memory(device) / 2**30,
         **(gkd_step.figures(row, sizes["samples"], trainer.state.log_history) if method == "gkd" else {}),
+        **(image_step.figures(trainer.state.log_history) if method in image_step.ROWS else {}),
         "last_logs": trainer.state.log_history[-2:],
     }
 

@@ -1,0 +1,146 @@
+"""Steps on rows with images: SFT, DPO and GRPO of Qwen2.5-VL-3B's shape with random weights. Run by `whole_step.py`.
+
+A row shows one image, whose sides are log-normal between 224 and 1600 pixels, and asks one question; answers have 16 to 256
+tokens (a token is a byte here). Images are smooth noise, made once and stored as JPEG bytes, so that both libraries decode, resize
+and cut the same pictures: of SFT 64 rows a step, of DPO 32 pairs, of GRPO eight prompts with eight completions of 128 tokens, which
+each library writes itself. TRL as it comes has float32 weights, checkpoints and no workers for its data; tuned: bfloat16, no
+checkpoints where they fit, workers, `max_length=None`, fused AdamW. `--tiny` is the model of the tests, with small images; its
+vocabulary is so small that TRL draws placeholders of images, on which it fails in GRPO (ours never draws them).
+
+`first_loss` is that of the same rows and weights. transformers gives Qwen2.5-VL no count of a step's tokens, so that TRL's loss of
+SFT in several micro-batches is a mean of their means, and differs; `matched` sizes of one micro-batch agree to 1e-5 by `--tiny`.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import io
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+
+from tests import tiny_vision
+
+FAMILY, ANSWER_TOKENS, WRITTEN, GROUP = "qwen2_5_vl", (16, 256), 128, 8
+NAMES = {"sft_images": "SFT", "dpo_images": "DPO", "grpo_images": "GRPO"}
+ROWS = {"sft_images": 64, "dpo_images": 32, "grpo_images": 64}
+SETTINGS: dict[str, dict[str, list[dict[str, int]]]] = {
+    "sft_images": {
+        "ours": [{"samples": 64, "micro": 64}, {"samples": 64, "micro": 16}],
+        "tuned": [{"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}, {"samples": 64, "micro": 4}],
+        "default": [{"samples": 64, "micro": 8}, {"samples": 64, "micro": 4}],
+    },
+    "dpo_images": {
+        "ours": [{"samples": 32, "micro": 32}, {"samples": 32, "micro": 8}],
+        "tuned": [{"samples": 32, "micro": 8}, {"samples": 32, "micro": 4}, {"samples": 32, "micro": 2}],
+        "default": [{"samples": 32, "micro": 8}, {"samples": 32, "micro": 2}],
+    },
+    "grpo_images": {
+        "ours": [{"samples": 64, "micro": 64}, {"samples": 64, "micro": 16}],
+        "tuned": [{"samples": 64, "micro": 32}, {"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}],
+        "default": [{"samples": 64, "micro": 8}],
+    },
+}
+
+
+def model_and_processor(is_tiny: bool, dtype: torch.dtype, device: str) -> tuple[Any, Any]:
+    model_class, config, processor, _ = tiny_vision.BUILDERS[FAMILY](FAMILY, {} if is_tiny else real_pixels())
+    if not is_tiny:
+        text, tower = config.text_config, config.vision_config
+        text.hidden_size, text.intermediate_size, text.num_hidden_layers = 2048, 11_008, 36
+        text.num_attention_heads, text.num_key_value_heads, text.vocab_size = 16, 2, 151_936
+        text.layer_types, text.max_window_layers = ["full_attention"] * 36, 36
+        text.rope_parameters = {"rope_type": "default", "mrope_section": [16, 24, 24], "rope_theta": 1e6}
+        text.tie_word_embeddings = config.tie_word_embeddings = True
+        tower.depth, tower.hidden_size, tower.num_heads, tower.intermediate_size = 32, 1280, 16, 3420
+        tower.out_hidden_size, tower.window_size, tower.fullatt_block_indexes = 2048, 112, [7, 15, 23, 31]
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = model_class(config).to(dtype)
+    return model, processor()
+
+
+def real_pixels() -> dict[str, int]:
+    """The limits with which the family's own processor comes, but for the largest images: 1600 x 1600 are not shrunk."""
+    return {"min_pixels": 56 * 56, "max_pixels": 1600 * 1600}
+
+
+def picture(rng: np.random.Generator, is_tiny: bool) -> bytes:
+    """Smooth noise as a JPEG of quality 90."""
+    height, width = np.clip(np.exp(rng.normal(np.log(600), 0.5, 2)), 224, 1600).astype(int) // (8 if is_tiny else 1)
+    coarse = rng.integers(0, 256, (max(height // 16, 2), max(width // 16, 2), 3), dtype=np.uint8)
+    stored = io.BytesIO()
+    Image.fromarray(coarse).resize((int(width), int(height)), Image.Resampling.BICUBIC).save(stored, "JPEG", quality=90)
+    return stored.getvalue()
+
+
+def words(rng: np.random.Generator, tokens: int) -> str:
+    return "".join(rng.choice(list("abcdefghij klmnop"), tokens))
+
+
+def rows_of(method: str, samples: int, steps: int, is_tiny: bool) -> Any:
+    """As a dataset of stored bytes: an image is decoded whenever it is read, by both libraries."""
+    import datasets
+
+    rng, low, high = np.random.default_rng(7), *(size // (4 if is_tiny else 1) for size in ANSWER_TOKENS)
+    each = GROUP if method == "grpo_images" else 1
+
+    def said(role: str, tokens: int) -> list[dict[str, str]]:
+        return [{"role": role, "content": words(rng, tokens)}]
+
+    made = []
+    for _ in range(max(samples // each, 1) * steps):
+        row = {"images": [{"bytes": picture(rng, is_tiny), "path": None}], "prompt": said("user", 40)}
+        for column in {"sft_images": ["completion"], "dpo_images": ["chosen", "rejected"]}.get(method, []):
+            row[column] = said("assistant", int(rng.integers(low, high)))
+        made.append(row)
+    return datasets.Dataset.from_list(made).cast_column("images", datasets.List(datasets.Image()))
+
+
+def options_of(method: str, setting: str, shared: dict[str, Any], steps: int) -> dict[str, Any]:
+    made = shared | {"max_steps": steps, "dataloader_num_workers": 0 if setting == "default" else 8}
+    made.pop("temperature", None)
+    on_gpu = torch.cuda.is_available()
+    made |= {} if on_gpu else {"bf16": False, "dataloader_num_workers": 0}
+    if method == "grpo_images":
+        made |= {"max_completion_length": WRITTEN if on_gpu else 16, "num_generations": GROUP, "temperature": 1.0}
+    elif setting != "ours":
+        made |= {"max_length": None}
+    if method == "sft_images":
+        made |= {"completion_only_loss": True}
+    made |= {"shuffle_dataset": False} if setting == "ours" else {"train_sampling_strategy": "sequential"}
+    return made
+
+
+def length_reward(completions: list[Any], **columns: Any) -> list[float]:
+    return [float(len(one[-1]["content"]) % 7) for one in completions]
+
+
+def trainer_of(
+    method: str, setting: str, sizes: dict[str, int], shared: dict[str, Any], steps: int, dtype: torch.dtype,
+    is_tiny: bool, callbacks: list[Any],
+) -> Any:  # fmt: skip
+    library = importlib.import_module("posttrain" if setting == "ours" else "trl")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model, processor = model_and_processor(is_tiny, dtype, device)
+    config = getattr(library, f"{NAMES[method]}Config")(**options_of(method, setting, shared, steps))
+    more = {"reward_funcs": length_reward} if method == "grpo_images" else {}
+    if method == "dpo_images" and setting != "ours":  # TRL would look for its reference on the hub
+        more["ref_model"] = copy.deepcopy(model)
+    return getattr(library, f"{NAMES[method]}Trainer")(
+        model=model,
+        args=config,
+        train_dataset=rows_of(method, sizes["samples"], steps, is_tiny),
+        processing_class=processor,
+        callbacks=callbacks,
+        **more,
+    )
+
+
+def figures(logs: list[dict[str, float]]) -> dict[str, Any]:
+    losses = [entry["loss"] for entry in logs if "loss" in entry]
+    tokens = [entry["num_tokens"] for entry in logs if "num_tokens" in entry]
+    return {"first_loss": losses[0], "losses": losses, "num_tokens": tokens[-1:]}
