@@ -279,15 +279,8 @@ class OnlineTrainer(BaseTrainer):
     def local_engine(self, model: nn.Module, **options: Any) -> RolloutEngine:
         """One that reads the weights of `model` in place."""
         slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
-        engine = ENGINES[self.args.rollout_engine](
-            model, decode=self.decode_exactly, pixels=self.shown_pixels, **slots, **options
-        )
-        if self.shown_pixels is not None and not getattr(engine, "reads_images", False):
-            raise ValueError(
-                f"{type(innermost_model(model)).__name__} cannot be shown images by the native engine, which alone writes after "
-                "images so far. Train it with an offline method, or take a model of another family."
-            )
-        return engine
+        how = {"decode": self.decode_exactly, "pixels": self.shown_pixels}
+        return ENGINES[self.args.rollout_engine](model, **how, **slots, **options)
 
     def _make_collector(self) -> RolloutCollector:
         """It owns what a window needs; of this trainer it calls what is the method's (MethodHooks)."""

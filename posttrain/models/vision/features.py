@@ -82,6 +82,15 @@ def family_of(innermost: nn.Module) -> VisionFamily | None:
     return getattr(innermost, _FAMILY, None)
 
 
+def forbidden_tokens(innermost: nn.Module, pixels: Any) -> list[int]:
+    """Those that are never drawn where images are shown: a placeholder that is written would refer to no image, so that the next
+    forward fails, or takes the features of another one."""
+    family = family_of(innermost)
+    if family is None or pixels is None:
+        return []
+    return [token for token in family.forbidden_ids if token < innermost.config.get_text_config().vocab_size]
+
+
 def with_images(model: nn.Module, kwargs: dict[str, Any], asked: Tensor) -> dict[str, Any]:
     """Arguments of the body of a model that sees, with `images` (BatchImages or None) turned into features and masks.
 
