@@ -140,8 +140,8 @@ class PlainSession:
         made = request_or_error(ticket, prompt, self._params, self._engine.context, self._engine.vocabulary)
         if prompt.first_token and self._engine.sees_prompts_whole:
             made = (
-                f"Prompt {prompt.key} continues an episode, and {type(self._engine.innermost).__name__} sees its whole prompt in both "
-                "directions: what it has written would be read otherwise than it is trained. Leave the tools out."
+                f"Prompt {prompt.key} continues an episode, and {type(self._engine.innermost).__name__} sees its whole prompt in "
+                "both directions: what it has written would be read otherwise than it is trained. Leave the tools out."
             )
         if isinstance(made, str):
             self._failed.append((ticket, Completion.failed(made, self._engine.version)))
