@@ -30,7 +30,8 @@ class Pixels(Protocol):
 class Collator:
     """Callable for a DataLoader; `layout` may be changed until the first batch is made.
 
-    Units with more than `max_tokens` tokens together become several passes; the step's gradient does not depend on it.
+    Units with more than `max_tokens` tokens together become several passes; the step's gradient does not depend on it. A token
+    counts `graphs` times: as often as its activations are kept.
     """
 
     roles: tuple[str, ...]
@@ -39,14 +40,20 @@ class Collator:
     pad_to_multiple_of: int | None = None
     max_tokens: int | None = None
     pixels: Pixels | None = None  # None: samples with images are refused
+    graphs: int = 1  # passes with gradient that a batch is run in before its backward
 
     def __call__(self, units: Sequence[Unit]) -> TokenBatch | Passes:
-        parts = [self.one_pass(part) for part in split_by_tokens(units, self.layout, self.max_tokens)]
+        parts = [self.one_pass(part) for part in split_by_tokens(units, self.layout, self.limit)]
         if len(parts) == 1:
             return parts[0]
         trained = sum(part.num_trained for part in parts)
         shares = [part.num_trained / trained if trained else 1 / len(parts) for part in parts]
         return Passes([replace(part, share=share) for part, share in zip(parts, shares)])
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of a pass."""
+        return None if self.max_tokens is None else max(self.max_tokens // self.graphs, 1)
 
     def one_pass(self, units: Sequence[Unit]) -> TokenBatch:
         return collate(units, self.roles, self.layout, self.pad_token_id, self.pad_to_multiple_of, self.pixels)
@@ -81,7 +88,7 @@ def as_units(samples: list[Sample], collate: Collator) -> list[Unit]:
         unit: Unit = ()
         for sample in members:
             larger = (*unit, sample)
-            if unit and collate.max_tokens and laid_out_tokens([larger], collate.layout) > collate.max_tokens:
+            if unit and collate.limit and laid_out_tokens([larger], collate.layout) > collate.limit:
                 units.append(unit)
                 larger = (sample,)
             unit = larger

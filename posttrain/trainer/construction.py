@@ -279,10 +279,16 @@ def _longest(args: BaseConfig, dataset: Any, vision: Vision) -> int | None:
 
 
 def collator_of(
-    given: Any, roles: tuple[str, ...], pad_token_id: int, layout: str, args: BaseConfig, pixels: Pixels | None = None
+    given: Any,
+    roles: tuple[str, ...],
+    pad_token_id: int,
+    layout: str,
+    args: BaseConfig,
+    pixels: Pixels | None = None,
+    graphs: int = 1,
 ) -> Collator:
     if given is None:
-        return Collator(roles, pad_token_id, layout, args.pad_multiple, pixels=pixels)
+        return Collator(roles, pad_token_id, layout, args.pad_multiple, pixels=pixels, graphs=graphs)
     if not isinstance(given, Collator):
         raise TypeError(
             f"`data_collator` is a {type(given).__name__}; batches are made from Samples by posttrain.data.collate.Collator. "

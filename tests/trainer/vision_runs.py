@@ -59,7 +59,17 @@ def trainer_of(method: str, family: str, folder: Path, dtype: torch.dtype = torc
     tiny, about = vision_model(family, dtype=dtype), METHODS[method]
     named = {
         name: options.pop(name)
-        for name in ("peft_config", "train_dataset", "eval_dataset", "model", "optimizers", "callbacks", "reward_funcs")
+        for name in (
+            "peft_config",
+            "train_dataset",
+            "eval_dataset",
+            "model",
+            "processing_class",
+            "optimizers",
+            "callbacks",
+            "reward_funcs",
+            "teacher_model",
+        )
         if name in options
     }
     shared = {"per_device_train_batch_size": 2, "max_steps": 1, "report_to": "none", "save_strategy": "no"}
