@@ -22,7 +22,7 @@ from posttrain.models.load.teacher import Teacher
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.models.scoring.two_heads import DivergencesAlone
 from posttrain.rollout.rollout import Rollout
-from posttrain.trainer.distilling_trainer import RowsDistillingTrainer, TaughtTrainer, prompt_ids
+from posttrain.trainer.distilling_trainer import RowsDistillingTrainer, TaughtTrainer, prompt_sample
 from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig, TeacherBesideConfig
 from posttrain.trainer.report.model_card import Paper
@@ -137,7 +137,6 @@ class GOLDTrainer(RowsDistillingTrainer):
     """GOLD (General Online Logit Distillation): GKD with one tokenizer; with two, ULD (arXiv:2402.12030) on aligned texts."""
 
     method, title = "gold", "general online logit distillation"
-    reads_images = False  # two tokenizers see an image differently
     paper = Paper(
         "boizard2025uld",
         "Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss for LLMs",
@@ -147,6 +146,14 @@ class GOLDTrainer(RowsDistillingTrainer):
         "Transactions on Machine Learning Research",
     )
     config_class = GOLDConfig
+
+    def _refuse_images(self, name: str) -> None:
+        super()._refuse_images(name)
+        if self.args.use_uld_loss:
+            raise ValueError(
+                f"The dataset {name} has images, and with `use_uld_loss` the teacher reads tokens of its own, in which an image is "
+                "something else. Take a teacher with the student's tokenizer and processor, and leave `use_uld_loss` out."
+            )
 
     # ---- a teacher with another tokenizer ------------------------------------------------------------------------------
 
@@ -210,7 +217,7 @@ class GOLDTrainer(RowsDistillingTrainer):
         text = b"".join(pieces).decode("utf-8", "replace")
         (ids,) = self._teachers_renderer.encode_texts([text], add_special_tokens=False)
         kwargs = rollout.columns.get("chat_template_kwargs")
-        prompt = prompt_ids(self._teachers_renderer, rollout.prompt, rollout.tools, kwargs, sample.row)
+        prompt = prompt_sample(self._teachers_renderer, rollout.prompt, rollout.tools, kwargs, sample.row).input_ids
         found = align(pieces[:written], [self._teacher_bytes.get(int(token), b"") for token in ids])
         places = found.boundaries
         if written < len(pieces) and not self.args.uld_skip_student_eos and found.is_whole:

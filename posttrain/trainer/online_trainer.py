@@ -78,7 +78,6 @@ class OnlineTrainer(BaseTrainer):
     agents: Agents | None = None  # methods with tools set it before they call this class's __init__
     replay: ReplayBuffer | None = None
     group_filter: GroupFilter | None = None
-    reads_images: ClassVar[bool] = True
     live: ModelReference | None = None
     collector: RolloutCollector | None = None  # there is none where a run is only explained
     loader: RolloutLoader | None = None
@@ -240,8 +239,6 @@ class OnlineTrainer(BaseTrainer):
 
     def _refuse_images(self, name: str) -> None:
         """Where images cannot be shown, before a model is loaded."""
-        if not self.reads_images:
-            raise ValueError(f"The dataset {name} has images, and {type(self).__name__} reads texts only.")
         if self.rollout_func is not None:
             raise ValueError(f"The dataset {name} has images, which a `rollout_func` is not shown: leave it out.")
         if self.args.use_vllm:

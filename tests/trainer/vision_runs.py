@@ -69,6 +69,7 @@ def trainer_of(method: str, family: str, folder: Path, dtype: torch.dtype = torc
             "callbacks",
             "reward_funcs",
             "teacher_model",
+            "teacher_processing_class",
         )
         if name in options
     }
