@@ -159,7 +159,7 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         _refuse_wrong_images(model, innermost, options, name)
     elif sees_images(innermost.config.to_dict()):
         notes.append(f"{type(innermost).__name__} could see images; it is loaded for texts only.")
-    if options.task == TOKEN_LABELS:
+    if options.task == TOKEN_LABELS and innermost.get_output_embeddings() is None:  # else it has `WithHead`
         reason = _of_the_first_process(why_not_its_own_labels(innermost), options)
         if reason is not None:
             raise ValueError(f"{name} cannot be a process reward model here: {reason}. Take another architecture.")
@@ -245,7 +245,8 @@ def _auto_class(model: str | Path, options: LoadOptions) -> Any:
     refuse_by_name(config)
     if options.task == CAUSAL_LM:
         return AutoModelForImageTextToText
-    return WithHead if options.task == SEQUENCE_REWARD and not has_classifier(config) else AUTO_CLASSES[options.task]
+    is_classifier = options.task == SEQUENCE_REWARD and has_classifier(config)
+    return AUTO_CLASSES[options.task] if is_classifier else WithHead
 
 
 def _without_head(quantization_config: Any) -> Any:
