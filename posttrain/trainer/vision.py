@@ -64,6 +64,19 @@ class Vision:
         context = config.get("text_config", config).get("max_position_embeddings")
         return cls(family, processor, ImageLayouts(family, processor, options), limits, pixels, context)
 
+    def of_teacher(self, config: dict[str, Any], processor: Any, args: ImageConfig) -> Vision:
+        """What shows this run's images to another model, which has tokens of its own and the same processor of images."""
+        model_type = str(config.get("model_type"))
+        if model_type != self.family.model_type or not hasattr(processor, "image_processor"):
+            raise ValueError(
+                f"The dataset has images, which the teacher, a model of type {model_type!r}, would be shown by another processor "
+                f"than the student ({self.family.model_type!r}). Take a teacher of the student's type, with its processor as "
+                "`teacher_processing_class` where it has none beside it; its tokenizer may be another."
+            )
+        made = Vision.of(config, processor, args)
+        made.pixels.share_datasets(self.pixels)
+        return made
+
     def add(self, dataset: Any, prepared: Any, name: str) -> None:
         """Let pixels be made of a dataset's images."""
         prepared = getattr(prepared, "samples", prepared)  # of a packed one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from posttrain.core.sample import Sample
 from posttrain.trainer.self_distilling_trainer import shown
+from tests import tiny_vision
 from tests.tiny_vision import TinyVision, vision_model
 from tests.trainer.vision_runs import PICTURES, chats, question, trainer_of
 from tests.vision_samples import Shown
@@ -103,3 +105,49 @@ def test_gold_with_one_tokenizer_reads_images(tmp_path):
     )
     trainer.train()
     assert trainer.state.log_history[-1]["train_loss"] > 0
+
+
+def with_other_tokens(family: str, monkeypatch: pytest.MonkeyPatch) -> TinyVision:
+    """A model of the family whose tokenizer joins some letters: its placeholders have other ids, and texts other lengths."""
+    merges = [("a", "t"), ("i", "s"), ("W", "h"), ("Wh", "at")]
+    with monkeypatch.context() as patched:
+        patched.setattr(tiny_vision, "tokenizer", functools.partial(tiny_vision.tokenizer, merges))
+        return vision_model(family, seed=1, dtype=torch.float64)
+
+
+ULD = {"use_uld_loss": True, "max_completion_length": 6, "per_device_train_batch_size": 8, "lmbda": 0.0}
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava_next", "gemma3"])
+def test_a_teacher_with_another_tokenizer_sees_the_students_images(family, tmp_path, monkeypatch):
+    """Its hidden states are those of transformers' own forward of its own rendering of prompt and completion."""
+    teacher = with_other_tokens(family, monkeypatch)
+    rows = [{"prompt": prompt, "completion": [good]} for prompt, good, _ in chats()[:4]]
+    rows = [*rows, {"prompt": WITHIN, "completion": [chats()[0][1]]}]
+    given = {"teacher_model": teacher.model, "teacher_processing_class": teacher.processor, "train_dataset": rows}
+    trainer = trainer_of("gold", family, tmp_path, **given, **ULD)
+    window = window_of(trainer)
+    theirs = trainer._teachers_renderer.layouts.family
+    assert theirs.placeholder_id != trainer.vision.family.placeholder_id
+    plain = Shown(TinyVision(copy.deepcopy(trainer.teacher.asked.model), teacher.processor, ""), theirs)
+    batch = trainer.data_collator([(sample,) for sample in window])
+    found = trainer.teacher.logps(batch.twin).split(batch.twin.counts.tolist())
+    for sample, logps in zip(window, found):
+        twin = sample.twin
+        assert [image.key for image in twin.images] == [image.key for image in sample.images]
+        plain.pictures |= {image.key: trainer.pixels.source(image)[0].rgb() for image in twin.images}
+        with torch.no_grad():
+            assert (plain.own_logps(twin) - logps).abs().max() < 1e-6
+    assert any(sample.images for sample in window)
+    trainer.train()
+    assert trainer.state.log_history[-1]["train_loss"] > 0
+
+
+def test_a_teacher_with_another_processor_is_refused(tmp_path):
+    teacher = vision_model("llava")
+    rows = [{"prompt": prompt, "completion": [good]} for prompt, good, _ in chats()[:4]]
+    given = {"teacher_model": teacher.model, "teacher_processing_class": teacher.processor, "train_dataset": rows}
+    with pytest.raises(
+        ValueError, match="a model of type 'llava', would be shown by another processor than the student"
+    ):
+        trainer_of("gold", "qwen2_5_vl", tmp_path, torch.float32, **given, **ULD)
