@@ -47,9 +47,11 @@ class Vision:
     datasets_with_images: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, config: dict[str, Any], processor: Any, args: ImageConfig) -> Vision:
-        """`config`: the model's."""
-        family = vision_family(str(config.get("model_type")), processor)
+    def of(
+        cls, config: dict[str, Any], processor: Any, args: ImageConfig, family: VisionFamily | None = None
+    ) -> Vision:
+        """`config`: the model's; `family`: where it is in no table."""
+        family = family or vision_family(str(config.get("model_type")), processor)
         options = image_options(
             family,
             processor,
@@ -111,6 +113,17 @@ class Vision:
     def trained_parameters(self, innermost: nn.Module) -> list[nn.Parameter]:
         """Those of tower and projector."""
         return [parameter for parameter in vision_parameters(innermost, self.family) if parameter.requires_grad]
+
+
+def refuse_other_ids(vision: Vision, renderer: Renderer) -> None:
+    """Of a family that is in no table: two pictures in a text must become the very ids that its processor makes of them."""
+    written = vision.family.written
+    text = f"a{written} b\n{written}c"
+    (ours,) = renderer.encode_image_texts([text], [[RowImage(bytes(16), size) for size in PROBE_SIZES]])
+    blank = [Image.new("RGB", size[::-1], (127, 127, 127)) for size in PROBE_SIZES]
+    theirs = vision.processor(text=[text], images=[blank], images_kwargs=vision.layouts.options)["input_ids"][0]
+    if isinstance(ours, Exception) or ours.input_ids.tolist() != [int(number) for number in theirs]:
+        raise ValueError(f"the ids that {type(vision.processor).__name__} makes of two images are not found again")
 
 
 def image_probe(vision: Vision, renderer: Renderer) -> ImageProbe:

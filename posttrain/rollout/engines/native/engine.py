@@ -103,7 +103,11 @@ class NativeEngine:
 
     def _why_not_with_images(self) -> str | None:
         family = family_of(self.innermost)
-        if self.pixels is None or not (family.images_see_themselves_whole or family.prefix_sees_itself_whole):
+        if self.pixels is None:
+            return None
+        if family.is_found:
+            return f"models of type {family.model_type!r} are in no table of families"
+        if not (family.images_see_themselves_whole or family.prefix_sees_itself_whole):
             return None
         return f"images of {family.model_type} see themselves whole, which its prefill does not do"
 
