@@ -24,7 +24,8 @@ class VisionFamily:
     # split, and one view of the whole beside them; or (tiles,), the view of the whole included.
     grid_of: Literal["patches", "tile_rows", "tiles"]
     # What `get_image_features` returns: a list or tuple with an item per image, or one tensor with a row per tile.
-    features: Literal["per_image", "per_tile"]
+    # "found": one of these, or one tensor with a row per feature, as it comes.
+    features: Literal["per_image", "per_tile", "found"]
     tower: str  # names of modules and parameters, as `named_parameters` of the causal model has them
     projectors: tuple[str, ...]  # may lie inside of the tower
     language_models: tuple[str, ...]
@@ -35,6 +36,7 @@ class VisionFamily:
     token_types_key: str | None = None  # argument of `forward` with one number per token, made from the spans
     images_see_themselves_whole: bool = False  # bidirectional attention inside of an image
     prefix_sees_itself_whole: bool = False  # a prefix-LM: bidirectional attention over the whole prompt
+    is_found: bool = False  # in no table, but by transformers' conventions: its batches are padded
 
     # Of one checkpoint, read from its processor by `data.vision.families.vision_family`.
     written: str = ""  # what stands for an image in a rendered conversation, and is replaced

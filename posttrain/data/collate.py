@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -30,7 +30,8 @@ class Pixels(Protocol):
 class Collator:
     """Callable for a DataLoader; `layout` may be changed until the first batch is made.
 
-    Units with more than `max_tokens` tokens together become several passes; the step's gradient does not depend on it.
+    Units with more than `max_tokens` tokens together become several passes; the step's gradient does not depend on it. A token
+    counts `graphs` times: as often as its activations are kept.
     """
 
     roles: tuple[str, ...]
@@ -39,17 +40,25 @@ class Collator:
     pad_to_multiple_of: int | None = None
     max_tokens: int | None = None
     pixels: Pixels | None = None  # None: samples with images are refused
+    graphs: int = 1  # passes with gradient that a batch is run in before its backward
+    twins: tuple[int, Pixels | None] | None = None  # padding and pixels of twins that are another model's tokens
 
     def __call__(self, units: Sequence[Unit]) -> TokenBatch | Passes:
-        parts = [self.one_pass(part) for part in split_by_tokens(units, self.layout, self.max_tokens)]
+        parts = [self.one_pass(part) for part in split_by_tokens(units, self.layout, self.limit)]
         if len(parts) == 1:
             return parts[0]
         trained = sum(part.num_trained for part in parts)
         shares = [part.num_trained / trained if trained else 1 / len(parts) for part in parts]
         return Passes([replace(part, share=share) for part, share in zip(parts, shares)])
 
+    @property
+    def limit(self) -> int | None:
+        """Tokens of a pass."""
+        return None if self.max_tokens is None else max(self.max_tokens // self.graphs, 1)
+
     def one_pass(self, units: Sequence[Unit]) -> TokenBatch:
-        return collate(units, self.roles, self.layout, self.pad_token_id, self.pad_to_multiple_of, self.pixels)
+        how = (self.roles, self.layout, self.pad_token_id, self.pad_to_multiple_of, self.pixels)
+        return collate(units, *how, twins=self.twins)
 
 
 def split_by_tokens(
@@ -81,7 +90,7 @@ def as_units(samples: list[Sample], collate: Collator) -> list[Unit]:
         unit: Unit = ()
         for sample in members:
             larger = (*unit, sample)
-            if unit and collate.max_tokens and laid_out_tokens([larger], collate.layout) > collate.max_tokens:
+            if unit and collate.limit and laid_out_tokens([larger], collate.layout) > collate.limit:
                 units.append(unit)
                 larger = (sample,)
             unit = larger
@@ -102,8 +111,10 @@ def collate(
     pad_token_id: int = 0,
     pad_to_multiple_of: int | None = None,
     pixels: Pixels | None = None,
+    *,
+    twins: tuple[int, Pixels | None] | None = None,
 ) -> TokenBatch:
-    """Lay the samples of all units out for one forward pass.
+    """Lay the samples of all units out for one forward pass. `twins`: padding and pixels of theirs, where not the same.
 
     Position `t` of a sample predicts its token `t + 1`, so the number that a Sample keeps at a trained token `t` lands in
     the batch at the entry whose position is `t - 1`. A process that got no row sends one token that nobody trains on:
@@ -147,11 +158,13 @@ def collate(
         images=_images(samples, starts, places, ids, pixels),
         num_tokens=int(lengths.sum()) if units else 0,
         num_trained=len(predicted),
-        twin=_twins(units, roles, layout, pad_token_id, pad_to_multiple_of, pixels),
+        twin=_twins(units, roles, layout, pad_to_multiple_of, twins or (pad_token_id, pixels)),
     )
 
 
-def _twins(units: Sequence[Unit], *how: Any) -> TokenBatch | None:
+def _twins(
+    units: Sequence[Unit], roles: tuple[str, ...], layout: str, multiple: int | None, how: tuple[int, Pixels | None]
+) -> TokenBatch | None:
     """The twins of all samples as a batch of their own; None where they have none."""
     samples = [sample for unit in units for sample in unit]
     alone = [sample for sample in samples if sample.twin is None]
@@ -159,7 +172,10 @@ def _twins(units: Sequence[Unit], *how: Any) -> TokenBatch | None:
         return None
     if alone:
         raise ValueError(f"The sample of row {alone[0].row} has no twin, and others of its batch have one.")
-    return collate([tuple(sample.twin for sample in unit) for unit in units], *how)
+    pad_token_id, pixels = how
+    return collate(
+        [tuple(sample.twin for sample in unit) for unit in units], roles, layout, pad_token_id, multiple, pixels
+    )
 
 
 @dataclass

@@ -91,6 +91,10 @@ class PixelLoader:
             rows = RowSource(dataset, {*IMAGE_COLUMNS, *CHAT_COLUMNS})
             self._datasets.append(_Registered(name, rows, store, ImageLimits(**limits)))
 
+    def share_datasets(self, other: PixelLoader) -> None:
+        """Find images where another loader, of another model, finds them."""
+        self._datasets = other._datasets
+
     def load(self, images: Sequence[ImageSpan]) -> Tensors:
         """Arguments of the model's image encoder for these images, end to end."""
         return self._joined([self._made(image) if image.draw is not None else self._kept(image) for image in images])

@@ -89,6 +89,12 @@ SURROGATE_FORMULAS = {
 }
 """Function of losses/policy -> what a token adds: rho its ratio, A its advantage, p its probability."""
 
+PERCEPTION_FORMULA = (
+    "-{perception_loss_weight} * min(D, {largest}) + {der_loss_weight1} * H + {der_loss_weight2} * H_m "
+    "where D = p_m / p - log(p_m / p) - 1"
+)
+"""What PAPO adds to a token: H and H_m are entropies, _m is said with a masked picture."""
+
 TRUST_FORMULAS = {
     "binary_tv": "abs(p - mu)",
     "binary_kl": "mu * log(mu / p) + (1 - mu) * log((1 - mu) / (1 - p))",

@@ -11,21 +11,21 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
-from posttrain.core.sample import Sample
 from posttrain.data.alignment import align
 from posttrain.data.render.byte_decoding import bytes_of_tokens
 from posttrain.data.render.renderer import Renderer
 from posttrain.losses.distributions import BOTH, SORTED_L1, Divergence, mixed_divergence, sorted_l1
 from posttrain.losses.formulas import NORMALISERS, Formula, Totals, filled, number
-from posttrain.models.load.model import load_tokenizer
+from posttrain.models.load.model import config_of_model, load_processing_class, load_tokenizer
 from posttrain.models.load.teacher import Teacher
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.models.scoring.two_heads import DivergencesAlone
 from posttrain.rollout.rollout import Rollout
-from posttrain.trainer.distilling_trainer import RowsDistillingTrainer, TaughtTrainer, prompt_ids
+from posttrain.trainer.distilling_trainer import RowsDistillingTrainer, TaughtTrainer, prompt_sample
 from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig, TeacherBesideConfig
 from posttrain.trainer.report.model_card import Paper
+from posttrain.trainer.vision import image_probe
 
 BOUNDARY = "boundary"
 """1 at the first token of each group of the alignment: the two models are compared where it is to be foretold."""
@@ -137,7 +137,6 @@ class GOLDTrainer(RowsDistillingTrainer):
     """GOLD (General Online Logit Distillation): GKD with one tokenizer; with two, ULD (arXiv:2402.12030) on aligned texts."""
 
     method, title = "gold", "general online logit distillation"
-    reads_images = False  # two tokenizers see an image differently
     paper = Paper(
         "boizard2025uld",
         "Towards Cross-Tokenizer Distillation: the Universal Logit Distillation Loss for LLMs",
@@ -159,7 +158,6 @@ class GOLDTrainer(RowsDistillingTrainer):
         self._student_bytes, self._teacher_bytes = map(
             bytes_of_tokens, (self.renderer.tokenizer, self.teacher.tokenizer)
         )
-        self._teachers_renderer = Renderer(self.teacher.tokenizer)
         self._compared = self._make_divergence()
 
     def make_teacher(self, policy: Any) -> Teacher:
@@ -167,11 +165,28 @@ class GOLDTrainer(RowsDistillingTrainer):
         if not args.use_uld_loss:
             return super().make_teacher(policy)
         tokenizer, named = self.teacher_tokenizer, args.teacher_tokenizer_name_or_path
-        if tokenizer is None and named is not None:
+        source, arguments, seen = self.teacher_source, args.teacher_arguments(), None
+        if self.shown_pixels is not None:
+            tokenizer, seen = self._show_images(tokenizer, source if named is None else named, arguments)
+        elif tokenizer is None and named is not None:
             tokenizer = load_tokenizer(named, None, args.trust_remote_code)
-        made = self.reference_setup().teacher(self.teacher_source, args.teacher_arguments(), tokenizer, False)
+        made = self.reference_setup().teacher(source, arguments, tokenizer, False, seen)
+        if seen is None:
+            self._teachers_renderer = Renderer(made.tokenizer)
         made.asked.temperature = args.uld_teacher_temperature
         return made
+
+    def _show_images(self, processor: Any, named: Any, arguments: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """The teacher's tokenizer, and how its model is loaded so that it sees the student's images in tokens of its own."""
+        args = self.args
+        if processor is None:
+            processor = load_processing_class(named, arguments, args.trust_remote_code)
+        vision = self.vision.of_teacher(config_of_model(self.teacher_source, arguments), processor, args)
+        tokenizer = processor.tokenizer
+        self._teachers_renderer = Renderer(processor, layouts=vision.layouts)
+        padding = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self.data_collator.twins = (padding, vision.pixels)
+        return tokenizer, {"vision": vision.family, "image_probe": image_probe(vision, self._teachers_renderer)}
 
     def _make_divergence(self) -> Divergence:
         args = self.args
@@ -210,13 +225,14 @@ class GOLDTrainer(RowsDistillingTrainer):
         text = b"".join(pieces).decode("utf-8", "replace")
         (ids,) = self._teachers_renderer.encode_texts([text], add_special_tokens=False)
         kwargs = rollout.columns.get("chat_template_kwargs")
-        prompt = prompt_ids(self._teachers_renderer, rollout.prompt, rollout.tools, kwargs, sample.row)
+        asked = (rollout.prompt, rollout.tools, kwargs, sample.row, sample.images)
+        prompt = prompt_sample(self._teachers_renderer, *asked)
         found = align(pieces[:written], [self._teacher_bytes.get(int(token), b"") for token in ids])
         places = found.boundaries
         if written < len(pieces) and not self.args.uld_skip_student_eos and found.is_whole:
             places.append((written, len(ids)))
             ids = np.append(ids, self.teacher.tokenizer.eos_token_id)
-        twin = Sample.of_text(prompt, ids, row=sample.row)
+        twin = prompt.append(ids, trained=True)
         for side, (one, begin) in enumerate(((sample, start), (twin, len(prompt)))):
             flags = np.zeros(len(one), np.float32)
             flags[[begin + place[side] for place in places]] = 1

@@ -19,11 +19,12 @@ from posttrain.models.scoring.heads import score_labels
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.construction import refuse_arguments
 from posttrain.trainer.options.base import BaseConfig, check_range, option
+from posttrain.trainer.options.images import ImageConfig
 from posttrain.trainer.report.model_card import Paper
 
 
 @dataclass
-class PRMConfig(BaseConfig):
+class PRMConfig(ImageConfig, BaseConfig):
     """Options of process reward models."""
 
     learning_rate: float = option(1e-5, "Initial learning rate of AdamW.")
@@ -87,6 +88,11 @@ class PRMTrainer(BaseTrainer):
 
     def prepare_options(self, is_training: bool) -> dict[str, Any]:
         args = self.args
+        if self.vision is not None and self.vision.family.prefix_sees_itself_whole:
+            raise ValueError(
+                f"Models of type {self.vision.family.model_type!r} read what comes before the first judged token in both "
+                "directions: what they say of a step would depend on which other steps are judged. Take a model of another family."
+            )
         return {
             "step_separator": args.step_separator,
             "train_on_last_step_only": args.train_on_last_step_only and is_training,

@@ -9,6 +9,7 @@ from typing import Any
 from posttrain.core.batch import TokenBatch
 from posttrain.core.options import refused
 from posttrain.core.results import LossOutput, TokenScores
+from posttrain.core.sample import Sample
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams
 from posttrain.rollout.episodes.episode import SingleTurn
 from posttrain.rollout.episodes.writing import MakeEpisodes
@@ -48,17 +49,24 @@ def check_context(context: Any, row: int) -> None:
     if not isinstance(context, str | list):
         found = "nothing" if context is None else f"a {type(context).__name__}"
         raise ValueError(f"Row {row} has {found} in the column {PRIVILEGED!r}: give text or messages.")
+    contents = [] if isinstance(context, str) else [message.get("content") for message in context]
+    if any(part.get("type") != "text" for content in contents if isinstance(content, list) for part in content):
+        raise ValueError(
+            f"Row {row} has more than texts in the column {PRIVILEGED!r}: the teacher is shown the images of the prompt, and no "
+            "others. Describe them, or put them into the prompt."
+        )
 
 
 class TaughtTurn(SingleTurn):
     """The engine continues the teacher's prompt; the rollout has the student's."""
 
-    def __init__(self, row: PromptRow, request: Request, decode: Any, teacher_ids: Any) -> None:
+    def __init__(self, row: PromptRow, request: Request, decode: Any, shown_to_teacher: Sample) -> None:
         super().__init__(row, request, decode)
-        self.teacher_ids = teacher_ids
+        self.shown_to_teacher = shown_to_teacher
 
     def prompt(self) -> Prompt:
-        return replace(super().prompt(), ids=self.teacher_ids)
+        one = self.shown_to_teacher
+        return replace(super().prompt(), ids=one.input_ids, images=one.images, positions=one.positions)
 
 
 class SDFTTrainer(SelfDistillingTrainer):
@@ -103,9 +111,11 @@ class SDFTTrainer(SelfDistillingTrainer):
                 f"The dataset {name} has the columns {', '.join(columns)}; {type(self).__name__} needs {PRIVILEGED!r} besides the "
                 "prompt, what only the teacher is shown: text or messages."
             )
-        if columns is not None and hasattr(dataset, "__len__"):
-            for row, context in enumerate(dataset[PRIVILEGED]):
-                check_context(context, row)
+        contexts = dataset[PRIVILEGED] if columns is not None and hasattr(dataset, "__len__") else ()
+        if isinstance(dataset, list):
+            contexts = [row.get(PRIVILEGED) for row in dataset]
+        for row, context in enumerate(contexts):
+            check_context(context, row)
         return super()._prepared(dataset, name)
 
     def teacher_prompt(self, prompt: Any, columns: dict[str, Any], row: int) -> Any:
@@ -125,7 +135,7 @@ class SDFTTrainer(SelfDistillingTrainer):
         for row in rows:
             if row.row not in made:
                 prompt = self.teacher_prompt(row.prompt, row.columns, row.row)
-                made[row.row] = self.teacher_ids(prompt, row.columns, row.row, room)
+                made[row.row] = self.teacher_sample(prompt, row.columns, row.row, room, row.images)
         decode = self.collector.writer.decode
         return [TaughtTurn(row, request, decode, made[row.row]) for row, request in zip(rows, requests)]
 

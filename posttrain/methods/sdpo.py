@@ -27,7 +27,14 @@ from posttrain.trainer.options.base import check_choice, check_range, option
 from posttrain.trainer.options.distilling import SAMPLED_TOKEN, SelfDistillingConfig
 from posttrain.trainer.options.online import GroupConfig
 from posttrain.trainer.report.model_card import Paper
-from posttrain.trainer.self_distilling_trainer import PRIVILEGED, SelfDistillingTrainer, fill, shown, text_of
+from posttrain.trainer.self_distilling_trainer import (
+    PRIVILEGED,
+    SelfDistillingTrainer,
+    TeacherPromptTooLong,
+    fill,
+    shown,
+    text_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -238,11 +245,14 @@ class SDPOTrainer(SelfDistillingTrainer):
         text = text_of(rollout.completion)
         return without_thinking(text) if self.args.remove_thinking_from_demonstration else text
 
+    _has_said_too_long = False
+
     def _reprompt(self, rollout: Rollout, solution: str | None, feedback: str) -> None:
         """Give a sample its twin: the completion behind what the teacher is shown."""
         args, sample = self.args, rollout.sample
+        itself = replace(sample, per_token={}, scalars={}, twin=None)  # compared, and counted for nothing
         if not sample.scalars[ACTIVE]:
-            sample.twin = replace(sample, per_token={}, scalars={}, twin=None)  # compared, and counted for nothing
+            sample.twin = itself
             return
         parts = {
             "solution": ""
@@ -251,7 +261,13 @@ class SDPOTrainer(SelfDistillingTrainer):
             "feedback": fill(args.feedback_template, {"feedback_raw": feedback}) if feedback else "",
         }
         prompt = shown(rollout.prompt, lambda text: fill(args.reprompt_template, {"prompt": text, **parts}), sample.row)
-        self.attach_twin(rollout, prompt, args.max_reprompt_len)
+        try:
+            self.attach_twin(rollout, prompt, args.max_reprompt_len)
+        except TeacherPromptTooLong as error:  # its length is that of a completion: no reason to end a run
+            if not self._has_said_too_long:
+                logger.warning(f"{error} Such completions have no part in the distillation.")
+            self._has_said_too_long = True
+            sample.twin, sample.scalars = itself, sample.scalars | {ACTIVE: 0.0, FEEDBACK: 0.0}
 
     def arranged(self, groups: list[list[Rollout]]) -> list[Unit | None]:
         """Without a policy term, samples whose teacher is shown nothing take part in nothing."""

@@ -45,6 +45,12 @@ METHODS: dict[str, Method] = {
     "grpo": Method(
         "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 10 losses"
     ),
+    "papo": Method(
+        "posttrain.methods.papo",
+        "PAPOTrainer",
+        "PAPOConfig",
+        "Perception-aware policy optimisation: GRPO whose completions must depend on the picture",
+    ),
     "ppo": Method(
         "posttrain.methods.ppo",
         "PPOTrainer",
@@ -130,6 +136,5 @@ METHODS: dict[str, Method] = {
 PLANNED: dict[str, tuple[str, str]] = {
     "async_grpo": ("AsyncGRPO", "`posttrain grpo` takes turns: it generates, then it trains."),
     "async_distillation": ("AsyncDistillation", "`posttrain server_distillation` asks a teacher's server in turns."),
-    "papo": ("PAPO", "It needs images; `posttrain grpo` trains on texts."),
 }
 """Methods of TRL's that are to come: name -> (what it is called, what is there instead)."""

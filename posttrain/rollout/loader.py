@@ -16,6 +16,7 @@ import torch
 
 from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Collator, as_units
+from posttrain.rollout.packed_spans import pack_spans, refuse_streamed, unpack_spans
 from posttrain.rollout.schedule import Schedule
 
 Window = list[Unit | None]
@@ -84,6 +85,8 @@ class RolloutLoader:
             offset = self.position % self.schedule.window
             if offset == 0:
                 self.window = self.source.next_window()
+                if self.schedule.window > self.schedule.accumulation:
+                    refuse_streamed([sample for unit in self.window if unit is not None for sample in unit])
             batch = self.collate(self._units(*divmod(offset, self.schedule.micro_batches)))
             self.position += 1
             yield batch.pin_memory() if self.pins else batch
@@ -160,6 +163,7 @@ def pack_samples(samples: list[Sample | None]) -> dict[str, Any]:
         "per_token": {name: column(name) for name in names},
         "scalars": {name: torch.tensor([s.scalars[name] for s in real], dtype=torch.float64) for name in scalars},
         "numbers": torch.tensor([[s.row, s.group, s.policy_version] for s in real], dtype=torch.int64).view(-1, 3),
+        "images": pack_spans(real),
         "twins": pack_samples([s.twin for s in real]) if any(s.twin for s in real) else None,
     }
 
@@ -168,6 +172,7 @@ def unpack_samples(packed: dict[str, Any]) -> list[Sample | None]:
     samples: list[Sample | None] = []
     start = which = 0
     twins = unpack_samples(packed["twins"]) if packed.get("twins") else [None] * len(packed["numbers"])
+    shown = unpack_spans(packed.get("images"), [length for length in packed["lengths"].tolist() if length >= 0])
     for length in packed["lengths"].tolist():
         if length < 0:
             samples.append(None)
@@ -184,6 +189,7 @@ def unpack_samples(packed: dict[str, Any]) -> list[Sample | None]:
                 group=group,
                 policy_version=version,
                 twin=twins[which],
+                **shown[which],
             )
         )
         start, which = start + length, which + 1

@@ -65,6 +65,9 @@ class BaseTrainer(transformers.Trainer):
     loads_more: ClassVar[bool] = False
     """Whether the constructor of a derived class puts more on the device after this one's, and calls `fit_memory` itself."""
 
+    graphs: ClassVar[int] = 1
+    """Passes with gradient that a batch is run in before its backward: their activations are kept beside each other."""
+
     reference: Reference | None = None
     teacher_name: str | None = None  # of methods that have a teacher
 
@@ -111,7 +114,9 @@ class BaseTrainer(transformers.Trainer):
         super().__init__(
             model=self.loaded.model,
             args=args,
-            data_collator=construction.collator_of(data_collator, self.roles, pad, layout, args, self.pixels),
+            data_collator=construction.collator_of(
+                data_collator, self.roles, pad, layout, args, self.pixels, self.graphs
+            ),
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
             processing_class=self.renderer.tokenizer if self.vision is None else self.vision.processor,

@@ -13,6 +13,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments, enable_full_determinism, set_seed
 
 from posttrain.core.console import say, set_verbosity
+from posttrain.core.vision import VisionFamily
 from posttrain.data.collate import Collator, Pixels
 from posttrain.data.loader import EpochBatches, StreamBatches, UnitLoader, first_of
 from posttrain.data.options import PrepareOptions
@@ -24,6 +25,8 @@ from posttrain.data.store.prepare import has_images, prepare_dataset
 from posttrain.data.unpaired import PartneredBatches, PartneredRows, Partners
 from posttrain.data.vision.augmentation import DrawnBatches, DrawnRows, DrawnStream
 from posttrain.data.vision.families import FAMILIES
+from posttrain.data.vision.found_family import found_family
+from posttrain.models.load.image_models import sees_images
 from posttrain.models.load.model import (
     LoadOptions,
     config_of_model,
@@ -31,11 +34,13 @@ from posttrain.models.load.model import (
     load_processing_class,
     load_tokenizer,
     model_type_of,
+    model_without_weights,
 )
 from posttrain.models.load.vocabulary import copy_chat_template, fit_embeddings
+from posttrain.models.vision.conventions import image_parts
 from posttrain.trainer.options.base import BaseConfig, SharedPromptsConfig
 from posttrain.trainer.options.images import ImageConfig
-from posttrain.trainer.vision import Vision
+from posttrain.trainer.vision import Vision, refuse_other_ids
 
 logger = logging.getLogger(__name__)
 
@@ -110,16 +115,41 @@ def renderer_of(
         )
     prepare_tokenizer(tokenizer, args)
     config = config_of_model(model, args.model_init_kwargs) if is_processor and isinstance(args, ImageConfig) else {}
-    if config.get("model_type") in FAMILIES:  # others are trained on texts, and rows with images are refused
-        vision = Vision.of(config, processing_class, args)
-        given = None if args.chat_template_path is None else tokenizer.chat_template  # else the processor's comes first
-        renderer = Renderer(processing_class, given, layouts=vision.layouts, train_images=args.loss_on_image_tokens)
-        return renderer, vision
+    if config.get("model_type") in FAMILIES:
+        return _shown_images(config, processing_class, args)
+    if config and sees_images(
+        config
+    ):  # where it cannot be shown images, it is trained on texts, and rows with any are refused
+        try:
+            return _by_conventions(model, config, processing_class, args)
+        except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
+            logger.warning(
+                f"Models of type {config['model_type']!r} are in no table of families, and are shown no images: {error}."
+            )
     _refuse_image_options(args, trainer)
     renderer = Renderer(processing_class if is_processor else tokenizer)
     if not renderer.has_template:
         renderer.model_type = model_type_of(model, args.model_init_kwargs)
     return renderer, None
+
+
+def _shown_images(
+    config: dict[str, Any], processor: Any, args: ImageConfig, family: VisionFamily | None = None
+) -> tuple[Renderer, Vision]:
+    vision = Vision.of(config, processor, args, family)
+    given = None if args.chat_template_path is None else processor.tokenizer.chat_template  # else the processor's
+    return Renderer(processor, given, layouts=vision.layouts, train_images=args.loss_on_image_tokens), vision
+
+
+def _by_conventions(model: Any, config: dict[str, Any], processor: Any, args: ImageConfig) -> tuple[Renderer, Vision]:
+    """Of a model of a family that nobody has looked at. What it is shown is tried when it is loaded."""
+    if not isinstance(model, nn.Module):
+        options = {"model_init_kwargs": args.model_init_kwargs or {}, "trust_remote_code": args.trust_remote_code}
+        model = model_without_weights(model, LoadOptions(**options))
+    family = found_family(config, processor, *image_parts(innermost_model(model)))
+    renderer, vision = _shown_images(config, processor, args, family)
+    refuse_other_ids(vision, renderer)
+    return renderer, vision
 
 
 def _refuse_image_options(args: BaseConfig, trainer: str) -> None:
@@ -279,10 +309,16 @@ def _longest(args: BaseConfig, dataset: Any, vision: Vision) -> int | None:
 
 
 def collator_of(
-    given: Any, roles: tuple[str, ...], pad_token_id: int, layout: str, args: BaseConfig, pixels: Pixels | None = None
+    given: Any,
+    roles: tuple[str, ...],
+    pad_token_id: int,
+    layout: str,
+    args: BaseConfig,
+    pixels: Pixels | None = None,
+    graphs: int = 1,
 ) -> Collator:
     if given is None:
-        return Collator(roles, pad_token_id, layout, args.pad_multiple, pixels=pixels)
+        return Collator(roles, pad_token_id, layout, args.pad_multiple, pixels=pixels, graphs=graphs)
     if not isinstance(given, Collator):
         raise TypeError(
             f"`data_collator` is a {type(given).__name__}; batches are made from Samples by posttrain.data.collate.Collator. "

@@ -6,6 +6,8 @@ token, its `loss`; where its teacher is another than a model beside the student,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +16,8 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, TokenScores
+from posttrain.core.sample import ImageSpan, Sample
+from posttrain.data.images.row_image import RowImage, found_by_key
 from posttrain.data.render.conversation import Conversation
 from posttrain.data.render.renderer import Renderer, RenderError
 from posttrain.data.rows.formats import LAST_TURN, PROMPT_COMPLETION, PROMPT_ONLY, RowFormat
@@ -35,14 +39,25 @@ ON_POLICY = "on_policy"
 """Scalar of a sample: 1 where the student wrote it."""
 
 
-def prompt_ids(renderer: Renderer, prompt: Any, tools: Any, template_kwargs: Any, row: int) -> np.ndarray:
-    """A prompt, text or messages, as tokens for a teacher that is shown another one than the student, or reads other tokens."""
-    if isinstance(prompt, str):
-        return renderer.encode_texts([prompt])[0]
-    (sample,) = renderer.encode_prompts([Conversation(prompt, tools, template_kwargs)])
-    if isinstance(sample, RenderError):
-        raise ValueError(f"The teacher's chat template does not render the prompt of row {row}: {sample}")
-    return sample.input_ids
+def prompt_sample(
+    renderer: Renderer, prompt: Any, tools: Any, template_kwargs: Any, row: int, images: Sequence[ImageSpan] = ()
+) -> Sample:
+    """A prompt, text or messages, as tokens for a teacher that is shown another one than the student, or reads other tokens.
+
+    `images` are those of the student's prompt: the teacher's shows the same.
+    """
+    spans = {span.key: span for span in images}
+    known = {span.key: RowImage(span.key, span.size) for span in images}
+    if not isinstance(prompt, str):
+        (made,) = renderer.encode_prompts([Conversation(found_by_key(prompt, known), tools, template_kwargs)])
+    elif images:
+        (made,) = renderer.encode_image_texts([prompt], [[known[span.key] for span in images]])
+    else:
+        made = Sample(ids := renderer.encode_texts([prompt])[0], np.zeros(len(ids)))
+    if isinstance(made, RenderError):
+        raise ValueError(f"The teacher's prompt of row {row} cannot be rendered: {made}")
+    shown = (replace(spans[one.key], start=one.start, stop=one.stop, grid=one.grid) for one in made.images)
+    return replace(made, trained=np.zeros(len(made), dtype=bool), images=tuple(shown), row=row)
 
 
 def lands_on_policy(seed: int, number: int, lmbda: float) -> bool:

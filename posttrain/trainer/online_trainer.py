@@ -78,7 +78,6 @@ class OnlineTrainer(BaseTrainer):
     agents: Agents | None = None  # methods with tools set it before they call this class's __init__
     replay: ReplayBuffer | None = None
     group_filter: GroupFilter | None = None
-    reads_images: ClassVar[bool] = True
     live: ModelReference | None = None
     collector: RolloutCollector | None = None  # there is none where a run is only explained
     loader: RolloutLoader | None = None
@@ -240,8 +239,6 @@ class OnlineTrainer(BaseTrainer):
 
     def _refuse_images(self, name: str) -> None:
         """Where images cannot be shown, before a model is loaded."""
-        if not self.reads_images:
-            raise ValueError(f"The dataset {name} has images, and {type(self).__name__} reads texts only.")
         if self.rollout_func is not None:
             raise ValueError(f"The dataset {name} has images, which a `rollout_func` is not shown: leave it out.")
         if self.args.use_vllm:
@@ -279,15 +276,8 @@ class OnlineTrainer(BaseTrainer):
     def local_engine(self, model: nn.Module, **options: Any) -> RolloutEngine:
         """One that reads the weights of `model` in place."""
         slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
-        engine = ENGINES[self.args.rollout_engine](
-            model, decode=self.decode_exactly, pixels=self.shown_pixels, **slots, **options
-        )
-        if self.shown_pixels is not None and not getattr(engine, "reads_images", False):
-            raise ValueError(
-                f"{type(innermost_model(model)).__name__} cannot be shown images by the native engine, which alone writes after "
-                "images so far. Train it with an offline method, or take a model of another family."
-            )
-        return engine
+        how = {"decode": self.decode_exactly, "pixels": self.shown_pixels}
+        return ENGINES[self.args.rollout_engine](model, **how, **slots, **options)
 
     def _make_collector(self) -> RolloutCollector:
         """It owns what a window needs; of this trainer it calls what is the method's (MethodHooks)."""

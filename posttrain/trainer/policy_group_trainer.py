@@ -108,6 +108,10 @@ class PolicyGroupTrainer(OnlineTrainer):
     def entropy_coefficient(self) -> float:
         return self.args.entropy_coef if self.entropy is None else self.entropy.in_force
 
+    @property
+    def entropy_has_gradient(self) -> bool:
+        return self.entropy_coefficient != 0
+
     def differentiable_stats(self) -> tuple[str, ...]:
         return ("entropy",) if self.args.entropy_coef or self.args.use_adaptive_entropy else ()
 
@@ -117,7 +121,7 @@ class PolicyGroupTrainer(OnlineTrainer):
 
     def score(self, model: nn.Module, batch: TokenBatch, stats: tuple[str, ...]) -> TokenScores:
         args = self.args
-        wants_gradient = self.entropy_coefficient != 0 and torch.is_grad_enabled()
+        wants_gradient = self.entropy_has_gradient and torch.is_grad_enabled()
         wants_value = args.top_entropy_quantile < 1 or self.entropy is not None
         if wants_value or wants_gradient:
             stats = tuple(dict.fromkeys((*stats, "entropy")))

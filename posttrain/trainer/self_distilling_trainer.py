@@ -5,8 +5,10 @@ A method says what the teacher is shown (`teacher_prompt`), and its `loss`.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable
+import uuid
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.results import Metrics, TokenScores
-from posttrain.core.sample import Sample
+from posttrain.core.sample import ImageSpan, Sample
 from posttrain.data.rows.formats import PROMPT_ONLY
 from posttrain.losses.distributions import Divergence, sampled_divergence
 from posttrain.losses.formulas import (
@@ -34,7 +36,7 @@ from posttrain.models.load.teacher import BASE, EMA, LIVE, Teacher
 from posttrain.models.scoring.float32_head import compute_head_in_float32
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rollout.rollout import OLD_LOGPS, Rollout
-from posttrain.trainer.distilling_trainer import DistillingTrainer, prompt_ids
+from posttrain.trainer.distilling_trainer import DistillingTrainer, prompt_sample
 from posttrain.trainer.options.distilling import SAMPLED_TOKEN, TOPK_LOGITS, SelfDistillingConfig
 from posttrain.trainer.references.setup import MoveTeacherCallback
 
@@ -59,19 +61,42 @@ def shown(prompt: Any, change: Callable[[str], str], row: int) -> Any:
         return change(prompt)
     for place in reversed(range(len(prompt))):
         content = prompt[place].get("content")
-        if prompt[place].get("role") == "user" and isinstance(content, str):
-            return [*prompt[:place], {**prompt[place], "content": change(content)}, *prompt[place + 1 :]]
+        if prompt[place].get("role") == "user" and isinstance(content, str | list):
+            return [*prompt[:place], {**prompt[place], "content": _changed(content, change)}, *prompt[place + 1 :]]
     raise ValueError(
         f"The prompt of row {row} has no user turn with a text, into which the teacher's context could be written. Leave the row "
         "out, or give it one."
     )
 
 
+def _changed(content: Any, change: Callable[[str], str]) -> Any:
+    """The content with another text; images stay where they stand in it."""
+    if isinstance(content, str):
+        return change(content)
+    mark, others = uuid.uuid4().hex, [part for part in content if part.get("type") != "text"]
+    text = "".join(part["text"] if part.get("type") == "text" else mark for part in content)
+    first, *rest = change(text).split(mark)
+    parts = [{"type": "text", "text": first}]
+    for piece, other in zip(rest, itertools.cycle(others)):  # a template may write the prompt twice
+        parts += [other, {"type": "text", "text": piece}]
+    return [part for part in parts if part.get("text") != ""]
+
+
 def text_of(said: Any) -> str:
     """Of messages, what they say; "" where there is nothing."""
     if isinstance(said, str) or said is None:
         return said or ""
-    return "\n".join(str(message.get("content") or "") for message in said)
+    return "\n".join(_content_text(message.get("content")) for message in said)
+
+
+def _content_text(content: Any) -> str:
+    if isinstance(content, list):
+        return "".join(part["text"] for part in content if part.get("type") == "text")
+    return str(content or "")
+
+
+class TeacherPromptTooLong(ValueError):
+    """The teacher's prompt has images, and no room for all of them."""
 
 
 class SelfDistillingTrainer(DistillingTrainer):
@@ -80,7 +105,6 @@ class SelfDistillingTrainer(DistillingTrainer):
     config_class: ClassVar[type[SelfDistillingConfig]] = SelfDistillingConfig
     formats = (PROMPT_ONLY,)
     needs_teacher: ClassVar[bool] = False  # one that is given
-    reads_images: ClassVar[bool] = False  # its teacher's prompts are texts
     columns_read: ClassVar[tuple[str, ...]] = (PRIVILEGED,)  # besides the prompt
 
     # ---- the teacher -------------------------------------------------------------------------------------------------
@@ -105,12 +129,25 @@ class SelfDistillingTrainer(DistillingTrainer):
 
     # ---- what the teacher is shown -----------------------------------------------------------------------------------
 
-    def teacher_ids(
-        self, prompt: Any, columns: dict[str, Any], row: int, room: int | None, tools: Any = None
-    ) -> np.ndarray:
-        """The teacher's prompt as tokens; the last `room` of them (at least one) where it is longer."""
-        ids = prompt_ids(self.renderer, prompt, tools, columns.get("chat_template_kwargs"), row)
-        return ids if room is None else ids[-max(room, 1) :]
+    def teacher_sample(
+        self,
+        prompt: Any,
+        columns: dict[str, Any],
+        row: int,
+        room: int | None,
+        images: Sequence[ImageSpan] = (),
+        tools: Any = None,
+    ) -> Sample:
+        """The teacher's prompt as tokens, with the `images` of the student's; the last `room` tokens (at least one) where it is
+        longer. An image is never cut off: the teacher would see less than the student."""
+        made = prompt_sample(self.renderer, prompt, tools, columns.get("chat_template_kwargs"), row, images)
+        cut = 0 if room is None else max(len(made) - max(room, 1), 0)
+        if made.images and made.images[0].start < cut:
+            raise TeacherPromptTooLong(
+                f"The teacher's prompt of row {row} has {len(made)} tokens with its images, and there is room for {room}: an image "
+                "would be cut off. Shorten what the teacher is shown, or the images (`image_max_pixels`)."
+            )
+        return made.slice(cut, len(made))
 
     def room_beside(self, completion: int) -> int | None:
         """Tokens that the model can read before a completion of so many."""
@@ -120,16 +157,10 @@ class SelfDistillingTrainer(DistillingTrainer):
     def attach_twin(self, rollout: Rollout, prompt: Any, room: int | None = None) -> None:
         """The same completion behind the teacher's prompt, cut on its left where both are too long, as the sample's twin."""
         sample, start = rollout.sample, rollout.prompt_length
-        if sample.images:
-            raise ValueError(f"Row {sample.row} has images; {type(self).__name__} shows its teacher texts only.")
         limits = [one for one in (room, self.room_beside(len(sample) - start)) if one is not None]
-        ids = self.teacher_ids(prompt, rollout.columns, sample.row, min(limits, default=None), rollout.tools)
-        twin = Sample(
-            np.concatenate([ids, sample.input_ids[start:]]),
-            np.concatenate([np.zeros(len(ids), dtype=bool), sample.trained[start:]]),
-            row=sample.row,
-            group=sample.group,
-        )
+        asked = (prompt, rollout.columns, sample.row, min(limits, default=None), sample.images, rollout.tools)
+        twin = replace(self.teacher_sample(*asked), group=sample.group).append(sample.input_ids[start:], trained=False)
+        twin.trained = np.concatenate([twin.trained[: len(twin) - len(sample) + start], sample.trained[start:]])
         if twin.num_trained != sample.num_trained:
             raise ValueError(
                 f"Row {sample.row}: {twin.num_trained} tokens of the completion can be compared behind the teacher's prompt, and "

@@ -47,9 +47,11 @@ class Vision:
     datasets_with_images: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, config: dict[str, Any], processor: Any, args: ImageConfig) -> Vision:
-        """`config`: the model's."""
-        family = vision_family(str(config.get("model_type")), processor)
+    def of(
+        cls, config: dict[str, Any], processor: Any, args: ImageConfig, family: VisionFamily | None = None
+    ) -> Vision:
+        """`config`: the model's; `family`: where it is in no table."""
+        family = family or vision_family(str(config.get("model_type")), processor)
         options = image_options(
             family,
             processor,
@@ -63,6 +65,19 @@ class Vision:
         limits = args.image_limits(cache_folder(PrepareOptions(cache_dir=args.dataset_cache_dir)))
         context = config.get("text_config", config).get("max_position_embeddings")
         return cls(family, processor, ImageLayouts(family, processor, options), limits, pixels, context)
+
+    def of_teacher(self, config: dict[str, Any], processor: Any, args: ImageConfig) -> Vision:
+        """What shows this run's images to another model, which has tokens of its own and the same processor of images."""
+        model_type = str(config.get("model_type"))
+        if model_type != self.family.model_type or not hasattr(processor, "image_processor"):
+            raise ValueError(
+                f"The dataset has images, which the teacher, a model of type {model_type!r}, would be shown by another processor "
+                f"than the student ({self.family.model_type!r}). Take a teacher of the student's type, with its processor as "
+                "`teacher_processing_class` where it has none beside it; its tokenizer may be another."
+            )
+        made = Vision.of(config, processor, args)
+        made.pixels.share_datasets(self.pixels)
+        return made
 
     def add(self, dataset: Any, prepared: Any, name: str) -> None:
         """Let pixels be made of a dataset's images."""
@@ -98,6 +113,17 @@ class Vision:
     def trained_parameters(self, innermost: nn.Module) -> list[nn.Parameter]:
         """Those of tower and projector."""
         return [parameter for parameter in vision_parameters(innermost, self.family) if parameter.requires_grad]
+
+
+def refuse_other_ids(vision: Vision, renderer: Renderer) -> None:
+    """Of a family that is in no table: two pictures in a text must become the very ids that its processor makes of them."""
+    written = vision.family.written
+    text = f"a{written} b\n{written}c"
+    (ours,) = renderer.encode_image_texts([text], [[RowImage(bytes(16), size) for size in PROBE_SIZES]])
+    blank = [Image.new("RGB", size[::-1], (127, 127, 127)) for size in PROBE_SIZES]
+    theirs = vision.processor(text=[text], images=[blank], images_kwargs=vision.layouts.options)["input_ids"][0]
+    if isinstance(ours, Exception) or ours.input_ids.tolist() != [int(number) for number in theirs]:
+        raise ValueError(f"the ids that {type(vision.processor).__name__} makes of two images are not found again")
 
 
 def image_probe(vision: Vision, renderer: Renderer) -> ImageProbe:

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from pathlib import Path
+
+from PIL import Image
 
 from posttrain.cli.commands import sweep_file
 from posttrain.cli.errors import UsageError
 from posttrain.cli.main import main
 from tests import tiny
 from tests.methods import model_server
+from tests.tiny_vision import vision_model
+
+
+def data_url(number: int) -> str:
+    """A small picture of one shade."""
+    written = io.BytesIO()
+    Image.new("RGB", (24, 16), (60 * number, 100, 100)).save(written, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(written.getvalue()).decode()}"
+
 
 PAIRS = [{"prompt": f"What is {i}?", "chosen": f" It is {i}.", "rejected": " No."} for i in range(24)]
 RATED = [
@@ -24,6 +37,7 @@ ROWS = {
     "tpo": [{**row, "reference": " It is so."} for row in PAIRS],
     **dict.fromkeys(("kto", "bco"), RATED),
     "prm": tiny.steps(24),
+    "papo": [{"image": data_url(i), "prompt": [{"role": "user", "content": f"What is {i}?"}]} for i in range(4)],
     **dict.fromkeys((*ONLINE_METHODS, "distillation", "server_distillation", "iw_opd", "minillm", "ssd"), QUESTIONS),
 }
 ROWS["gkd"] = ROWS["gold"] = ROWS["sft"]
@@ -43,6 +57,10 @@ REWARD = '''
 def length(completions, **columns):
     """Rewards that are different for different answers."""
     return [float(len(text)) for text in completions]
+
+
+def said(completions, **columns):
+    return [float(len(turns[-1]["content"])) for turns in completions]
 '''
 ONLINE = {"reward_funcs": ["rewards_of_test.py:length"], "max_completion_length": 6}
 COMMON = {
@@ -74,7 +92,16 @@ def options_of(method: str) -> dict:
         teacher = tiny.causal_lm(1, vocab_size=320)  # as many rows as the student gets for its tokenizer
         teacher.save_pretrained("teacher")
         own = {**model_server.started(Path("teacher"), Path())[1], "max_completion_length": 6}
-    named = {"model_name_or_path": "model", "dataset_name": f"{method}.jsonl", "output_dir": f"out-{method}"}
+    if method == "papo":
+        seeing = vision_model("llava")
+        seeing.model.save_pretrained("seeing")
+        seeing.processor.save_pretrained("seeing")
+        own = {**ONLINE, "num_generations": 2, "reward_funcs": ["rewards_of_test.py:said"]}
+    named = {
+        "model_name_or_path": "seeing" if method == "papo" else "model",
+        "dataset_name": f"{method}.jsonl",
+        "output_dir": f"out-{method}",
+    }
     return {**COMMON, **named, **own}
 
 

@@ -88,7 +88,7 @@ def test_planned_methods_are_none_that_are_there():
 
 @pytest.mark.parametrize(
     ("name", "title"),
-    [("AsyncGRPOConfig", "AsyncGRPO"), ("PAPOTrainer", "PAPO")],
+    [("AsyncGRPOConfig", "AsyncGRPO"), ("AsyncGRPOTrainer", "AsyncGRPO")],
 )
 def test_a_script_that_imports_a_planned_method_is_answered_likewise(name, title):
     with pytest.raises(UnsupportedByPosttrain, match=f"{name} from trl.*{title} is planned"):

@@ -20,7 +20,7 @@ from posttrain.data.store.audit import StoredUnits
 from posttrain.data.store.prepare import prepare_dataset
 from tests import tiny
 from tests.data.picture_files import HEIC, SVG, chunk, encoded, noise
-from tests.data.vision_rows import DPO, GRPO, KTO, PRM, REWARD, SFT, assistant, prepared, shown, user
+from tests.data.vision_rows import DPO, GRPO, KTO, REWARD, SFT, assistant, prepared, shown, user
 
 TALL, WIDE = noise(60, 40), noise(30, 90, seed=1)
 PNG, JPEG, OTHER = encoded(TALL), encoded(TALL, "JPEG"), encoded(WIDE)
@@ -340,12 +340,9 @@ def test_images_for_a_text_model_are_refused(row, column, tmp_path):
     assert (problem.kind, problem.column) == ("images_for_text_model", column)
 
 
-def test_formats_without_images_refuse_them(tmp_path):
-    steps = {"image": PNG, "prompt": "What?", "completions": ["A.", "B."], "labels": [True, False]}
-    ids = {"image": PNG, "input_ids": [1, 2, 3]}
-    for row, accepted in ((steps, PRM), (ids, SFT)):
-        with pytest.raises(BadRowsError, match="which cannot have images"):
-            prepared([row], tmp_path, accepted)
+def test_rows_of_tokens_refuse_images(tmp_path):
+    with pytest.raises(BadRowsError, match="which cannot have images"):
+        prepared([{"image": PNG, "input_ids": [1, 2, 3]}], tmp_path, SFT)
 
 
 def test_a_file_that_changed_is_prepared_again(tmp_path):

@@ -19,7 +19,6 @@ DPO = (formats.PREFERENCE, formats.TOKENISED_PREFERENCE)
 REWARD = (formats.SCORED_PREFERENCE,)
 KTO = (formats.UNPAIRED_PREFERENCE,)
 GRPO = (formats.PROMPT_ONLY,)
-PRM = (formats.STEPWISE,)
 
 
 @cache

@@ -17,6 +17,7 @@ from posttrain.losses.gae import value_loss
 from posttrain.losses.importance import CORRECTION_MODES
 from posttrain.losses.named_options import call
 from posttrain.losses.pair import Pair
+from posttrain.losses.perception import LARGEST_PERCEPTION, perception
 from posttrain.losses.policy import POLICY_LOSSES, RATIOS, PolicyTokens
 from posttrain.losses.preference import PREFERENCE_LOSSES
 from posttrain.losses.reference_free import REFERENCE_FREE_LOSSES, Answers, log_odds_ratio, reference_free_loss
@@ -218,3 +219,15 @@ def test_ppo(tmp_path):
     values, clips = value_loss(*map(torch.from_numpy, (v, V, R)), 0.25)
     assert 0 < clips.sum() < 20
     assert computed(lines[1], v=v, V=V, R=R) == pytest.approx(0.3 * values.numpy(), rel=1e-9)
+
+
+def test_perception():
+    tokens = tokens_of()
+    numbers = {"perception_loss_weight": 0.1, "der_loss_weight1": 0.03, "der_loss_weight2": 0.05}
+    entropies = (torch.rand_like(tokens.logps), torch.rand_like(tokens.logps))
+    given = (tokens.batch, (tokens.logps, tokens.old_logps), entropies, torch.ones_like(tokens.logps))
+    expected = perception(*given, SimpleNamespace(loss_type="dapo", **numbers)).terms[0].values
+    line = filled(formulas.PERCEPTION_FORMULA, numbers | {"largest": LARGEST_PERCEPTION})
+    names = {"p": tokens.logps.exp(), "p_m": tokens.old_logps.exp(), "H": entropies[0], "H_m": entropies[1]}
+    found = computed(line, **{name: value.numpy() for name, value in names.items()})
+    assert found == pytest.approx(expected.numpy(), rel=1e-9)

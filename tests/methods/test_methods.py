@@ -347,6 +347,7 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
         "vllm_importance_sampling_clip_min off_policy_mask_threshold use_bias_correction_kl log_completions "
         "num_completions_to_print log_unique_prompts vllm_importance_sampling_cap router_aux_loss_coef",
+        "papo": "perception_loss_weight mask_ratio mask_type der_loss_weight1 der_loss_weight2 beta loss_type num_generations",
         "rloo": "disable_dropout num_generations max_completion_length steps_per_generation temperature beta num_iterations "
         "epsilon epsilon_high reward_weights normalize_advantages reward_clip_range mask_truncated_completions sync_ref_model "
         "log_completions num_completions_to_print log_unique_prompts",

@@ -15,6 +15,7 @@ HOMES = {
     "gmpo": ("GMPOTrainer", "GMPOConfig"),
     "grpo_with_replay_buffer": ("GRPOWithReplayBufferTrainer", "GRPOWithReplayBufferConfig"),
     "kto": ("KTOTrainer", "KTOConfig"),
+    "papo": ("PAPOTrainer", "PAPOConfig"),
     "gspo_token": ("GRPOTrainer",),
     "bema_for_ref_model": ("DPOTrainer", "BEMACallback"),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.core.batch import SHARED, passes_of
-from posttrain.core.sample import Sample
+from posttrain.core.sample import ImageSpan, Sample
 from posttrain.data.collate import Collator
+from posttrain.data.images.limits import ImageLimits
+from posttrain.data.images.streamed_span import StreamedSpan
 from posttrain.rollout.loader import RolloutLoader, pack_samples, unpack_samples
 from posttrain.rollout.schedule import Schedule
 from posttrain.rollout.source import Prompts, PromptStream
@@ -274,3 +277,24 @@ def test_pairs_stay_together_in_micro_batches_and_in_checkpoints():
     second = RolloutLoader(Pairs(plan, unit_of=pair_of), plan, collator)
     second.load_state(first.state())
     assert targets(next(iter(second))) == targets(next(batches))
+
+
+def test_images_of_samples_and_of_their_twins_survive_a_checkpoint():
+    span = ImageSpan(1, 3, bytes(range(16)), (60, 40), (1, 4, 2))
+    drawn = replace(span, start=3, stop=4, grid=(2,), draw=2**62 + 1)
+    positions = np.arange(15, dtype=np.int32).reshape(3, 5)
+    shown = Sample(np.arange(5), np.arange(5) > 3, images=(span, drawn), positions=positions)
+    text = Sample(np.arange(2), [False, True])
+    samples = [replace(text, twin=shown), replace(shown, twin=replace(shown, positions=None)), replace(text, twin=text)]
+    found = unpack_samples(pack_samples(samples))
+    whole = [*zip(samples, found), *((one.twin, other.twin) for one, other in zip(samples, found))]
+    for mine, theirs in whole:
+        assert mine.images == theirs.images
+        assert (mine.positions is None) == (theirs.positions is None)
+        assert mine.positions is None or mine.positions.tolist() == theirs.positions.tolist()
+
+
+def test_images_of_a_stream_are_refused_where_a_checkpoint_would_have_to_keep_them():
+    span = StreamedSpan.of(ImageSpan(0, 1, bytes(16), (4, 4), (1,)), b"", ImageLimits(), "")
+    with pytest.raises(ValueError, match="could not find the image again"):
+        pack_samples([Sample([1, 2], [False, True], images=(span,))])

@@ -176,16 +176,3 @@ def test_tower_and_projector_have_groups_of_their_own_rate(family, dtype, tmp_pa
     assert sizes == [*wanted.values()]
     embedding = trainer.model.get_input_embeddings().weight
     assert any(name.endswith("embed_tokens.weight") and not torch.equal(embedding, old) for name, old in before.items())
-
-
-def test_a_family_that_is_not_known_trains_on_texts_and_refuses_images(tmp_path, monkeypatch):
-    from posttrain.data.rows.checks import BadRowsError
-    from posttrain.trainer import construction
-
-    monkeypatch.setattr(construction, "FAMILIES", {})
-    texts = [{"text": f"It is {number}."} for number in range(4)]
-    trainer = trainer_of("sft", "llava", tmp_path, torch.float32, train_dataset=texts)
-    assert trainer.vision is None
-    trainer.train()
-    with pytest.raises(BadRowsError, match="the model reads text only: choose one that sees images"):
-        trainer_of("sft", "llava", tmp_path, torch.float32)

@@ -12,7 +12,9 @@ import torch
 from tests.trainer.vision_runs import chats, trainer_of
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "llava_next", "smolvlm", "internvl"])
+@pytest.mark.parametrize(
+    "family", ["qwen2_5_vl", "qwen3_vl", "llava_next", "smolvlm", "internvl", "gemma3", "paligemma"]
+)
 def test_what_grpo_writes_after_images_it_trains_on(family, tmp_path):
     """Log-probs of the engine are those of the trainer, and stored prompts name their images."""
     prompts = [{"prompt": prompt, "nth": nth} for nth, (prompt, _, _) in enumerate(chats()[:4])]

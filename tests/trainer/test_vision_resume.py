@@ -15,24 +15,23 @@ from tests.trainer.vision_runs import chats, rows_of, trainer_of
 from tests.trust.runs import differences
 
 SHARED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "learning_rate": 1e-3}
+ONLINE: dict[str, Any] = {  # killed inside of a generation that feeds two steps, twice
+    "train_dataset": [{"prompt": prompt} for prompt, _, _ in chats()[:2]],  # every window has images
+    "reward_funcs": checksum,
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "max_completion_length": 5,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "save_in_background": False,  # what is resumed is there when the kill comes
+    "beta": 0.1,
+    "reward_workers": 0,
+}
 RUNS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "sft": ("sft", torch.float32, {"vision_learning_rate": 1e-4, "weight_decay": 0.1}),
     "sft-bf16": ("sft", torch.bfloat16, {"vision_learning_rate": 1e-4, "bf16": True}),
-    "grpo": (  # killed inside of a generation that feeds two steps, twice
-        "grpo",
-        torch.float32,
-        {
-            "train_dataset": [{"prompt": prompt} for prompt, _, _ in chats()],
-            "reward_funcs": checksum,
-            "per_device_train_batch_size": 4,
-            "num_generations": 4,
-            "max_completion_length": 5,
-            "steps_per_generation": 2,
-            "num_iterations": 2,
-            "beta": 0.1,
-            "reward_workers": 0,
-        },
-    ),
+    "grpo": ("grpo", torch.float32, ONLINE),
+    "papo": ("papo", torch.float32, ONLINE | {"mask_type": "patch"}),
 }
 """Name -> (method, dtype, options)."""
 
@@ -56,6 +55,7 @@ def test_killed_and_resumed_is_bit_identical(name, tmp_path):
     started = [train(name, whole), train(name, killed, kill_after=3)]
     for child, code in zip(started, (0, -signal.SIGKILL)):
         assert child.wait() == code, child.output()
+    assert (killed / "run" / "checkpoint-2").exists()
     resumed = train(name, killed, resume=True)
     assert resumed.wait() == 0, resumed.output()
     assert not differences(whole / "run", killed / "run")

@@ -14,7 +14,9 @@ from posttrain.models.load.image_models import WithHead
 from posttrain.models.load.model import innermost_model
 from tests.tiny_vision import images, vision_model
 
-METHODS_WITH_IMAGES = ("sft", "dpo", "cpo", "orpo", "tpo", "kto", "bco", "reward")
+METHODS_WITH_IMAGES = ("sft", "dpo", "cpo", "orpo", "tpo", "kto", "bco", "reward", "prm")
+LABELS = {"reward": 1, "prm": 2}
+"""Methods of models with a head of their own -> its outputs."""
 PICTURES = images((60, 40), (30, 90), (50, 50), (40, 64), seed=5)
 
 
@@ -51,6 +53,13 @@ def rows_of(method: str) -> list[dict[str, Any]]:
             for prompt, good, bad in chats()
             for one in (good, bad)
         ]
+    if method == "prm":
+        steps = (["One.", "And two."], ["Only one."], ["One.", "Two.", "Three."])
+        labels = ([True, False], [False], [True, True, False])
+        prompts = [prompt for prompt, _, _ in chats()]
+        return [
+            {"prompt": prompt, "completions": steps[n % 3], "labels": labels[n % 3]} for n, prompt in enumerate(prompts)
+        ]
     pairs = [{"prompt": prompt, "chosen": [good], "rejected": [bad]} for prompt, good, bad in chats()]
     return [row | {"reference": row["chosen"]} for row in pairs] if method == "tpo" else pairs
 
@@ -59,22 +68,33 @@ def trainer_of(method: str, family: str, folder: Path, dtype: torch.dtype = torc
     tiny, about = vision_model(family, dtype=dtype), METHODS[method]
     named = {
         name: options.pop(name)
-        for name in ("peft_config", "train_dataset", "eval_dataset", "model", "optimizers", "callbacks", "reward_funcs")
+        for name in (
+            "peft_config",
+            "train_dataset",
+            "eval_dataset",
+            "model",
+            "processing_class",
+            "optimizers",
+            "callbacks",
+            "reward_funcs",
+            "teacher_model",
+            "teacher_processing_class",
+        )
         if name in options
     }
     shared = {"per_device_train_batch_size": 2, "max_steps": 1, "report_to": "none", "save_strategy": "no"}
     shared |= {"use_cpu": True, "bf16": False, "dataset_cache_dir": str(folder / "cache"), "verbosity": "quiet"}
     config = about.config_class(output_dir=str(folder / "run"), **shared | options)
-    model = with_head(tiny.model, folder) if method == "reward" else tiny.model
+    model = with_head(tiny.model, folder, LABELS[method]) if method in LABELS else tiny.model
     given = {"model": model, "processing_class": tiny.processor}
     given |= {} if "train_dataset" in named else {"train_dataset": rows_of(method)}
     return about.trainer_class(args=config, **given | named)
 
 
-def with_head(model: Any, folder: Path) -> Any:
+def with_head(model: Any, folder: Path, labels: int = 1) -> Any:
     """The reward model of a model that sees, as it is loaded from a folder; its head is large enough for images to matter."""
     model.save_pretrained(folder / "without_head")
-    made = WithHead.from_pretrained(str(folder / "without_head"), 1, dtype=model.dtype)
+    made = WithHead.from_pretrained(str(folder / "without_head"), labels, dtype=model.dtype)
     torch.nn.init.normal_(made.score.weight, generator=torch.Generator().manual_seed(1))
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +17,30 @@ class RowImage:
 
 def named_by_key(messages: Any) -> Any:
     """A conversation whose image parts say which image they are, for rewards and for what is stored of a rollout."""
+
+    def named(part: Any) -> Any:
+        image = part.get("image") if isinstance(part, dict) else None
+        return {"type": "image", "key": image.key.hex()} if isinstance(image, RowImage) else part
+
+    return _with_parts(messages, named)
+
+
+def found_by_key(messages: Any, images: Mapping[bytes, RowImage]) -> Any:
+    """What `named_by_key` was given, the images being among `images`."""
+
+    def found(part: Any) -> Any:
+        is_named = isinstance(part, dict) and part.get("type") == "image" and "key" in part
+        return {"type": "image", "image": images[bytes.fromhex(part["key"])]} if is_named else part
+
+    return _with_parts(messages, found)
+
+
+def _with_parts(messages: Any, change: Callable[[Any], Any]) -> Any:
     if not isinstance(messages, list):
         return messages
     return [
-        {**message, "content": [_named(part) for part in message["content"]]}
+        {**message, "content": [change(part) for part in message["content"]]}
         if isinstance(message.get("content"), list)
         else message
         for message in messages
     ]
-
-
-def _named(part: Any) -> Any:
-    image = part.get("image") if isinstance(part, dict) else None
-    return {"type": "image", "key": image.key.hex()} if isinstance(image, RowImage) else part

@@ -112,14 +112,14 @@ def stepwise(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes
     Steps are tokenised one by one and without special tokens; the beginning-of-sequence token, where the tokenizer has
     one, comes first. `trained` marks the tokens at which a step is judged.
     """
-    prompts = _prompt_ids(rows, renderer, options)
+    prompts = _step_prompts(rows, renderer, options)
     separator = renderer.encode_texts([options.step_separator], add_special_tokens=False)[0]
     steps = [step for row in rows for step in row["completions"]]
     encoded = iter(renderer.encode_texts(steps, add_special_tokens=False))
     units: Units = []
     for row, prompt in zip(rows, prompts):
         ids = [np.concatenate([next(encoded), separator]) for _ in row["completions"]]
-        if not isinstance(prompt, np.ndarray):
+        if not isinstance(prompt, Sample):
             units.append(_refusal(prompt, "prompt"))
             continue
         labels = np.full(sum(map(len, ids)), -1.0, dtype=np.float32)
@@ -135,7 +135,7 @@ def stepwise(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes
             reason = f"has no step to judge within its first {len(completion)} tokens, which is max_completion_length"
             units.append(Finding("nothing_trained", "completions", reason))
         else:
-            units.append((_judged(np.concatenate([prompt, completion]), kept),))
+            units.append((_judged(prompt.append(completion, trained=False), kept),))
     return units
 
 
@@ -146,14 +146,14 @@ def tokenised_stepwise(rows: list[Row], renderer: Renderer, options: PrepareOpti
         labels = row["labels"].astype(np.float32)
         if options.train_on_last_step_only:
             labels[: np.flatnonzero(labels >= 0)[-1]] = -100
-        units.append((_judged(row["input_ids"], labels),))
+        units.append((_judged(_of_ids(row["input_ids"]), labels),))
     return units
 
 
-def _judged(ids: np.ndarray, labels: np.ndarray) -> Sample:
+def _judged(sample: Sample, labels: np.ndarray) -> Sample:
     """`labels` is negative where nothing is judged."""
     trained = labels >= 0
-    return Sample(ids, trained, per_token={"labels": np.where(trained, labels, np.float32(0))})
+    return replace(sample, trained=trained, per_token={"labels": np.where(trained, labels, np.float32(0))})
 
 
 def tokenised(rows: list[Row], renderer: Renderer, options: PrepareOptions, notes: Notes) -> Units:
@@ -289,19 +289,25 @@ def common_prefix_length(a: np.ndarray, b: np.ndarray) -> int:
     return int(differs.argmax()) if differs.any() else shorter
 
 
-def _prompt_ids(rows: list[Row], renderer: Renderer, options: PrepareOptions) -> Sequence[np.ndarray | Exception]:
-    """Without special tokens, and without images."""
-    if _is_plain(rows, "prompt"):
-        return renderer.encode_texts([row["prompt"] for row in rows], add_special_tokens=False)
-    prompts = renderer.encode_prompts([_chat(row, row["prompt"], options) for row in rows])
-    return [prompt.input_ids if isinstance(prompt, Sample) else prompt for prompt in prompts]
+def _step_prompts(rows: list[Row], renderer: Renderer, options: PrepareOptions) -> Sequence[Sample | Exception]:
+    """Texts without special tokens, but for those that stand around images."""
+    if not _is_plain(rows, "prompt"):
+        return renderer.encode_prompts([_chat(row, row["prompt"], options) for row in rows])
+    texts, images = [row["prompt"] for row in rows], [row.get("images", []) for row in rows]
+    plain = iter([_of_ids(ids) for ids in renderer.encode_texts(texts, add_special_tokens=False)])
+    if not any(images):
+        return list(plain)
+    shown = renderer.encode_image_texts(texts, images)
+    return [one if some else text for one, text, some in zip(shown, plain, images, strict=True)]
 
 
-def _with_bos(prompt: np.ndarray, row: Row, renderer: Renderer) -> np.ndarray:
+def _with_bos(prompt: Sample, row: Row, renderer: Renderer) -> Sample:
     bos = renderer.tokenizer.bos_token_id
-    if bos is None or not isinstance(row["prompt"], str):  # a chat template writes its own
-        return prompt
-    return np.concatenate([np.asarray([bos], dtype=prompt.dtype), prompt])
+    if bos is None or not isinstance(row["prompt"], str) or prompt.input_ids[:1].tolist() == [bos]:
+        return prompt  # a chat template, and the text of a prompt with images, bring their own
+    return Sample([bos], [False]).append(
+        prompt.input_ids, trained=False, images=prompt.images, positions=prompt.positions
+    )
 
 
 def _is_plain(rows: list[Row], column: str) -> bool:

@@ -220,7 +220,7 @@ class Detection:
         clean = row if reading.found else self.format.read(row, reading)
         if reading.column_images and not self.conversational:
             clean = {**clean, IMAGES: reading.column_images}
-        if reading.images and (self.format.tokenised or self.format.judges_steps):
+        if reading.images and self.format.tokenised:
             reading.report("images_not_read", IMAGES, f"stand beside {self.format.name} rows, which cannot have images")
         unknown = {(self.columns.get(column, column), key) for column, key in reading.unknown_keys}
         found = [f._replace(column=self.columns.get(f.column, f.column)) for f in dict.fromkeys(reading.found)]

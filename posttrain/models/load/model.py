@@ -155,11 +155,14 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
     install_scores(innermost)
     if options.vision is not None:
         parts = (options.vision, options.image_probe, options.frozen_parts)
-        notes += settle_parts(innermost, *parts, has_adapter=is_peft_model(model), sharded=options.sharded)
-        _refuse_wrong_images(model, innermost, options, name)
+        with _tried(options.vision, name):
+            notes += settle_parts(innermost, *parts, has_adapter=is_peft_model(model), sharded=options.sharded)
+            reason = _why_wrong_images(model, innermost, options)
+        if reason is not None:
+            raise ValueError(f"{name} cannot be trained on images: {reason}. Check its files, or take another model.")
     elif sees_images(innermost.config.to_dict()):
         notes.append(f"{type(innermost).__name__} could see images; it is loaded for texts only.")
-    if options.task == TOKEN_LABELS:
+    if options.task == TOKEN_LABELS and innermost.get_output_embeddings() is None:  # else it has `WithHead`
         reason = _of_the_first_process(why_not_its_own_labels(innermost), options)
         if reason is not None:
             raise ValueError(f"{name} cannot be a process reward model here: {reason}. Take another architecture.")
@@ -172,12 +175,24 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
     return LoadedModel(model, layout, name, notes, router_loss_weight, kernels, options.image_probe)
 
 
-def _refuse_wrong_images(model: nn.Module, innermost: nn.Module, options: LoadOptions, name: str) -> None:
+@contextmanager
+def _tried(family: VisionFamily, name: str) -> Iterator[None]:
+    """A model of a family that is in no table may fail in any way of its own when it is first shown an image."""
+    try:
+        yield
+    except Exception as error:
+        if not family.is_found:
+            raise
+        raise ValueError(
+            f"{name} cannot be trained on images: shown one, it ends with {type(error).__name__}: {error} Models of type "
+            f"{family.model_type!r} are in no table of families. Train it on texts, or take another model."
+        ) from error
+
+
+def _why_wrong_images(model: nn.Module, innermost: nn.Module, options: LoadOptions) -> str | None:
     if options.image_probe is None:
-        return
-    reason = _of_the_first_process(why_images_fail(model, innermost, options.task, options.image_probe), options)
-    if reason is not None:
-        raise ValueError(f"{name} cannot be trained on images: {reason}. Check its files, or take another model.")
+        return None
+    return _of_the_first_process(why_images_fail(model, innermost, options.task, options.image_probe), options)
 
 
 def _adapter_config(innermost: nn.Module, options: LoadOptions) -> Any:
@@ -245,7 +260,8 @@ def _auto_class(model: str | Path, options: LoadOptions) -> Any:
     refuse_by_name(config)
     if options.task == CAUSAL_LM:
         return AutoModelForImageTextToText
-    return WithHead if options.task == SEQUENCE_REWARD and not has_classifier(config) else AUTO_CLASSES[options.task]
+    is_classifier = options.task == SEQUENCE_REWARD and has_classifier(config)
+    return AUTO_CLASSES[options.task] if is_classifier else WithHead
 
 
 def _without_head(quantization_config: Any) -> Any:

@@ -125,7 +125,10 @@ def _folder(path: Path, checkpoint: int | None) -> Path:
 
 
 def _task_of(folder: Path) -> str:
-    named = json.loads((folder / CONFIG).read_text(encoding="utf-8")).get("architectures") or [""]
+    config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+    if "step_separator" in config:  # of a process reward model; one that sees is of its family's own class
+        return TOKEN_LABELS
+    named = config.get("architectures") or [""]
     kinds = {"ForSequenceClassification": SEQUENCE_REWARD, "ForTokenClassification": TOKEN_LABELS}
     return next((task for ending, task in kinds.items() if named[0].endswith(ending)), CAUSAL_LM)
 

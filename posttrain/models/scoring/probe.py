@@ -68,6 +68,8 @@ def why_not_ragged(
     if not getattr(innermost, "_supports_sdpa", False):
         return f"{type(innermost).__name__} has no SDPA attention to build on"
     family = family_of(innermost)
+    if family is not None and family.is_found and image_probe is not None:
+        return f"models of type {family.model_type!r} are in no table of families, but follow transformers' conventions"
     if family is not None and family.images_see_themselves_whole and next(innermost.parameters()).is_cuda:
         return f"images of {family.model_type} see themselves whole, for which there is no ragged kernel on a GPU yet"
     reason = _why_apart(model, innermost, task, (PADDED, RAGGED), "two ragged segments", "on ragged segments")

@@ -82,6 +82,15 @@ def family_of(innermost: nn.Module) -> VisionFamily | None:
     return getattr(innermost, _FAMILY, None)
 
 
+def forbidden_tokens(innermost: nn.Module, pixels: Any) -> list[int]:
+    """Those that are never drawn where images are shown: a placeholder that is written would refer to no image, so that the next
+    forward fails, or takes the features of another one."""
+    family = family_of(innermost)
+    if family is None or pixels is None:
+        return []
+    return [token for token in family.forbidden_ids if token < innermost.config.get_text_config().vocab_size]
+
+
 def with_images(model: nn.Module, kwargs: dict[str, Any], asked: Tensor) -> dict[str, Any]:
     """Arguments of the body of a model that sees, with `images` (BatchImages or None) turned into features and masks.
 
@@ -167,7 +176,11 @@ def _has_adapter(model: nn.Module, family: VisionFamily) -> bool:
 def pick(features: Any, images: BatchImages, family: VisionFamily) -> Any:
     """The features of the distinct images, repeated and ordered as they are shown; refused where a place has more or fewer
     placeholders: some families would silently give what is left over to the next image, or to the next row."""
-    if family.features == "per_tile":
+    is_stacked = isinstance(features, Tensor)
+    if is_stacked and features.dim() == 2:  # of a family that was found: a row for each feature
+        per_image = _split_by_placeholders(features, images, family)
+        sizes = [len(one) for one in per_image]
+    elif is_stacked:
         _same(len(features), sum(images.tiles), "tiles were encoded, and the batch has", family)
         per_image = features.split(images.tiles)
         sizes = [tiles * features.shape[1] for tiles in images.tiles]
@@ -180,7 +193,13 @@ def pick(features: Any, images: BatchImages, family: VisionFamily) -> Any:
     if images.shown == tuple(range(len(images.tiles))):
         return features
     shown = [per_image[number] for number in images.shown]
-    return torch.cat(shown) if family.features == "per_tile" else shown
+    return torch.cat(shown) if is_stacked else shown
+
+
+def _split_by_placeholders(features: Tensor, images: BatchImages, family: VisionFamily) -> tuple[Tensor, ...]:
+    sizes = [images.placeholders[images.shown.index(number)] for number in range(len(images.tiles))]
+    _same(len(features), sum(sizes), "features were made, and the placeholders of the images are", family)
+    return features.split(sizes)
 
 
 def _same(found: int, wanted: int, what: str, family: VisionFamily) -> None:

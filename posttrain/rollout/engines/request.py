@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from posttrain.core.sample import Sample
+from posttrain.data.collate import Pixels
 from posttrain.rollout.engines.noise import noise_base
 from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Completion, Decode, Prompt, SamplingParams
 
@@ -79,6 +80,21 @@ class Request:
         )
 
 
+def refuse_unseen(prompt: Prompt, pixels: Pixels | None) -> None:
+    if prompt.images and pixels is None:
+        raise ValueError(
+            f"Prompt {prompt.key} has images, and this engine was made without `pixels`: it reads texts only."
+        )
+
+
+def _text_of(prompt: Prompt) -> np.ndarray:
+    """The tokens outside of images: placeholders may lie beyond the vocabulary, where the model puts features in their place."""
+    is_text = np.ones(len(prompt.ids), dtype=bool)
+    for image in prompt.images:
+        is_text[image.start : image.stop] = False
+    return prompt.ids[is_text]
+
+
 def request_or_error(
     ticket: int, prompt: Prompt, params: SamplingParams, context: int | None, vocabulary: int
 ) -> Request | str:
@@ -87,11 +103,10 @@ def request_or_error(
     wanted = params.max_tokens if prompt.max_tokens is None else prompt.max_tokens
     if length == 0:
         return f"Prompt {prompt.key} has no tokens, so there is nothing to continue."
-    if prompt.ids.min() < 0 or prompt.ids.max() >= vocabulary:  # on CUDA this would end the process
-        return (
-            f"Prompt {prompt.key} has the token {prompt.ids.max() if prompt.ids.min() >= 0 else prompt.ids.min()}; this model "
-            f"knows 0 to {vocabulary - 1}."
-        )
+    text = _text_of(prompt)
+    if text.min(initial=0) < 0 or text.max(initial=0) >= vocabulary:  # on CUDA this would end the process
+        unknown = text.max() if text.min() >= 0 else text.min()
+        return f"Prompt {prompt.key} has the token {unknown}; this model knows 0 to {vocabulary - 1}."
     if prompt.images and prompt.images[-1].stop >= length:
         return f"Prompt {prompt.key} ends with an image, and a completion follows a token of text: put some text behind it."
     if wanted < 1:

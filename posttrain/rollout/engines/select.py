@@ -24,12 +24,11 @@ def _native(
     if reason is None:
         return engine
     logger.warning(f"{type(engine.innermost).__name__} is generated from by transformers, which is slower: {reason}.")
-    shared = {name: value for name, value in options.items() if name in ("max_slots", "mixture")}
+    shared = {name: value for name, value in options.items() if name in ("max_slots", "mixture", "pixels")}
     return _transformers(model, decode=decode, max_context=max_context, **shared)
 
 
-def _transformers(model: nn.Module, max_slots: int | None = None, pixels: Any = None, **options: Any) -> RolloutEngine:
-    """It reads texts only: whoever has `pixels` to show asks an engine for its `reads_images`."""
+def _transformers(model: nn.Module, max_slots: int | None = None, **options: Any) -> RolloutEngine:
     from posttrain.rollout.engines.transformers import BATCH_SIZE, TransformersEngine
 
     return TransformersEngine(model, batch_size=max_slots or BATCH_SIZE, **options)

@@ -1,7 +1,7 @@
 """The plain engine: the model's ordinary forward with transformers' own cache, batch by batch.
 
 It is the oracle of the native engine, and what runs the architectures that that one cannot: recurrent states, shared keys and
-values, images. The loop is ours, so noise and log-probs are those of every other engine.
+values, images that see themselves whole. The loop is ours, so noise and log-probs are those of every other engine.
 """
 
 from __future__ import annotations
@@ -11,19 +11,24 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posttrain.core.batch import PADDED, BatchImages
+from posttrain.core.sample import Sample
+from posttrain.data.collate import Pixels, collate
 from posttrain.models.inference import context_length, evaluating, inference
 from posttrain.models.load.model import innermost_model
+from posttrain.models.vision.features import family_of, forbidden_tokens, image_features
 from posttrain.rollout.engines.mixture import Mixture, mixed
 from posttrain.rollout.engines.native import probe
 from posttrain.rollout.engines.noise import words
 from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, SamplingParams
-from posttrain.rollout.engines.request import EndOfText, Request, request_or_error
+from posttrain.rollout.engines.request import EndOfText, Request, refuse_unseen, request_or_error
 from posttrain.rollout.engines.sampling import Drawn, DrawRule, draw
 from posttrain.rollout.engines.structured import Grammar
 
@@ -42,9 +47,11 @@ class TransformersEngine:
         batch_size: int = BATCH_SIZE,
         max_context: int | None = None,
         mixture: Mixture | None = None,
+        pixels: Pixels | None = None,
     ) -> None:
-        """`mixture`: a second model that takes part in every draw; it is run as this one is."""
-        innermost = innermost_model(model)
+        """`mixture`: a second model that takes part in every draw; it is run as this one is. `pixels` makes those of prompts with
+        images."""
+        self.innermost = innermost = innermost_model(model)
         if getattr(innermost.config, "is_encoder_decoder", False):
             raise ValueError(
                 f"{type(innermost).__name__} is an encoder-decoder; rollouts are written by decoder-only models."
@@ -53,6 +60,8 @@ class TransformersEngine:
         self.model, self.decode, self.batch_size = model, decode, batch_size
         self.context, self.mixture = context_length(innermost, max_context), mixture
         self.vocabulary = innermost.config.get_text_config().vocab_size
+        self.pixels, self.family = pixels, family_of(innermost)
+        self.forbidden = forbidden_tokens(innermost, pixels)
         self.takes_positions = "position_ids" in inspect.signature(type(innermost).forward).parameters
         # A recurrent state has seen the padding in front of a row: only prompts of one length go together.
         self.pads = not getattr(innermost, "_is_stateful", False)
@@ -69,7 +78,7 @@ class TransformersEngine:
         if mixture is not None:
             mixture.check(innermost)
             with mixture.context():
-                self.second = TransformersEngine(mixture.model, decode, batch_size, max_context)
+                self.second = TransformersEngine(mixture.model, decode, batch_size, max_context, pixels=pixels)
             self.pads = self.pads and self.second.pads
             self.context = min(filter(None, (self.context, self.second.context)), default=None)
 
@@ -102,6 +111,11 @@ class TransformersEngine:
             raise ValueError("This engine reads the trainer's weights in place: call load_weights(None, version).")
         self.version = version
 
+    @property
+    def sees_prompts_whole(self) -> bool:
+        """A prefix-LM: as it is trained, everything before the completion attends in both directions."""
+        return self.family is not None and self.family.prefix_sees_itself_whole
+
     def sleep(self) -> None:
         """Nothing is held between sessions."""
 
@@ -122,9 +136,13 @@ class PlainSession:
 
     def add(self, prompt: Prompt) -> int:
         ticket, self._tickets = self._tickets, self._tickets + 1
+        refuse_unseen(prompt, self._engine.pixels)
         made = request_or_error(ticket, prompt, self._params, self._engine.context, self._engine.vocabulary)
-        if prompt.images:
-            made = f"Prompt {prompt.key} has images, and the transformers engine reads texts only."
+        if prompt.first_token and self._engine.sees_prompts_whole:
+            made = (
+                f"Prompt {prompt.key} continues an episode, and {type(self._engine.innermost).__name__} sees its whole prompt in "
+                "both directions: what it has written would be read otherwise than it is trained. Leave the tools out."
+            )
         if isinstance(made, str):
             self._failed.append((ticket, Completion.failed(made, self._engine.version)))
         else:
@@ -154,6 +172,35 @@ class PlainSession:
         return fits
 
 
+@dataclass(frozen=True)
+class LeftPadded:
+    """Prompts that end in the same column, as transformers' cache continues them."""
+
+    ids: Tensor  # (rows, width)
+    mask: Tensor  # (rows, width)
+    axes: Tensor | None  # (3, rows, width) positions of time, row and column, where an image has them
+    images: BatchImages | None
+
+    @classmethod
+    def of(cls, requests: list[Request], pixels: Pixels | None) -> LeftPadded:
+        """Laid out as a padded batch of training, and moved to the right: the order of the images does not change by that."""
+        prompts = (request.prompt for request in requests)
+        samples = (Sample(p.ids, np.zeros(len(p.ids)), images=p.images, positions=p.positions) for p in prompts)
+        batch = collate([(sample,) for sample in samples], ("prompt",), PADDED, pixels=pixels)
+        width = batch.input_ids.shape[1]
+        source = (torch.arange(width) - (width - batch.lengths[:, None])) % width
+
+        def moved(tensor: Tensor) -> Tensor:
+            return tensor.gather(-1, source.expand(tensor.shape))
+
+        axes, images = batch.position_ids, batch.images
+        if images is not None and images.token_types is not None:
+            images = replace(images, token_types=moved(images.token_types))
+        return cls(
+            moved(batch.input_ids), moved(batch.attention_mask), moved(axes) if axes.dim() == 3 else None, images
+        )
+
+
 class PlainBatch:
     """Rows padded on their left, run until the last of them has ended."""
 
@@ -170,13 +217,14 @@ class PlainBatch:
         self.rule = DrawRule.of(params)
         self.bias = self.rule.bias(engine.vocabulary, self.device)
         self.readers = [grammar.reader() for _ in requests] if grammar is not None else None
-        width = max(len(request.prompt.ids) for request in requests)
-        ids = np.zeros((len(requests), width), np.int64)
-        mask = np.zeros((len(requests), width), np.int64)
-        for row, request in enumerate(requests):
-            ids[row, width - len(request.prompt.ids) :] = request.prompt.ids
-            mask[row, width - len(request.prompt.ids) :] = 1
-        self.ids, self.mask = torch.from_numpy(ids).to(self.device), torch.from_numpy(mask).to(self.device)
+        prompts = LeftPadded.of(requests, engine.pixels)
+        self.ids, self.mask = prompts.ids.to(self.device), prompts.mask.to(self.device)
+        self.prompts = prompts
+        self.shifts = torch.tensor([[request.rotary_shift] for request in requests], device=self.device)
+        self.allowed = None
+        if engine.forbidden:
+            self.allowed = torch.ones(len(requests), engine.vocabulary, dtype=torch.bool)
+            self.allowed[:, engine.forbidden] = False
         self.bases = torch.tensor([request.base for request in requests], device=self.device)
         self.numbers = torch.tensor([request.number for request in requests], device=self.device)
         self.seen = self._seen() if self.rule.penalises else None
@@ -216,14 +264,34 @@ class PlainBatch:
             arguments["output_router_logits"] = False
         if self.engine.pads:  # families with a recurrent state read a mask as one of the new tokens alone
             arguments["attention_mask"] = self.mask
-        if self.engine.takes_positions:
-            arguments["position_ids"] = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
+        is_prompt = inputs is self.ids
+        if self.engine.takes_positions and is_prompt and self.prompts.axes is not None:
+            arguments["position_ids"] = self.prompts.axes.to(self.device)
+        elif self.engine.takes_positions:
+            positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, -inputs.shape[1] :]
+            arguments["position_ids"] = positions if is_prompt else positions + self.shifts
+        return arguments | (self._seen_arguments() if is_prompt else {})
+
+    def _seen_arguments(self) -> dict[str, Any]:
+        """What a family that sees is handed with its prompts; a token that is written attends as in any causal model."""
+        engine, images, arguments = self.engine, self.prompts.images, {}
+        if engine.sees_prompts_whole:
+            arguments[engine.family.token_types_key] = torch.zeros_like(self.ids)
+        elif images is not None and images.token_types is not None:
+            arguments[engine.family.token_types_key] = images.token_types.to(self.device)
+        if images is not None:
+            encoder = {name: value.to(self.device) for name, value in images.encoder.items()}
+            features = image_features(engine.innermost, replace(images, encoder=encoder))
+            arguments["mm_encoder_outputs"] = {"image": features}
         return arguments
 
     def _draw(self, logits: Tensor) -> Drawn:
-        allowed = None
+        allowed = self.allowed
         if self.readers is not None:
-            allowed = torch.stack([reader.allowed() for reader in self.readers]).to(self.device)
+            by_grammar = torch.stack([reader.allowed() for reader in self.readers])
+            allowed = by_grammar if allowed is None else by_grammar & allowed
+        if allowed is not None:
+            allowed = allowed.to(self.device)
         return draw(logits, words(self.bases, self.numbers), self.rule, self.bias, self.seen, allowed)
 
     def _collect_finished(self, drawn: Drawn, rows: dict[int, Request]) -> list[tuple[int, Completion]]:
@@ -242,7 +310,8 @@ class PlainBatch:
     def _seen(self) -> Tensor:
         seen = torch.zeros(len(self.ids), self.engine.vocabulary, dtype=torch.bool, device=self.device)
         for row, request in enumerate(self.requests):
-            seen[row, torch.from_numpy(request.prompt.ids.astype(np.int64)).to(self.device)] = True
+            known = request.prompt.ids[request.prompt.ids < self.engine.vocabulary].astype(np.int64)
+            seen[row, torch.from_numpy(known).to(self.device)] = True
         return seen
 
 

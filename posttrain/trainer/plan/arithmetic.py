@@ -108,7 +108,8 @@ def complete(side: BaseTrainer, train: Any, evaluation: Any) -> None:
     side.engine = SimpleNamespace(is_foreign=getattr(args, "use_vllm", False))
     side.replay = True if getattr(args, "replay_buffer_size", 0) else None
     layout = PADDED if args.layout == PADDED else SHARED if getattr(args, "share_prompts", False) else RAGGED
-    side.data_collator = collator_of(None, side.roles, side.renderer.tokenizer.pad_token_id or 0, layout, args)
+    pad = side.renderer.tokenizer.pad_token_id or 0
+    side.data_collator = collator_of(None, side.roles, pad, layout, args, graphs=side.graphs)
 
 
 # ---- micro-batches ---------------------------------------------------------------------------------------------------------
@@ -124,7 +125,7 @@ class Counted(Collator):
     def __call__(self, units: Sequence[Unit]) -> list[int]:
         samples = [sample for unit in units for sample in unit]
         figures = [len(units), len(samples), sum(map(len, samples)), sum(sample.num_trained for sample in samples)]
-        return [*figures, len(split_by_tokens(units, self.layout, self.max_tokens))]
+        return [*figures, len(split_by_tokens(units, self.layout, self.limit))]
 
 
 def counting_loaders(side: BaseTrainer, loader: Any, rollouts: Rollouts | None) -> list[Any]:

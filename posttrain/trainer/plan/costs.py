@@ -262,7 +262,8 @@ class Work:
         forward = _forward(shape, tokens, length, asked)
         # The backward is twice the forward, by activations and by weights; frozen weights have the first part only.
         frozen = 1 - min(shape.trained / max(shape.parameters, 1), 1) if shape.is_adapter else 0.0
-        own = Pass("policy, forward and backward", passes, tokens, (3 - frozen + (level == FULL)) * forward)
+        graphs, work = run.side.graphs, (3 - frozen + (level == FULL)) * forward
+        own = Pass("policy, forward and backward", passes * graphs, tokens * graphs, work * graphs)
         is_live = run.reference in (ADAPTER_OFF, COPY)
         before = run.side.forward_before_step(passes)
         more = {

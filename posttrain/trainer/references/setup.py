@@ -194,11 +194,17 @@ class ReferenceSetup:
             )
 
     def teacher(
-        self, model: Any, init_kwargs: dict[str, Any], tokenizer: Any = None, reads_the_students: bool = True
+        self,
+        model: Any,
+        init_kwargs: dict[str, Any],
+        tokenizer: Any = None,
+        reads_the_students: bool = True,
+        seen: dict[str, Any] | None = None,
     ) -> ModelTeacher:
         """Another model that the policy learns from, loaded with arguments of its own: dtype, quantisation, revision.
 
-        `reads_the_students`: tokens, that is; otherwise it is only shown tokens of its own tokenizer.
+        `reads_the_students`: tokens, that is; otherwise it is only shown tokens of its own tokenizer. `seen`: arguments of
+        LoadOptions that say how it is shown images, where that is not as the student is.
         """
         if model is self.policy.model:
             raise ValueError("`teacher_model` is the model that is trained: it would move with it. Pass another model.")
@@ -210,7 +216,7 @@ class ReferenceSetup:
             )
         if tokenizer is None:
             tokenizer = self._tokenizer_of_teacher(model, init_kwargs)
-        loaded = self._loaded(model, CAUSAL_LM, replace(self._options(), model_init_kwargs=init_kwargs))
+        loaded = self._loaded(model, CAUSAL_LM, replace(self._options(), model_init_kwargs=init_kwargs), seen)
         words = innermost_model(loaded.model).get_input_embeddings().num_embeddings
         if reads_the_students:
             self._grow(loaded)  # the policy may write any token that it has a row for, and the teacher must read it
@@ -235,7 +241,7 @@ class ReferenceSetup:
         self._grow(loaded)
         return loaded.model
 
-    def _loaded(self, model: Any, task: str, options: LoadOptions) -> LoadedModel:
+    def _loaded(self, model: Any, task: str, options: LoadOptions, seen: dict[str, Any] | None = None) -> LoadedModel:
         args, policy = self.args, self.policy
         if isinstance(
             model, nn.Module
@@ -244,7 +250,7 @@ class ReferenceSetup:
             options = LoadOptions(device=args.device, layer_kernels=(PLAIN if has_own_layers else policy.kernels,))
         is_shared = policy.layout == SHARED  # one that cannot share prefixes runs ragged
         layout = {"layout": RAGGED if is_shared else policy.layout, "share_prefixes": is_shared}
-        seen = self._seen(model, options)
+        seen = self._seen(model, options) if seen is None else seen
         loaded = load_model(model, replace(options, task=task, sharded=args.sharding is not None, **layout, **seen))
         if loaded.layout != policy.layout:  # the policy shares prefixes, the other cannot
             policy.layout = self.collator.layout = loaded.layout

@@ -37,6 +37,7 @@ class FittedRun(Protocol):
     model: nn.Module
     loaded: LoadedModel
     data_collator: Collator
+    graphs: int
     train_dataset: Any
     optimizer: torch.optim.Optimizer | None
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
@@ -137,7 +138,7 @@ def batch_tokens(run: FittedRun) -> memory.BatchTokens:
     can_split = args.sharding != DEEPSPEED
     lengths = getattr(run.train_dataset, "unit_lengths", None)
     if lengths is None or len(lengths) == 0:
-        return memory.BatchTokens(*run.batch_limits(), can_split)
+        return memory.BatchTokens(*(tokens * run.graphs for tokens in run.batch_limits()), can_split)
     lengths = np.asarray(lengths) * laid_out_share(run)
     order = (args.train_sampling_strategy, args.dataloader_drop_last)
     batches = epoch_batches(run.train_dataset, args, args.per_device_train_batch_size, *order)

@@ -17,7 +17,7 @@ from posttrain.models.inference import context_length, evaluating, inference
 from posttrain.models.load.model import innermost_model
 from posttrain.models.memory.fit import free_memory
 from posttrain.models.triton_support import runs_triton
-from posttrain.models.vision.features import family_of
+from posttrain.models.vision.features import family_of, forbidden_tokens
 from posttrain.rollout.engines.mixture import Mixture
 from posttrain.rollout.engines.native import probe
 from posttrain.rollout.engines.native.attention import Segments, ShapeReader
@@ -28,7 +28,7 @@ from posttrain.rollout.engines.native.rows import Rows
 from posttrain.rollout.engines.native.scheduler import Prefix, Running, Scheduler
 from posttrain.rollout.engines.native.step import DecodeProgram, MixedProgram, Program, Sampler
 from posttrain.rollout.engines.protocol import Completion, Decode, Prompt, SamplingParams
-from posttrain.rollout.engines.request import EndOfText, Request, request_or_error
+from posttrain.rollout.engines.request import EndOfText, Request, refuse_unseen, request_or_error
 from posttrain.rollout.engines.sampling import DrawRule
 from posttrain.rollout.engines.structured import Grammar, GrammarReader
 
@@ -46,8 +46,6 @@ LONGEST_CONTEXT = 131072
 
 class NativeEngine:
     """Slots, pages of keys and values, and one decode step over all slots."""
-
-    reads_images = True
 
     def __init__(
         self,
@@ -76,11 +74,7 @@ class NativeEngine:
         self._models = [self.innermost, *([mixture.innermost] if mixture is not None else [])]
         self.context = min(context_length(model, max_context) or LONGEST_CONTEXT for model in self._models)
         self.vocabulary = self.innermost.config.get_text_config().vocab_size
-        family = family_of(self.innermost)
-        # A placeholder that is written would refer to no image: the next forward fails, or takes the features of another one.
-        self.forbidden = (
-            [token for token in family.forbidden_ids if token < self.vocabulary] if family and pixels else []
-        )
+        self.forbidden = forbidden_tokens(self.innermost, pixels)
         self.use_graphs = use_graphs and runs_triton(next(model.parameters()))
         self._made: tuple[Program, StepGraphs] | None = None
         self.packed = [PackedWeights(model) for model in self._models]
@@ -109,7 +103,11 @@ class NativeEngine:
 
     def _why_not_with_images(self) -> str | None:
         family = family_of(self.innermost)
-        if self.pixels is None or not (family.images_see_themselves_whole or family.prefix_sees_itself_whole):
+        if self.pixels is None:
+            return None
+        if family.is_found:
+            return f"models of type {family.model_type!r} are in no table of families"
+        if not (family.images_see_themselves_whole or family.prefix_sees_itself_whole):
             return None
         return f"images of {family.model_type} see themselves whole, which its prefill does not do"
 
@@ -267,10 +265,7 @@ class NativeSession:
 
     def add(self, prompt: Prompt) -> int:
         ticket, self._tickets = self._tickets, self._tickets + 1
-        if prompt.images and self.engine.pixels is None:
-            raise ValueError(
-                f"Prompt {prompt.key} has images, and this engine was made without `pixels`: it reads texts only."
-            )
+        refuse_unseen(prompt, self.engine.pixels)
         made = request_or_error(ticket, prompt, self.params, self.engine.context, self.engine.vocabulary)
         if isinstance(made, Request):
             pages = 2 + pages_for(len(prompt.ids) - 1 + made.limit)  # wherever its prefix ends after it was put back

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from posttrain.models.attention.ragged import RAGGED_ATTENTION, install_ragged_attention
 from posttrain.models.load.adapters import is_prompt_learning
 from posttrain.models.scoring.probe import TOLERANCE, ordinary_tokens
+from posttrain.models.vision.features import family_of
 from posttrain.models.vision.tower import set_text_attention
 
 LENGTHS = (5, 19)  # one shorter than a page, one longer
@@ -87,8 +88,12 @@ def difference(innermost: nn.Module, answers: Callable[[list[np.ndarray]], list[
 
 def _full_forward(innermost: nn.Module, tokens: np.ndarray, times: int) -> Tensor:
     """(CONTINUED, V) logits before the last tokens."""
-    ids = torch.from_numpy(tokens).long().to(next(innermost.parameters()).device)
-    return innermost(input_ids=ids.expand(times, -1), use_cache=False).logits[0, -CONTINUED - 1 : -1]
+    ids = torch.from_numpy(tokens).long().to(next(innermost.parameters()).device).expand(times, -1)
+    family, kwargs = family_of(innermost), {}
+    if family is not None and family.prefix_sees_itself_whole:  # as it is trained: the last tokens are the completion
+        is_written = torch.arange(len(tokens), device=ids.device) >= len(tokens) - CONTINUED
+        kwargs[family.token_types_key] = is_written.long().expand(times, -1)
+    return innermost(input_ids=ids, use_cache=False, **kwargs).logits[0, -CONTINUED - 1 : -1]
 
 
 def _gap(found: Tensor, wanted: Tensor) -> float:
