@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from posttrain.core.sample import Sample, Unit
+from posttrain.core.sample import ImageSpan, Sample, Unit
 from posttrain.data.collate import Collator, as_units
 from posttrain.rollout.schedule import Schedule
 
@@ -160,6 +160,7 @@ def pack_samples(samples: list[Sample | None]) -> dict[str, Any]:
         "per_token": {name: column(name) for name in names},
         "scalars": {name: torch.tensor([s.scalars[name] for s in real], dtype=torch.float64) for name in scalars},
         "numbers": torch.tensor([[s.row, s.group, s.policy_version] for s in real], dtype=torch.int64).view(-1, 3),
+        "shown": pack_images(real) if any(s.images or s.positions is not None for s in real) else None,
         "twins": pack_samples([s.twin for s in real]) if any(s.twin for s in real) else None,
     }
 
@@ -168,6 +169,7 @@ def unpack_samples(packed: dict[str, Any]) -> list[Sample | None]:
     samples: list[Sample | None] = []
     start = which = 0
     twins = unpack_samples(packed["twins"]) if packed.get("twins") else [None] * len(packed["numbers"])
+    shown = unpack_images(packed["shown"]) if packed.get("shown") else [((), None)] * len(packed["numbers"])
     for length in packed["lengths"].tolist():
         if length < 0:
             samples.append(None)
@@ -180,6 +182,7 @@ def unpack_samples(packed: dict[str, Any]) -> list[Sample | None]:
                 packed["trained"][part].numpy().astype(bool),
                 {name: values[part].numpy() for name, values in packed["per_token"].items()},
                 {name: float(values[which]) for name, values in packed["scalars"].items()},
+                *shown[which],
                 row=row,
                 group=group,
                 policy_version=version,
@@ -188,3 +191,34 @@ def unpack_samples(packed: dict[str, Any]) -> list[Sample | None]:
         )
         start, which = start + length, which + 1
     return samples
+
+
+def pack_images(samples: list[Sample]) -> dict[str, torch.Tensor]:
+    """Spans, one a row, and positions, end to end: what a sample shows is part of what is trained."""
+    spans = [image for sample in samples for image in sample.images]
+    rows = [[image.start, image.stop, *image.size, len(image.grid)] for image in spans]
+    positions = [sample.positions for sample in samples if sample.positions is not None]
+    return {
+        "counts": torch.tensor([len(sample.images) for sample in samples], dtype=torch.int64),
+        "spans": torch.tensor(rows, dtype=torch.int64).view(-1, 5),
+        "grids": torch.tensor([number for image in spans for number in image.grid], dtype=torch.int64),
+        "keys": torch.tensor([list(image.key) for image in spans], dtype=torch.uint8).view(-1, 16),
+        "position_counts": torch.tensor([-1 if s.positions is None else len(s) for s in samples], dtype=torch.int64),
+        "positions": torch.from_numpy(np.concatenate([np.zeros((3, 0), np.int32), *positions], axis=1)),
+    }
+
+
+def unpack_images(packed: dict[str, torch.Tensor]) -> list[tuple[tuple[ImageSpan, ...], np.ndarray | None]]:
+    """(images, positions) of each sample."""
+    grid_ends = packed["spans"][:, 4].cumsum(0)
+    grids = [grid.tolist() for grid in torch.tensor_split(packed["grids"], grid_ends[:-1])]
+    spans = iter(
+        ImageSpan(start, stop, bytes(key), (height, width), tuple(grid))
+        for (start, stop, height, width, _), key, grid in zip(packed["spans"].tolist(), packed["keys"].tolist(), grids)
+    )
+    found, place = [], 0
+    for count, tokens in zip(packed["counts"].tolist(), packed["position_counts"].tolist()):
+        positions = None if tokens < 0 else packed["positions"][:, place : place + tokens].numpy()
+        found.append((tuple(next(spans) for _ in range(count)), positions))
+        place += max(tokens, 0)
+    return found

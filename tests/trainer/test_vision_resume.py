@@ -22,7 +22,8 @@ RUNS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
         "grpo",
         torch.float32,
         {
-            "train_dataset": [{"prompt": prompt} for prompt, _, _ in chats()],
+            # Every prompt shows an image: those of the window that is resumed have to come back, too.
+            "train_dataset": [{"prompt": prompt} for prompt, _, _ in chats() if len(prompt[0]["content"]) > 1],
             "reward_funcs": checksum,
             "per_device_train_batch_size": 4,
             "num_generations": 4,
