@@ -24,7 +24,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from posttrain.rollout.rollout import OLD_LOGPS, SAMPLING_LOGPS, Rollout
+from posttrain.data.images.row_image import named_by_key
+from posttrain.rollout.rollout import OLD_LOGPS, SAMPLING_LOGPS, Rollout, ToolCall
 
 logger = logging.getLogger(__name__)
 
@@ -275,7 +276,7 @@ def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
         "reward": rollout.reward,
         "failures": [{"reward": f.reward, "kind": f.kind, "message": f.message} for f in rollout.failures],
         "extras": rollout.extras,
-        "tool_calls": [dict(vars(call)) for call in rollout.tool_calls],
+        "tool_calls": [{**vars(call), "result": _result(call)} for call in rollout.tool_calls],
         "finish_reason": rollout.finish_reason,
         "error": rollout.error,
         "masked": rollout.masked,
@@ -285,11 +286,19 @@ def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
     }
 
 
+def _result(call: ToolCall) -> str:
+    """Its content is one of a message."""
+    if isinstance(call.result, str):
+        return call.result
+    (message,) = named_by_key([{"content": call.result}])
+    return json.dumps(message["content"], ensure_ascii=False)
+
+
 def _text(value: Any) -> str:
-    """Content that JSON has no word for (an image) is named, not kept."""
+    """Messages as JSON, in which images are named by their keys. Other content that JSON has no word for is named, not kept."""
     if isinstance(value, str):
         return value
-    return json.dumps(value, ensure_ascii=False, default=lambda thing: repr(type(thing)))
+    return json.dumps(named_by_key(value), ensure_ascii=False, default=lambda thing: repr(type(thing)))
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:

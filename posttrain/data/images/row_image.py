@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,22 @@ class RowImage:
 
 
 def named_by_key(messages: Any) -> Any:
-    """A conversation whose image parts say which image they are, for rewards and for what is stored of a rollout."""
+    """A conversation whose image parts say which image they are: {"type": "image", "key": 32 hexadecimal digits}."""
+    return with_images_as(messages, lambda image: {"type": "image", "key": image.key.hex()})
+
+
+def with_images_as(messages: Any, part_of: Callable[[RowImage], dict[str, Any]]) -> Any:
+    """A conversation with another part in the place of every image; anything else as it is."""
     if not isinstance(messages, list):
         return messages
     return [
-        {**message, "content": [_named(part) for part in message["content"]]}
-        if isinstance(message.get("content"), list)
+        {**message, "content": [_replaced(part, part_of) for part in message["content"]]}
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
         else message
         for message in messages
     ]
 
 
-def _named(part: Any) -> Any:
+def _replaced(part: Any, part_of: Callable[[RowImage], dict[str, Any]]) -> Any:
     image = part.get("image") if isinstance(part, dict) else None
-    return {"type": "image", "key": image.key.hex()} if isinstance(image, RowImage) else part
+    return part_of(image) if isinstance(image, RowImage) else part

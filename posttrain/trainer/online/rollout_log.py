@@ -204,7 +204,10 @@ def clipped(text: str | list[dict[str, Any]]) -> str:
 def _message_text(message: dict[str, Any]) -> str:
     """What a message says, and the tools that it calls."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    parts = [str(message.get("content") or ""), *(f"{call.get('name')}({_arguments(call)})" for call in calls)]
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "[image]")) for part in content)
+    parts = [str(content), *(f"{call.get('name')}({_arguments(call)})" for call in calls)]
     return " ".join(filter(None, parts))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.core.options import refused, values_of
 from posttrain.core.sample import KEEP_END
+from posttrain.data.render.conversation import TOOL_ROLE, USER_ROLE
 from posttrain.losses.advantages import DEVIATIONS
 from posttrain.rewards.runtime.options import AUTO, IN_PROCESS, RewardOptions
 from posttrain.rollout.engines.protocol import SamplingParams
@@ -316,9 +317,16 @@ class AgentConfig:
     episode_timeout: float | None = option(
         None, "Seconds after which an episode gets no further turn. None: it may take any time."
     )
+    tool_image_role: str | None = option(
+        None,
+        "Whose turn shows images that tools return: 'tool', the result's own, or 'user', one after the results, for chat templates "
+        "that drop images of tools. None: 'tool', where annotations of tools or of an environment say that they return images.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tool_image_role is not None:
+            check_choice("tool_image_role", self.tool_image_role, (TOOL_ROLE, USER_ROLE))
         check_range("max_tool_result", self.max_tool_result, 1)
         for name in ("max_tool_calling_iterations", "tool_timeout", "episode_timeout"):
             if getattr(self, name) is not None:
