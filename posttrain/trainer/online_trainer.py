@@ -30,7 +30,7 @@ from posttrain.models.load.model import innermost_model
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference
 from posttrain.models.scoring.float32_head import compute_head_in_float32
 from posttrain.models.scoring.token_scores import score_tokens
-from posttrain.rewards.reward_set import RewardSet
+from posttrain.rewards.reward_set import RewardSet, refuse_text_readers
 from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector, joined
 from posttrain.rollout.engines.gathered_engine import GatheredEngine
 from posttrain.rollout.engines.joint_export import JointExport
@@ -114,6 +114,8 @@ class OnlineTrainer(BaseTrainer):
             reward_funcs = []
         rewards = (reward_funcs, self.args.reward_weights, reward_processing_classes)
         funcs, weights, tokenizers = rewards if self.agents is None else self.agents.with_rewards(*rewards)
+        if self.shown_pixels is not None:
+            refuse_text_readers(funcs)
         self.rewards = RewardSet(
             funcs,
             weights,
