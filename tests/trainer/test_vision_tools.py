@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import datasets
@@ -14,6 +15,7 @@ from posttrain.core.sample import Sample
 from posttrain.data.images.media import FOLDER, MediaFolder, MediaNotWritten
 from posttrain.rollout.engines.native import engine as native
 from posttrain.rollout.rollout import POLICY_LOGPS, Rollout
+from posttrain.rollout.store import read_rollouts
 from tests.trainer.vision_runs import PICTURES, trainer_of
 from tests.trainer.vision_tools import CallGrammar, Room, draw, tool_trainer
 
@@ -136,6 +138,29 @@ def test_rewards_see_what_the_model_saw(tmp_path):
         ]
         for picture, number in zip(shown[-2:], drawn, strict=True):
             assert np.array_equal(np.asarray(picture), np.asarray(draw(number)))
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_is_stored_names_images_and_keeps_small_pictures_apart(keeps, tmp_path):
+    trainer = tool_trainer("qwen2_5_vl", tmp_path, log_multimodal=keeps)
+    rollouts = collected(trainer)
+    stored = read_rollouts(tmp_path / "run").to_pylist()
+    folder, keys = tmp_path / "run" / "rollouts" / "images", set()
+    for rollout, row in zip(rollouts, stored, strict=True):
+        assert len(row["images"]) == len(rollout.sample.images) > 0
+        said = {name: [part for m in json.loads(row[name]) if isinstance(m["content"], list) for part in m["content"]] for name in
+                ("prompt", "completion")}  # fmt: skip
+        for image, span in zip(row["images"], rollout.sample.images):
+            keys.add(image["key"])
+            ids = row[f"{image['column']}_ids"][image["start"] : image["start"] + image["tokens"]]
+            assert ids == rollout.sample.input_ids[span.start : span.stop].tolist()
+            assert (image["height"], image["width"]) == span.size
+            pictured = [part for part in said[image["column"]] if part["type"] == "image"]
+            assert pictured[image["place"]] == {"type": "image", "key": span.key.hex()}
+        assert [json.loads(call["result"]) for call in row["tool_calls"]] == [
+            [{"type": "image", "key": part["image"].key.hex()} for part in call.result] for call in rollout.tool_calls
+        ]
+    assert {path.stem for path in folder.glob("*.webp")} == (keys if keeps else set())
 
 
 @pytest.mark.parametrize("workers", [0, 1])

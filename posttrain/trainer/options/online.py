@@ -66,9 +66,6 @@ class RefusedOptions:
         51216, "Weights go to a server over the connection that prompts go over: there is no second port."
     )
 
-    # ---- images
-    log_multimodal: bool = refused(True, "Logs of rollouts name images by their keys; they hold no pictures.")
-
 
 @dataclass
 class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedPromptsConfig, ImageConfig, BaseConfig):
@@ -162,6 +159,9 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
 
     # ---- what is kept
     keep_rollouts: bool = option(True, "Write every rollout to parquet files in `<output_dir>/rollouts`.")
+    log_multimodal: bool = option(
+        True, "With them, small pictures of the images that the model was shown, for `posttrain view`: at most 1 GiB."
+    )
     log_completions: bool = option(False, "Print some prompts, completions, rewards and advantages with each log.")
     num_completions_to_print: int | None = option(None, "Completions in that table. None: all.")
     log_unique_prompts: bool = option(False, "One completion of each prompt in that table.")
