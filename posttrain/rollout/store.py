@@ -136,9 +136,9 @@ class RolloutStore:
     """Writes the rollouts of one process. `close` it, or use it in a `with`."""
 
     def __init__(self, folder: str | Path, process_index: int = 0, keep_pictures: bool = True) -> None:
-        """`folder` is the output directory; rollouts go to `rollouts` in it, and small pictures of their images below it."""
+        """`folder` is the output directory; rollouts go to `rollouts` in it, small pictures of their images to `rollout_images`."""
         self.folder = Path(folder) / FOLDER
-        self.thumbnails = Thumbnails(self.folder / thumbnails.FOLDER) if keep_pictures else None
+        self.thumbnails = Thumbnails(Path(folder) / thumbnails.FOLDER) if keep_pictures else None
         self.process_index = process_index
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-store")
         self._waiting: list[Future[None]] = []

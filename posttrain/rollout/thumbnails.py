@@ -17,8 +17,8 @@ from posttrain.data.images.strict_pillow import pillow_errors
 
 logger = logging.getLogger(__name__)
 
-FOLDER = "images"
-"""In the folder of rollouts."""
+FOLDER = "rollout_images"
+"""In the output directory, beside the rollouts: readers of partitioned parquet take every file below a folder for theirs."""
 SIDE, QUALITY = 512, 80
 MOST_BYTES = 1 << 30
 COUNTED_EVERY = 64

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from posttrain.view.errors import NotFound, ViewError
 
-FOLDER = Path("rollouts") / "images"
+FOLDER = "rollout_images"
 """Of a run; `rollout/thumbnails.py` writes to it."""
 PICTURE_TYPE = "image/webp"
 KEY = re.compile(r"[0-9a-f]{32}", re.ASCII)

@@ -145,7 +145,7 @@ def test_what_is_stored_names_images_and_keeps_small_pictures_apart(keeps, tmp_p
     trainer = tool_trainer("qwen2_5_vl", tmp_path, log_multimodal=keeps)
     rollouts = collected(trainer)
     stored = read_rollouts(tmp_path / "run").to_pylist()
-    folder, keys = tmp_path / "run" / "rollouts" / "images", set()
+    folder, keys = tmp_path / "run" / "rollout_images", set()
     for rollout, row in zip(rollouts, stored, strict=True):
         assert len(row["images"]) == len(rollout.sample.images) > 0
         said = {name: [part for m in json.loads(row[name]) if isinstance(m["content"], list) for part in m["content"]] for name in

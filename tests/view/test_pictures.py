@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from posttrain.rollout.thumbnails import thumbnail
+from posttrain.rollout.thumbnails import FOLDER, thumbnail
 from posttrain.view.api import Viewed
 from posttrain.view.run_folder import open_runs
 from posttrain.view.server import ViewServer
@@ -43,7 +43,7 @@ def data(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(run_folder, data, tmp_path_factory) -> Iterator[ViewServer]:
-    folder = run_folder / "rollouts" / "images"
+    folder = run_folder / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{KEY}.webp").write_bytes(thumbnail(PICTURE))
     outside = tmp_path_factory.mktemp("outside") / "secret.webp"
