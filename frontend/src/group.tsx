@@ -5,6 +5,7 @@ import { api } from "./api";
 import { count, fixed, isByOther, number } from "./format";
 import { useKeys } from "./keys";
 import { Calls, Spoken } from "./messages";
+import { picturesOfRollouts } from "./pictures";
 import { openGroup } from "./rollouts";
 import { type Address, type Colour, go, look, toggleChosen, useStore } from "./store";
 import { COLOUR_NAMES, Legend, Tokens } from "./tokens";
@@ -78,11 +79,13 @@ function Facts({ rollout }: { rollout: Detail }) {
 }
 
 function Completion({
+  run,
   rollout,
   place,
   isActive,
   onRead,
 }: {
+  run: number;
   rollout: Detail;
   place: string;
   isActive: boolean;
@@ -129,7 +132,7 @@ function Completion({
           <b>{name}</b> {text}
         </p>
       ))}
-      <Calls calls={rollout.calls} />
+      <Calls calls={rollout.calls} pictures={picturesOfRollouts(run, rollout.images)} />
       {rollout.pieces.length ? (
         <Tokens tokens={rollout} colour={colour} label={`Tokens of completion ${rollout.sample}`} onRead={onRead} />
       ) : null}
@@ -152,7 +155,7 @@ function places(group: Group): string[] {
   return group.rollouts.map((_, i) => (i === best ? "best" : i === worst ? "worst" : ""));
 }
 
-function Prompt({ group }: { group: Group }) {
+function Prompt({ run, group }: { run: number; group: Group }) {
   const [isRaw, setRaw] = useState(false);
   const first = group.rollouts[0];
   return (
@@ -167,7 +170,11 @@ function Prompt({ group }: { group: Group }) {
           </button>
         ) : null}
       </div>
-      {isRaw ? <pre class="said">{first.prompt_seen}</pre> : <Spoken said={first.prompt_said} />}
+      {isRaw ? (
+        <pre class="said">{first.prompt_seen}</pre>
+      ) : (
+        <Spoken said={first.prompt_said} pictures={picturesOfRollouts(run, first.images)} />
+      )}
     </section>
   );
 }
@@ -243,7 +250,7 @@ export function GroupView({ address }: { address: Address }) {
         <Legend colour={colour} />
         <ColourChoice />
       </div>
-      <Prompt group={group} />
+      <Prompt run={run} group={group} />
       {group.has_tokenizer ? null : (
         <p class="notice">
           No tokenizer is in this run's folder yet, so tokens are shown by their ids; <code>--tokenizer PATH</code> names one.
@@ -252,7 +259,7 @@ export function GroupView({ address }: { address: Address }) {
       <div class="completions" role="list" aria-label="Completions">
         {rollouts.map((rollout, i) => (
           <div role="listitem" key={rollout.id}>
-            <Completion rollout={rollout} place={sign[i]} isActive={i === active} onRead={setLine} />
+            <Completion run={run} rollout={rollout} place={sign[i]} isActive={i === active} onRead={setLine} />
           </div>
         ))}
       </div>

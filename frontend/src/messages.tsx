@@ -1,5 +1,6 @@
 /** What was said: a text, or messages with their roles; calls of tools are unfolded. */
 import { number, textOf } from "./format";
+import { Content, type Pictures, Result } from "./pictures";
 import type { Message, Said, ToolCall } from "./types";
 
 function pretty(json: string): string {
@@ -10,7 +11,7 @@ function pretty(json: string): string {
   }
 }
 
-export function Calls({ calls }: { calls: ToolCall[] }) {
+export function Calls({ calls, pictures }: { calls: ToolCall[]; pictures?: Pictures }) {
   if (!calls.length) return null;
   return (
     <ol class="calls" aria-label="Tool calls">
@@ -22,7 +23,13 @@ export function Calls({ calls }: { calls: ToolCall[] }) {
             </code>
             {call.seconds !== null ? <span class="faint"> {number(call.seconds, 2)} s</span> : null}
           </div>
-          {call.error ? <pre class="bad-ink">{call.error}</pre> : <pre>{call.result || "(nothing)"}</pre>}
+          {call.error ? (
+            <pre class="bad-ink">{call.error}</pre>
+          ) : (
+            <pre>
+              <Result text={call.result || "(nothing)"} pictures={pictures} />
+            </pre>
+          )}
         </li>
       ))}
     </ol>
@@ -45,25 +52,27 @@ export function callsOf(calls: unknown): string {
     .join("\n");
 }
 
-function One({ message }: { message: Message }) {
+function One({ message, pictures }: { message: Message; pictures?: Pictures }) {
   return (
     <div class={`message role-${message.role}`}>
       <div class="role">
         {message.role}
         {message.name ? ` ${message.name}` : ""}
       </div>
-      <div class="said">{textOf(message.content)}</div>
+      <div class="said">
+        <Content content={message.content} pictures={pictures} />
+      </div>
       {message.tool_calls ? <pre class="said call">{callsOf(message.tool_calls)}</pre> : null}
     </div>
   );
 }
 
-export function Spoken({ said }: { said: Said }) {
+export function Spoken({ said, pictures }: { said: Said; pictures?: Pictures }) {
   if (typeof said === "string") return <div class="said">{said}</div>;
   return (
     <>
       {said.map((message, i) => (
-        <One key={i} message={message} />
+        <One key={i} message={message} pictures={pictures} />
       ))}
     </>
   );

@@ -6,6 +6,7 @@ import { wordDiff } from "./diff";
 import { count, fixed, number } from "./format";
 import { useKeys } from "./keys";
 import { plain, Spoken } from "./messages";
+import { picturesOfRollouts } from "./pictures";
 import { openGroup } from "./rollouts";
 import { type Address, go } from "./store";
 import type { PromptTime } from "./types";
@@ -119,7 +120,7 @@ export function PromptView({ address }: { address: Address }) {
         </label>
       </div>
       <section class="prompt-box" aria-label="Prompt">
-        <Spoken said={found.prompt_said} />
+        <Spoken said={found.prompt_said} pictures={picturesOfRollouts(run)} />
       </section>
       <RewardPlot times={times} shown={shown} onPick={setShown} />
       <div class="history">
@@ -184,7 +185,7 @@ export function PromptView({ address }: { address: Address }) {
             {isDiff && place === 1 && base !== shown ? (
               <Changes before={plain(one.best.completion_said)} after={plain(other.best.completion_said)} />
             ) : (
-              <Spoken said={time.best.completion_said} />
+              <Spoken said={time.best.completion_said} pictures={picturesOfRollouts(run)} />
             )}
           </article>
         ))}

@@ -4,6 +4,7 @@ import { useAnswer } from "./answer";
 import { api } from "./api";
 import { count, textOf } from "./format";
 import { Spoken } from "./messages";
+import { Content, type Pictures, picturesOfRow } from "./pictures";
 import { live, look, useStore } from "./store";
 import { Tokens } from "./tokens";
 import type { DataRow, Info, Message } from "./types";
@@ -90,7 +91,7 @@ function isMessages(value: unknown): value is Message[] {
   return Array.isArray(value) && value.length > 0 && value.every((each) => each && typeof each === "object" && "role" in each);
 }
 
-function OneRow({ row, onRead }: { row: DataRow; onRead: (line: string) => void }) {
+function OneRow({ row, pictures, onRead }: { row: DataRow; pictures: Pictures; onRead: (line: string) => void }) {
   return (
     <article class="data-row" aria-label={`Row ${row.row}`}>
       <div class="faint">row {row.row}</div>
@@ -105,7 +106,13 @@ function OneRow({ row, onRead }: { row: DataRow; onRead: (line: string) => void 
       {Object.entries(row.fields ?? {}).map(([name, value]) => (
         <div key={name} class="data-field">
           <div class="role">{name}</div>
-          {isMessages(value) ? <Spoken said={value} /> : <div class="said">{textOf(value)}</div>}
+          {isMessages(value) ? (
+            <Spoken said={value} pictures={pictures} />
+          ) : (
+            <div class="said">
+              <Content content={value} pictures={pictures} />
+            </div>
+          )}
         </div>
       ))}
     </article>
@@ -136,7 +143,7 @@ function Data({ run, info }: { run: number; info: Info }) {
       {failure ? <p class="notice bad">{failure}</p> : null}
       {page && !page.rows.length && !failure ? <p class="faint">Nothing to show from here.</p> : null}
       {page?.rows.map((row) => (
-        <OneRow key={row.row} row={row} onRead={setLine} />
+        <OneRow key={row.row} row={row} pictures={picturesOfRow(run, source, row.row)} onRead={setLine} />
       ))}
       {page && (page.more || page.start > 0) ? (
         <span class="pager">

@@ -33,6 +33,24 @@ export interface Message {
 }
 export type Said = string | Message[];
 
+/** A part of a content: an image of a rollout by its key, one of a row of a dataset by its number in the row. */
+export interface Part {
+  type: string;
+  text?: string;
+  key?: string;
+  number?: number;
+}
+/** Where an image of a rollout stands, and what the model was given of it. */
+export interface ImageFacts {
+  key: string;
+  column: string;
+  place: number;
+  height: number;
+  width: number;
+  tokens: number;
+  start: number;
+}
+
 export interface Row {
   id: string;
   prompt: string;
@@ -98,6 +116,7 @@ export interface Detail extends Row, TokenColumns {
   extras: Record<string, string>; // what rewards said with `log_extra`
   failure_list: { reward: string; kind: string; message: string }[];
   calls: ToolCall[];
+  images: ImageFacts[];
   error_text: string | null;
   seconds: Record<string, number | null>;
   epoch: number | null;

@@ -17,6 +17,7 @@ from PIL import Image
 from posttrain.core.sample import ImageSpan
 from posttrain.core.vision import VisionFamily
 from posttrain.data.images.limits import BadImage, ImageLimits
+from posttrain.data.images.media import MediaFolder
 from posttrain.data.images.opening import ImageSource, reopen_image
 from posttrain.data.images.streamed_span import StreamedSpan
 from posttrain.data.rows.row_images import CHAT_COLUMNS, IMAGE_COLUMNS, placed_payloads
@@ -73,10 +74,11 @@ class PixelLoader:
         dtype: torch.dtype = torch.float32,
         cache_bytes: int = 0,
         augmentation: Augmentation | None = None,
+        media: MediaFolder | None = None,
     ) -> None:
         """`options` are those of preparation's ImageLayouts. Images that come again are kept in `cache_bytes` of memory; those that
-        have a draw, to which `augmentation` is applied, do not come again."""
-        self.augmentation = augmentation
+        have a draw, to which `augmentation` is applied, do not come again. `media` has the images that no dataset has."""
+        self.augmentation, self.media = augmentation, media
         self.family, self.image_processor, self.dtype = family, processor.image_processor, dtype
         # The processor has defaults of its own for the images that it is given, which differ from its image processor's.
         defaults = getattr(processor.valid_processor_kwargs, "_defaults", {}).get("images_kwargs") or {}
@@ -126,8 +128,14 @@ class PixelLoader:
             place = dataset.store.find_image(image.key)
             if place is not None:
                 return dataset.open(image.key, *place)
+        kept = None if self.media is None else self.media.find(image.key)
+        if kept is not None:
+            return kept, f"{self.media.path}: "
         names = ", ".join(dataset.name for dataset in self._datasets) or "none"
-        raise LookupError(f"The image {image.key.hex()} is in none of the datasets that pixels are made of ({names}).")
+        folder = "" if self.media is None else f", nor in {self.media.path}, where the run keeps images of tools"
+        raise LookupError(
+            f"The image {image.key.hex()} is in none of the datasets that pixels are made of ({names}){folder}."
+        )
 
     def seen(self, image: ImageSpan) -> Image.Image:
         """The picture that the model is shown, with the grid of its tiles or tokens."""

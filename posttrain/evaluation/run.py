@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from posttrain.core.processes import of_every_process
+from posttrain.data.images.row_image import named_by_key
 from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.evaluation.result import Answers, EvalResult
 from posttrain.evaluation.spec import EvalSpec
@@ -119,8 +120,8 @@ def _as_record(rollout: Rollout, names: list[str]) -> dict[str, Any]:
     return said | {
         "row": rollout.request.row,
         "sample": rollout.request.sample,
-        "prompt": rollout.prompt,
-        "completion": rollout.completion,
+        "prompt": named_by_key(rollout.prompt),
+        "completion": named_by_key(rollout.completion),
         "completion_ids": rollout.completion_ids.tolist(),
         "rewards": {name: rollout.rewards.get(name) for name in names},
         "finish_reason": rollout.finish_reason,

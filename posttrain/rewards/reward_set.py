@@ -326,6 +326,17 @@ def refuse_beside_judge(rewards: Sequence[Any]) -> None:
         )
 
 
+def refuse_text_readers(rewards: Any) -> None:
+    """Where completions are about images: a model or a judge that is shown the text alone would reward whatever it guesses."""
+    for reward in rewards if isinstance(rewards, list | tuple) else [rewards]:
+        if is_judge(reward) or _is_model(reward):
+            who = reward if isinstance(reward, str | Path) else reward_name(reward)
+            raise ValueError(
+                f"The model is shown images, and {who}, a reward model or a judge, would be shown texts alone. Write a reward "
+                "function, which is given the pictures in `prompts`, `completions` and `images`."
+            )
+
+
 def _is_model(reward: Any) -> bool:
     if isinstance(reward, str | Path):
         return True

@@ -23,6 +23,7 @@ from posttrain.rewards.reward_set import Judged, RewardResults, RewardSet
 from posttrain.rewards.runtime.results import joined_results
 from posttrain.rollout.engines.protocol import SamplingParams
 from posttrain.rollout.episodes.writing import AnyRows, Writer
+from posttrain.rollout.prompt_rows import COMPLETION, with_pictures
 from posttrain.rollout.rollout import Request, Rollout
 
 ENOUGH_TO_STOP = 8  # completions; where all of fewer fail, it may be bad luck
@@ -217,9 +218,12 @@ def refuse_if_all_failed(rollouts: list[Rollout], table: GroupTable) -> None:
 
 
 def judged(rollout: Rollout) -> Judged:
-    return Judged(
-        rollout.prompt, rollout.completion, rollout.completion_ids.tolist(), rollout.columns, rollout.environment
-    )
+    """As rewards see it, pictures included; a group shares those of its row, which are sent to a worker once."""
+    columns, pictures = rollout.columns, rollout.pictures
+    if pictures and COMPLETION in columns:
+        columns = columns | {COMPLETION: with_pictures(columns[COMPLETION], pictures)}
+    said = [with_pictures(messages, pictures) for messages in (rollout.prompt, rollout.completion)]
+    return Judged(*said, rollout.completion_ids.tolist(), columns, rollout.environment)
 
 
 def gathered(rollouts: list[Rollout], values: np.ndarray, failures: Counter[str], world_size: int) -> GroupTable:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import PIL.Image
 import xxhash
+from datasets import Dataset
 
 from posttrain.core.sample import ImageSpan, Sample, Unit
-from posttrain.data.images.row_image import named_by_key
+from posttrain.data.images.lazy_picture import LazyPicture
+from posttrain.data.images.limits import HEADER, ImageLimits
+from posttrain.data.images.payloads import undecoded
+from posttrain.data.images.row_image import RowImage, with_images_as
 from posttrain.data.rows.formats import Detection
+from posttrain.data.rows.row_images import IMAGE_COLUMNS, row_images
+from posttrain.data.store.building import RowSource
 from posttrain.data.store.prepare import PreparedDataset
 from posttrain.data.store.streaming import PreparedStream
 
@@ -22,6 +29,7 @@ ROWS_HASHED = 256
 TOKEN_COLUMNS = ("input_ids", "attention_mask")
 COMPLETION = "completion"
 Decode = Callable[[Any], str]
+Pictures = dict[bytes, LazyPicture | PIL.Image.Image]
 
 
 @dataclass(frozen=True)
@@ -35,12 +43,7 @@ class PromptRow:
     answer: Sample | None = None  # prompt and the row's own completion, where it has one
     images: tuple[ImageSpan, ...] = ()
     positions: np.ndarray | None = None  # (3, tokens), of models that have such
-
-    @classmethod
-    def of(cls, encoded: Sample, prompt: Any, columns: dict[str, Any], answer: Sample | None = None) -> PromptRow:
-        """`encoded`: the prompt."""
-        shown = {"images": encoded.images, "positions": encoded.positions}
-        return cls(encoded.input_ids, named_by_key(prompt), columns, encoded.row, answer, **shown)
+    pictures: Pictures = field(default_factory=dict)  # what the image parts of `prompt` show, by key
 
     def sample(self, group: int) -> Sample:
         """The prompt, of which nothing is trained; completions are appended to it."""
@@ -54,14 +57,76 @@ def prompt_row(unit: Unit, raw: dict[str, Any], detection: Detection, decode: De
     if detection.format.tokenised:
         columns = {name: value for name, value in raw.items() if name not in TOKEN_COLUMNS}
         return PromptRow(sample.input_ids, decode(sample.input_ids), columns, sample.row)
-    clean, _, _ = detection.read(raw)
+    clean, pictures = _read(raw, detection)
     theirs = detection.columns.get("prompt", "prompt")
-    columns = {name: value for name, value in raw.items() if name not in ("prompt", theirs)}
-    if not detection.format.trains_tokens:
-        return PromptRow.of(sample, clean["prompt"], columns)
-    start = max(int(sample.trained.argmax()), 1)  # a token that merges prompt and completion is the completion's
-    columns[COMPLETION] = named_by_key(clean["completion"])
-    return PromptRow.of(sample.slice(0, start), clean["prompt"], columns, sample)
+    columns = {name: _pictured(name, value, pictures) for name, value in raw.items() if name not in ("prompt", theirs)}
+    encoded, answer, prompt = sample, None, _with_keys_of(sample.images, clean["prompt"], pictures)
+    if detection.format.trains_tokens:
+        start = max(int(sample.trained.argmax()), 1)  # a token that merges prompt and completion is the completion's
+        encoded, answer, columns[COMPLETION] = sample.slice(0, start), sample, clean["completion"]
+    shown = {"images": encoded.images, "positions": encoded.positions, "pictures": pictures.by_key}
+    return PromptRow(encoded.input_ids, prompt, columns, encoded.row, answer, **shown)
+
+
+@dataclass
+class _RowPictures:
+    """The images of a row for rewards, each as one object wherever it stands."""
+
+    limits: ImageLimits | None  # None: the run shows no images
+    by_key: Pictures = field(default_factory=dict)
+    by_payload: dict[int, Any] = field(default_factory=dict)  # id of the payload, which the row holds
+
+    def add(self, key: bytes, payload: Any) -> None:
+        self.by_key[key] = self.of(payload)
+
+    def of(self, payload: Any) -> Any:
+        if self.limits is None or isinstance(payload, PIL.Image.Image):
+            return payload
+        made = LazyPicture(functools.partial(undecoded, payload, self.limits))
+        return self.by_payload.setdefault(id(payload), made)
+
+
+def _read(raw: dict[str, Any], detection: Detection) -> tuple[dict[str, Any], _RowPictures]:
+    """The clean row and its pictures. Headers are enough: everything was checked when data were prepared."""
+    limits = detection.image_limits
+    if limits is None:
+        return detection.read(raw)[0], _RowPictures(None)
+    detection, pictures = replace(detection, image_limits=replace(limits, check=HEADER)), _RowPictures(limits)
+    clean, _, _, images = detection.read_with_images(raw)
+    for image, payload in zip(images, row_images(raw)):
+        pictures.add(image.key, payload)
+    return clean, pictures
+
+
+def _with_keys_of(spans: tuple[ImageSpan, ...], prompt: Any, pictures: _RowPictures) -> Any:
+    """The prompt with images under the keys of its tokens: those of files depend on how much of a dataset was decoded."""
+    keys = iter(span.key for span in spans)
+
+    def renamed(image: RowImage) -> dict[str, Any]:
+        key = next(keys, image.key)  # a prompt that was cut has fewer spans
+        if image.key in pictures.by_key:
+            pictures.by_key[key] = pictures.by_key[image.key]
+        return {"type": "image", "image": replace(image, key=key)}
+
+    return with_images_as(prompt, renamed)
+
+
+def _pictured(column: str, value: Any, pictures: _RowPictures) -> Any:
+    """A column with its images as rewards get them: payloads of image columns, and undecoded images of any other."""
+    if pictures.limits is None or value is None:
+        return value
+    if isinstance(value, dict) and set(value) == {"bytes", "path"}:
+        return pictures.of(value)
+    if isinstance(value, list | tuple):
+        return [_pictured(column, item, pictures) for item in value]
+    if column in IMAGE_COLUMNS:
+        return pictures.of(value)
+    return {name: _pictured("", item, pictures) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def with_pictures(messages: Any, pictures: Pictures) -> Any:
+    """A conversation whose image parts hold the pictures themselves, for functions of users."""
+    return with_images_as(messages, lambda image: {"type": "image", "image": pictures[image.key]})
 
 
 def _in_words(value: Any) -> str:
@@ -74,6 +139,8 @@ class PromptRows:
 
     def __init__(self, prepared: PreparedDataset, dataset: Any, decode: Decode | None = None) -> None:
         self.prepared, self.dataset, self.decode = prepared, dataset, decode
+        shows_images = prepared.detection.image_limits is not None
+        self._undecoded = RowSource(dataset, None) if shows_images and isinstance(dataset, Dataset) else None
 
     @property
     def report(self) -> Any:
@@ -102,7 +169,11 @@ class PromptRows:
 
     def __getitem__(self, index: int) -> PromptRow:
         unit = self.prepared[index]
-        return prompt_row(unit, self.dataset[unit[0].row], self.prepared.detection, self.decode)
+        return prompt_row(unit, self._row(unit[0].row), self.prepared.detection, self.decode)
+
+    def _row(self, number: int) -> dict[str, Any]:
+        """To read a prompt must not decode its pictures."""
+        return self.dataset[number] if self._undecoded is None else self._undecoded.rows(number, number + 1)[0]
 
     def take(self, indices: Iterable[int]) -> dict[int, PromptRow]:
         """Index -> its row; each is read once, however often it is asked for."""

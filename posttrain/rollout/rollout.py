@@ -39,7 +39,7 @@ class ToolCall:
 
     name: str
     arguments: str  # JSON
-    result: str = ""
+    result: str | list[dict[str, Any]] = ""  # as the model reads it: a text, or parts with images among them
     error: str | None = None
     seconds: float = 0.0
 
@@ -58,6 +58,7 @@ class Rollout:
     error: str | None = None
     columns: dict[str, Any] = field(default_factory=dict)  # of its row, and what a rollout function added
     environment: Any = None
+    pictures: dict[bytes, Any] = field(default_factory=dict)  # by key: what image parts of prompt and completion show
     tool_calls: list[ToolCall] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None  # schemas that the prompt was written with
     seconds: dict[str, float] = field(default_factory=dict)

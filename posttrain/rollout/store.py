@@ -14,7 +14,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
-from posttrain.rollout.rollout import OLD_LOGPS, SAMPLING_LOGPS, Rollout
+from posttrain.data.images.row_image import named_by_key
+from posttrain.rollout import thumbnails
+from posttrain.rollout.rollout import OLD_LOGPS, SAMPLING_LOGPS, Rollout, ToolCall
+from posttrain.rollout.thumbnails import Thumbnails
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,17 @@ def _field(name: str, kind: pa.DataType, description: str) -> pa.Field:
 _TOKENS, _LOGPS, _NUMBERS = pa.list_(pa.int32()), pa.list_(pa.float32()), pa.map_(pa.string(), pa.float64())
 _TEXTS = pa.map_(pa.string(), pa.string())
 _FAILURE = pa.struct([("reward", pa.string()), ("kind", pa.string()), ("message", pa.string())])
+_IMAGE = pa.struct(
+    [
+        ("key", pa.string()),
+        ("column", pa.string()),
+        ("place", pa.int32()),
+        ("height", pa.int32()),
+        ("width", pa.int32()),
+        ("tokens", pa.int32()),
+        ("start", pa.int32()),
+    ]
+)
 _TOOL_CALL = pa.struct(
     [
         ("name", pa.string()),
@@ -89,6 +103,12 @@ ROLLOUT_SCHEMA = pa.schema(
             "failures", pa.list_(_FAILURE), "rewards that failed: which, how (error, timeout, invalid, crash), message"
         ),
         _field("extras", _TEXTS, "name of a column of `log_extra` -> what a reward said there; texts, others as JSON"),
+        _field(
+            "images",
+            pa.list_(_IMAGE),
+            "what was shown, in order: key, the column it stands in (prompt or completion), its place among the images there, its "
+            "height and width for the image processor, how many tokens stand for it, and the first of them in the column's ids",
+        ),
         _field("tool_calls", pa.list_(_TOOL_CALL), "in order: tool, arguments as JSON, its result or error, seconds"),
         _field("finish_reason", pa.string(), "stop, length or error"),
         _field("error", pa.string(), "why it could not be written, or a teacher not asked about it; null: neither"),
@@ -115,22 +135,25 @@ class DamagedRollouts(ValueError):
 class RolloutStore:
     """Writes the rollouts of one process. `close` it, or use it in a `with`."""
 
-    def __init__(self, folder: str | Path, process_index: int = 0) -> None:
-        """`folder` is the output directory; rollouts go to `rollouts` in it."""
+    def __init__(self, folder: str | Path, process_index: int = 0, keep_pictures: bool = True) -> None:
+        """`folder` is the output directory; rollouts go to `rollouts` in it, small pictures of their images to `rollout_images`."""
         self.folder = Path(folder) / FOLDER
+        self.thumbnails = Thumbnails(Path(folder) / thumbnails.FOLDER) if keep_pictures else None
         self.process_index = process_index
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollout-store")
         self._waiting: list[Future[None]] = []
         self._unwritten: list[tuple[int, list[dict[str, Any]]]] = []  # what the disk has not taken; of the thread alone
 
-    def write(self, step: int, records: Sequence[dict[str, Any]]) -> None:
+    def write(self, step: int, records: Sequence[dict[str, Any]], pictures: Mapping[bytes, Any] | None = None) -> None:
         """Keep `records`, dicts with the columns of ROLLOUT_SCHEMA but `step`, and return at once.
 
-        They must not be changed afterwards. A column that is missing is null. What a full disk does not take is written with the
-        next ones. Raises what went wrong in an earlier write.
+        `pictures` are what they show, by key. Nothing of it may be changed afterwards. A column that is missing is null. What a
+        full disk does not take is written with the next ones. Raises what went wrong in an earlier write.
         """
         self._raise_failure(wait_for=max(len(self._waiting) - MAX_WAITING + 1, 0))
         self._waiting.append(self._thread.submit(self._write_all, [(step, list(records))], MAX_KEPT))
+        if self.thumbnails is not None and pictures:
+            self._waiting.append(self._thread.submit(self.thumbnails.add, pictures))
 
     def _write_all(self, further: list[tuple[int, list[dict[str, Any]]]], most_kept: int) -> None:
         """On the thread. An error of the disk leaves up to `most_kept` collections for later."""
@@ -159,6 +182,10 @@ class RolloutStore:
             self.flush()
         finally:
             self._thread.shutdown()
+        if self.thumbnails is not None and self.thumbnails.left_out:
+            logger.warning(
+                f"{len(self.thumbnails.left_out)} images of rollouts have no picture in {self.thumbnails.folder}."
+            )
 
     def forget_after(self, step: int) -> list[int]:
         """Remove the rollouts of later steps, those of all processes, and return their numbers.
@@ -275,7 +302,8 @@ def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
         "reward": rollout.reward,
         "failures": [{"reward": f.reward, "kind": f.kind, "message": f.message} for f in rollout.failures],
         "extras": rollout.extras,
-        "tool_calls": [dict(vars(call)) for call in rollout.tool_calls],
+        "images": images_of(rollout),
+        "tool_calls": [{**vars(call), "result": _result(call)} for call in rollout.tool_calls],
         "finish_reason": rollout.finish_reason,
         "error": rollout.error,
         "masked": rollout.masked,
@@ -285,11 +313,30 @@ def record_of(rollout: Rollout, epoch: float) -> dict[str, Any]:
     }
 
 
+def images_of(rollout: Rollout) -> list[dict[str, Any]]:
+    found: dict[str, list[dict[str, Any]]] = {"prompt": [], "completion": []}
+    for span in rollout.sample.images:
+        is_prompt = span.start < rollout.prompt_length
+        column, first = ("prompt", 0) if is_prompt else ("completion", rollout.prompt_length)
+        facts = {"key": span.key.hex(), "column": column, "place": len(found[column])}
+        size = {"height": span.size[0], "width": span.size[1], "tokens": span.stop - span.start}
+        found[column].append(facts | size | {"start": span.start - first})
+    return [*found["prompt"], *found["completion"]]
+
+
+def _result(call: ToolCall) -> str:
+    """Its content is one of a message."""
+    if isinstance(call.result, str):
+        return call.result
+    (message,) = named_by_key([{"content": call.result}])
+    return json.dumps(message["content"], ensure_ascii=False)
+
+
 def _text(value: Any) -> str:
-    """Content that JSON has no word for (an image) is named, not kept."""
+    """Messages as JSON, in which images are named by their keys. Other content that JSON has no word for is named, not kept."""
     if isinstance(value, str):
         return value
-    return json.dumps(value, ensure_ascii=False, default=lambda thing: repr(type(thing)))
+    return json.dumps(named_by_key(value), ensure_ascii=False, default=lambda thing: repr(type(thing)))
 
 
 def _column(values: list[Any], kind: pa.DataType) -> pa.Array:

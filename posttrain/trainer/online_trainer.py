@@ -30,7 +30,7 @@ from posttrain.models.load.model import innermost_model
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference
 from posttrain.models.scoring.float32_head import compute_head_in_float32
 from posttrain.models.scoring.token_scores import score_tokens
-from posttrain.rewards.reward_set import RewardSet
+from posttrain.rewards.reward_set import RewardSet, refuse_text_readers
 from posttrain.rollout.collector import Collected, GroupTable, RolloutCollector, joined
 from posttrain.rollout.engines.gathered_engine import GatheredEngine
 from posttrain.rollout.engines.joint_export import JointExport
@@ -113,6 +113,8 @@ class OnlineTrainer(BaseTrainer):
             reward_funcs = []
         rewards = (reward_funcs, self.args.reward_weights, reward_processing_classes)
         funcs, weights, tokenizers = rewards if self.agents is None else self.agents.with_rewards(*rewards)
+        if self.shown_pixels is not None:
+            refuse_text_readers(funcs)
         self.rewards = RewardSet(
             funcs,
             weights,
@@ -219,7 +221,9 @@ class OnlineTrainer(BaseTrainer):
         if self.agents is not None and name == "train":
             if self.agents.schemas and not self.renderer.has_template:  # tools are called in messages
                 logger.warning(f"{adopt_chat_format(self.renderer)}.".capitalize())
-            dataset = self.agents.set_up(self.renderer, self.args, dataset)
+            dataset = self.agents.set_up(self.renderer, self.args, dataset, self.vision)
+            if self.agents.shows_images:
+                self._refuse_tool_images()
         if dataset is None or isinstance(dataset, PromptRows | StreamedPrompts):
             return dataset
         decode = functools.partial(self.renderer.tokenizer.decode, skip_special_tokens=False)
@@ -228,14 +232,14 @@ class OnlineTrainer(BaseTrainer):
             rows = StreamedPrompts(super()._prepared(dataset, name), decode)
         else:
             rows = PromptRows(super()._prepared(dataset, name), dataset, decode)
-        if self.shown_pixels is not None:
+        if self.vision is not None and self.vision.datasets_with_images:
             self._refuse_images(name)
         return rows_for(self.agents, rows, name)
 
     @property
     def shown_pixels(self) -> Pixels | None:
-        """Who makes the pixels of prompts; None where no dataset has images."""
-        return self.pixels if self.vision is not None and self.vision.datasets_with_images else None
+        """Who makes the pixels of prompts; None where neither a dataset nor a tool has images."""
+        return self.pixels if self.vision is not None and self.vision.shows_images else None
 
     def _refuse_images(self, name: str) -> None:
         """Where images cannot be shown, before a model is loaded."""
@@ -245,8 +249,15 @@ class OnlineTrainer(BaseTrainer):
             raise ValueError(
                 f"The dataset {name} has images, and vLLM is sent texts only so far: leave `use_vllm` out."
             )
-        if self.agents is not None and self.agents.environments is not None:
-            raise ValueError(f"The dataset {name} has images, and prompts of environments are texts so far.")
+
+    def _refuse_tool_images(self) -> None:
+        """Where images that join a prompt between its turns cannot be shown."""
+        if not self.reads_images:
+            raise ValueError(f"Tools or environments return images, and {type(self).__name__} reads texts only.")
+        if self.args.use_vllm:
+            raise ValueError(
+                "Tools or environments return images, and vLLM is not shown images that come between turns: leave `use_vllm` out."
+            )
 
     def _refuse_stream(self, name: str) -> None:
         """Where a stream cannot serve, before anything of it is read."""

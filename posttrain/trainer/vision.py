@@ -15,6 +15,7 @@ from posttrain.core.sample import Sample, Unit
 from posttrain.core.vision import PROJECTOR, TOWER, VisionFamily
 from posttrain.data.collate import collate
 from posttrain.data.images.limits import HEADER, ImageLimits
+from posttrain.data.images.media import MediaFolder
 from posttrain.data.images.opening import open_image
 from posttrain.data.images.row_image import RowImage
 from posttrain.data.images.streamed_span import StreamedSpan
@@ -45,6 +46,20 @@ class Vision:
     pixels: PixelLoader
     context: int | None  # tokens that the model can read
     datasets_with_images: list[str] = field(default_factory=list)
+
+    @property
+    def media(self) -> MediaFolder | None:
+        """Where images are kept that tools return; None: they return none."""
+        return self.pixels.media
+
+    @media.setter
+    def media(self, folder: MediaFolder) -> None:
+        self.pixels.media = folder
+
+    @property
+    def shows_images(self) -> bool:
+        """Whether the model is shown any in this run."""
+        return bool(self.datasets_with_images) or self.media is not None
 
     @classmethod
     def of(
@@ -92,17 +107,18 @@ class Vision:
     def load_options(self, args: ImageConfig, renderer: Renderer) -> dict[str, Any]:
         """Arguments of LoadOptions. What no image will reach is not trained: DDP would wait for gradients of the tower, and weight
         decay would shrink it."""
-        if self.datasets_with_images and args.sharding == DEEPSPEED:
+        if self.shows_images and args.sharding == DEEPSPEED:
+            who = f"The {self.datasets_with_images[0]} dataset has" if self.datasets_with_images else "Tools return"
             raise ValueError(
-                f"The {self.datasets_with_images[0]} dataset has images, which posttrain does not train under DeepSpeed. Shard the "
-                "model with FSDP (`fsdp=True`), or leave the images out."
+                f"{who} images, which posttrain does not train under DeepSpeed. Shard the model with FSDP (`fsdp=True`), or leave "
+                "the images out."
             )
         frozen = args.frozen_parts
-        if not self.datasets_with_images:
+        if not self.shows_images:
             frozen = tuple(dict.fromkeys([*frozen, TOWER, PROJECTOR]))
             if args.vision_learning_rate is not None:
                 raise unused_rate("no row has an image")
-        probe = image_probe(self, renderer) if self.datasets_with_images else None
+        probe = image_probe(self, renderer) if self.shows_images else None
         return {
             "vision": self.family,
             "image_probe": probe,

@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 
 from posttrain.core import __version__
-from posttrain.view.data_preview import preview, sources_of
+from posttrain.view.data_preview import picture_of_row, preview, sources_of
 from posttrain.view.errors import NotFound, ViewError
 from posttrain.view.export import FORMATS, export, found_by
 from posttrain.view.json_lines import series_of
+from posttrain.view.pictures import stored_picture
 from posttrain.view.questions import Question
 from posttrain.view.rollout_detail import details, known, parsed_text, rows_with_text
 from posttrain.view.rollout_index import Record, RolloutIndex
@@ -209,6 +210,17 @@ def exported(viewed: Viewed, body: Json) -> Json:
     }
 
 
+def picture(viewed: Viewed, question: Question) -> bytes:
+    """An image of a rollout, by its key."""
+    return stored_picture(viewed.run(question).path, question.text("key") or "")
+
+
+def data_picture(viewed: Viewed, question: Question) -> bytes:
+    """An image of a row of a dataset, by its number among the images of the row."""
+    numbers = [question.needed_whole(name) for name in ("source", "row", "image")]
+    return picture_of_row(viewed.run(question), viewed.data, *numbers)
+
+
 Endpoint = Callable[[Viewed, Question], Json]
 GET: dict[str, Endpoint] = {
     "/api/runs": runs,
@@ -219,4 +231,9 @@ GET: dict[str, Endpoint] = {
     "/api/group": group,
     "/api/prompt": prompt,
 }
+PICTURES: dict[str, Callable[[Viewed, Question], bytes]] = {
+    "/api/picture": picture,
+    "/api/data_picture": data_picture,
+}
+"""What is answered with bytes of PICTURE_TYPE."""
 POST: dict[str, Callable[[Viewed, Json], Json]] = {"/api/export": exported}

@@ -95,12 +95,77 @@ def _dataset_rows(source: Source, start: int, tokenizer: TokenText | None) -> Js
 
     start = min(start, MAX_ROWS)
     try:
-        rows = load_source(str(source.path), streaming=True)
+        rows = _undecoded(load_source(str(source.path), streaming=True))
         page = list(itertools.islice(iter(rows), start, start + PAGE_ROWS + 1))
     except (SourceError, ValueError, OSError) as error:
         raise ViewError(f"{source.path} cannot be shown: {error}") from error
-    shown = [{"row": start + place, "fields": _fields(row)} for place, row in enumerate(page[:PAGE_ROWS])]
+    shown = [
+        {"row": start + place, "fields": _fields(_with_numbered_images(row))}
+        for place, row in enumerate(page[:PAGE_ROWS])
+    ]
     return {"rows": shown, "start": start, "total": None, "more": len(page) > PAGE_ROWS and start < MAX_ROWS}
+
+
+def picture_of_row(run: RunFolder, given: list[str], number: int, row: int, place: int) -> bytes:
+    """An image of a row of a dataset, small, by the opener that training uses: no path leads out of the folder of the images."""
+    from posttrain.data.images.limits import HEADER, BadImage, ImageLimits
+    from posttrain.data.images.opening import open_image
+    from posttrain.data.rows.row_images import row_images
+    from posttrain.data.sources.named import SourceError, load_source
+    from posttrain.rollout.thumbnails import thumbnail
+
+    sources = sources_of(run, given)
+    if number >= len(sources) or sources[number].kind != "dataset" or row >= MAX_ROWS + PAGE_ROWS:
+        raise NotFound("There is no such row of a dataset.")
+    path = sources[number].path
+    try:
+        rows = _undecoded(load_source(str(path), streaming=True))
+        payloads = row_images(next(itertools.islice(iter(rows), row, None), {}))
+        if place >= len(payloads):
+            raise NotFound(f"Row {row} has {len(payloads)} images.")
+        return thumbnail(open_image(payloads[place], ImageLimits(root=_image_root(run, path), check=HEADER)).rgb())
+    except (SourceError, BadImage, ValueError, OSError) as error:
+        raise ViewError(f"The image cannot be shown: {error}") from error
+
+
+def _image_root(run: RunFolder, data: Path) -> Path:
+    """The run's own, where it is on this machine; else the folder of the data, as on the command line."""
+    named = [settings.get("image_root") for settings in run.settings().values()]
+    folders = [Path(root) for root in named if isinstance(root, str) and Path(root).is_dir()]
+    return folders[0] if folders else data if data.is_dir() else data.parent
+
+
+def _undecoded(rows: Any) -> Any:
+    """A stream whose images stay as they are stored, as training reads them."""
+    from posttrain.data.store.building import without_decoding
+
+    undecoded = None if rows.features is None else without_decoding(rows.features)
+    return rows if undecoded is None else rows.cast(undecoded)
+
+
+def _with_numbered_images(row: Json) -> Json:
+    """The row with {"type": "image", "number": n} wherever its n-th image stands, in its column and in its conversations."""
+    from posttrain.data.images.row_image import RowImage, with_images_as
+    from posttrain.data.rows.foreign_formats import parsed_messages
+    from posttrain.data.rows.row_images import (
+        CHAT_COLUMNS,
+        IMAGE_COLUMNS,
+        counts_markers,
+        with_images_placed,
+        with_images_used,
+    )
+
+    numbers = itertools.count()
+    used = with_images_used(parsed_messages(row), lambda *image: RowImage(next(numbers).to_bytes(16), (0, 0)))
+    images = [image for name in IMAGE_COLUMNS for image in used.get(name) or ()]
+
+    def numbered_part(image: RowImage) -> Json:
+        return {"type": "image", "number": int.from_bytes(image.key)}
+
+    placed = with_images_placed(used, images, counts_markers([(used, len(images))]), [])
+    chats = {name: with_images_as(placed[name], numbered_part) for name in CHAT_COLUMNS if name in placed}
+    columns = {name: [*map(numbered_part, used[name])] for name in IMAGE_COLUMNS if used.get(name)}
+    return {**placed, **chats, **columns}
 
 
 def _left_out_rows(source: Source, start: int, tokenizer: TokenText | None) -> Json:

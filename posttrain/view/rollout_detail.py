@@ -16,7 +16,7 @@ MAX_TOKENS, MIN_TOKENS = 60_000, 512
 """Tokens in one answer, shared by its rollouts, and what each of them has in any case."""
 DETAIL_COLUMNS = [
     "prompt", "completion", "prompt_ids", "completion_ids", "trained", "sampling_logps", "old_logps", "reference_logps",
-    "rewards", "failures", "extras", "tool_calls", "error", "seconds", "epoch",
+    "rewards", "failures", "extras", "tool_calls", "error", "seconds", "epoch", "images",
 ]  # fmt: skip
 AS_THEY_ARE = (
     "id", "step", "row", "group", "sample", "author", "tokens", "trained_tokens", "tool_calls", "tool_errors", "failures",
@@ -86,6 +86,8 @@ def snippet(what: str | list[Json], of_the_end: bool) -> str:
 
 def _content(message: Json) -> str:
     content = message.get("content") or message.get("tool_calls") or ""
+    if isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content):
+        return "".join(str(part["text"]) if "text" in part else f"[{part['type']}]" for part in content)
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
@@ -123,6 +125,7 @@ def _detail(record: Json, tokenizer: TokenText | None, allowance: int) -> Json:
         "failure_list": record["failures"] or [],
         "extras": dict(record["extras"] or []),
         "calls": [call | {"seconds": known(call["seconds"] or 0.0)} for call in record["tool_calls"] or []],
+        "images": record.get("images") or [],
         "error_text": record["error"],
         "seconds": {name: known(value) for name, value in record["seconds"] or [] if value is not None},
         "epoch": known(record["epoch"] if record["epoch"] is not None else math.nan),

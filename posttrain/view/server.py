@@ -20,6 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 from posttrain.view import api
 from posttrain.view.errors import NotFound, Refused, TooLarge, Unauthorized, ViewError, WrongMethod
 from posttrain.view.json_lines import plain
+from posttrain.view.pictures import PICTURE_TYPE
 from posttrain.view.questions import Question
 
 logger = logging.getLogger(__name__)
@@ -99,13 +100,15 @@ class Handler(BaseHTTPRequestHandler):
         if path in STATIC:
             name, kind = STATIC[path]
             return files("posttrain.view").joinpath("static", name).read_bytes(), kind
-        if path not in api.GET:
+        if path not in (*api.GET, *api.PICTURES):
             raise WrongMethod("Use POST for this path.") if path in api.POST else NotFound("There is no such page.")
         self._check_token()
         try:
             words = dict(parse_qsl(query, max_num_fields=MAX_WORDS))
         except ValueError as error:
             raise ViewError(f"A question has at most {MAX_WORDS} parameters.") from error
+        if path in api.PICTURES:
+            return api.PICTURES[path](self.server.viewed, Question(words)), PICTURE_TYPE
         return _as_json(api.GET[path](self.server.viewed, Question(words)))
 
     def _post(self) -> tuple[bytes, str]:
@@ -114,7 +117,7 @@ class Handler(BaseHTTPRequestHandler):
         if path not in api.POST:
             raise (
                 WrongMethod("Use GET for this path.")
-                if path in (*api.GET, *STATIC)
+                if path in (*api.GET, *api.PICTURES, *STATIC)
                 else NotFound("There is no such page.")
             )
         self._check_token()

@@ -61,7 +61,7 @@ NEEDS = {
 """What an option needs beside it to be accepted."""
 
 REFUSED_ONES = {
-    "ds3_gather_for_generation", "cache_implementation", "vllm_group_port", "vllm_tensor_parallel_size", "log_multimodal",
+    "ds3_gather_for_generation", "cache_implementation", "vllm_group_port", "vllm_tensor_parallel_size",
     "use_transformers_continuous_batching", "transformers_continuous_batching_config", "use_transformers_paged",
     "remove_unused_columns",
 }  # fmt: skip

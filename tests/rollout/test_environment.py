@@ -152,7 +152,7 @@ def test_what_reset_returns_goes_to_the_last_message():
     assert extended_prompt(prompt, "Go.")[-1] == {"role": "user", "content": "Hi. Go."}
     assert extended_prompt(prompt, [{"type": "text", "text": "A"}, "B"])[-1]["content"] == "Hi. AB"
     assert prompt[-1]["content"] == "Hi. "
-    with pytest.raises(TypeError, match="not text"):
+    with pytest.raises(TypeError, match="neither text nor image"):
         extended_prompt(prompt, [{"type": "image", "image": 1}])
     with pytest.raises(TypeError, match="returned a int"):
         extended_prompt(prompt, 3)

@@ -298,3 +298,29 @@ def test_images_of_a_stream_are_refused_where_a_checkpoint_would_have_to_keep_th
     span = StreamedSpan.of(ImageSpan(0, 1, bytes(16), (4, 4), (1,)), b"", ImageLimits(), "")
     with pytest.raises(ValueError, match="could not find the image again"):
         pack_samples([Sample([1, 2], [False, True], images=(span,))])
+
+
+@given(st.lists(st.lists(st.integers(1, 5), max_size=3) | st.none(), max_size=4), st.booleans())
+def test_a_checkpoint_keeps_what_samples_show(sizes, has_positions):
+    """Without its images, a resumed window would train other sequences than those that were sampled."""
+    samples = []
+    for number, widths in enumerate(sizes):
+        if widths is None:
+            samples.append(None)
+            continue
+        stops = np.cumsum([width + 1 for width in widths]).tolist()
+        grids = [(1, 2, 2 * width) if width % 2 else (width,) for width in widths]
+        spans = tuple(
+            ImageSpan(stop - width, stop, bytes([number, place] * 8), (10 + width, 20), grid)
+            for place, (stop, width, grid) in enumerate(zip(stops, widths, grids))
+        )
+        length = 2 + max(stops, default=0)
+        positions = np.arange(3 * length, dtype=np.int32).reshape(3, -1) if has_positions and widths else None
+        samples.append(Sample(np.arange(length), np.ones(length), images=spans, positions=positions))
+    for one, found in zip(samples, unpack_samples(pack_samples(samples)), strict=True):
+        assert (one is None) == (found is None)
+        if one is not None:
+            assert found.images == one.images
+            assert (
+                np.array_equal(found.positions, one.positions) if one.positions is not None else found.positions is None
+            )

@@ -17,6 +17,7 @@ from posttrain.rollout.engines.protocol import Completion, SamplingParams
 from posttrain.rollout.episodes.environment import Environments
 from posttrain.rollout.episodes.episode import run_episodes
 from posttrain.rollout.episodes.tool_episode import EpisodeRules, ToolEpisode
+from posttrain.rollout.episodes.tool_results import UnexpectedImage
 from posttrain.rollout.episodes.tools import Toolbox
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request
@@ -271,7 +272,6 @@ class Stubborn:
     [
         ("raise", "reset of Stubborn failed: RuntimeError: no"),
         ("hang", "reset of Stubborn failed: It took longer than 0.1 s."),
-        ("image", "a block that is not text"),
     ],
 )
 def test_a_reset_that_fails_ends_its_episode(how, told):
@@ -283,6 +283,14 @@ def test_a_reset_that_fails_ends_its_episode(how, told):
     assert rollout.masked
     assert not engine.prompts
     assert rollout.completion_ids.tolist() == []
+
+
+def test_an_image_in_a_run_of_texts_ends_it():
+    """The model would be trained on what it cannot see."""
+    made = rules(timeout=60)
+    lend = Environments(Stubborn, made.toolbox).take
+    with pytest.raises(UnexpectedImage, match="reset of Stubborn: it returned an image"):
+        play(in_order(said("x")), made, lend=lend, columns={"how": "image"})
 
 
 def test_what_reset_tells_is_in_the_prompt():
@@ -313,10 +321,10 @@ def test_a_suffix_is_what_the_template_writes(name):
         {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": "22 <|im_end|> degrees"},
     ]
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
-    suffix = found.ids([ToolResult("f", "22 <|im_end|> degrees")])
+    suffix = found.sample([ToolResult("f", "22 <|im_end|> degrees")]).input_ids
     assert whole.endswith(tokenizer.decode(suffix))
     assert whole.removesuffix(tokenizer.decode(suffix)).endswith(tokenizer.decode([found.closing]))
-    plain = found.ids([ToolResult("f", "22 degrees")])
+    plain = found.sample([ToolResult("f", "22 degrees")]).input_ids
     assert np.sum(np.isin(suffix, list(renderer.control_ids))) == np.sum(np.isin(plain, list(renderer.control_ids)))
 
 

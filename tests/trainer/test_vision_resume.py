@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from posttrain.rollout.engines.native import engine as native
 from tests.forked import Child
 from tests.trainer.resumable_run import KillAfter, RowOrder, checksum
 from tests.trainer.vision_runs import chats, rows_of, trainer_of
+from tests.trainer.vision_tools import CallGrammar, deadly_draw, draw, template_file, tool_trainer
 from tests.trust.runs import differences
 
 SHARED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "learning_rate": 1e-3}
@@ -59,6 +61,47 @@ def test_killed_and_resumed_is_bit_identical(name, tmp_path):
     resumed = train(name, killed, resume=True)
     assert resumed.wait() == 0, resumed.output()
     assert not differences(whole / "run", killed / "run")
+
+
+WINDOWS = {"steps_per_generation": 2, "num_iterations": 2, "num_generations": 4, "weight_decay": 0.1}
+WINDOWS["max_rollout_slots"] = (
+    1  # who is decoded together depends on when tools answer, and log-probs in their last bits on that
+)
+
+
+def train_with_tools(
+    folder: Path, kill_after: int | None = None, kill_at: int | None = None, resume: bool = False
+) -> Child:
+    """As `train`; `kill_at`: in the call of a tool with this number."""
+
+    def run() -> None:
+        native.Grammar = CallGrammar
+        order = RowOrder(folder / "run")
+        callbacks = [order, *([KillAfter(kill_after)] if kill_after else [])]
+        tool = draw if kill_at is None else deadly_draw(kill_at)
+        options = SHARED | WINDOWS | {"callbacks": callbacks, "tools": [tool]}
+        options["chat_template_path"] = template_file("qwen2_5_vl", folder.parent)
+        trainer = order.trainer = tool_trainer("qwen2_5_vl", folder, **options)
+        trainer.train(resume_from_checkpoint=resume)
+
+    return Child(run, folder.with_name(f"{folder.name}.log"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kill", [{"kill_after": 3}, {"kill_at": 21}], ids=["inside of a window", "inside of a tool"])
+def test_killed_while_tools_show_images(kill, tmp_path):
+    """The window that is resumed shows images that no dataset has: they are found in the folder of the run."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    started = [train_with_tools(whole), train_with_tools(killed, **kill)]
+    for child, code in zip(started, (0, -signal.SIGKILL)):
+        assert child.wait() == code, child.output()
+    assert any((killed / "run").glob("checkpoint-*"))
+    resumed = train_with_tools(killed, resume=True)
+    assert resumed.wait() == 0, resumed.output()
+    assert not differences(whole / "run", killed / "run")
+    drawn = [sorted(path.name for path in (folder / "run" / "media").iterdir()) for folder in (whole, killed)]
+    assert len(drawn[0]) > 3
+    assert drawn[0] == drawn[1]
 
 
 @pytest.mark.parametrize("method", ["sft", "reward"])

@@ -17,6 +17,11 @@ from tests.tiny_vision import images, vision_model
 METHODS_WITH_IMAGES = ("sft", "dpo", "cpo", "orpo", "tpo", "kto", "bco", "reward", "prm")
 LABELS = {"reward": 1, "prm": 2}
 """Methods of models with a head of their own -> its outputs."""
+NOT_OPTIONS = (
+    "peft_config", "train_dataset", "eval_dataset", "model", "processing_class", "optimizers", "callbacks", "reward_funcs",
+    "teacher_model", "teacher_processing_class", "tools", "environment_factory", "engine",
+)  # fmt: skip
+"""Arguments of trainers."""
 PICTURES = images((60, 40), (30, 90), (50, 50), (40, 64), seed=5)
 
 
@@ -66,22 +71,7 @@ def rows_of(method: str) -> list[dict[str, Any]]:
 
 def trainer_of(method: str, family: str, folder: Path, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
     tiny, about = vision_model(family, dtype=dtype), METHODS[method]
-    named = {
-        name: options.pop(name)
-        for name in (
-            "peft_config",
-            "train_dataset",
-            "eval_dataset",
-            "model",
-            "processing_class",
-            "optimizers",
-            "callbacks",
-            "reward_funcs",
-            "teacher_model",
-            "teacher_processing_class",
-        )
-        if name in options
-    }
+    named = {name: options.pop(name) for name in NOT_OPTIONS if name in options}
     shared = {"per_device_train_batch_size": 2, "max_steps": 1, "report_to": "none", "save_strategy": "no"}
     shared |= {"use_cpu": True, "bf16": False, "dataset_cache_dir": str(folder / "cache"), "verbosity": "quiet"}
     config = about.config_class(output_dir=str(folder / "run"), **shared | options)

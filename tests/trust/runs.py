@@ -25,7 +25,7 @@ ALIKE = tuple("orpo online_dpo xpo nash_md sdft sdpo".split())  # noqa: SIM905
 """Those whose state is of kinds that the others have, too: their short forms are with the slow tests."""
 SAVE_STEPS = 2
 OPTIONS: dict[str, Any] = {"save_steps": SAVE_STEPS}
-TIMINGS = ("_runtime", "_per_second", "_s", "_time", "run_id")
+TIMINGS = ("_runtime", "_per_second", "_per_call", "_s", "_time", "run_id")
 OF_THIS_FOLDER = ("manifest.json", "training_args.json")  # paths
 SLOW_SAVE = "slow:save.file:*"
 SLOW_FILE_SECONDS = 0.02

@@ -10,7 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 from urllib.parse import unquote_to_bytes
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from posttrain.data.images.limits import BadImage, ImageLimits, shown
+from posttrain.data.images.limits import DECODE, BadImage, ImageLimits, shown
 
 LONGEST_PATH = 4096
 SCHEME = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://")
@@ -71,6 +71,12 @@ def content_of(payload: Any, limits: ImageLimits, may_download: bool) -> tuple[C
         f"An image is given as {type(payload).__name__}; it must be a PIL image, bytes, a dict of bytes and path, "
         "a uint8 array or tensor, a path or a URL.",
     )
+
+
+def undecoded(payload: Any, limits: ImageLimits) -> bytes | Image.Image:
+    """The bytes of an image, or the picture where it came decoded, for who is not handed what the model is shown."""
+    content, _ = content_of(payload, replace(limits, check=DECODE), may_download=False)
+    return content.open().read() if isinstance(content, StoredFile) else content
 
 
 def _of_dict(payload: Mapping[str, Any]) -> Any:

@@ -16,13 +16,18 @@ class RowImage:
 
 
 def named_by_key(messages: Any) -> Any:
-    """A conversation whose image parts say which image they are, for rewards and for what is stored of a rollout."""
+    """A conversation whose image parts say which image they are: {"type": "image", "key": 32 hexadecimal digits}."""
+    return with_images_as(messages, lambda image: {"type": "image", "key": image.key.hex()})
 
-    def named(part: Any) -> Any:
+
+def with_images_as(messages: Any, part_of: Callable[[RowImage], dict[str, Any]]) -> Any:
+    """A conversation with another part in the place of every image; anything else as it is."""
+
+    def replaced(part: Any) -> Any:
         image = part.get("image") if isinstance(part, dict) else None
-        return {"type": "image", "key": image.key.hex()} if isinstance(image, RowImage) else part
+        return part_of(image) if isinstance(image, RowImage) else part
 
-    return _with_parts(messages, named)
+    return _with_parts(messages, replaced)
 
 
 def found_by_key(messages: Any, images: Mapping[bytes, RowImage]) -> Any:
@@ -40,7 +45,7 @@ def _with_parts(messages: Any, change: Callable[[Any], Any]) -> Any:
         return messages
     return [
         {**message, "content": [change(part) for part in message["content"]]}
-        if isinstance(message.get("content"), list)
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
         else message
         for message in messages
     ]

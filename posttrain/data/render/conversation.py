@@ -10,6 +10,8 @@ from posttrain.data.images.row_image import RowImage
 
 REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 IMAGE = "image"  # the type of a part of a content
+TOOL_ROLE, USER_ROLE = "tool", "user"
+"""Whose turn shows images that tools return."""
 
 
 class RenderError(ValueError):

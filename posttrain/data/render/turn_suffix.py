@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from posttrain.data.render.conversation import Conversation, RenderError
+from posttrain.core.sample import Sample
+from posttrain.data.images.row_image import RowImage
+from posttrain.data.render.conversation import TOOL_ROLE, USER_ROLE, Conversation, RenderError, is_image
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.render.template_checks import TOOL, shows_tools, tool_dialogue
 
@@ -23,6 +25,8 @@ QUESTION = {"role": "user", "content": "Hello"}
 PROBE = ("get_weather", "22 degrees")
 LONGEST_NAME = 64
 REMEDY = "Set `chat_template_path` to a template with tools, such as 'chatml'."
+PROBE_IMAGE = {"type": "image", "image": RowImage(bytes(16), (64, 64))}
+IMAGE_FOLLOWS = "The result is an image, which follows."
 
 
 @dataclass(frozen=True)
@@ -30,41 +34,78 @@ class ToolResult:
     """What one call gave, as the model reads it."""
 
     name: str
-    text: str
+    content: str | list[dict[str, Any]]  # a text, or parts with images among them
+
+    @property
+    def has_images(self) -> bool:
+        return not isinstance(self.content, str)
+
+    def without_images(self) -> ToolResult:
+        """The texts alone, where another turn shows the images."""
+        texts = [] if isinstance(self.content, str) else [part["text"] for part in self.content if not is_image(part)]
+        return ToolResult(self.name, "\n".join(texts) or IMAGE_FOLLOWS) if self.has_images else self
+
+    def images_alone(self) -> list[dict[str, Any]]:
+        """What the user's turn has of this result."""
+        return [{"type": "text", "text": f"{self.name}:"}, *filter(is_image, self.content)] if self.has_images else []
 
 
 class TurnSuffix:
     """Suffixes under one template. Raises ValueError where the template cannot carry on after a tool's result."""
 
     def __init__(
-        self, renderer: Renderer, tools: list[dict[str, Any]] | None = None, kwargs: dict[str, Any] | None = None
+        self,
+        renderer: Renderer,
+        tools: list[dict[str, Any]] | None = None,
+        kwargs: dict[str, Any] | None = None,
+        image_role: str = TOOL_ROLE,
     ) -> None:
-        """`tools` are the schemas that prompts are rendered with; `kwargs` go to the template."""
-        self.renderer, self.kwargs = renderer, kwargs or {}
+        """`tools` are the schemas that prompts are rendered with; `kwargs` go to the template. `image_role`: who shows images of
+        results, the tool's own turn or a user's turn after it."""
+        self.renderer, self.kwargs, self.image_role = renderer, kwargs or {}, image_role
         self._tools: list[dict[str, Any]] | None = tools or [TOOL]
         self._refuse_templates_without_tools()
         self._closings: dict[str, int] = {}
         results = [ToolResult(*PROBE)]
         try:
             self.closing = self._closing_id(results)
-            with_schemas = self._after_closing(results, {})
+            with_schemas = self._suffix(results, {}).input_ids
             self._tools = None
             # Schemas stand far away from the suffix. Where it is the same without them, they need not be tokenised each time.
-            if not np.array_equal(with_schemas, self._after_closing(results, {})):
+            if not np.array_equal(with_schemas, self._suffix(results, {}).input_ids):
                 self._tools = tools or [TOOL]
         except RenderError as error:
             raise ValueError(f"Tools cannot be used with this chat template: {error.reason} {REMEDY}") from error
 
-    def ids(
-        self, results: Sequence[ToolResult], is_closed: bool = True, kwargs: dict[str, Any] | None = None
-    ) -> np.ndarray:
-        """What stands between an assistant's turn and its next one. RenderError where the template refuses a result.
+    def why_no_images(self) -> str | None:
+        """None where images of results reach the text that the model is shown; else the reason, as the end of a sentence."""
+        results = [ToolResult(PROBE[0], [{"type": "text", "text": PROBE[1]}, PROBE_IMAGE])]
+        try:
+            shown = self.sample(results).images
+        except RenderError as error:
+            return error.reason
+        return None if len(shown) == 1 else "the template drops it"
 
-        `is_closed`: the turn was sampled with its stop token; otherwise (a stop string) the closing token comes first.
-        `kwargs` are arguments for the template that a row brings.
+    def sample(
+        self, results: Sequence[ToolResult], is_closed: bool = True, kwargs: dict[str, Any] | None = None
+    ) -> Sample:
+        """What stands between an assistant's turn and its next one, images in their places; nothing of it is trained.
+
+        RenderError where the template refuses a result. `is_closed`: the turn was sampled with its stop token; otherwise (a stop
+        string) the closing token comes first. `kwargs` are arguments for the template that a row brings.
         """
-        found = self._after_closing(results, kwargs or {})
-        return found if is_closed else np.concatenate([np.asarray([self.closing], found.dtype), found])
+        found = self._suffix(results, kwargs or {}, from_closing=not is_closed)
+        # They are counted on from where the episode is, not from the question that it was rendered with.
+        positions = None if found.positions is None else found.positions - found.positions[:, :1]
+        return replace(found, trained=np.zeros(len(found), dtype=bool), positions=positions)
+
+    def messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
+        """The turns between, as a conversation has them."""
+        in_user_turn = self.image_role == USER_ROLE
+        written = [result.without_images() if in_user_turn else result for result in results]
+        shown = [part for result in results for part in result.images_alone()] if in_user_turn else []
+        turns = [{"role": "tool", "name": result.name, "content": result.content} for result in written]
+        return turns + ([{"role": "user", "content": shown}] if shown else [])
 
     def _refuse_templates_without_tools(self) -> None:
         renderer = self.renderer
@@ -88,10 +129,8 @@ class TurnSuffix:
             {"type": "function", "id": number, "function": {"name": name, "arguments": {"place": "here"}}}
             for name, number in zip(names, numbers)
         ]
-        answers = [
-            {"role": "tool", "name": name, "tool_call_id": number, "content": result.text}
-            for name, number, result in zip(names, numbers, results)
-        ]
+        answers = self.messages([replace(result, name=name) for name, result in zip(names, results)])
+        answers = [m | {"tool_call_id": number} for m, number in zip(answers, numbers)] + answers[len(numbers) :]
         messages = [QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
         return Conversation(messages + answers * with_results, self._tools, {**self.kwargs, **kwargs} or None)
 
@@ -103,7 +142,7 @@ class TurnSuffix:
         if rest.strip():
             raise RenderError(f"it closes a turn that calls tools with no token of its own, but with {rest[-40:]!r}.")
         turn = ids[: places[-1] + 1]
-        if not np.array_equal(self._encoded(results, {})[: len(turn)], turn):
+        if not np.array_equal(self._encoded(results, {}).input_ids[: len(turn)], turn):
             raise RenderError("it changes the turn that calls a tool when the result is added.")
         return int(ids[places[-1]])
 
@@ -113,19 +152,19 @@ class TurnSuffix:
             raise turn
         return turn.input_ids
 
-    def _encoded(self, results: Sequence[ToolResult], kwargs: dict[str, Any]) -> np.ndarray:
+    def _encoded(self, results: Sequence[ToolResult], kwargs: dict[str, Any]) -> Sample:
         (prompt,) = self.renderer.encode_prompts([self._conversation(results, kwargs)])
         if isinstance(prompt, RenderError):
             raise prompt
-        return prompt.input_ids
+        return prompt
 
-    def _after_closing(self, results: Sequence[ToolResult], kwargs: dict[str, Any]) -> np.ndarray:
+    def _suffix(self, results: Sequence[ToolResult], kwargs: dict[str, Any], from_closing: bool = False) -> Sample:
         """Before the results there are as many closing tokens as in the conversation without them."""
         key = repr((len(results), kwargs, self._tools is None))
         if key not in self._closings:
             self._closings[key] = int((self._turn(results, kwargs) == self.closing).sum())
-        closings, ids = self._closings[key], self._encoded(results, kwargs)
-        places = np.flatnonzero(ids == self.closing)
+        closings, found = self._closings[key], self._encoded(results, kwargs)
+        places = np.flatnonzero(found.input_ids == self.closing)
         if len(places) < closings or not closings:
             raise RenderError("The turn that calls a tool is not closed when a result follows it.")
-        return ids[places[closings - 1] + 1 :]
+        return found.slice(int(places[closings - 1]) + (not from_closing), len(found))

@@ -78,7 +78,7 @@ def _used_in_message(message: Any, place: str, column: str, use: Use) -> Any:
         return message
     used = list(parts)
     for i, part in enumerate(parts):
-        payload = _payload_of(part) if is_image_part(part) else None
+        payload = payload_of(part) if is_image_part(part) else None
         if payload is not None:
             used[i] = {"type": "image", "image": use(payload, column, f"{place}part {i}: ")}
     return {**message, ("content" if message.get("content") is parts else "value"): used}
@@ -88,7 +88,7 @@ def is_image_part(part: Any) -> bool:
     return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
-def _payload_of(part: Mapping[str, Any]) -> Any:
+def payload_of(part: Mapping[str, Any]) -> Any:
     """What an image part holds; None: its image stands in a column of the row."""
     key = next((key for key in PAYLOAD_KEYS if part.get(key) is not None), None)
     payload = None if key is None else part[key]

@@ -17,6 +17,7 @@ from typing import Any
 
 import cloudpickle
 
+from posttrain.data.images.lazy_picture import with_pictures_opened
 from posttrain.rewards.runtime.invoke import (
     ERROR,
     INVALID,
@@ -248,7 +249,8 @@ def arguments_of(call: Call, environments: bool) -> dict[str, Any]:
 
 def all_arguments(call: Call) -> dict[str, Any]:
     """The same for a function that runs in this process."""
-    return {**arguments_of(call, environments=True), "trainer_state": call.outcomes.trainer_state}
+    arguments = with_pictures_opened(arguments_of(call, environments=True))
+    return {**arguments, "trainer_state": call.outcomes.trainer_state}
 
 
 def stays_in_process(name: str, reason: str) -> str:

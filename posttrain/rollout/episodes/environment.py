@@ -3,7 +3,7 @@
     class Guessing:
         def reset(self, secret, **row):          # the columns of the row; may be async
             self.secret = secret
-            return "Guess a number."             # goes to the end of the prompt's last message; or None
+            return "Guess a number."             # goes to the end of the prompt's last message; or None, or an image, or parts
         def guess(self, number: int) -> str:     # a tool, described by its docstring
             ...
         def get_reward(self) -> float:           # optional, may be async: a reward named after the class
@@ -20,10 +20,14 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from posttrain.data.images.lazy_picture import with_pictures_opened
+from posttrain.data.images.row_image import RowImage
+from posttrain.data.render.conversation import as_parts, is_image
 from posttrain.rewards.runtime.invoke import Wants, is_async
 from posttrain.rollout.episodes.call_threads import Pending
+from posttrain.rollout.episodes.tool_results import kept_parts, says_images
 from posttrain.rollout.episodes.tools import RunningCall, Tool, Toolbox
-from posttrain.rollout.prompt_rows import PromptRow
+from posttrain.rollout.prompt_rows import PromptRow, with_pictures
 
 RESET, GET_REWARD = "reset", "get_reward"
 COLUMN = "environment"
@@ -52,6 +56,7 @@ class EnvironmentKind:
             if not method.startswith("_") and method not in (RESET, GET_REWARD)
         ]
         self.wants = Wants(first.reset)
+        self.shows_images = says_images(first.reset) or any(tool.shows_images for tool in self.methods)
         self.has_reward = callable(getattr(first, GET_REWARD, None))
         self.schemas = self._toolbox(first).schemas  # and a refusal of two tools of one name
         self._free = [first]
@@ -75,7 +80,7 @@ class EnvironmentKind:
 
     def _toolbox(self, instance: Any) -> Toolbox:
         bound = [Tool(tool.name, tool.schema, getattr(instance, tool.name)) for tool in self.methods]
-        limits = {"timeout": self.shared.timeout, "max_result": self.shared.max_result}
+        limits = {"timeout": self.shared.timeout, "max_result": self.shared.max_result, "images": self.shared.images}
         return Toolbox([*self.shared.tools.values(), *bound], self.shared.threads, **limits)
 
 
@@ -92,13 +97,27 @@ class Environment:
         return any(call.hangs or not call.over.is_set() for call in self._started)
 
     def start_reset(self, row: PromptRow) -> Pending:
-        offered = {"prompt": row.prompt, **row.columns}
+        offered = with_pictures_opened({"prompt": with_pictures(row.prompt, row.pictures), **row.columns})
         given = {name: value for name, value in offered.items() if self.kind.wants.accepts(name)}
-        reset = self.instance.reset
-        self._started = [
-            self.toolbox.threads.start(functools.partial(reset, **given), self.toolbox.timeout, is_async(reset))
-        ]
+        reset, threads = self.instance.reset, self.toolbox.threads
+        runs = self._reset_async if is_async(reset) else self._reset
+        self._started = [threads.start(functools.partial(runs, given), self.toolbox.timeout, is_async(reset))]
         return self._started[0]
+
+    def _reset(self, given: dict[str, Any]) -> Any:
+        observation = self.instance.reset(**given)
+        return self._awaited(observation) if inspect.isawaitable(observation) else self._observed(observation)
+
+    async def _reset_async(self, given: dict[str, Any]) -> Any:
+        return self._observed(await self.instance.reset(**given))
+
+    async def _awaited(self, observation: Any) -> Any:
+        return self._observed(await observation)
+
+    def _observed(self, observation: Any) -> Any:
+        """With its images kept, where it runs: to decode pictures must not hold up anybody else."""
+        parts = kept_parts(observation, self.toolbox.images)
+        return observation if parts is None else parts
 
     def start(self, name: Any, arguments: Any) -> RunningCall:
         """A call of one of its tools; none while an earlier one hangs in it, since two may not be safe to run at once."""
@@ -161,22 +180,24 @@ async def _asked(environment: Any, cls: type) -> float | None:
 
 def extended_prompt(prompt: Sequence[dict[str, Any]], observation: Any) -> list[dict[str, Any]]:
     """The prompt with what `reset` returned at the end of its last message."""
-    text = observation if isinstance(observation, str) else _joined(observation)
+    added = _parts(observation)
     *before, last = prompt
     content = last.get("content") or ""
-    if not isinstance(content, str):
-        content = _joined(content)
-    return [*before, {**last, "content": content + text}]
+    parts = [*([] if content == "" else _parts(content)), *added]
+    if not any(map(is_image, parts)):
+        return [*before, {**last, "content": "".join(part["text"] for part in parts)}]
+    return [*before, {**last, "content": parts}]
 
 
-def _joined(blocks: Any) -> str:
-    """Texts of content blocks; a sentence where there is something else."""
-    if not isinstance(blocks, Sequence):
-        raise TypeError(f"`reset` returned a {type(blocks).__name__}; it may return a text, text blocks or None.")
-    texts = []
-    for block in blocks:
-        text = block.get("text") if isinstance(block, Mapping) else block
-        if not isinstance(text, str):
-            raise TypeError(f"`reset` returned a block that is not text: {str(block)[:100]}.")
-        texts.append(text)
-    return "".join(texts)
+def _parts(blocks: Any) -> list[dict[str, Any]]:
+    """Content blocks as parts of texts and images; a sentence where there is something else."""
+    parts = as_parts(list(blocks) if isinstance(blocks, tuple) else blocks)
+    if not isinstance(parts, Sequence):
+        raise TypeError(
+            f"`reset` returned a {type(blocks).__name__}; it may return a text, an image, a list of both or None."
+        )
+    for part in parts:
+        is_text = isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        if not is_text and not (is_image(part) and isinstance(part.get("image"), RowImage)):
+            raise TypeError(f"`reset` returned a block that is neither text nor image: {str(part)[:100]}.")
+    return [part if is_image(part) else {"type": "text", "text": part["text"]} for part in parts]

@@ -99,6 +99,7 @@ class SingleTurn:
             finish_reason=completion.finish_reason,
             error=completion.error,
             columns=self.row.columns,
+            pictures=self.row.pictures,
             seconds=dict(completion.seconds),
             masked=completion.error is not None,
         )

@@ -23,6 +23,7 @@ from posttrain.data.rows.message_checks import read_template_kwargs, read_tools
 from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Completion, Prompt, SamplingParams
 from posttrain.rollout.episodes.call_threads import Pending
 from posttrain.rollout.episodes.environment import Environment, extended_prompt
+from posttrain.rollout.episodes.tool_results import raise_if_fatal
 from posttrain.rollout.episodes.tools import RunningCall, Toolbox, describe_error
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout, ToolCall
@@ -81,7 +82,7 @@ class ToolEpisode:
         self.new_messages: list[dict[str, Any]] = []
         self.finish_reason, self.error, self.masked = STOP, None, False
         self._take_environment = take_environment
-        self._parts: list[Completion | np.ndarray] = []  # what the model wrote, and the foreign tokens in between
+        self._parts: list[Completion | Sample] = []  # what the model wrote, and the foreign tokens in between
         self._length = self._sampled = self._rounds = 0
         self._resetting: Pending | None = None
         self._asked: list[tuple[Any, Any]] = []  # (name, arguments) of this turn's calls that have not begun
@@ -152,16 +153,18 @@ class ToolEpisode:
 
     def rollout(self) -> Rollout:
         self._seconds["tools"] = sum(call.seconds for call in self.calls)
+        sample = self._sample()
         return Rollout(
             self.request,
             prompt=self.messages,
             completion=self._completion(),
-            sample=self._sample(),
+            sample=sample,
             prompt_length=len(self.prompt_ids),
             finish_reason=self.finish_reason,
             error=self.error,
             columns=self.row.columns,
             environment=None if self.environment is None else self.environment.instance,
+            pictures=self._pictures(sample),
             tool_calls=self.calls,
             tools=self._schemas(),
             seconds=self._seconds,
@@ -183,6 +186,7 @@ class ToolEpisode:
         if not self.environment.toolbox.threads.is_over(reset):
             return
         self._resetting, self._seconds["reset"] = None, reset.seconds
+        raise_if_fatal(reset.error, f"reset of {self.environment.kind.cls.__name__}")
         if reset.error is not None:
             return self._fail(f"reset of {self.environment.kind.cls.__name__} failed: {describe_error(reset.error)}")
         try:
@@ -211,7 +215,7 @@ class ToolEpisode:
 
     def _parsed(self, text: str) -> dict[str, Any]:
         rules = self.rules
-        before = self._parts[-2] if len(self._parts) > 1 else self.prompt_ids
+        before = self._parts[-2].input_ids if len(self._parts) > 1 else self.prompt_ids
         prefix = rules.renderer.tokenizer.decode(before[-PREFIX_TOKENS:], skip_special_tokens=False)
         return rules.renderer.response_parser.parse(text, prefix, self._toolbox.properties)
 
@@ -251,23 +255,23 @@ class ToolEpisode:
         self.calls += answered
         last = self._parts[-1]
         is_closed = bool(len(last.ids)) and int(last.ids[-1]) in self.rules.stop_ids
-        ids = self._suffix(answered, is_closed)
-        if self._length + len(ids) >= self.rules.max_completion:
-            return self._end(LENGTH)  # no room for another word: the results are left out
-        if self.rules.context is not None and len(self.prompt_ids) + self._length + len(ids) >= self.rules.context:
+        added = self._suffix(answered, is_closed)
+        if self._length + len(added) >= self.rules.max_completion:
+            return self._end(LENGTH)  # no room for another word: the results, and their images, are left out
+        if self.rules.context is not None and len(self.prompt_ids) + self._length + len(added) >= self.rules.context:
             return self._end(LENGTH)
-        self._parts.append(ids)
-        self._length += len(ids)
-        self.new_messages += [{"role": "tool", "name": call.name, "content": call.result} for call in answered]
+        self._parts.append(added)
+        self._length += len(added)
+        self.new_messages += self.rules.suffix.messages(_results(answered))
 
-    def _suffix(self, answered: list[ToolCall], is_closed: bool) -> np.ndarray:
+    def _suffix(self, answered: list[ToolCall], is_closed: bool) -> Sample:
         try:
-            return self.rules.suffix.ids(_results(answered), is_closed, self._kwargs)
+            return self.rules.suffix.sample(_results(answered), is_closed, self._kwargs)
         except RenderError as error:  # the template, or the tokenizer, refuses what a tool returned
             for call in answered:
                 call.error = call.error or f"The result cannot be written in this chat template: {error.reason}"
                 call.result = '{"error": "The result cannot be shown."}'
-            return self.rules.suffix.ids(_results(answered), is_closed, self._kwargs)
+            return self.rules.suffix.sample(_results(answered), is_closed, self._kwargs)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -291,14 +295,20 @@ class ToolEpisode:
         nothing = np.zeros(len(self._encoded), dtype=np.float32)
         sample = replace(self._encoded, per_token={SAMPLING_LOGPS: nothing, POLICY_LOGPS: nothing.copy()})
         for part in self._parts:
-            if isinstance(part, np.ndarray):
-                sample = sample.append(part, trained=False)
+            if isinstance(part, Sample):
+                sample = sample.append(part.input_ids, False, images=part.images, positions=part.positions)
                 continue
             logps = {SAMPLING_LOGPS: part.sampling_logps, POLICY_LOGPS: part.policy_logps}
             sample = sample.append(part.ids, trained=True, **logps)
         versions = (part.version for part in self._parts if isinstance(part, Completion))
         sample.policy_version = min(versions, default=sample.policy_version)  # the oldest of its trained tokens
         return sample
+
+    def _pictures(self, sample: Sample) -> dict[bytes, Any]:
+        """Of the row, and those that tools returned."""
+        known, shown = self.row.pictures, self._toolbox.images
+        made = () if shown is None else (span.key for span in sample.images if span.key not in known)
+        return {**known, **{key: shown.media.picture(key) for key in made}}
 
     def _completion(self) -> list[dict[str, Any]]:
         """All new messages; one that the prompt began is shown whole."""

@@ -1,16 +1,15 @@
 """Toolbox: functions that a model may call, described to it by their docstrings and type hints.
 
-Whatever a call does ends in a text for the model: the result, or {"error": "..."} where there is no such tool, the arguments
-do not fit, the tool raised or took too long.
+Whatever a call does ends in something that the model reads: the result, or {"error": "..."} where there is no such tool, the
+arguments do not fit, the tool raised or took too long.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-import itertools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +17,17 @@ from transformers.utils import get_json_schema
 
 from posttrain.rewards.runtime.invoke import is_async
 from posttrain.rollout.episodes.call_threads import CallThreads, CallTimeout, Pending
+from posttrain.rollout.episodes.tool_results import (
+    Content,
+    ShownImages,
+    clean,
+    content_of,
+    raise_if_fatal,
+    says_images,
+)
 from posttrain.rollout.rollout import ToolCall
 
 LONGEST_ERROR = 2000
-MAX_ITEMS = 100_000  # of what a tool yields: it may have no end
 Schema = dict[str, Any]
 
 
@@ -58,6 +64,11 @@ class Tool:
         return is_async(self.function)
 
     @property
+    def shows_images(self) -> bool:
+        """By its annotation; tools may return some without a word about it."""
+        return says_images(self.function)
+
+    @property
     def properties(self) -> dict[str, Any]:
         return self.schema["function"]["parameters"].get("properties", {})
 
@@ -73,9 +84,11 @@ class Toolbox:
         timeout: float | None = 60.0,
         max_result: int = 10_000,
         parallel: bool = False,
+        images: ShownImages | None = None,
     ) -> None:
+        """`images`: what becomes of images that tools return; None: the run shows none."""
         self.threads = threads or CallThreads()
-        self.timeout, self.max_result, self.parallel = timeout, max_result, parallel
+        self.timeout, self.max_result, self.parallel, self.images = timeout, max_result, parallel, images
         self.tools: dict[str, Tool] = {}
         for given in tools:
             tool = given if isinstance(given, Tool) else Tool.of(given)
@@ -116,15 +129,18 @@ class Toolbox:
         return functools.partial(self._answered, tool, arguments), False
 
     def _answered(self, tool: Tool, arguments: dict[str, Any]) -> Any:
-        """The result as a text, made where the tool runs: ten megabytes of JSON must not hold up anybody else."""
+        """The result as the model reads it, made where the tool runs: ten megabytes of JSON must not hold up anybody else."""
         result = tool.function(**arguments)
-        return self._awaited(result) if inspect.isawaitable(result) else text_of(result, self.max_result)
+        return self._awaited(result) if inspect.isawaitable(result) else self.content_of(result)
 
-    async def _answered_async(self, tool: Tool, arguments: dict[str, Any]) -> str:
-        return text_of(await tool.function(**arguments), self.max_result)
+    async def _answered_async(self, tool: Tool, arguments: dict[str, Any]) -> Content:
+        return self.content_of(await tool.function(**arguments))
 
-    async def _awaited(self, result: Any) -> str:
-        return text_of(await result, self.max_result)
+    async def _awaited(self, result: Any) -> Content:
+        return self.content_of(await result)
+
+    def content_of(self, result: Any) -> Content:
+        return content_of(result, self.max_result, self.images)
 
 
 @dataclass
@@ -146,6 +162,7 @@ class RunningCall:
         if pending is None:
             return self._with_error(self.fault)
         call.seconds = pending.seconds
+        raise_if_fatal(pending.error, f"Tool {call.name}")
         if pending.error is not None:
             return self._with_error(describe_error(pending.error))
         call.result = pending.result
@@ -165,19 +182,6 @@ class RunningCall:
         return self.call
 
 
-def text_of(result: Any, limit: int) -> str:
-    """A result as a text of at most `limit` characters: texts as they are, anything else as JSON."""
-    text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=_plain)
-    if len(text) > limit:
-        text = f"{text[:limit]}\n[cut: {len(text):,} characters, of which the first {limit:,} are shown]"
-    return clean(text)
-
-
-def clean(text: str) -> str:
-    """Without halves of characters, which no tokenizer takes."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def as_json(arguments: Any) -> str:
     return clean(arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str))
 
@@ -189,21 +193,3 @@ def describe_error(error: BaseException) -> str:
         return f"{type(error).__name__}: {error}"
     except Exception:  # an exception whose own text fails
         return type(error).__name__
-
-
-def _plain(value: Any) -> Any:
-    """Arrays and numbers of numpy and torch as lists and numbers, what is iterated as a list; anything else as its text.
-
-    What has no text of its own would be shown with its address in memory: never the same twice, and nothing to learn from.
-    """
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, set | frozenset):
-        return sorted(value, key=repr)  # their own order changes from process to process
-    if isinstance(value, Iterator):
-        return list(itertools.islice(value, MAX_ITEMS))
-    has_text = type(value).__str__ is not object.__str__ or type(value).__repr__ is not object.__repr__
-    if not has_text or callable(value) or inspect.isasyncgen(value):
-        name = type(value).__name__
-        raise TypeError(f"The tool returned a {name}, which has no text: return a string, a number, a list or a dict.")
-    return str(value)

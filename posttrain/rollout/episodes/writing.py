@@ -128,9 +128,8 @@ def given_rollout(row: PromptRow, request: Request) -> Rollout:
     columns = {SAMPLING_LOGPS: unknown, POLICY_LOGPS: unknown}
     sample = replace(sample, per_token=sample.per_token | columns, scalars=dict(sample.scalars), group=request.number)
     own = {name: value for name, value in row.columns.items() if name != COMPLETION}
-    return Rollout(
-        request, row.prompt, row.columns[COMPLETION], sample, start, author=DATASET, finish_reason="stop", columns=own
-    )
+    said = {"finish_reason": "stop", "columns": own, "pictures": row.pictures}
+    return Rollout(request, row.prompt, row.columns[COMPLETION], sample, start, author=DATASET, **said)
 
 
 NEEDED = ("prompt_ids", "completion_ids")

@@ -40,7 +40,7 @@ DEFAULT_HANDLERS = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.defaul
 RUN_FILE = ".posttrain.run"
 """Which run an output folder belongs to. Written before anything of an earlier run is moved, so that a kill in between is safe."""
 EARLIER = "earlier-run-"
-LOGS = ("metrics.jsonl", "alerts.jsonl", "skipped_steps.jsonl", "rollouts")
+LOGS = ("metrics.jsonl", "alerts.jsonl", "skipped_steps.jsonl", "rollouts", "rollout_images")
 
 
 def current_run(output_dir: str | Path) -> str | None:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from datasets import Dataset
 
+from posttrain.data.images.media import FOLDER, MediaFolder
+from posttrain.data.render.conversation import TOOL_ROLE, USER_ROLE
 from posttrain.data.render.turn_suffix import TurnSuffix
 from posttrain.rollout.collector import Collected
 from posttrain.rollout.episodes.environment import COLUMN, Environments
 from posttrain.rollout.episodes.tool_episode import EpisodeRules, ToolEpisodes
+from posttrain.rollout.episodes.tool_results import ShownImages
 from posttrain.rollout.episodes.tools import Toolbox
 from posttrain.rollout.episodes.writing import AnyRows
 from posttrain.trainer.online.rollout_metrics import Numbers, tool_metrics
@@ -19,9 +24,18 @@ if TYPE_CHECKING:
     from posttrain.data.render.renderer import Renderer
     from posttrain.rollout.engines.protocol import RolloutEngine
     from posttrain.trainer.options.online import OnlineConfig
+    from posttrain.trainer.vision import Vision
 
-AGENT_OPTIONS = ("max_tool_calling_iterations", "tool_timeout", "max_tool_result", "episode_timeout")
+AGENT_OPTIONS = (
+    "max_tool_calling_iterations",
+    "tool_timeout",
+    "max_tool_result",
+    "episode_timeout",
+    "tool_image_role",
+)
 """Options that mean nothing without tools or an environment."""
+IMAGE_PIXELS = 1024 * 1024
+"""Images of tools with more are shrunk, unless `image_max_pixels` says otherwise: an episode may show many of them."""
 
 
 class Agents:
@@ -37,15 +51,53 @@ class Agents:
         if environment_factory is not None:
             self.environments = Environments(environment_factory, self.toolbox)
 
-    def set_up(self, renderer: Renderer, args: OnlineConfig, dataset: Any) -> Any:
+    def set_up(self, renderer: Renderer, args: OnlineConfig, dataset: Any, vision: Vision | None = None) -> Any:
         """Takes the limits, and gives the dataset or what stands for a missing one.
 
-        A template that cannot carry on after a tool's result is refused here, before a prompt is read.
+        A template that cannot carry on after a tool's result, or drops its image, is refused here, before a prompt is read.
         """
         self.toolbox.timeout, self.toolbox.max_result = args.tool_timeout, args.max_tool_result
         if self.schemas:
-            self.suffix = TurnSuffix(renderer, self.schemas, args.chat_template_kwargs)
+            role = args.tool_image_role or TOOL_ROLE
+            self.suffix = TurnSuffix(renderer, self.schemas, args.chat_template_kwargs, role)
+        if args.tool_image_role is not None or self.say_images():
+            self._show_images(args, vision)
         return self._placeholder(args) if dataset is None else dataset
+
+    # ---- images ------------------------------------------------------------------------------------------------------
+
+    @property
+    def shows_images(self) -> bool:
+        """Whether tools or environments may return images."""
+        return self.toolbox.images is not None
+
+    def say_images(self) -> bool:
+        """By the annotations of what they return."""
+        kinds = [] if self.environments is None else self.environments.kinds.values()
+        return any(tool.shows_images for tool in self.toolbox.tools.values()) or any(
+            kind.shows_images for kind in kinds
+        )
+
+    def _show_images(self, args: OnlineConfig, vision: Vision | None) -> None:
+        if vision is None:
+            raise ValueError(
+                "Tools or environments return images (by their annotations, or by `tool_image_role`), and this model reads texts "
+                "only. Take a vision-language model, or tools that return texts."
+            )
+        why = None if self.suffix is None else self.suffix.why_no_images()
+        if why is not None and self.suffix.image_role == TOOL_ROLE:
+            raise ValueError(
+                f"The chat template cannot show an image that a tool returned in the tool's turn: {why} Set `tool_image_role` to "
+                f"{USER_ROLE!r}: images then stand in a user's turn after the results."
+            )
+        if why is not None:
+            raise ValueError(
+                f"The chat template cannot show an image in a user's turn after the result of a tool: {why} Set "
+                "`chat_template_path` to a template that does."
+            )
+        vision.media = MediaFolder(Path(args.output_dir) / FOLDER)
+        limits = replace(vision.limits, max_pixels=args.image_max_pixels or IMAGE_PIXELS, allow_urls=False)
+        self.toolbox.images = ShownImages(vision.media, limits)
 
     # ---- data --------------------------------------------------------------------------------------------------------
 

@@ -179,7 +179,12 @@ def evaluation_prompts(
         logger.info(f"The first {wanted} of {len(dataset)} evaluation prompts are answered; see `num_prompts`.")
     tokenizer = tokenizer_of(trainer.processing_class)
     marker, decode = answer_marker(tokenizer), text_decoder(tokenizer)
-    kept = [row for row in (_prompt_row(dataset[i], i, marker, decode) for i in range(wanted)) if len(row.ids)]
+    rows = [dataset[i] for i in range(wanted)]
+    if any(row.images if isinstance(row, PromptRow) else row[0].images for row in rows):
+        raise ValueError(
+            "Evaluation prompts have images, which are not shown here: pass `prompts` of texts, or read the rollouts of evaluation."
+        )
+    kept = [row for row in (_prompt_row(row, i, marker, decode) for i, row in enumerate(rows)) if len(row.ids)]
     if not kept:
         raise ValueError(
             "The evaluation rows are plain texts, in which nothing says where an answer begins: pass `prompts`."

@@ -89,7 +89,7 @@ class RolloutLog(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step_began = time.perf_counter()
         if args.keep_rollouts:
-            self.store = RolloutStore(args.output_dir, args.process_index)
+            self.store = RolloutStore(args.output_dir, args.process_index, args.log_multimodal)
             if state.is_world_process_zero:  # a resumed run makes later ones again; a new one begins with none
                 self.store.forget_after(state.global_step)
                 if args.log_completions_hub_repo is not None:
@@ -125,8 +125,9 @@ class RolloutLog(TrainerCallback):
         state = self.run.state
         self.latest = collected.rollouts
         if self.store is not None:
+            records = [record_of(r, state.epoch or 0.0) for r in collected.rollouts]
             try:
-                self.store.write(state.global_step + 1, [record_of(r, state.epoch or 0.0) for r in collected.rollouts])
+                self.store.write(state.global_step + 1, records, pictures_of(collected.rollouts))
             except OSError as error:
                 raise CheckpointNotSaved(f"{error.strerror} ({error.filename}).") from error
         self._report_failures(collected)
@@ -157,6 +158,12 @@ class RolloutLog(TrainerCallback):
             show(shown, self.run.rewards.names, state.global_step, args.disable_tqdm)
             if "wandb" in args.report_to:
                 _to_wandb(listed, self.run.rewards.names, state.global_step)
+
+
+def pictures_of(rollouts: list[Rollout]) -> dict[bytes, Any]:
+    """What the model was shown, by key."""
+    shown = [(rollout.pictures, span.key) for rollout in rollouts for span in rollout.sample.images]
+    return {key: pictures[key] for pictures, key in shown if key in pictures}
 
 
 def one_of_each_prompt(rollouts: list[Rollout]) -> list[Rollout]:
@@ -204,7 +211,10 @@ def clipped(text: str | list[dict[str, Any]]) -> str:
 def _message_text(message: dict[str, Any]) -> str:
     """What a message says, and the tools that it calls."""
     calls = [call.get("function", call) for call in message.get("tool_calls") or []]
-    parts = [str(message.get("content") or ""), *(f"{call.get('name')}({_arguments(call)})" for call in calls)]
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        content = "".join(str(part.get("text", "[image]")) for part in content)
+    parts = [str(content), *(f"{call.get('name')}({_arguments(call)})" for call in calls)]
     return " ".join(filter(None, parts))
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from posttrain.core.options import refused, values_of
 from posttrain.core.sample import KEEP_END
+from posttrain.data.render.conversation import TOOL_ROLE, USER_ROLE
 from posttrain.losses.advantages import DEVIATIONS
 from posttrain.rewards.runtime.options import AUTO, IN_PROCESS, RewardOptions
 from posttrain.rollout.engines.protocol import SamplingParams
@@ -64,9 +65,6 @@ class RefusedOptions:
     vllm_group_port: int = refused(
         51216, "Weights go to a server over the connection that prompts go over: there is no second port."
     )
-
-    # ---- images
-    log_multimodal: bool = refused(True, "Logs of rollouts name images by their keys; they hold no pictures.")
 
 
 @dataclass
@@ -161,6 +159,9 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
 
     # ---- what is kept
     keep_rollouts: bool = option(True, "Write every rollout to parquet files in `<output_dir>/rollouts`.")
+    log_multimodal: bool = option(
+        True, "With them, small pictures of the images that the model was shown, for `posttrain view`: at most 1 GiB."
+    )
     log_completions: bool = option(False, "Print some prompts, completions, rewards and advantages with each log.")
     num_completions_to_print: int | None = option(None, "Completions in that table. None: all.")
     log_unique_prompts: bool = option(False, "One completion of each prompt in that table.")
@@ -316,9 +317,16 @@ class AgentConfig:
     episode_timeout: float | None = option(
         None, "Seconds after which an episode gets no further turn. None: it may take any time."
     )
+    tool_image_role: str | None = option(
+        None,
+        "Whose turn shows images that tools return: 'tool', the result's own, or 'user', one after the results, for chat templates "
+        "that drop images of tools. None: 'tool', where annotations of tools or of an environment say that they return images.",
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.tool_image_role is not None:
+            check_choice("tool_image_role", self.tool_image_role, (TOOL_ROLE, USER_ROLE))
         check_range("max_tool_result", self.max_tool_result, 1)
         for name in ("max_tool_calling_iterations", "tool_timeout", "episode_timeout"):
             if getattr(self, name) is not None:
