@@ -16,7 +16,7 @@ import torch
 
 from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Collator, as_units
-from posttrain.rollout.packed_spans import pack_spans, refuse_streamed, unpack_spans
+from posttrain.rollout.packed_spans import pack_spans, unpack_spans
 from posttrain.rollout.schedule import Schedule
 
 Window = list[Unit | None]
@@ -85,8 +85,6 @@ class RolloutLoader:
             offset = self.position % self.schedule.window
             if offset == 0:
                 self.window = self.source.next_window()
-                if self.schedule.window > self.schedule.accumulation:
-                    refuse_streamed([sample for unit in self.window if unit is not None for sample in unit])
             batch = self.collate(self._units(*divmod(offset, self.schedule.micro_batches)))
             self.position += 1
             yield batch.pin_memory() if self.pins else batch

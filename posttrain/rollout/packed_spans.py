@@ -10,20 +10,8 @@ import numpy as np
 import torch
 
 from posttrain.core.sample import ImageSpan, Sample
-from posttrain.data.images.streamed_span import StreamedSpan
 
 NOT_DRAWN = -1  # draws are never negative
-
-
-def refuse_streamed(samples: Sequence[Sample]) -> None:
-    """An image of a stream is its payload, which no checkpoint holds and nobody can ask for again."""
-    for sample in samples:
-        if any(isinstance(image, StreamedSpan) for image in sample.images):
-            raise ValueError(
-                f"Row {sample.row} of a stream has an image, and its completions are used in several steps or replayed: a "
-                "checkpoint between these could not find the image again. Give a datasets.Dataset, or use completions once "
-                "(`steps_per_generation`, `num_iterations` and `replay_buffer_size` as they are by default)."
-            )
 
 
 def pack_spans(samples: Sequence[Sample]) -> dict[str, Any] | None:
@@ -31,7 +19,6 @@ def pack_spans(samples: Sequence[Sample]) -> dict[str, Any] | None:
     spans = [span for sample in samples for span in sample.images]
     if not spans and all(sample.positions is None for sample in samples):
         return None
-    refuse_streamed(samples)
     positions = [sample.positions for sample in samples if sample.positions is not None]
     numbers = [(s.start, s.stop, *s.size, NOT_DRAWN if s.draw is None else s.draw, len(s.grid)) for s in spans]
     grids = [side for span in spans for side in span.grid]

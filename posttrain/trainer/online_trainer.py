@@ -22,6 +22,8 @@ from posttrain.core.batch import SHARED, StepTotals, TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.core.sample import Unit
 from posttrain.data.collate import Pixels
+from posttrain.data.images.media import FOLDER, MediaFolder
+from posttrain.data.images.streamed_span import StreamedSpan
 from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.data.render.templates import adopt_chat_format
 from posttrain.data.rows.formats import PROMPT_ONLY
@@ -230,6 +232,8 @@ class OnlineTrainer(BaseTrainer):
         if isinstance(dataset, IterableDataset):
             self._refuse_stream(name)
             rows = StreamedPrompts(super()._prepared(dataset, name), decode)
+            if self.vision is not None:  # a checkpoint inside of a window has to find its images again
+                self.vision.media = self.vision.media or MediaFolder(Path(self.args.output_dir) / FOLDER)
         else:
             rows = PromptRows(super()._prepared(dataset, name), dataset, decode)
         if self.vision is not None and self.vision.datasets_with_images:
@@ -252,8 +256,6 @@ class OnlineTrainer(BaseTrainer):
 
     def _refuse_tool_images(self) -> None:
         """Where images that join a prompt between its turns cannot be shown."""
-        if not self.reads_images:
-            raise ValueError(f"Tools or environments return images, and {type(self).__name__} reads texts only.")
         if self.args.use_vllm:
             raise ValueError(
                 "Tools or environments return images, and vLLM is not shown images that come between turns: leave `use_vllm` out."
@@ -465,7 +467,15 @@ class OnlineTrainer(BaseTrainer):
 
     def save_state_files(self, folder: Path) -> None:
         super().save_state_files(folder)
+        self._keep_streamed_images()
         files.save_tree(folder / ROLLOUTS_FILE.format(rank=self.args.process_index), self.rollout_state())
+
+    def _keep_streamed_images(self) -> None:
+        """Of samples that a resumed run trains on without reading their rows again."""
+        remembered = [] if self.replay is None else [group for _, group in self.replay.groups]
+        for unit in (*self.loader.window, *remembered):
+            for span in (span for sample in unit or () for span in sample.images if isinstance(span, StreamedSpan)):
+                self.vision.media.keep_streamed(span)
 
     def load_state_files(self, folder: Path) -> None:
         super().load_state_files(folder)

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from posttrain.core.batch import SHARED, passes_of
 from posttrain.core.sample import ImageSpan, Sample
 from posttrain.data.collate import Collator
-from posttrain.data.images.limits import ImageLimits
-from posttrain.data.images.streamed_span import StreamedSpan
 from posttrain.rollout.loader import RolloutLoader, pack_samples, unpack_samples
 from posttrain.rollout.schedule import Schedule
 from posttrain.rollout.source import Prompts, PromptStream
@@ -292,12 +290,6 @@ def test_images_of_samples_and_of_their_twins_survive_a_checkpoint():
         assert mine.images == theirs.images
         assert (mine.positions is None) == (theirs.positions is None)
         assert mine.positions is None or mine.positions.tolist() == theirs.positions.tolist()
-
-
-def test_images_of_a_stream_are_refused_where_a_checkpoint_would_have_to_keep_them():
-    span = StreamedSpan.of(ImageSpan(0, 1, bytes(16), (4, 4), (1,)), b"", ImageLimits(), "")
-    with pytest.raises(ValueError, match="could not find the image again"):
-        pack_samples([Sample([1, 2], [False, True], images=(span,))])
 
 
 @given(st.lists(st.lists(st.integers(1, 5), max_size=3) | st.none(), max_size=4), st.booleans())

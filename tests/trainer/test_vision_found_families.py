@@ -1,4 +1,4 @@
-"""Models that see and are in no table of families: shown images by transformers' conventions, padded, or refused with the reason."""
+"""Models that see and are in no table of families: shown images by transformers' conventions, padded, or refused by name."""
 
 from __future__ import annotations
 

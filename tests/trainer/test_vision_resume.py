@@ -11,7 +11,7 @@ import torch
 
 from posttrain.rollout.engines.native import engine as native
 from tests.forked import Child
-from tests.trainer.resumable_run import KillAfter, RowOrder, checksum
+from tests.trainer.resumable_run import KillAfter, RowOrder, as_stream, checksum
 from tests.trainer.vision_runs import chats, rows_of, trainer_of
 from tests.trainer.vision_tools import CallGrammar, deadly_draw, draw, template_file, tool_trainer
 from tests.trust.runs import differences
@@ -35,12 +35,15 @@ RUNS: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
     "grpo": ("grpo", torch.float32, ONLINE),
     "papo": ("papo", torch.float32, ONLINE | {"mask_type": "patch"}),
 }
+RUNS["grpo-stream"] = (*RUNS["grpo"][:2], RUNS["grpo"][2] | {"shuffle_dataset": False})
 """Name -> (method, dtype, options)."""
 
 
 def train(name: str, folder: Path, kill_after: int | None = None, resume: bool = False) -> Child:
     def run() -> None:
         method, dtype, options = RUNS[name]
+        if name.endswith("-stream"):
+            options = options | {"train_dataset": as_stream(options["train_dataset"])}
         order = RowOrder(folder / "run")
         callbacks = [order, *([KillAfter(kill_after)] if kill_after else [])]
         trainer = trainer_of(method, "qwen2_5_vl", folder, dtype, callbacks=callbacks, **SHARED | options)
@@ -51,7 +54,7 @@ def train(name: str, folder: Path, kill_after: int | None = None, resume: bool =
     return Child(run, folder.with_name(f"{folder.name}.log"))
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", [*list(RUNS)[:-1], pytest.param("grpo-stream", marks=pytest.mark.slow)])
 def test_killed_and_resumed_is_bit_identical(name, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     started = [train(name, whole), train(name, killed, kill_after=3)]

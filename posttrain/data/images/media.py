@@ -1,12 +1,13 @@
-"""MediaFolder: pictures that a run made itself (a tool drew them), kept beside its checkpoints under their content keys.
+"""MediaFolder: pictures that nobody can be asked for again, kept beside a run's checkpoints under their keys.
 
-Rows are asked for their images again; nobody can be asked for these. What is kept is what the model was shown, without loss.
+Tools draw some, others came with a row of a stream. What is kept is what the model was shown, without loss.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from PIL import Image
 
 from posttrain.data.images.lazy_picture import LazyPicture
 from posttrain.data.images.limits import HEADER, BadImage, ImageLimits
-from posttrain.data.images.opening import ImageSource, open_image
+from posttrain.data.images.opening import ImageSource, open_image, reopen_image
 from posttrain.data.images.row_image import RowImage
+from posttrain.data.images.streamed_span import StreamedSpan
 
 FOLDER = "media"
 """In the output directory."""
@@ -32,7 +34,8 @@ class MediaNotWritten(RuntimeError):
 
 
 class MediaFolder:
-    """`path`/KEY.png. Several processes may write to it: a file appears whole, and equal pictures are one file."""
+    """`path`/KEY.png, and KEY-PIXELS.png of streams. Several processes may write to it: a file appears whole, and equal pictures
+    are one file."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
@@ -44,20 +47,29 @@ class MediaFolder:
         """
         picture = open_image(payload, replace(limits, check=HEADER)).rgb()
         source = open_image(picture, KEPT)
-        path = self._file(source.key)
-        if not path.exists():
-            self._write(picture, path)
+        self._write_once(picture, self._file(source.key))
         return RowImage(source.key, source.size)
+
+    def keep_streamed(self, span: StreamedSpan) -> None:
+        """Under the key that the stream gave it, which is not one of pixels: the name of the file has both."""
+        if next(self._named(span.key), None) is None:
+            picture = reopen_image(span.payload, span.limits, span.key).rgb()
+            pixels = open_image(picture, KEPT).key
+            self._write_once(picture, self.path / f"{span.key.hex()}-{pixels.hex()}.png")
 
     def find(self, key: bytes) -> ImageSource | None:
         """The picture of this key; None where there is none, and image_changed where the file holds another one by now."""
-        path = self._file(key)
-        if not path.exists():
+        path = next(self._named(key), None)
+        if path is None:
             return None
         source = open_image(open_image(path, KEPT).rgb(), KEPT)
-        if source.key != key:
+        if source.key.hex() != path.stem.rpartition("-")[2]:
             raise BadImage("image_changed", f"{path} was changed after the run wrote it.")
         return source
+
+    def _named(self, key: bytes) -> Iterator[Path]:
+        plain = self._file(key)
+        return iter([plain]) if plain.exists() else self.path.glob(f"{key.hex()}-*.png")
 
     def picture(self, key: bytes) -> LazyPicture:
         """For somebody else's function."""
@@ -66,7 +78,9 @@ class MediaFolder:
     def _file(self, key: bytes) -> Path:
         return self.path / f"{key.hex()}.png"
 
-    def _write(self, picture: Image.Image, path: Path) -> None:
+    def _write_once(self, picture: Image.Image, path: Path) -> None:
+        if path.exists():
+            return
         unfinished = self.path / f".{path.name}.{os.getpid()}-{threading.get_ident()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -78,6 +92,6 @@ class MediaFolder:
         except OSError as error:
             unfinished.unlink(missing_ok=True)
             raise MediaNotWritten(
-                f"An image that a tool or an environment returned could not be kept in {self.path} ({error.strerror or error}). "
+                f"An image of a tool, an environment or a stream could not be kept in {self.path} ({error.strerror or error}). "
                 "Make room there: without it the run could not be resumed."
             ) from error
