@@ -117,14 +117,15 @@ def renderer_of(
     config = config_of_model(model, args.model_init_kwargs) if is_processor and isinstance(args, ImageConfig) else {}
     if config.get("model_type") in FAMILIES:
         return _shown_images(config, processing_class, args)
-    if config and sees_images(
-        config
-    ):  # where it cannot be shown images, it is trained on texts, and rows with any are refused
+    if isinstance(model, nn.Module) and config:  # one that came from no file names no class
+        config = {**config, "architectures": config.get("architectures") or [type(innermost_model(model)).__name__]}
+    if config and sees_images(config):
         try:
             return _by_conventions(model, config, processing_class, args)
-        except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
+        except Exception as error:  # then it is trained on texts, and rows with images are refused
             logger.warning(
-                f"Models of type {config['model_type']!r} are in no table of families, and are shown no images: {error}."
+                f"Models of type {config['model_type']!r} are in no table of families, and are shown no images: "
+                f"{str(error).rstrip('.')}."
             )
     _refuse_image_options(args, trainer)
     renderer = Renderer(processing_class if is_processor else tokenizer)

@@ -26,7 +26,7 @@ def empty_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(construction, "FAMILIES", {})
 
 
-def vip_llava(seed: int = 0, dtype: torch.dtype = torch.float64) -> TinyVision:
+def vip_llava(dtype: torch.dtype = torch.float64) -> TinyVision:
     """A family that nobody has looked at: features of several layers of the tower, and LLaVA's processor."""
     _, known, processor, mark = tiny_vision.BUILDERS["llava"]("llava", {})
     made = processor()
@@ -36,14 +36,43 @@ def vip_llava(seed: int = 0, dtype: torch.dtype = torch.float64) -> TinyVision:
         image_token_index=known.image_token_id,
         vision_feature_layers=[-2, -1],
     )
-    torch.manual_seed(seed)
-    model = transformers.VipLlavaForConditionalGeneration(config).to(dtype).eval()
-    with torch.no_grad():
+    return built(transformers.VipLlavaForConditionalGeneration, config, made, mark, dtype)
+
+
+def aya(dtype: torch.dtype = torch.float64) -> TinyVision:
+    """Another: pictures in tiles, with marks between them, and another token in the template than in the place of features."""
+    tiny_vision.needs_torchvision("internvl")
+    marks = {"tile": "TILE", "tile_global": "TILE_GLOBAL", "begin": "<|START_OF_IMG|>", "end": "<|END_OF_IMG|>"}
+    tok = tiny_vision.tokenizer(image_token="<image>", patch="<|IMG_PATCH|>", **marks)
+    tower = tiny_vision.TOWER | {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14}
+    config = transformers.AyaVisionConfig(
+        vision_config=tower,
+        text_config=tiny_vision._text(tok, model_type="llama"),
+        image_token_index=tok.convert_tokens_to_ids("<|IMG_PATCH|>"),
+        downsample_factor=2,
+        vision_feature_layer=-1,
+    )
+    made = transformers.AyaVisionProcessor(
+        transformers.GotOcr2ImageProcessor(size={"height": 56, "width": 56}, max_patches=4, crop_to_patches=True),
+        tok,
+        patch_size=14,
+        img_size=56,
+        downsample_factor=2,
+        chat_template=tiny_vision.template("<image>"),
+    )
+    return built(transformers.AyaVisionForConditionalGeneration, config, made, "<image>", dtype)
+
+
+def built(model_class: Any, config: Any, processor: Any, mark: str, dtype: torch.dtype) -> TinyVision:
+    torch.manual_seed(0)
+    model = model_class(config).to(dtype).eval()
+    with torch.no_grad():  # at the default initialisation images hardly move the logits
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(6)
-    tiny_vision.refuse_blind(TinyVision(model, made, mark))
-    return TinyVision(model, made, mark)
+    tiny = TinyVision(model, processor, mark)
+    tiny_vision.refuse_blind(tiny)
+    return tiny
 
 
 def given(tiny: TinyVision) -> dict[str, Any]:
@@ -69,8 +98,9 @@ def test_what_is_found_trains_as_what_is_known(family, method, tmp_path, monkeyp
     assert max((one[name] - other[name]).abs().max() for name in one) < 1e-9
 
 
-def test_a_family_that_nobody_has_looked_at_says_what_transformers_says(tmp_path):
-    tiny = vip_llava()
+@pytest.mark.parametrize("make", [vip_llava, aya])
+def test_a_family_that_nobody_has_looked_at_says_what_transformers_says(make, tmp_path):
+    tiny = make()
     plain = Shown(TinyVision(copy.deepcopy(tiny.model), tiny.processor, tiny.mark), None)
     trainer = trainer_of("sft", "llava", tmp_path, **given(tiny))
     plain.family = trainer.vision.family
@@ -87,10 +117,11 @@ def test_a_family_that_nobody_has_looked_at_says_what_transformers_says(tmp_path
     trainer.train()
 
 
-def test_it_writes_after_images(tmp_path):
+@pytest.mark.parametrize("make", [vip_llava, aya])
+def test_it_writes_after_images(make, tmp_path):
     prompts = [{"prompt": prompt} for prompt, _, _ in chats()[:4]]
     options = {"num_generations": 2, "max_completion_length": 4, "per_device_train_batch_size": 8, "reward_workers": 0}
-    tiny = vip_llava(dtype=torch.float32)
+    tiny = make(dtype=torch.float32)
     trainer = trainer_of(
         "grpo", "llava", tmp_path, torch.float32, train_dataset=prompts, reward_funcs=checksum, **given(tiny), **options
     )

@@ -17,6 +17,7 @@ from tests.trainer.vision_tools import CallGrammar, deadly_draw, draw, template_
 from tests.trust.runs import differences
 
 SHARED = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "logging_steps": 3, "learning_rate": 1e-3}
+SHARED["save_in_background"] = False  # what is resumed is there when the kill comes
 ONLINE: dict[str, Any] = {  # killed inside of a generation that feeds two steps, twice
     "train_dataset": [{"prompt": prompt} for prompt, _, _ in chats()[:2]],  # every window has images
     "reward_funcs": checksum,
@@ -25,7 +26,6 @@ ONLINE: dict[str, Any] = {  # killed inside of a generation that feeds two steps
     "max_completion_length": 5,
     "steps_per_generation": 2,
     "num_iterations": 2,
-    "save_in_background": False,  # what is resumed is there when the kill comes
     "beta": 0.1,
     "reward_workers": 0,
 }
