@@ -338,7 +338,12 @@ def _paligemma(family: str, options: dict[str, Any]) -> Recipe:
     config = transformers.PaliGemmaConfig(
         text_config=_text(tok, model_type="gemma", head_dim=_head(), vocab_size=len(tok) + 1152),
         vision_config=TOWER
-        | {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14, "projection_dim": TEXT["hidden_size"]},
+        | {
+            "model_type": "siglip_vision_model",
+            "image_size": 56,
+            "patch_size": 14,
+            "projection_dim": TEXT["hidden_size"],
+        },
         image_token_index=tok.image_token_id,
         projection_dim=TEXT["hidden_size"],
         hidden_size=TEXT["hidden_size"],

@@ -50,8 +50,13 @@ from posttrain.trainer.checkpoints.sharding import most_of_any_process
 from posttrain.trainer.online.agents import Agents, refuse_agent_options, rows_for
 from posttrain.trainer.online.authors import other_authors, refuse_vllm
 from posttrain.trainer.online.rollout_log import RolloutLog
-from posttrain.trainer.online.rollout_metrics import as_tensors, rollout_metrics
-from posttrain.trainer.online.vllm_setup import refuse_correction_without_logps, vllm_engine
+from posttrain.trainer.online.rollout_metrics import as_tensors, placeholder_metrics, rollout_metrics
+from posttrain.trainer.online.vllm_setup import (
+    PromptImages,
+    refuse_correction_without_logps,
+    refuse_images_in_vllm,
+    vllm_engine,
+)
 from posttrain.trainer.online.windows import ScoredWithRollouts, rollout_loader, skipping_by_position, write_columns
 from posttrain.trainer.options.base import DEEPSPEED
 from posttrain.trainer.options.online import OnlineConfig
@@ -245,9 +250,7 @@ class OnlineTrainer(BaseTrainer):
         if self.rollout_func is not None:
             raise ValueError(f"The dataset {name} has images, which a `rollout_func` is not shown: leave it out.")
         if self.args.use_vllm:
-            raise ValueError(
-                f"The dataset {name} has images, and vLLM is sent texts only so far: leave `use_vllm` out."
-            )
+            refuse_images_in_vllm(self.vision.family, self.args, name)
         if self.agents is not None and self.agents.environments is not None:
             raise ValueError(f"The dataset {name} has images, and prompts of environments are texts so far.")
 
@@ -265,7 +268,7 @@ class OnlineTrainer(BaseTrainer):
         if self.args.use_vllm:
             refuse_vllm(self)
             given = (self.args, self.model, self.renderer.tokenizer, self.decode_exactly, self.is_fully_sharded)
-            engine, self.joint_export = vllm_engine(*given, self.loaded.notes)
+            engine, self.joint_export = vllm_engine(*given, self.loaded.notes, self._images_for_vllm())
             return engine
         if self.args.sharding == DEEPSPEED:
             raise ValueError(
@@ -275,6 +278,15 @@ class OnlineTrainer(BaseTrainer):
         if self.is_fully_sharded:
             return GatheredEngine(self.model, self.local_engine, self.args.device, self.args.compute_dtype)
         return self.local_engine(self.model)
+
+    def _images_for_vllm(self) -> PromptImages | None:
+        if self.shown_pixels is None:
+            return None
+        evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        lengths = [getattr(rows, "longest", None) for rows in (self.train_dataset, *evaluated) if rows is not None]
+        known = self.agents is None and None not in lengths  # nobody knows what tools will say, or a stream
+        longest = max(lengths) + self.args.max_completion_length if known else None
+        return PromptImages(self.vision, longest, bool(self.vision.trained_parameters(innermost_model(self.model))))
 
     def local_engine(self, model: nn.Module, **options: Any) -> RolloutEngine:
         """One that reads the weights of `model` in place."""
@@ -398,6 +410,8 @@ class OnlineTrainer(BaseTrainer):
         found = rollout_metrics(collected, self.rewards.names)
         if self.agents is not None:
             found |= self.agents.metrics(collected)
+        if self.shown_pixels is not None and getattr(self.engine, "is_foreign", False):
+            found |= placeholder_metrics(collected)
         self.metrics.add(mode, as_tensors(found))
 
     # ---- as dataloaders ----------------------------------------------------------------------------------------------

@@ -53,9 +53,11 @@ class ShownImages:
         if list(expanded) == list(ids):
             return None
         sizes = ", ".join(f"{image.picture.height} x {image.picture.width}" for image in self.images)
-        place = next((i for i, pair in enumerate(zip(ids, expanded)) if pair[0] != pair[1]), min(len(ids), len(expanded)))
+        place = next(
+            (i for i, pair in enumerate(zip(ids, expanded)) if pair[0] != pair[1]), min(len(ids), len(expanded))
+        )
         return (
             f"vLLM makes {len(expanded)} tokens of a prompt that has {len(ids)} tokens for the trainer; they differ from token "
-            f"{place} on. Its images (height x width): {sizes}. So it resizes or writes images differently: compare the versions of "
-            "transformers and vLLM, and the options of the image processor, on both sides."
+            f"{place} on. Its images (height x width): {sizes}. So it resizes or writes images differently: compare the versions "
+            "of transformers and vLLM, and the options of the image processor, on both sides."
         )

@@ -13,8 +13,8 @@ TOWER, NESTED = "vision_tower.", "vision_tower.vision_model."
 def as_vllm_names(model: Any, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """The tensors, under the names that vLLM's `model` loads.
 
-    Published files, and vLLM, have the modules of a CLIP or SigLIP tower below `vision_model`. transformers 5 has not, and writes its
-    own names for a model that was built from a config.
+    Published files, and vLLM, have the modules of a CLIP or SigLIP tower below `vision_model`. transformers 5 has not, and writes
+    its own names for a model that was built from a config.
     """
     is_nested = any(name.startswith(NESTED) for name, _ in model.named_parameters())
     for name, tensor in tensors:

@@ -142,7 +142,7 @@ class Endpoint:
 
 LATER = 30.0
 """The handlers end earlier, by the deadline in the body."""
-JSON, PART, SMALL = "most_json_bytes", "most_part_bytes", 1 << 16
+JSON, PART, IMAGE, SMALL = "most_json_bytes", "most_part_bytes", "most_image_bytes", 1 << 16
 QUICK, LONG, FETCH = 10.0, None, MAX_FETCH_SECONDS + LATER
 
 ENDPOINTS = (
@@ -152,6 +152,7 @@ ENDPOINTS = (
     Endpoint("GET", "/metrics", control.metrics, seconds=QUICK),
     Endpoint("POST", "/generate", generation.generate, bodies.Generate, JSON, LONG),
     Endpoint("POST", "/score", generation.score, bodies.Score, JSON, LONG),
+    Endpoint("PUT", "/images/{key}", control.put_image, None, IMAGE, 600.0, PARTS_AT_ONCE),
     Endpoint("POST", "/weights/begin", control.weights_begin, bodies.Begin, JSON, concurrency=4),
     Endpoint("POST", "/weights/part", control.weights_part, None, PART, 600.0, PARTS_AT_ONCE),
     Endpoint("POST", "/weights/fetch", control.weights_fetch, bodies.Fetch, JSON, FETCH, concurrency=4),
@@ -213,7 +214,7 @@ class _Served:
                         body = await asyncio.to_thread(_parsed, body, endpoint.body)
                     elif endpoint.body is not None:
                         body = _parsed(body, endpoint.body)
-                    answer = await endpoint.handler(self._server, body)
+                    answer = await endpoint.handler(self._server, body, **request.path_params)
         except TimeoutError as error:
             raise DeadlinePassed(f"{endpoint.path} took more than {seconds:g} s.") from error
         return answer if isinstance(answer, Response) else JSONResponse(answer)

@@ -1,7 +1,7 @@
 """How an image travels: as its pixels, named by their sha-256.
 
-The trainer has opened the file, under its own limits, and sends height, width and RGB bytes. So the server decodes no format at all,
-shows exactly the pixels that the trainer trains on, and a name cannot stand for another image than the one that was meant.
+The trainer has opened the file, under its own limits, and sends height, width and RGB bytes. So the server decodes no format at
+all, shows exactly the pixels that the trainer trains on, and a name cannot stand for another image than the one that was meant.
 """
 
 from __future__ import annotations
