@@ -16,6 +16,7 @@ from ..wire.payload import TensorSpec
 from .cpu_linear import keep_cpu_weights_loadable
 from .model_folder import ModelFiles
 from .protocol import ERROR, LENGTH, STOP, AdapterRef, EngineInfo, GenerateJob, Job, Progress, ScoreJob
+from .random_weights import keep_buffers
 from .tower_names import as_vllm_names
 from .worker_weights import EXTENSION, WorkerWeights
 
@@ -79,6 +80,7 @@ class VLLMEngine:
         self._workers = WorkerWeights(options.shared_folder) if options.tensor_parallel > 1 else None
         self._on_cpu = current_platform.is_cpu()
         notes = [keep_cpu_weights_loadable()] if self._on_cpu else []
+        keeps_buffers = not options.random_weights or keep_buffers()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**_engine_args(options, self._on_cpu)))
         self._files = ModelFiles(options.model, options.more.get("revision"), options.more.get("download_dir"))
         if self._files.note and not options.random_weights:
@@ -101,11 +103,15 @@ class VLLMEngine:
             "sleep": options.sleep and not self._on_cpu,
             "score": not options.adapters or "lm_head" not in options.adapter_modules,
             "structured": True,
-            "images": options.images > 0 and _is_multimodal(config),
+            "images": options.images > 0 and _is_multimodal(config) and keeps_buffers,
             "new_towers": all(hasattr(self._engine, name) for name in IMAGE_CACHES),
         }
-        if options.images and not can["images"]:
+        if options.images and not _is_multimodal(config):
             notes.append(f"{options.model} is no model that sees images, as far as vLLM knows: it is shown none.")
+        if options.images and not keeps_buffers:
+            notes.append(
+                f"vLLM {vllm.__version__} may write random numbers into buffers of a tower, which no update brings."
+            )
         if can["images"] and not can["new_towers"]:
             notes.append(f"vLLM {vllm.__version__} cannot forget images that it has encoded.")
         self.info = EngineInfo(

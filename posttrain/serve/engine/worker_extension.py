@@ -17,8 +17,10 @@ from vllm.platforms import current_platform
 from ..wire.shared_blocks import SharedFolder
 from .cpu_linear import keep_cpu_weights_loadable
 from .protocol import DTYPES
+from .random_weights import keep_buffers
 from .tower_names import as_vllm_names
 
+keep_buffers()
 if current_platform.is_cpu():  # of this process: what the server did to its own vLLM is unknown here
     keep_cpu_weights_loadable()
 

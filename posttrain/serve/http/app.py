@@ -270,7 +270,7 @@ def build_app(server: RolloutServer, token: str) -> Gate:
 
     def not_routed(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
-        methods = [endpoint.method for endpoint in ENDPOINTS if endpoint.path == path]
+        methods = [method for route in routes if route.path_regex.match(path) for method in route.methods - {"HEAD"}]
         wrong_method = MethodNotAllowed(f"Use {', '.join(methods)} for {path}.")
         response = refusal(wrong_method if methods else NotFound("There is no such route."))
         server.metrics.count("none", response.status_code, 0.0)

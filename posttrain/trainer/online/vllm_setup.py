@@ -33,6 +33,8 @@ from posttrain.trainer.vision import Vision
 
 UNAUTHORISED, FORBIDDEN, NOT_FOUND = 401, 403, 404
 ASK_SECONDS = 0.5
+LEAST_CONTEXT = 512
+"""For the tokens by which the weights are probed, too."""
 MANY_IMAGES = 999
 """In a prompt, where nobody knows: vLLM's own default."""
 
@@ -55,7 +57,10 @@ class PromptImages:
 
     def context_length(self) -> int | None:
         """As long as the data ask for: vLLM measures, before it starts, with as many images as fit."""
-        return None if self.longest is None else min(self.longest, self.vision.context or self.longest)
+        if self.longest is None:
+            return None
+        wanted = max(self.longest, LEAST_CONTEXT)
+        return min(wanted, self.vision.context or wanted)
 
 
 def refuse_images_in_vllm(family: VisionFamily, args: OnlineConfig, name: str) -> None:
@@ -292,7 +297,7 @@ def _token(token_file: str | None) -> str | None:
 
 
 def _sends_adapter(
-    sync: str, model: nn.Module, notes: list[str], can: bool, base_from_memory: bool, images: PromptImages | None
+    sync: str, model: nn.Module, notes: list[str], can: bool, base_from_memory: bool, images: PromptImages | None = None
 ) -> bool:
     """Whether vLLM is sent the LoRA adapter alone. `sync`: the option `vllm_sync`; `can`: the other side takes adapters;
     `base_from_memory`: over the trainer's own base weights, and not those of the model's folder."""
