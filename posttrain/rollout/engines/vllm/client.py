@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -138,7 +139,7 @@ class ServerClient(Client):
         self._streamer: Streamer | None = None  # of the version that is on its way
         self._most_seconds = math.inf
         self._sending_images = threading.Lock()
-        self._sent_images: Recent[str, bool] = Recent(KEPT_KEYS, KEPT_KEYS)  # as far as this client knows
+        self._sent_images: Recent[str, float] = Recent(KEPT_KEYS, KEPT_KEYS)  # as far as this client knows
 
     def close(self) -> None:
         """Also of shared memory and groups."""
@@ -185,27 +186,31 @@ class ServerClient(Client):
         if request.images is None:
             return self._generate(request)
         for _ in range(IMAGE_TRIES):
-            self._send_images(request.images)
+            sent = self._send_images(request.images)
             try:
                 return self._generate(request)
             except ServerRefused as refusal:
                 if refusal.kind != ImagesMissing.__name__:
                     raise
-                self._sent_images.forget(request.images.keys)  # it was restarted, or others have pushed them out
+                # It was restarted, or others have pushed them out. What another thread has sent again meanwhile is there.
+                self._sent_images.forget([key for key, when in sent.items() if self._sent_images.get(key) == when])
         raise ServerRefused(
             f"{self.name} was sent the {len(request.images.keys)} images of a prompt {IMAGE_TRIES} times and has dropped some of "
             "them each time before they were used: too many are in flight for the memory that it keeps images in.",
             NO_ROOM,
         )
 
-    def _send_images(self, images: SentImages) -> None:
-        """Those that it does not have; one at a time, as all samples of a group ask for the same."""
+    def _send_images(self, images: SentImages) -> dict[str, float]:
+        """Those that it does not have; one at a time, as all samples of a group ask for the same. Key -> when it was sent."""
+        sent: dict[str, float] = {}
         for key in images.keys:
             with self._sending_images:
                 if self._sent_images.get(key) is None:
                     answer = self._transport.ask("PUT", f"/images/{key}", images.read(key), self.deadlines.part)
                     self._checked("/images", lambda fields: int(fields["images"]), answer)
-                    self._sent_images.put(key, True, 1)
+                    self._sent_images.put(key, time.monotonic(), 1)
+                sent[key] = self._sent_images.get(key) or 0.0
+        return sent
 
     def why_no_images(self, info: ServerInfo, most: int) -> str | None:
         if info.images >= most and info.capabilities.get("images"):
