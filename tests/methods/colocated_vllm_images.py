@@ -12,6 +12,7 @@ from peft import LoraConfig
 from posttrain.models.load.model import innermost_model
 from posttrain.models.vision.features import vision_parameters
 from posttrain.rollout.engines.protocol import ERROR, WROTE_PLACEHOLDER, SamplingParams, generate
+from posttrain.rollout.engines.vllm.sync_probe import WeightsDiffer
 from posttrain.serve.errors import PromptDiffers
 from tests.methods.vllm_image_runs import COLOCATED, FAMILIES, asked, largest_gap, model, trainer
 
@@ -72,8 +73,25 @@ def test_images_that_were_encoded_before_an_update_would_be_shown_again(made):
     prompts = asked(run)[:3]
     generate(run.engine, prompts, GREEDY)
     disturb_vision(run)
-    run.weight_sync.ready(1)
+    with pytest.raises(
+        WeightsDiffer, match=r"version 1 the engine's log-probs after an image differ .* agree after texts"
+    ):
+        run.weight_sync.ready(1)
     assert largest_gap(run, generate(run.engine, prompts, GREEDY)) > 1e-2
+
+
+def test_pixels_that_vllm_normalises_otherwise_are_found_out(made):
+    """As where its loader of random numbers has written into the buffers of a tower."""
+    run = made("qwen2_5_vl")
+
+    def spoil(worker):
+        buffers = dict(worker.model_runner.model.visual.named_buffers())
+        for name in [name for name in buffers if "input_norm" in name]:
+            buffers[name].add_(0.01)
+
+    run.engine.engine.in_workers(spoil)
+    with pytest.raises(WeightsDiffer, match="after an image"):
+        run.weight_sync.ready(0)
 
 
 def test_a_prompt_of_which_vllm_makes_other_tokens_ends_the_run(made):
@@ -113,7 +131,7 @@ def test_a_run(family, made):
     run.train()
     logged = [entry for entry in run.state.log_history if "completions/placeholder_ratio" in entry]
     assert len(logged) == 2
-    assert all(entry["sync/logp_difference/max"] < 1e-3 for entry in logged)
+    assert all(entry[f"sync/logp_difference/{name}"] < 1e-3 for entry in logged for name in ("max", "images"))
 
 
 @pytest.mark.parametrize(("lora_vision", "by_adapter"), [(False, True), (True, False)])

@@ -172,9 +172,7 @@ def served(tmp_path):
     made = []
 
     def make(album, **options):
-        arguments = (
-            f'{{"images": 2{"".join(f", {chr(34)}{name}{chr(34)}: {value}" for name, value in options.items())}}}'
-        )
+        arguments = json.dumps({"images": 2, **options})
         process = echo_process(tmp_path, "--images", "2", "--engine-args", arguments)
         pictures = None if album is None else Pictures(album, {"size": {"longest_edge": 8}})
         made.append(ServedVLLM([process], options=ServedOptions(QUICK, watch_seconds=0.3), pictures=pictures))

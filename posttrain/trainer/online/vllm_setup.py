@@ -26,6 +26,7 @@ from posttrain.rollout.engines.vllm.params import completion_logps
 from posttrain.rollout.engines.vllm.pictures import Pictures
 from posttrain.serve.auth import TOKEN_VARIABLE, is_loopback, read_local_token, read_token_file, token_file_of
 from posttrain.serve.wire.cuda_ipc import gpu_ids
+from posttrain.trainer.online.image_sync import ImageSync
 from posttrain.trainer.options.base import DEEPSPEED
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.options.vllm import ADAPTER, AUTO, SERVER, WEIGHTS
@@ -46,11 +47,12 @@ class PromptImages:
     vision: Vision
     longest: int | None  # tokens of prompt and completion; None: not known
     trains_vision: bool  # tower or projector change
+    sync: ImageSync
 
     @property
     def most(self) -> int:
         """In a prompt."""
-        return MANY_IMAGES if self.vision.most_images is None else self.vision.most_images
+        return MANY_IMAGES if self.vision.most_images is None else max(self.vision.most_images, 1)
 
     def pictures(self) -> Pictures:
         return Pictures(self.vision.pixels, self.vision.layouts.options)
@@ -59,7 +61,7 @@ class PromptImages:
         """As long as the data ask for: vLLM measures, before it starts, with as many images as fit."""
         if self.longest is None:
             return None
-        wanted = max(self.longest, LEAST_CONTEXT)
+        wanted = max(self.longest, self.sync.tokens, LEAST_CONTEXT)
         return min(wanted, self.vision.context or wanted)
 
 
@@ -187,6 +189,19 @@ def _served(
         engine.close()  # its watch would continue
         raise
     return engine, export if is_fully_sharded else None
+
+
+def show_images(engine: Any, images: PromptImages) -> None:
+    """To an engine that somebody else has made."""
+    if getattr(engine, "reads_images", False) or getattr(engine, "pictures", None) is not None:
+        return
+    if not hasattr(engine, "show"):
+        raise ValueError(
+            f"The prompts of this run have images, and the engine that it was given ({type(engine).__name__}) is shown none. Leave "
+            "`engine` out, or take ServedVLLM."
+        )
+    engine.show(images.pictures())
+    refuse_servers_without_images(engine.fleet.members, images)
 
 
 def refuse_servers_without_images(members: Iterable[Any], images: PromptImages) -> None:

@@ -85,9 +85,7 @@ class ServedVLLM:
         options: ServedOptions | None = None,
         pictures: Pictures | None = None,
     ) -> None:
-        """`pictures` opens the images of prompts; None: they are texts."""
-        self.pictures = pictures
-        self.forbidden = frozenset() if pictures is None else frozenset(pictures.family.forbidden_ids)
+        self.show(pictures)
         self.options = options or ServedOptions()
         self._export, self._adapter_export = export, adapter_export
         members = [Member(s.client, s) if isinstance(s, ServerProcess) else Member(s) for s in servers]
@@ -104,6 +102,11 @@ class ServedVLLM:
         self._copying: Future[None] | None = None
         self._is_repeatable = True
         self._abandoned = False
+
+    def show(self, pictures: Pictures | None) -> None:
+        """From now on prompts may have images, which `pictures` opens; None: they are texts."""
+        self.pictures = pictures
+        self.forbidden = frozenset() if pictures is None else frozenset(pictures.family.forbidden_ids)
 
     def send(
         self, export: Export | None = None, adapter_export: AdapterExport | None = None, is_repeatable: bool = True
