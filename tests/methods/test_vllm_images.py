@@ -51,7 +51,7 @@ def test_behind_a_server(served, tmp_path):
     assert runs.largest_gap(run, written) < 1e-3
     client = run.engine.fleet.members[0].client
     sent = len(client._sent_images)
-    assert sent == 3  # of the four that are shown, one is shown twice
+    assert sent == 4  # one of them is that of the probe; of the four in the rows one is there twice
     run.train()
     assert run.state.global_step == 2
     assert all("completions/placeholder_ratio" in entry for entry in run.state.log_history[:2])

@@ -29,6 +29,7 @@ from tests.data.vision_rows import renderer
 from tests.rollout.served import QUICK, echo_process, needs_uvicorn
 from tests.tiny_vision import images, tiny_processor
 from tests.vision_samples import RAGGED_FAMILIES
+from tests.waiting import eventually
 
 SIZES = ((60, 40), (30, 90), (200, 120))
 
@@ -198,8 +199,10 @@ def test_images_are_sent_once_and_again_where_the_server_has_dropped_them(served
     params = SamplingParams(max_tokens=4)
     assert [done.error for done in generate(engine, asked, params)] == [None] * 10
     assert len(sent) == len(set(sent)) == 3
-    engine.fleet.members[0].process.restart()  # it comes back without images, and this client believes that it has them
-    engine.fleet.wait_until_up()
+    client._post(
+        "/shutdown", {"deadline_s": 0.0}, 5
+    )  # it is started again, without images, and this client believes they are there
+    eventually(lambda: engine.fleet.recoveries)
     assert [done.error for done in generate(engine, asked, params)] == [None] * 10
     assert len(sent) == 6
     assert len(album.opened) == 3
