@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.rollout.engines.protocol import SamplingParams, generate
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from tests.methods import vllm_image_runs as runs
-from tests.with_vllm import ENVIRONMENT, PYTHON, SERVED, needs_vllm, run_pytest
+from tests.with_vllm import ENVIRONMENT, PYTHON, SERVED, needs_vllm, run_on_two_ranks, run_pytest
 
 pytestmark = needs_vllm
 TOKEN = "a-token-of-this-test"
@@ -16,6 +17,10 @@ TOKEN = "a-token-of-this-test"
 
 def test_in_the_trainers_process():
     run_pytest(Path(__file__).with_name("colocated_vllm_images.py"), 900, **ENVIRONMENT)
+
+
+def test_in_two_processes_that_hold_one_vllm_together(tmp_path):
+    run_on_two_ranks("tests.methods.colocated_vllm_image_ranks", str(tmp_path))
 
 
 @pytest.fixture
@@ -40,9 +45,7 @@ def served(tmp_path, monkeypatch):
 
 
 def test_behind_a_server(served, tmp_path):
-    """Also one that has dropped an image, and one whose tower has changed."""
-    from posttrain.rollout.engines.protocol import SamplingParams, generate
-
+    """Also after its tower has changed; no image travels twice."""
     tiny, start = served
     run = runs.trainer(tiny, tmp_path, **start("--images", "2"))
     greedy = SamplingParams(max_tokens=8, temperature=0)
