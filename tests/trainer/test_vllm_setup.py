@@ -6,6 +6,7 @@ import http.server
 import json
 import threading
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -276,7 +277,9 @@ def test_what_vllm_is_started_for_follows_from_the_data(images, most, context):
 def test_what_vllm_is_not_shown_is_refused_before_a_model_is_loaded(family, options, sentence, tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **options)
     with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
-        refuse_images_in_vllm(FAMILIES[family], args, "train")
+        refuse_images_in_vllm(replace(FAMILIES[family], written_id=7), args, "train")
+    with pytest.raises(ValueError, match="which token stands for one"):
+        refuse_images_in_vllm(FAMILIES["llava"], args, "train")
 
 
 def test_an_engine_that_was_given_is_shown_the_images_or_refused():

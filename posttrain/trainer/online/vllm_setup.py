@@ -72,6 +72,11 @@ def refuse_images_in_vllm(family: VisionFamily, args: OnlineConfig, name: str) -
             f"The dataset {name} has images, which vLLM is not shown for {family.model_type!r} models: their attention looks in "
             "both directions, and no version of vLLM has been compared there. Take a model of another family, or an offline method."
         )
+    if family.written_id < 0:
+        raise ValueError(
+            f"The dataset {name} has images, and it is not known which token stands for one in the templates of "
+            f"{family.model_type!r} models, as vLLM must be told: leave `use_vllm` out."
+        )
     if args.vllm_model_impl != "vllm":
         raise ValueError(
             f"The dataset {name} has images, which are shown to vLLM's own model code alone: leave `vllm_model_impl` out."
