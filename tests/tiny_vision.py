@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import util
 from typing import Any
@@ -26,6 +27,8 @@ TEXT = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 4096,
 }
+WIDE = {"hidden_size": 128, "intermediate_size": 128}
+"""Of `TEXT`, where kernels want heads of at least 32 numbers, as vLLM's for the CPU do: see `widened`."""
 TOWER = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 QWEN = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 PILLOW = ("llava", "llava_next", "gemma3", "idefics3", "paligemma")  # built without torchvision
@@ -69,6 +72,17 @@ def needs_torchvision(family: str) -> None:
         pytest.skip(f"The processor of {family} cannot be built without torchvision, which is not installed here.")
     if family == "smolvlm" and util.find_spec("num2words") is None:
         pytest.skip("The processor of smolvlm cannot be built without num2words, which is not installed here.")
+
+
+@contextmanager
+def widened() -> Iterator[None]:
+    """Models that are built inside have language models of `WIDE`."""
+    narrow = dict(TEXT)
+    TEXT.update(WIDE)
+    try:
+        yield
+    finally:
+        TEXT.update(narrow)
 
 
 def tokenizer(merges: Sequence[tuple[str, str]] = (), **named: str) -> PreTrainedTokenizerFast:
@@ -134,9 +148,18 @@ def tiny_processor(family: str, **image_options: Any) -> Any:
     return BUILDERS[family](family, image_options)[2]()
 
 
+def _head() -> int:
+    return TEXT["hidden_size"] // TEXT["num_attention_heads"]
+
+
 def _text(tok: Any, **changes: Any) -> dict[str, Any]:
     ends = {"pad_token_id": tok.pad_token_id, "eos_token_id": tok.eos_token_id, "bos_token_id": tok.bos_token_id}
     return {**TEXT, "vocab_size": len(tok), **ends, **changes}
+
+
+def _sections(*parts: int) -> list[int]:
+    """Of rotary frequencies for time, rows and columns: all of half a head, in these proportions."""
+    return [part * _head() // (2 * sum(parts)) for part in parts]
 
 
 def _qwen(family: str, options: dict[str, Any]) -> Recipe:
@@ -150,19 +173,19 @@ def _qwen(family: str, options: dict[str, Any]) -> Recipe:
     )
     name = {"qwen2_vl": "Qwen2VL", "qwen2_5_vl": "Qwen2_5_VL", "qwen3_vl": "Qwen3VL"}[family]
     tower: dict[str, Any] = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 14}
-    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    rope: dict[str, Any] = {"rope_type": "default", "mrope_section": _sections(1, 1, 2), "rope_theta": 1e4}
     pixels, text, videos = {"min_pixels": 56 * 56, "max_pixels": 112 * 112}, {}, "Qwen2VLVideoProcessor"
     if family == "qwen2_vl":
-        tower |= {"embed_dim": 32, "mlp_ratio": 2}
+        tower |= {"embed_dim": 32, "mlp_ratio": 2, "hidden_size": TEXT["hidden_size"]}
     else:
-        tower |= {"intermediate_size": 64, "out_hidden_size": 32}
+        tower |= {"intermediate_size": 64, "out_hidden_size": TEXT["hidden_size"]}
     if family == "qwen2_5_vl":
         tower |= {"fullatt_block_indexes": [1], "window_size": 56}
     if family == "qwen3_vl":
         tower |= {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]}
-        rope |= {"mrope_section": [2, 1, 1], "mrope_interleaved": True}
+        rope |= {"mrope_section": _sections(2, 1, 1), "mrope_interleaved": True}
         pixels = {"min_pixels": 64 * 64, "max_pixels": 128 * 128, "patch_size": 16}
-        text, videos = {"head_dim": 8}, "Qwen3VLVideoProcessor"
+        text, videos = {"head_dim": _head()}, "Qwen3VLVideoProcessor"
     config = getattr(transformers, f"{name}Config")(
         text_config=_text(tok, rope_parameters=rope, **text),
         vision_config=tower,
@@ -226,7 +249,7 @@ def _gemma3(family: str, options: dict[str, Any]) -> Recipe:
     tok = tokenizer(image_token="<image_soft_token>", boi_token="<start_of_image>", eoi_token="<end_of_image>")
     layers = ["sliding_attention", "full_attention"]
     config = transformers.Gemma3Config(
-        text_config=_text(tok, head_dim=8, sliding_window=16, query_pre_attn_scalar=8, layer_types=layers),
+        text_config=_text(tok, head_dim=_head(), sliding_window=16, query_pre_attn_scalar=_head(), layer_types=layers),
         vision_config=TOWER | {"image_size": 56, "patch_size": 14, "vision_use_head": False},
         mm_tokens_per_image=4,
         image_token_index=tok.image_token_id,
@@ -314,12 +337,17 @@ def _paligemma(family: str, options: dict[str, Any]) -> Recipe:
 
     tok = tokenizer(image_token="<image>")
     config = transformers.PaliGemmaConfig(
-        text_config=_text(tok, model_type="gemma", head_dim=8, vocab_size=len(tok) + 1152),
+        text_config=_text(tok, model_type="gemma", head_dim=_head(), vocab_size=len(tok) + 1152),
         vision_config=TOWER
-        | {"model_type": "siglip_vision_model", "image_size": 56, "patch_size": 14, "projection_dim": 32},
+        | {
+            "model_type": "siglip_vision_model",
+            "image_size": 56,
+            "patch_size": 14,
+            "projection_dim": TEXT["hidden_size"],
+        },
         image_token_index=tok.image_token_id,
-        projection_dim=32,
-        hidden_size=32,
+        projection_dim=TEXT["hidden_size"],
+        hidden_size=TEXT["hidden_size"],
     )
 
     def processor() -> Any:

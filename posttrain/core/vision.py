@@ -40,6 +40,7 @@ class VisionFamily:
 
     # Of one checkpoint, read from its processor by `data.vision.families.vision_family`.
     written: str = ""  # what stands for an image in a rendered conversation, and is replaced
+    written_id: int = -1
     placeholder: str = ""  # what stands in the replacement once for each feature
     placeholder_id: int = -1
     forbidden_ids: tuple[int, ...] = ()  # placeholders and markers: a model that writes one would refer to no image

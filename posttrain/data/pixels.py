@@ -105,9 +105,7 @@ class PixelLoader:
         return self.cache.get(image.key) or self.cache.put(image.key, self._made(image))
 
     def _made(self, image: ImageSpan) -> Tensors:
-        source, where = self.source(image)
-        with named(where):
-            picture = source.rgb()
+        picture, where = self._opened(image)
         if image.draw is not None:
             picture = self.augmentation(picture, image.draw)
         given = [[picture]] if self.family.pixels_in_one_row else [picture]
@@ -118,6 +116,15 @@ class PixelLoader:
         arguments = {key: inputs[key] for key in self.family.forward_keys}
         self._check(image, arguments, where)
         return arguments
+
+    def picture(self, image: ImageSpan) -> Image.Image:
+        """RGB, as the image processor is given it; for engines that have an image processor of their own."""
+        return self._opened(image)[0]
+
+    def _opened(self, image: ImageSpan) -> tuple[Image.Image, str]:
+        source, where = self.source(image)
+        with named(where):
+            return source.rgb(), where
 
     def source(self, image: ImageSpan) -> tuple[ImageSource, str]:
         """The image, and where it stands, for messages."""

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from .engine.engine_thread import ABORT, CONTINUE, DRAIN
 from .engine.protocol import Accepted, Sampling
 from .errors import FieldError, PayloadError, ServeError
+from .wire.images import KEY
 from .wire.payload import (
     CHECKSUMS,
     COLLECTIVE,
@@ -36,6 +37,7 @@ from .wire.payload import (
 
 MAX_PROMPTS, MAX_SAMPLES, MAX_TOP, MAX_TOKENS = 4096, 1024, 1024, 1 << 24
 MAX_SHARED_BYTES = 1 << 40
+MAX_IMAGES, MAX_MARK = 1024, 64
 MAX_COUNTERS = 10_000
 """In one file of counters of shared GPU memory (CUDA_IPC_REF_COUNTER_FILE_SIZE of torch)."""
 
@@ -59,6 +61,8 @@ Seed = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]
 MaxTokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 TokenIds = Annotated[list[int], Field(min_length=1, fail_fast=True)]
 """At most as many, and as large, as the model takes: see `generation.check_ids`."""
+ImageOption = bool | int | float | str | None | list[int | float] | dict[str, int | float | None]
+"""What options of image processors are made of."""
 FetchSeconds = Annotated[float, Field(gt=0.0, le=MAX_FETCH_SECONDS)]
 WaitSeconds = Annotated[float, Field(ge=0.0, le=3600.0)]
 
@@ -114,8 +118,17 @@ class SamplingBody(Body):
         return Sampling(**(dict(self) | lists))
 
 
+class PromptImage(Body):
+    """An image that was sent before, and the tokens that stand for it."""
+
+    key: Annotated[str, Field(pattern=KEY)]
+    start: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+    stop: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+
+
 class Prompt(Body):
     ids: TokenIds
+    images: Annotated[list[PromptImage], Field(max_length=MAX_IMAGES, fail_fast=True)] = []
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     seeds: Annotated[list[Seed], Field(max_length=MAX_SAMPLES)] | None = None
     max_tokens: MaxTokens | None = None
@@ -125,6 +138,8 @@ class Generate(TokenRequest):
     prompts: Annotated[list[Prompt], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     sampling: SamplingBody
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP)] = 0
+    image_mark: Annotated[list[int], Field(max_length=MAX_MARK)] = []  # ids of what a template writes for an image
+    image_options: Annotated[dict[Name, ImageOption], Field(max_length=MAX_MARK)] = {}  # of the image processor
 
 
 class Sequence(Body):

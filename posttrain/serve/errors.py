@@ -41,8 +41,18 @@ class Conflict(ServeError):
     status = 409
 
 
+class ImagesMissing(Conflict):
+    """A prompt names images that this server does not have (any more): the caller sends them, and asks again."""
+
+
 class TooLarge(ServeError):
     status = 413
+
+
+class PromptDiffers(ServeError):
+    """The engine makes other tokens of a prompt with images than the trainer has: completions would be of another prompt."""
+
+    status = 422
 
 
 class TransportFailed(ServeError):

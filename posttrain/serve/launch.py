@@ -28,6 +28,8 @@ log = logging.getLogger("posttrain_serve")
 REFUSED, START_FAILED, START_TOO_SLOW, PARENT_GONE = 2, 3, 4, 5
 """Exit statuses."""
 PARENT_SECONDS = 0.5
+CLOSED_BYTES = 1 << 12
+"""Of an image, where none is taken: nobody is to fill the memory with bodies that are refused."""
 OTHER_BODIES_BYTES = 2 << 30
 """Besides those of parts of weights; prompts above that wait at the trainer, which asks again."""
 
@@ -68,6 +70,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--most-rank", type=int, default=64, help="largest LoRA rank")
     p.add_argument("--adapter-modules", help="names of the modules that adapters may change, with commas between")
     p.add_argument("--sleep", action="store_true", help="allow /sleep and /wake (GPU)")
+    p.add_argument("--images", type=int, default=0, help="most images in a prompt; 0: the model is shown none")
     p.add_argument("--eager", action="store_true", help="no compilation and no CUDA graphs")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--engine-args", type=json.loads, default={}, help="JSON object of further vLLM EngineArgs")
@@ -123,6 +126,7 @@ def make_engine(args: argparse.Namespace) -> Engine:
 def _options(args: argparse.Namespace) -> ServerOptions:
     from .server import PARTS_AT_ONCE, ServerOptions
     from .weights.update import UpdateLimits
+    from .wire.images import MAX_IMAGE_BYTES
 
     return ServerOptions(
         initial_version=None if args.random_weights else args.initial_version,
@@ -131,6 +135,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         update=UpdateLimits(int(args.most_update_gb * (1 << 30)), args.update_idle_seconds, not args.drop_loaded),
         most_part_bytes=args.most_part_mb << 20,
         most_bodies_bytes=PARTS_AT_ONCE * (args.most_part_mb << 20) + OTHER_BODIES_BYTES,
+        most_image_bytes=MAX_IMAGE_BYTES if args.images else CLOSED_BYTES,
         most_in_flight=args.most_in_flight,
     )
 

@@ -17,14 +17,26 @@ from prometheus_client.registry import Collector
 from .engine.engine_thread import EngineThread
 from .engine.protocol import Engine
 from .engine.versions import Serving, Versions
-from .errors import Conflict, NotReady
+from .errors import Conflict, FieldError, NotReady
+from .recent import Recent
 from .weights.adapters import Adapters
 from .weights.transports import Transports
 from .weights.update import UpdateLimits, Updater
+from .wire.images import MAX_IMAGE_BYTES
 from .wire.payload import CHECKSUMS
 
 PROTOCOL = 3
-ENGINE_FACTS = ("model", "engine", "device", "dtype", "context_length", "vocabulary", "logprobs_mode", "world_size")
+ENGINE_FACTS = (
+    "model",
+    "engine",
+    "device",
+    "dtype",
+    "context_length",
+    "vocabulary",
+    "logprobs_mode",
+    "world_size",
+    "images",
+)
 """Fields of EngineInfo that /info has as they are."""
 PARTS_AT_ONCE = 8
 """Parts of weights whose bodies are held side by side."""
@@ -39,6 +51,9 @@ class ServerOptions:
     most_json_bytes: int = 64 << 20
     most_part_bytes: int = 272 << 20
     most_bodies_bytes: int = 4 << 30  # of all requests that are under way; the parts that come at once must fit
+    most_image_bytes: int = MAX_IMAGE_BYTES  # of one
+    most_images_bytes: int = 2 << 30  # of all that are kept for prompts to name; the least recently used are dropped
+    most_images: int = 10_000
     most_in_flight: int = 4096
     most_seconds: float = 3600.0  # of one request
     stalled_seconds: float = 300.0  # without a step of the engine: no longer healthy
@@ -58,6 +73,7 @@ class RolloutServer:
         self.updater = Updater(engine, self.versions, self.thread, self.adapters.install, options.update)
         self.transports = Transports(options.shared_folder, options.most_part_bytes)
         self.requests = RequestCache()
+        self.images: Recent[str, bytes] = Recent(options.most_images_bytes, options.most_images)
         self.metrics = Metrics(self)
         self.started = time.monotonic()
         self.stopping = False
@@ -97,6 +113,14 @@ class RolloutServer:
         if self.stopping:
             raise NotReady("The server is stopping.")
 
+    def refuse_images(self, count: int) -> None:
+        """Where this engine is not shown so many in a prompt."""
+        most = self.engine.info.images
+        if not most:
+            raise FieldError("This server is shown no images: start it with --images N, the most in a prompt.")
+        if count > most:
+            raise FieldError(f"A prompt has {count} images; this server was started with --images {most}.")
+
     def info(self) -> dict[str, Any]:
         info, serving, options = self.engine.info, self.versions.serving, self.options
         return {
@@ -115,6 +139,7 @@ class RolloutServer:
             "limits": {
                 "json_bytes": options.most_json_bytes,
                 "part_bytes": options.most_part_bytes,
+                "image_bytes": options.most_image_bytes,
                 "in_flight": options.most_in_flight,
                 "seconds": options.most_seconds,
                 "update_bytes": options.update.total_bytes,
@@ -179,6 +204,7 @@ class Metrics(Collector):
             ("serving_version", -1 if version is None else version, "Version of the weights that serve; -1 for none."),
             ("ready", server.why_not_ready() is None, "1 where requests are answered."),
             ("engine_silent_seconds", thread.silent_seconds, "Since the engine's thread last moved."),
+            ("image_bytes", server.images.num_bytes, "Of the images that are kept for prompts to name."),
             ("uptime_seconds", time.monotonic() - server.started, "Since the start."),
         ):
             yield GaugeMetricFamily(f"posttrain_{name}", help_text, float(value))

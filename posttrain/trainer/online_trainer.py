@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import SHARED, StepTotals, TokenBatch
 from posttrain.core.results import TokenScores
-from posttrain.core.sample import Unit
+from posttrain.core.sample import Sample, Unit
 from posttrain.data.collate import Pixels
 from posttrain.data.images.media import FOLDER, MediaFolder
 from posttrain.data.images.streamed_span import StreamedSpan
@@ -51,14 +51,22 @@ from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
 from posttrain.trainer.online.agents import Agents, refuse_agent_options, rows_for
 from posttrain.trainer.online.authors import other_authors, refuse_vllm
+from posttrain.trainer.online.image_sync import OWN, ImageSync
 from posttrain.trainer.online.rollout_log import RolloutLog
-from posttrain.trainer.online.rollout_metrics import as_tensors, rollout_metrics
-from posttrain.trainer.online.vllm_setup import refuse_correction_without_logps, vllm_engine
+from posttrain.trainer.online.rollout_metrics import as_tensors, placeholder_metrics, rollout_metrics
+from posttrain.trainer.online.vllm_setup import (
+    PromptImages,
+    refuse_correction_without_logps,
+    refuse_images_in_vllm,
+    show_images,
+    vllm_engine,
+)
 from posttrain.trainer.online.windows import ScoredWithRollouts, rollout_loader, skipping_by_position, write_columns
 from posttrain.trainer.options.base import DEEPSPEED
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.report.progress import count, several
 from posttrain.trainer.step.memory_fit import fit_memory
+from posttrain.trainer.vision import image_probe
 
 logger = logging.getLogger(__name__)
 
@@ -130,13 +138,17 @@ class OnlineTrainer(BaseTrainer):
         if self.rewards.compares_groups:
             self.args.refuse_lone_completions(self.rewards.names[0])
         fit_memory(self)
+        self.shown_images = self._shown_images() if self.args.use_vllm or engine is not None else None
         self.engine = engine if engine is not None else self._make_engine()
+        if engine is not None and self.shown_images is not None:
+            show_images(engine, self.shown_images)
         if self.corrects_sampler:
             refuse_correction_without_logps(self.engine, self.args.sampling(self.stop_ids))
         self.weight_sync = WeightSync(
             self.engine,
             self.model,
             self.joint_export,
+            image_gap=None if self.shown_images is None else self.shown_images.sync.gap,
             tolerance=self.args.vllm_sync_tolerance,
             sharded_dtype=self.args.compute_dtype if self.is_fully_sharded else None,
             process_index=self.args.process_index,
@@ -250,9 +262,7 @@ class OnlineTrainer(BaseTrainer):
         if self.rollout_func is not None:
             raise ValueError(f"The dataset {name} has images, which a `rollout_func` is not shown: leave it out.")
         if self.args.use_vllm:
-            raise ValueError(
-                f"The dataset {name} has images, and vLLM is sent texts only so far: leave `use_vllm` out."
-            )
+            refuse_images_in_vllm(self.vision.family, self.args, name)
 
     def _refuse_tool_images(self) -> None:
         """Where images that join a prompt between its turns cannot be shown."""
@@ -275,7 +285,7 @@ class OnlineTrainer(BaseTrainer):
         if self.args.use_vllm:
             refuse_vllm(self)
             given = (self.args, self.model, self.renderer.tokenizer, self.decode_exactly, self.is_fully_sharded)
-            engine, self.joint_export = vllm_engine(*given, self.loaded.notes)
+            engine, self.joint_export = vllm_engine(*given, self.loaded.notes, self.shown_images)
             return engine
         if self.args.sharding == DEEPSPEED:
             raise ValueError(
@@ -285,6 +295,27 @@ class OnlineTrainer(BaseTrainer):
         if self.is_fully_sharded:
             return GatheredEngine(self.model, self.local_engine, self.args.device, self.args.compute_dtype)
         return self.local_engine(self.model)
+
+    def _shown_images(self) -> PromptImages | None:
+        """What an engine with weights of its own must know of the images in prompts; None: there are none."""
+        if self.shown_pixels is None:
+            return None
+        evaluated = self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]
+        lengths = [getattr(rows, "longest", None) for rows in (self.train_dataset, *evaluated) if rows is not None]
+        known = self.agents is None and None not in lengths  # nobody knows what tools will say, or a stream
+        longest = max(lengths) + self.args.max_completion_length if known else None
+        trains_vision = bool(self.vision.trained_parameters(innermost_model(self.model)))
+        sync = ImageSync(image_probe(self.vision, self.renderer).one, self._write_own_logps)
+        return PromptImages(self.vision, longest, trains_vision, sync)
+
+    def _write_own_logps(self, samples: Sequence[Sample]) -> None:
+        """Those of the trainer's weights, at temperature 1."""
+
+        def own(batch: TokenBatch) -> dict[str, Tensor]:
+            with evaluating(self.model):
+                return {OWN: score_tokens(self.model_wrapped, batch, chunk_tokens=self.args.chunk_tokens).logps}
+
+        self._write_columns(samples, own)
 
     def local_engine(self, model: nn.Module, **options: Any) -> RolloutEngine:
         """One that reads the weights of `model` in place."""
@@ -364,9 +395,11 @@ class OnlineTrainer(BaseTrainer):
 
     def write_columns(self, rollouts: list[Rollout], columns_of: Callable[[TokenBatch], dict[str, Tensor]]) -> None:
         """On their samples: as the function of that name, with this run's batches."""
+        self._write_columns([rollout.sample for rollout in rollouts], columns_of)
+
+    def _write_columns(self, samples: Sequence[Sample], columns_of: Callable[[TokenBatch], dict[str, Tensor]]) -> None:
         collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
         passes = (lambda count: most_of_any_process(count, self.args)) if self.is_fully_sharded else int
-        samples = [rollout.sample for rollout in rollouts]
         write_columns(samples, columns_of, collator, self.args.device, passes)
 
     def annotated(self, rollouts: list[Rollout]) -> dict[int, str] | None:
@@ -401,6 +434,8 @@ class OnlineTrainer(BaseTrainer):
         found = rollout_metrics(collected, self.rewards.names)
         if self.agents is not None:
             found |= self.agents.metrics(collected)
+        if self.shown_pixels is not None and getattr(self.engine, "is_foreign", False):
+            found |= placeholder_metrics(collected)
         self.metrics.add(mode, as_tensors(found))
 
     # ---- as dataloaders ----------------------------------------------------------------------------------------------

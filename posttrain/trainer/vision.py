@@ -46,6 +46,7 @@ class Vision:
     pixels: PixelLoader
     context: int | None  # tokens that the model can read
     datasets_with_images: list[str] = field(default_factory=list)
+    most_images: int | None = 0  # in a row; None: rows come from a stream
 
     @property
     def media(self) -> MediaFolder | None:
@@ -101,8 +102,12 @@ class Vision:
         has_images = len(store.spans) > 0 if store is not None else True  # nobody knows what a stream will bring
         if has_images:
             self.datasets_with_images.append(name)
-        if store is not None:
-            self.pixels.add(dataset, store, name)
+        if store is None:
+            self.most_images = None
+            return
+        self.pixels.add(dataset, store, name)
+        if self.most_images is not None:
+            self.most_images = max(self.most_images, int(store.span_counts.max(initial=0)))
 
     def load_options(self, args: ImageConfig, renderer: Renderer) -> dict[str, Any]:
         """Arguments of LoadOptions. What no image will reach is not trained: DDP would wait for gradients of the tower, and weight

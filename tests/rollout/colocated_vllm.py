@@ -210,7 +210,7 @@ def test_ends_and_refusals(synced):
     found = generate(engine, odd, SamplingParams(max_tokens=12, temperature=0))
     assert [done.finish_reason for done in found] == [ERROR] * 4 + [LENGTH] * 2
     assert [len(done.ids) for done in found] == [0, 0, 0, 0, 6, 2]
-    for done, words in zip(found, ("leaves no room", "knows 0 to", "no tokens", "media")):
+    for done, words in zip(found, ("leaves no room", "knows 0 to", "no tokens", "reads texts only")):
         assert words in done.error
     with pytest.raises(ValueError, match="vLLM would draw at"):
         generate(engine, asked, SamplingParams(max_tokens=2, temperature=0.001))

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import math
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
+from posttrain.data.vision.families import FAMILIES
 from posttrain.models.load.weight_export import exported_adapter, exported_weights
 from posttrain.rollout.engines.joint_export import JointExport
 from posttrain.rollout.engines.protocol import SamplingParams
 from posttrain.rollout.engines.vllm import colocate
+from posttrain.rollout.engines.vllm.pictures import Pictures
 from posttrain.rollout.engines.vllm.server_engine import ServedVLLM
 from posttrain.rollout.engines.vllm.sync_probe import BOUNDS, WeightsDiffer, scored_by
 from posttrain.rollout.engines.weight_sync import SECONDS, WeightSync
@@ -23,15 +29,18 @@ from tests.rollout.served import FakeClient
 class SleepingVLLM:
     """What a VLLMEngine on a GPU does, without vLLM: it loads, compares and sleeps; `step` gives what `moves` says."""
 
+    CAN: ClassVar = {"weights": True, "adapters": True, "images": True, "new_towers": True}
+
     def __init__(self, options):
-        self.info = SimpleNamespace(capabilities={"weights": True, "adapters": True}, notes=(), context_length=512)
+        self.info = SimpleNamespace(capabilities=dict(self.CAN), notes=("It is an old one.",), context_length=512)
         self.calls, self.aborted = [], []
 
     def load_weights(self, tensors):
         self.calls.append("load")
         list(tensors)
 
-    def reset_prefix_cache(self, running):
+    def reset_prefix_cache(self, running, images):
+        self.calls.append(f"forget images: {images}")
         return True
 
     def sleep(self, level):
@@ -49,7 +58,7 @@ class SleepingVLLM:
     def abort(self, names):
         self.aborted += names
 
-    def in_workers(self, function, tensors, at_most):
+    def in_workers(self, function, tensors, at_most, leaves_out):
         list(tensors)
         return [[]]
 
@@ -63,8 +72,8 @@ def colocated(monkeypatch):
     monkeypatch.setattr(colocate, "VLLMEngine", SleepingVLLM)
     made = []
 
-    def make(model, **options):
-        made.append(colocate.ColocatedVLLM(model, options=colocate.ColocateOptions(**options)))
+    def make(model, pictures=None, **options):
+        made.append(colocate.ColocatedVLLM(model, options=colocate.ColocateOptions(**options), pictures=pictures))
         return made[-1]
 
     yield make
@@ -95,6 +104,46 @@ def test_a_probe_that_vllm_does_not_answer_is_a_sentence(colocated):
     with pytest.raises(RuntimeError, match="no token for 0 s with 2 prompts in flight"):
         engine.score([[1, 2, 3], [4, 5, 6]])
     assert len(engine.engine.aborted) == 2
+
+
+# ---- images ------------------------------------------------------------------------------------------------------------------
+
+
+def pictures():
+    return Pictures(SimpleNamespace(family=replace(FAMILIES["llava"], written_id=3, forbidden_ids=(3,))))
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_encoded_images_are_forgotten_after_an_update_unless_tower_and_projector_are_frozen(colocated, frozen):
+    engine = colocated(tiny.causal_lm(), pictures(), images=1, keeps_images=frozen)
+    engine.load_weights(None, 1)
+    assert engine.engine.calls == ["load", f"forget images: {not frozen}"]
+
+
+@pytest.mark.parametrize(("lacks", "frozen", "refused"), [
+    ("new_towers", False, True), ("new_towers", True, False), ("images", True, True), ("images", False, True),
+])  # fmt: skip
+def test_a_vllm_that_cannot_forget_images_is_refused_where_the_tower_is_trained(
+    colocated, monkeypatch, lacks, frozen, refused
+):
+    monkeypatch.setattr(SleepingVLLM, "CAN", SleepingVLLM.CAN | {lacks: False})
+    with pytest.raises(ValueError, match=r"It is an old one.*`freeze_vision_tower`") if refused else nullcontext():
+        colocated(tiny.causal_lm(), pictures(), images=1, keeps_images=frozen)
+
+
+def test_layers_of_a_tower_that_vllm_does_not_have_are_no_difference(colocated):
+    engine = colocated(tiny.causal_lm(), pictures(), images=1)
+    assert engine._may_be_left_out("vision_tower.vision_model.encoder.layers.23.mlp.fc1.weight")
+    assert not engine._may_be_left_out("language_model.model.layers.0.mlp.up_proj.weight")
+
+
+@pytest.mark.parametrize(("gap", "differs"), [(1e-5, False), (0.02, True), (math.nan, False)])
+def test_an_engine_that_sees_other_pixels_is_found_out(gap, differs):
+    """Its weights and its log-probs after texts are the trainer's. NaN: it wrote nothing that could be compared."""
+    model = rough_model(torch.float32)
+    sync = WeightSync(Rounded(model, torch.float32), model, image_gap=lambda engine: gap)
+    with pytest.raises(WeightsDiffer, match="after an image differ") if differs else nullcontext():
+        assert sync.ready(1)["sync/logp_difference/images"] == pytest.approx(gap, nan_ok=True)
 
 
 # ---- the bound ---------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from posttrain.serve.engine.protocol import LENGTH, STOP, AdapterRef, EngineInfo, Job, Progress, ScoreJob
+from posttrain.serve.engine.protocol import ERROR, LENGTH, STOP, AdapterRef, EngineInfo, Job, Progress, ScoreJob
 from posttrain.serve.wire.payload import TensorSpec
 
 VOCABULARY = 100_000
@@ -34,14 +34,26 @@ class EchoEngine:
         step_seconds: float = 0.0,
         on_load: Callable[[str], None] = lambda name: None,
         device: str = "cpu",
+        images: int = 0,
+        expands_to: int | None = None,
     ) -> None:
+        """`images`: most in a prompt. `expands_to`: so many tokens are made of a prompt that has some; None: as many as it has."""
+        self.shown: list[list[int]] = []  # ids of each prompt with images, as a model is given them
+        self._expands_to = expands_to
         self.weights = {name: tensor.to(device, copy=True) for name, tensor in weights.items()}
         self._initial = {name: tensor.clone() for name, tensor in weights.items()}
         self._jobs: dict[str, _Writing] = {}
         self._step_seconds, self._on_load = step_seconds, on_load
         self.started: list[str] = []  # every job that was ever begun, to count those that ran twice
         self.asleep = 0
-        can = {"weights": True, "adapters": True, "sleep": True, "score": True, "structured": False}
+        can = {
+            "weights": True,
+            "adapters": True,
+            "sleep": True,
+            "score": True,
+            "structured": False,
+            "images": images > 0,
+        }
         self.info = EngineInfo(
             "echo",
             context_length,
@@ -52,12 +64,15 @@ class EchoEngine:
             "echo",
             capabilities=can,
             adapter_modules=("q", "q_proj"),
+            images=images,
         )
 
     def add(self, job: Job, adapter: AdapterRef | None) -> None:
         if len(job.ids) >= self.info.context_length:
             raise ValueError(f"A prompt of {len(job.ids)} tokens leaves no room in {self.info.context_length}.")
         self.started.append(job.job_id)
+        if getattr(job, "shown", None) is not None:
+            self.shown.append(job.shown.vllm_prompt(job.ids)["prompt_token_ids"])
         self._jobs[job.job_id] = _Writing(job, adapter.version if adapter else 0)
 
     def step(self) -> list[Progress]:
@@ -72,6 +87,8 @@ class EchoEngine:
 
     def _write(self, writing: _Writing) -> Progress:
         job = writing.job
+        if job.shown is not None and self._expands_to is not None:
+            return Progress(job.job_id, [], ERROR, error=job.shown.difference(job.ids, [0] * self._expands_to))
         tensors = list(self.weights.values())
         writing.ids.append(int(tensors[len(writing.ids) % len(tensors)].flatten()[0]) + writing.shift)
         room = min(job.sampling.max_tokens, self.info.context_length - len(job.ids))

@@ -16,7 +16,9 @@ class Served:
     def __init__(self, token=TOKEN, options=None, **engine):
         self.engine = EchoEngine(numbered_weights(0), **engine)
         self.server = RolloutServer(
-            self.engine, options or ServerOptions(most_json_bytes=1 << 16, most_part_bytes=1 << 16)
+            self.engine,
+            options
+            or ServerOptions(**dict.fromkeys(("most_json_bytes", "most_part_bytes", "most_image_bytes"), 1 << 16)),
         )
         self.server.start()
         self.app = build_app(self.server, token)

@@ -29,7 +29,7 @@ ALL = [(endpoint.method, endpoint.path) for endpoint in ENDPOINTS]
 def test_the_application_has_the_routes_of_the_table_and_no_others(served):
     routes = served().app.app.routes
     assert sorted((method, route.path) for route in routes for method in route.methods - {"HEAD"}) == sorted(ALL)
-    assert len(ALL) == len(set(ALL)) == 17
+    assert len(ALL) == len(set(ALL)) == 18
 
 
 @pytest.mark.parametrize(("method", "path"), [*ALL, ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/nowhere")])
@@ -234,7 +234,7 @@ def test_metrics_have_their_names(served):
     assert {name.partition("{")[0] for name in values} == {
         *("requests_total", "request_seconds_total", "generated_tokens_total", "joined_requests_total"),
         *("updates_committed_total", "updates_failed_total", "in_flight", "serving_version", "ready"),
-        *("engine_silent_seconds", "uptime_seconds"),
+        *("engine_silent_seconds", "uptime_seconds", "image_bytes"),
     }
     assert values["generated_tokens_total"] == 3
     assert values['requests_total{route="/generate",status="200"}'] == 1

@@ -5,7 +5,8 @@ from __future__ import annotations
 import http.server
 import json
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -13,16 +14,21 @@ from peft import LoraConfig, get_peft_model
 
 from posttrain import GRPOConfig, GRPOTrainer, RLOOTrainer
 from posttrain.core.transport import ServerRefused, ServerSlow
+from posttrain.data.vision.families import FAMILIES
 from posttrain.rollout.engines.vllm.client import ServerClient, ServerInfo
 from posttrain.rollout.engines.vllm.params import PROCESSED, RAW
 from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.trainer.online.vllm_setup import (
+    PromptImages,
     _sends_adapter,
     client_of,
     refuse_correction_without_logps,
+    refuse_images_in_vllm,
+    refuse_servers_without_images,
     shared_gpu_notes,
+    show_images,
     vllm_engine,
 )
 from tests import tiny
@@ -208,3 +214,84 @@ def test_without_vllm_a_colocated_run_says_what_else_there_is(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"the native engine.*vllm_mode='server'"):
         vllm_engine(trainer().args, None, None, str, is_fully_sharded=False, notes=[])
+
+
+# ---- images ------------------------------------------------------------------------------------------------------------
+
+
+def shown(most=2, trains=True, longest=900, context=4096):
+    vision = SimpleNamespace(most_images=most, context=context)
+    return PromptImages(vision, longest, trains, SimpleNamespace(tokens=600))
+
+
+def member(client, images, **can):
+    info = SimpleNamespace(
+        images=images, capabilities={"images": images > 0, "new_towers": True} | can, notes=("Note.",)
+    )
+    return SimpleNamespace(client=client, info=info, name=client.name)
+
+
+@pytest.mark.parametrize(
+    ("client", "images", "can", "sentence"),
+    [
+        (ServerClient, 2, {}, None),
+        (ServerClient, 5, {}, None),
+        (ServerClient, 0, {}, r"was started without --images\. Start it with `posttrain vllm-serve --images 2`"),
+        (ServerClient, 1, {}, r"was started with --images 1\. Start it with `posttrain vllm-serve --images 2`"),
+        (ServerClient, 2, {"new_towers": False}, r"trains the vision tower .* Note\. Start it with a newer vLLM"),
+        (UpstreamClient, 0, {}, r"is a plain `vllm serve`, whose completions .* `posttrain vllm-serve --images 2`"),
+    ],
+)
+def test_servers_that_cannot_be_shown_the_images_of_a_run_are_refused(client, images, can, sentence):
+    asked = member(client("http://127.0.0.1:1"), images, **can)
+    with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
+        refuse_servers_without_images([asked], shown())
+    if can:  # where the tower is frozen, what is encoded stays valid
+        refuse_servers_without_images([asked], shown(trains=False))
+
+
+@pytest.mark.parametrize(
+    ("images", "most", "context"),
+    [
+        (shown(), 2, 900),
+        (shown(longest=100), 2, 600),  # of the probe
+        (shown(longest=None), 2, None),
+        (shown(longest=5000), 2, 4096),
+        (shown(most=None), 999, 900),
+        (shown(most=0), 1, 900),
+    ],
+)
+def test_what_vllm_is_started_for_follows_from_the_data(images, most, context):
+    assert (images.most, images.context_length()) == (most, context)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "sentence"),
+    [
+        ("llava", {}, None),
+        ("gemma3", {}, "looks in both directions"),
+        ("paligemma", {}, "looks in both directions"),
+        ("llava", {"vllm_model_impl": "transformers"}, "leave `vllm_model_impl` out"),
+    ],
+)
+def test_what_vllm_is_not_shown_is_refused_before_a_model_is_loaded(family, options, sentence, tmp_path):
+    args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, use_vllm=True, **options)
+    with pytest.raises(ValueError, match=sentence) if sentence else nullcontext():
+        refuse_images_in_vllm(replace(FAMILIES[family], written_id=7), args, "train")
+    with pytest.raises(ValueError, match="which token stands for one"):
+        refuse_images_in_vllm(FAMILIES["llava"], args, "train")
+
+
+def test_an_engine_that_was_given_is_shown_the_images_or_refused():
+    client = ServerClient("http://127.0.0.1:1")
+    handed = SimpleNamespace(
+        fleet=SimpleNamespace(members=[member(client, 2)]), show=lambda pictures: handed.seen.append(pictures)
+    )
+    handed.seen, images = [], shown()
+    images.vision.pixels = SimpleNamespace(family=FAMILIES["llava"])
+    images.vision.layouts = SimpleNamespace(options={"a": 1})
+    show_images(handed, images)
+    assert handed.seen[0].options == {"a": 1}
+    show_images(SimpleNamespace(reads_images=True), images)
+    with pytest.raises(ValueError, match=r"the engine that it was given \(object\) is shown none"):
+        show_images(object(), images)

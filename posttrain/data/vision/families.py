@@ -116,6 +116,7 @@ def vision_family(model_type: str, processor: Any) -> VisionFamily:
     return replace(
         family,
         written=processor.image_token,
+        written_id=vocabulary[processor.image_token],
         placeholder=placeholder,
         placeholder_id=vocabulary[placeholder],
         forbidden_ids=tuple(sorted(set(known))),

@@ -144,7 +144,7 @@ def image_features(model: nn.Module, images: BatchImages) -> Any:
     trains = any(parameter.requires_grad for parameter in vision_parameters(model, family))
     made = _encoded(model, family, images, trains)
     # What inference mode has made can never be part of a graph, which a later pass of the same batch may have.
-    if not (trains or is_sharded or torch.is_inference_mode_enabled() or _has_adapter(model, family)):
+    if not (trains or is_sharded or torch.is_inference_mode_enabled() or has_vision_adapter(model, family)):
         object.__setattr__(images, _MADE, (weakref.ref(model), made))
     return made
 
@@ -166,7 +166,7 @@ def vision_parameters(model: nn.Module, family: VisionFamily) -> Iterator[nn.Par
         yield from (part,) if isinstance(part, nn.Parameter) else part.parameters()
 
 
-def _has_adapter(model: nn.Module, family: VisionFamily) -> bool:
+def has_vision_adapter(model: nn.Module, family: VisionFamily) -> bool:
     """Whether PEFT has put a layer of its own around one of tower or projectors."""
     parts = (attrgetter(path)(model) for path in (family.tower, *family.projectors))
     modules = (module for part in parts if isinstance(part, nn.Module) for module in part.modules())

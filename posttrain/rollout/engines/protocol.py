@@ -20,6 +20,9 @@ from posttrain.core.sample import ImageSpan
 STOP, LENGTH, ERROR = "stop", "length", "error"
 """Finish reasons: a stop id or string; the allowance or the context is used up; this prompt could not be run."""
 
+WROTE_PLACEHOLDER = "The model wrote a token that stands for an image"
+"""So begins the error of such a completion, where the engine cannot forbid the token."""
+
 Decode = Callable[[Sequence[int]], str]
 """A detokeniser. Engines know token ids only; the owner of the tokenizer passes one in."""
 
@@ -88,11 +91,6 @@ class Prompt:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ids", np.asarray(self.ids, dtype=np.int32))
-
-    @property
-    def media(self) -> tuple[ImageSpan, ...]:
-        """What engines that write after texts only refuse."""
-        return self.images
 
 
 @dataclass

@@ -14,9 +14,10 @@ from posttrain.core.processes import of_every_process
 from posttrain.models.load.model import innermost_model
 from posttrain.models.sharding import local_part, reshard
 from posttrain.rollout.engines.joint_export import JointExport
-from posttrain.rollout.engines.vllm.sync_probe import BOUNDS, ProbeResult, SyncProbe, scored_by
+from posttrain.rollout.engines.vllm.sync_probe import BOUNDS, ProbeResult, SyncProbe, WeightsDiffer, scored_by
 
 SECONDS, MEAN, LARGEST = "sync/seconds", "sync/logp_difference/mean", "sync/logp_difference/max"
+IMAGES = "sync/logp_difference/images"
 
 
 class WeightSync:
@@ -28,12 +29,14 @@ class WeightSync:
         model: nn.Module,
         joint: JointExport | None = None,
         *,
+        image_gap: Callable[[Any], float] | None = None,
         tolerance: float | None = None,
         sharded_dtype: torch.dtype | None = None,
         process_index: int = 0,
         world_size: int = 1,
     ) -> None:
-        """`joint` and `sharded_dtype` (in which they are computed with) are there where FSDP holds the weights in pieces."""
+        """`joint` and `sharded_dtype` (in which they are computed with) are there where FSDP holds the weights in pieces.
+        `image_gap(engine)`: how far log-probs of trainer and engine are apart after an image, where prompts have some."""
         if tolerance is not None and not getattr(engine, "is_foreign", False):
             raise ValueError(
                 "`vllm_sync_tolerance` is set, and the completions are written from the trainer's own weights: it would have no "
@@ -41,6 +44,7 @@ class WeightSync:
             )
         self.engine, self.model, self.joint, self.tolerance = engine, model, joint, tolerance
         self.sharded_dtype, self.process_index, self.world_size = sharded_dtype, process_index, world_size
+        self.image_gap = image_gap
         self._done: tuple[int, int] | None = None
         self._probe: SyncProbe | None = None
 
@@ -63,8 +67,22 @@ class WeightSync:
         send_weights(engine, version, self.process_index, self.world_size, self.joint)
         engine.wake()
         found = self._checked(version)
+        numbers = {MEAN: found.mean, LARGEST: found.largest}
+        if self.image_gap is not None:
+            numbers[IMAGES] = self._checked_after_an_image(version)
         self._done = state
-        return {SECONDS: time.perf_counter() - began, MEAN: found.mean, LARGEST: found.largest}
+        return {SECONDS: time.perf_counter() - began, **numbers}
+
+    def _checked_after_an_image(self, version: int) -> float:
+        """NaN where the engine wrote nothing."""
+        apart, bound = self.image_gap(self.engine), self._probe.bound
+        if apart > bound:
+            raise WeightsDiffer(
+                f"After the update to version {version} the engine's log-probs after an image differ from the trainer's by "
+                f"{apart:.3g} on average; {bound:g} would be rounding. They agree after texts: so the engine shows its model other "
+                "pixels, or what weights of before have made of them."
+            )
+        return apart
 
     def _checked(self, version: int) -> ProbeResult:
         """Scores of a fixed batch on both sides; WeightsDiffer stops the run."""

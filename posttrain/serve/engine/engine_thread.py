@@ -15,7 +15,17 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from ..errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady, ServeError, TooLarge
+from ..errors import (
+    Busy,
+    Conflict,
+    DeadlinePassed,
+    EngineFailed,
+    FieldError,
+    NotReady,
+    PromptDiffers,
+    ServeError,
+    TooLarge,
+)
 from .protocol import ABORTED, ERROR, AdapterRef, Engine, GenerateJob, Job, Outcome, Progress
 from .versions import Versions
 
@@ -261,6 +271,9 @@ class EngineThread:
             running.latest = progress
             if progress.finish_reason is not None:
                 del self._running[progress.job_id]
+                if progress.error is not None:
+                    running.done(_refused(running.job, PromptDiffers(progress.error), running.marks[0][1]))
+                    continue
                 self.tokens += len(progress.ids) if isinstance(running.job, GenerateJob) else 0
                 running.done(_outcome(running, progress.finish_reason, None))
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..wire.payload import ITEM_BYTES, TensorSpec
+from .shown_images import ShownImages
 
 DTYPES = {name: getattr(torch, name) for name in ITEM_BYTES}
 """The dtypes of the wire format as torch knows them."""
@@ -56,6 +57,7 @@ class GenerateJob:
     accepted: Accepted
     top_logprobs: int = 0
     base_weights: bool = False  # without the adapter that serves
+    shown: ShownImages | None = None  # the images that `ids` has tokens for
 
 
 @dataclass(frozen=True)
@@ -83,6 +85,7 @@ class Progress:
     logps: Sequence[float] = ()  # of each id; filled when finished
     top: Sequence[Sequence[tuple[int, float]]] = ()  # the most likely tokens at each place, if asked for
     stop_reason: int | str | None = None
+    error: str | None = None  # why it cannot be run, where it ended so: finish reason ERROR
 
 
 @dataclass
@@ -123,6 +126,7 @@ class EngineInfo:
     capabilities: dict[str, bool] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     adapter_modules: tuple[str, ...] = ()  # the modules that adapters may change
+    images: int = 0  # most in a prompt; 0: it is shown none
 
 
 class Engine(Protocol):
@@ -149,7 +153,7 @@ class Engine(Protocol):
         """The weights that were loaded at the start, read again."""
 
     def reset_prefix_cache(self, running: bool) -> bool:
-        """Forget cached keys and values; with `running`, also those of running jobs, which are computed again."""
+        """Forget cached keys, values and encoded images; with `running`, also those of running jobs, which are computed again."""
 
     def add_adapter(self, adapter: AdapterRef) -> None: ...
 

@@ -15,7 +15,9 @@ from ..errors import EngineFailed
 from ..wire.payload import TensorSpec
 from .cpu_linear import keep_cpu_weights_loadable
 from .model_folder import ModelFiles
-from .protocol import LENGTH, STOP, AdapterRef, EngineInfo, GenerateJob, Job, Progress, ScoreJob
+from .protocol import ERROR, LENGTH, STOP, AdapterRef, EngineInfo, GenerateJob, Job, Progress, ScoreJob
+from .random_weights import keep_buffers
+from .tower_names import as_vllm_names
 from .worker_weights import EXTENSION, WorkerWeights
 
 log = logging.getLogger(__name__)
@@ -23,6 +25,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_LOGPROBS = 1024
+IMAGE_CACHES = ("reset_encoder_cache", "reset_mm_cache")
+"""Methods of vLLM's engine, by which it forgets what it has made of images."""
 ADAPTER_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What adapters may change, unless said otherwise. With `lm_head` among them vLLM cannot score prompts (its layer for
 the logits of adapters expects one row per sequence: an error that ends the engine, seen with 0.32.0 on the CPU)."""
@@ -46,6 +50,10 @@ class VLLMOptions:
     random_weights: bool = False  # the folder has a config only; the first update brings the weights
     eager: bool = False
     seed: int = 0
+    images: int = 0  # most in a prompt; 0: it is shown none
+    image_options: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the image processor, for all that is measured at the start
     shared_folder: Path | None = None  # through which weights reach worker processes; None: this user's in /dev/shm
     more: dict[str, Any] = field(default_factory=dict)  # further fields of vLLM's EngineArgs
 
@@ -56,6 +64,7 @@ class _Writing:
     ids: list[int] = field(default_factory=list)
     logps: list[float] = field(default_factory=list)
     top: list[list[tuple[int, float]]] = field(default_factory=list)
+    is_compared: bool = False  # its prompt with vLLM's tokens of it, where it has images
 
 
 class VLLMEngine:
@@ -71,6 +80,7 @@ class VLLMEngine:
         self._workers = WorkerWeights(options.shared_folder) if options.tensor_parallel > 1 else None
         self._on_cpu = current_platform.is_cpu()
         notes = [keep_cpu_weights_loadable()] if self._on_cpu else []
+        keeps_buffers = not options.random_weights or keep_buffers()
         self._engine = LLMEngine.from_engine_args(EngineArgs(**_engine_args(options, self._on_cpu)))
         self._files = ModelFiles(options.model, options.more.get("revision"), options.more.get("download_dir"))
         if self._files.note and not options.random_weights:
@@ -93,7 +103,17 @@ class VLLMEngine:
             "sleep": options.sleep and not self._on_cpu,
             "score": not options.adapters or "lm_head" not in options.adapter_modules,
             "structured": True,
+            "images": options.images > 0 and _is_multimodal(config) and keeps_buffers,
+            "new_towers": all(hasattr(self._engine, name) for name in IMAGE_CACHES),
         }
+        if options.images and not _is_multimodal(config):
+            notes.append(f"{options.model} is no model that sees images, as far as vLLM knows: it is shown none.")
+        if options.images and not keeps_buffers:
+            notes.append(
+                f"vLLM {vllm.__version__} may write random numbers into buffers of a tower, which no update brings."
+            )
+        if can["images"] and not can["new_towers"]:
+            notes.append(f"vLLM {vllm.__version__} cannot forget images that it has encoded.")
         self.info = EngineInfo(
             model=options.model,
             context_length=config.max_model_len,
@@ -106,6 +126,7 @@ class VLLMEngine:
             capabilities=can,
             notes=tuple(notes),
             adapter_modules=options.adapter_modules if options.adapters else (),
+            images=options.images if can["images"] else 0,
         )
 
     # jobs -----------------------------------------------------------------------------------------------------------
@@ -114,7 +135,9 @@ class VLLMEngine:
         params = self._sampling(job) if isinstance(job, GenerateJob) else self._scoring(job)
         lora = _lora_request(adapter) if adapter else None
         self._jobs[job.job_id] = _Writing(job)  # first, so that `abort` knows it if vLLM refuses half way
-        self._engine.add_request(job.job_id, {"prompt_token_ids": list(job.ids)}, params, lora_request=lora)
+        shown = job.shown if isinstance(job, GenerateJob) else None
+        prompt = {"prompt_token_ids": list(job.ids)} if shown is None else shown.vllm_prompt(job.ids)
+        self._engine.add_request(job.job_id, prompt, params, lora_request=lora)
 
     def _sampling(self, job: GenerateJob) -> Any:
         from vllm import SamplingParams
@@ -160,12 +183,23 @@ class VLLMEngine:
             if isinstance(writing.job, ScoreJob):
                 progress = self._scores(writing.job, output) if output.finished else None
             else:
-                progress = self._written(writing, output)
-            if output.finished:
+                progress = self._refused_prompt(writing, output) or self._written(writing, output)
+            if progress is not None and progress.error is not None:
+                self.abort([output.request_id])
+            elif output.finished:
                 del self._jobs[output.request_id]
             if progress is not None:
                 moved.append(progress)
         return moved
+
+    def _refused_prompt(self, writing: _Writing, output: Any) -> Progress | None:
+        """Where vLLM has made other tokens of a prompt with images than the trainer has."""
+        job = writing.job
+        if job.shown is None or writing.is_compared:
+            return None
+        writing.is_compared = True
+        difference = job.shown.difference(job.ids, output.prompt_token_ids)
+        return None if difference is None else Progress(job.job_id, [], ERROR, error=difference)
 
     def _written(self, writing: _Writing, output: Any) -> Progress:
         new = output.outputs[0]
@@ -214,8 +248,16 @@ class VLLMEngine:
     def initial_weights(self) -> Iterable[tuple[str, Tensor]] | None:
         return None if self._options.random_weights else self._files.read_tensors()
 
-    def reset_prefix_cache(self, running: bool) -> bool:
-        return bool(self._engine.reset_prefix_cache(reset_running_requests=running))
+    def reset_prefix_cache(self, running: bool, images: bool = True) -> bool:
+        """`images`: also what the weights before have made of images, which vLLM finds again by image alone."""
+        done = bool(self._engine.reset_prefix_cache(reset_running_requests=running))
+        if images and self.info.images:
+            self._engine.reset_encoder_cache()
+            if (
+                not running
+            ):  # pixels, which no weights have touched; without those that it waits for a running request would fail
+                self._engine.reset_mm_cache()
+        return done
 
     def add_adapter(self, adapter: AdapterRef) -> None:
         if not self._engine.add_lora(_lora_request(adapter)):
@@ -263,10 +305,18 @@ def _engine_args(options: VLLMOptions, on_cpu: bool) -> dict[str, Any]:
         args["worker_extension_cls"] = EXTENSION
     if options.random_weights:
         args["load_format"] = "dummy"
+    if options.images:
+        args["limit_mm_per_prompt"] = {"image": options.images, "video": 0, "audio": 0}
+        args["mm_processor_kwargs"] = options.image_options or None
     if options.adapters:
         args |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": options.most_rank}
         args["lora_target_modules"] = list(options.adapter_modules)
     return args | options.more
+
+
+def _is_multimodal(config: Any) -> bool:
+    """By vLLM's own config of the model."""
+    return bool(getattr(config, "is_multimodal_model", False))
 
 
 def _load_into_worker(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -278,7 +328,7 @@ def _load_into_worker(worker: Any, tensors: Iterable[tuple[str, Tensor]]) -> lis
 
     model = worker.model_runner.model
     with torch.no_grad():
-        loaded = model.load_weights(tensors)
+        loaded = model.load_weights(as_vllm_names(model, tensors))
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return [] if loaded is None else sorted({name for name, _ in model.named_parameters()} - set(loaded))

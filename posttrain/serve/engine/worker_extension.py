@@ -17,7 +17,10 @@ from vllm.platforms import current_platform
 from ..wire.shared_blocks import SharedFolder
 from .cpu_linear import keep_cpu_weights_loadable
 from .protocol import DTYPES
+from .random_weights import keep_buffers
+from .tower_names import as_vllm_names
 
+keep_buffers()
 if current_platform.is_cpu():  # of this process: what the server did to its own vLLM is unknown here
     keep_cpu_weights_loadable()
 
@@ -43,7 +46,8 @@ class WeightLoading:
         finally:
             shared.close()
         with torch.no_grad():
-            loaded = self.model_runner.model.load_weights(_views(mapped, entries))
+            model = self.model_runner.model
+            loaded = model.load_weights(as_vllm_names(model, _views(mapped, entries)))
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the block is removed afterwards
         return loaded

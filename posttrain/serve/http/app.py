@@ -142,7 +142,7 @@ class Endpoint:
 
 LATER = 30.0
 """The handlers end earlier, by the deadline in the body."""
-JSON, PART, SMALL = "most_json_bytes", "most_part_bytes", 1 << 16
+JSON, PART, IMAGE, SMALL = "most_json_bytes", "most_part_bytes", "most_image_bytes", 1 << 16
 QUICK, LONG, FETCH = 10.0, None, MAX_FETCH_SECONDS + LATER
 
 ENDPOINTS = (
@@ -152,6 +152,7 @@ ENDPOINTS = (
     Endpoint("GET", "/metrics", control.metrics, seconds=QUICK),
     Endpoint("POST", "/generate", generation.generate, bodies.Generate, JSON, LONG),
     Endpoint("POST", "/score", generation.score, bodies.Score, JSON, LONG),
+    Endpoint("PUT", "/images/{key}", control.put_image, None, IMAGE, 600.0, PARTS_AT_ONCE),
     Endpoint("POST", "/weights/begin", control.weights_begin, bodies.Begin, JSON, concurrency=4),
     Endpoint("POST", "/weights/part", control.weights_part, None, PART, 600.0, PARTS_AT_ONCE),
     Endpoint("POST", "/weights/fetch", control.weights_fetch, bodies.Fetch, JSON, FETCH, concurrency=4),
@@ -213,7 +214,7 @@ class _Served:
                         body = await asyncio.to_thread(_parsed, body, endpoint.body)
                     elif endpoint.body is not None:
                         body = _parsed(body, endpoint.body)
-                    answer = await endpoint.handler(self._server, body)
+                    answer = await endpoint.handler(self._server, body, **request.path_params)
         except TimeoutError as error:
             raise DeadlinePassed(f"{endpoint.path} took more than {seconds:g} s.") from error
         return answer if isinstance(answer, Response) else JSONResponse(answer)
@@ -269,7 +270,7 @@ def build_app(server: RolloutServer, token: str) -> Gate:
 
     def not_routed(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
-        methods = [endpoint.method for endpoint in ENDPOINTS if endpoint.path == path]
+        methods = [method for route in routes if route.path_regex.match(path) for method in route.methods - {"HEAD"}]
         wrong_method = MethodNotAllowed(f"Use {', '.join(methods)} for {path}.")
         response = refusal(wrong_method if methods else NotFound("There is no such route."))
         server.metrics.count("none", response.status_code, 0.0)

@@ -10,8 +10,9 @@ from starlette.responses import JSONResponse, Response
 from torch import Tensor
 
 from .. import bodies
-from ..errors import FieldError, NotReady
+from ..errors import FieldError, NotReady, PayloadError, TooLarge
 from ..server import RolloutServer
+from ..wire.images import check_image, image_key
 from ..wire.payload import Buffer
 
 CALL_SECONDS = 50.0
@@ -40,6 +41,23 @@ async def info(server: RolloutServer, _: bytearray) -> Fields:
 async def metrics(server: RolloutServer, _: bytearray) -> Response:
     text, kind = server.metrics.text()
     return Response(text, media_type=kind)
+
+
+async def put_image(server: RolloutServer, body: bytearray, key: str) -> Fields:
+    """An image that prompts may name from now on, until others have pushed it out. `key`: the sha-256 of the body."""
+    server.refuse_if_stopping()
+    server.refuse_images(1)
+    data = bytes(body)
+    found = await asyncio.to_thread(image_key, data)
+    if found != key:
+        raise PayloadError(f"The sha-256 of the {len(data)} bytes that came is {found}, and not the key in the path.")
+    check_image(data)
+    if len(data) > server.images.most_bytes:
+        raise TooLarge(
+            f"The image has {len(data)} bytes; this server keeps {server.images.most_bytes} of all together."
+        )
+    server.images.put(key, data, len(data))
+    return {"images": len(server.images)}
 
 
 async def weights_begin(server: RolloutServer, body: bodies.Begin) -> Fields:

@@ -13,10 +13,12 @@ from starlette.responses import Response
 
 from ..bodies import Generate, Prompt, Score, TokenRequest
 from ..engine.protocol import ABORTED, ERROR, GenerateJob, Job, Outcome, ScoreJob
-from ..errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, NotReady
+from ..engine.shown_images import ShownImage, ShownImages
+from ..errors import Busy, Conflict, DeadlinePassed, EngineFailed, FieldError, ImagesMissing, NotReady, PromptDiffers
 from ..server import RolloutServer
+from ..wire.images import decode_image
 
-REFUSALS = {error.status: error for error in (FieldError, Conflict, Busy, NotReady)}
+REFUSALS = {error.status: error for error in (FieldError, Conflict, Busy, NotReady, PromptDiffers)}
 USUAL_SECONDS = 600.0
 
 
@@ -68,7 +70,7 @@ async def score(server: RolloutServer, request: Score) -> Response:
 def check_ids(server: RolloutServer, ids: list[int], where: str) -> None:
     """Whether the model knows these tokens, and its context holds them."""
     info = server.engine.info
-    if len(ids) > info.context_length:
+    if not 1 <= len(ids) <= info.context_length:
         raise FieldError(f"{where} is not a list of 1 to {info.context_length} token ids.")
     if min(ids) < 0 or max(ids) >= info.vocabulary:
         place = next(i for i, token in enumerate(ids) if not 0 <= token < info.vocabulary)
@@ -102,7 +104,7 @@ def _jobs(server: RolloutServer, i: int, prompt: Prompt, request: Generate) -> l
         raise FieldError(
             f"Prompt {i} has {len(prompt.ids)} tokens; the context is {context} and one token at least must fit behind it."
         )
-    common, ids = request.sampling.sampling(), tuple(prompt.ids)
+    common, ids, shown = request.sampling.sampling(), tuple(prompt.ids), _shown(server, i, prompt, request)
     most = min(prompt.max_tokens or common.max_tokens, room)
     return [
         GenerateJob(
@@ -112,9 +114,29 @@ def _jobs(server: RolloutServer, i: int, prompt: Prompt, request: Generate) -> l
             request.accepted,
             request.top_logprobs,
             request.base_weights,
+            shown,
         )
         for j, seed in enumerate(seeds)
     ]
+
+
+def _shown(server: RolloutServer, i: int, prompt: Prompt, request: Generate) -> ShownImages | None:
+    """The images that a prompt names; they must have been sent, and lie in its tokens one after the other."""
+    if not prompt.images:
+        return None
+    server.refuse_images(len(prompt.images))
+    check_ids(server, request.image_mark, "`image_mark` of the body")
+    edges = [0, *(edge for image in prompt.images for edge in (image.start, image.stop)), len(prompt.ids)]
+    if edges != sorted(edges) or any(image.start == image.stop for image in prompt.images):
+        raise FieldError(f"The images of prompt {i} do not lie one after the other in its {len(prompt.ids)} tokens.")
+    kept = [server.images.get(image.key) for image in prompt.images]
+    missing = sorted({image.key for image, data in zip(prompt.images, kept) if data is None})
+    if missing:
+        raise ImagesMissing(f"Prompt {i} shows {len(missing)} images that are not here, {missing[0]} first: PUT them.")
+    images = (
+        ShownImage(image.key, image.start, image.stop, decode_image(data)) for image, data in zip(prompt.images, kept)
+    )
+    return ShownImages(tuple(images), tuple(request.image_mark), request.image_options)
 
 
 async def _run(server: RolloutServer, jobs: Sequence[Job], seconds: float) -> list[Outcome]:

@@ -11,6 +11,7 @@ from posttrain.core.results import Extremum, Metrics
 from posttrain.losses.advantages import zero_variance
 from posttrain.losses.extrema import highest, lowest
 from posttrain.rollout.collector import Collected
+from posttrain.rollout.engines.protocol import WROTE_PLACEHOLDER
 from posttrain.rollout.rollout import Rollout
 
 Numbers = dict[str, float | Tensor | list[float] | Extremum]
@@ -44,6 +45,12 @@ def length_metrics(collected: Collected) -> Numbers:
             f"completions/max_{name}": highest(values),
         }
     return found
+
+
+def placeholder_metrics(collected: Collected) -> Numbers:
+    """Completions that were ended because the model wrote what only an image may bring; engines of ours forbid it."""
+    errors = [rollout.error or "" for rollout in collected.rollouts if not rollout.is_given]
+    return {"completions/placeholder_ratio": [error.startswith(WROTE_PLACEHOLDER) for error in errors]}
 
 
 def reward_metrics(collected: Collected, names: list[str]) -> Numbers:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,20 +15,72 @@ import numpy as np
 import torch
 from torch import nn
 
+from posttrain.core.vision import VisionFamily
 from posttrain.models.load.adapters import is_peft_model
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.weight_export import untied_weights
+from posttrain.models.vision.features import has_vision_adapter
 from posttrain.rollout.engines.joint_export import JointExport
 from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
 from posttrain.rollout.engines.vllm.params import completion_logps
+from posttrain.rollout.engines.vllm.pictures import Pictures
 from posttrain.serve.auth import TOKEN_VARIABLE, is_loopback, read_local_token, read_token_file, token_file_of
 from posttrain.serve.wire.cuda_ipc import gpu_ids
+from posttrain.trainer.online.image_sync import ImageSync
 from posttrain.trainer.options.base import DEEPSPEED
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.options.vllm import ADAPTER, AUTO, SERVER, WEIGHTS
+from posttrain.trainer.vision import Vision
 
 UNAUTHORISED, FORBIDDEN, NOT_FOUND = 401, 403, 404
 ASK_SECONDS = 0.5
+LEAST_CONTEXT = 512
+"""For the tokens by which the weights are probed, too."""
+MANY_IMAGES = 999
+"""In a prompt, where nobody knows: vLLM's own default."""
+
+
+@dataclass(frozen=True)
+class PromptImages:
+    """What vLLM must know of a run whose prompts have images."""
+
+    vision: Vision
+    longest: int | None  # tokens of prompt and completion; None: not known
+    trains_vision: bool  # tower or projector change
+    sync: ImageSync
+
+    @property
+    def most(self) -> int:
+        """In a prompt."""
+        return MANY_IMAGES if self.vision.most_images is None else max(self.vision.most_images, 1)
+
+    def pictures(self) -> Pictures:
+        return Pictures(self.vision.pixels, self.vision.layouts.options)
+
+    def context_length(self) -> int | None:
+        """As long as the data ask for: vLLM measures, before it starts, with as many images as fit."""
+        if self.longest is None:
+            return None
+        wanted = max(self.longest, self.sync.tokens, LEAST_CONTEXT)
+        return min(wanted, self.vision.context or wanted)
+
+
+def refuse_images_in_vllm(family: VisionFamily, args: OnlineConfig, name: str) -> None:
+    """Before a model is loaded. `name`: of the dataset."""
+    if family.images_see_themselves_whole or family.prefix_sees_itself_whole:
+        raise ValueError(
+            f"The dataset {name} has images, which vLLM is not shown for {family.model_type!r} models: their attention looks in "
+            "both directions, and no version of vLLM has been compared there. Take a model of another family, or an offline method."
+        )
+    if family.written_id < 0:
+        raise ValueError(
+            f"The dataset {name} has images, and it is not known which token stands for one in the templates of "
+            f"{family.model_type!r} models, as vLLM must be told: leave `use_vllm` out."
+        )
+    if args.vllm_model_impl != "vllm":
+        raise ValueError(
+            f"The dataset {name} has images, which are shown to vLLM's own model code alone: leave `vllm_model_impl` out."
+        )
 
 
 def vllm_engine(
@@ -37,6 +90,7 @@ def vllm_engine(
     decode: Callable[[Any], str],
     is_fully_sharded: bool,
     notes: list[str],
+    images: PromptImages | None = None,
 ) -> tuple[RolloutEngine, JointExport | None]:
     """(the engine, started or connected; the export by which all processes together send it a sharded model). It has no weights
     of the trainer's yet, see `weight_sync`. `notes`: what the user is to know is added there."""
@@ -45,8 +99,8 @@ def vllm_engine(
             "Weights that DeepSpeed holds in pieces are not sent to vLLM. Use FSDP (`fsdp=True`), or train without sharding."
         )
     if args.vllm_mode == SERVER:
-        return _served(args, model, is_fully_sharded, notes)
-    return _colocated(args, model, tokenizer, decode, is_fully_sharded, notes)
+        return _served(args, model, is_fully_sharded, notes, images)
+    return _colocated(args, model, tokenizer, decode, is_fully_sharded, notes, images)
 
 
 def refuse_correction_without_logps(engine: RolloutEngine, params: SamplingParams) -> None:
@@ -77,6 +131,7 @@ def _colocated(
     decode: Callable[[Any], str],
     is_fully_sharded: bool,
     notes: list[str],
+    images: PromptImages | None,
 ) -> tuple[RolloutEngine, JointExport | None]:
     if importlib.util.find_spec("vllm") is None:
         raise ImportError(
@@ -85,7 +140,7 @@ def _colocated(
         )
     from posttrain.rollout.engines.vllm.colocate import ColocatedVLLM, ColocateOptions
 
-    by_adapter = _sends_adapter(args.vllm_sync, model, notes, can=True, base_from_memory=True)
+    by_adapter = _sends_adapter(args.vllm_sync, model, notes, can=True, base_from_memory=True, images=images)
     level = (1 if by_adapter else 2) if args.vllm_enable_sleep_mode else 0
     options = ColocateOptions(
         dtype=str(args.compute_dtype).removeprefix("torch.")
@@ -99,7 +154,12 @@ def _colocated(
         seed=args.seed,
         more={"model_impl": args.vllm_model_impl, **(args.vllm_engine_args or {})},
     )
-    engine = ColocatedVLLM(model, decode, tokenizer, options)
+    pictures = None
+    if images is not None:
+        tokenizer, pictures = images.vision.processor, images.pictures()
+        context = options.context_length or images.context_length()
+        options = replace(options, context_length=context, images=images.most, keeps_images=not images.trains_vision)
+    engine = ColocatedVLLM(model, decode, tokenizer, options, pictures)
     return engine, JointExport(model, args.compute_dtype, by_adapter) if is_fully_sharded else None
 
 
@@ -107,7 +167,7 @@ def _colocated(
 
 
 def _served(
-    args: OnlineConfig, model: nn.Module, is_fully_sharded: bool, notes: list[str]
+    args: OnlineConfig, model: nn.Module, is_fully_sharded: bool, notes: list[str], images: PromptImages | None
 ) -> tuple[RolloutEngine, JointExport | None]:
     from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
     from posttrain.rollout.engines.vllm.transport import Deadlines
@@ -121,15 +181,45 @@ def _served(
         for address in args.vllm_addresses()
     ]
     vocabulary = innermost_model(model).config.get_text_config().vocab_size
-    engine = ServedVLLM(clients, vocabulary=vocabulary, options=ServedOptions(deadlines=deadlines))
+    pictures = None if images is None else images.pictures()
+    served = ServedOptions(deadlines=deadlines)
+    engine = ServedVLLM(clients, vocabulary=vocabulary, options=served, pictures=pictures)
     try:
-        export = _prepare_to_send(engine, args.vllm_sync, model, is_fully_sharded, notes)
+        if images is not None:
+            refuse_servers_without_images(engine.fleet.members, images)
+        export = _prepare_to_send(engine, args.vllm_sync, model, is_fully_sharded, notes, images)
         own = [] if args.device.type != "cuda" else gpu_ids()[args.device.index or 0 :][:1]
         notes += shared_gpu_notes({member.name: member.info for member in engine.fleet.members}, own)
     except BaseException:
         engine.close()  # its watch would continue
         raise
     return engine, export if is_fully_sharded else None
+
+
+def show_images(engine: Any, images: PromptImages) -> None:
+    """To an engine that somebody else has made."""
+    if getattr(engine, "reads_images", False) or getattr(engine, "pictures", None) is not None:
+        return
+    if not hasattr(engine, "show"):
+        raise ValueError(
+            f"The prompts of this run have images, and the engine that it was given ({type(engine).__name__}) is shown none. Leave "
+            "`engine` out, or take ServedVLLM."
+        )
+    engine.show(images.pictures())
+    refuse_servers_without_images(engine.fleet.members, images)
+
+
+def refuse_servers_without_images(members: Iterable[Any], images: PromptImages) -> None:
+    for member in members:
+        most = 1 if images.vision.most_images is None else images.most
+        if why := member.client.why_no_images(member.info, most):
+            raise ValueError(f"The prompts of this run have images, and {why}")
+        if images.trains_vision and not member.info.capabilities.get("new_towers"):
+            raise ValueError(
+                f"This run trains the vision tower or its projector, and {member.name} would show images as weights of before have "
+                f"encoded them. {' '.join(member.info.notes)} Start it with a newer vLLM, or freeze both (`freeze_vision_tower`, "
+                "`freeze_multi_modal_projector`)."
+            )
 
 
 def shared_gpu_notes(servers: dict[str, Any], own: list[str]) -> list[str]:
@@ -142,11 +232,13 @@ def shared_gpu_notes(servers: dict[str, Any], own: list[str]) -> list[str]:
     ]
 
 
-def _prepare_to_send(engine: Any, sync: str, model: nn.Module, is_fully_sharded: bool, notes: list[str]) -> JointExport:
+def _prepare_to_send(
+    engine: Any, sync: str, model: nn.Module, is_fully_sharded: bool, notes: list[str], images: PromptImages | None
+) -> JointExport:
     """Give the engine the export that it sends, which depends on what its servers take."""
     infos = [member.info for member in engine.fleet.members]
     can = all(info.capabilities.get("adapters") for info in infos)
-    by_adapter = _sends_adapter(sync, model, notes, can, base_from_memory=False)
+    by_adapter = _sends_adapter(sync, model, notes, can, base_from_memory=False, images=images)
     if not by_adapter and (untied := untied_weights(model)):
         raise ValueError(
             f"The adapter has made {untied[0]} a tensor of its own, and a server goes by the model's config, which ties it to "
@@ -224,12 +316,14 @@ def _token(token_file: str | None) -> str | None:
 # ---- what travels ------------------------------------------------------------------------------------------------------
 
 
-def _sends_adapter(sync: str, model: nn.Module, notes: list[str], can: bool, base_from_memory: bool) -> bool:
+def _sends_adapter(
+    sync: str, model: nn.Module, notes: list[str], can: bool, base_from_memory: bool, images: PromptImages | None = None
+) -> bool:
     """Whether vLLM is sent the LoRA adapter alone. `sync`: the option `vllm_sync`; `can`: the other side takes adapters;
     `base_from_memory`: over the trainer's own base weights, and not those of the model's folder."""
     if sync == WEIGHTS:
         return False
-    why_not = _why_no_adapter(model, can, base_from_memory)
+    why_not = _why_no_adapter(model, can, base_from_memory, images)
     if sync == ADAPTER and why_not is not None:
         raise ValueError(f"`vllm_sync='adapter'` cannot be done: {why_not}")
     if sync == AUTO and why_not is not None and is_peft_model(model):
@@ -237,9 +331,11 @@ def _sends_adapter(sync: str, model: nn.Module, notes: list[str], can: bool, bas
     return why_not is None
 
 
-def _why_no_adapter(model: Any, can: bool, base_from_memory: bool) -> str | None:
+def _why_no_adapter(model: Any, can: bool, base_from_memory: bool, images: PromptImages | None) -> str | None:
     from posttrain.rollout.engines.vllm.adapter_files import why_not_by_adapter
 
     if not is_peft_model(model):
         return "the model has no adapter."
+    if images is not None and has_vision_adapter(innermost_model(model), images.vision.family):
+        return "the adapter changes the vision tower or its projector, which vLLM does not take from an adapter."
     return why_not_by_adapter(model, base_from_memory) if can else "a server was started without --adapter-folder."

@@ -63,7 +63,8 @@ class VLLMConfig:
     )
     vllm_gpu_memory_utilization: float = option(0.3, "Colocated: share of the GPU's memory that vLLM may take.")
     vllm_max_model_length: int | None = option(
-        None, "Colocated: most tokens of prompt and completion together. None: the model's own context."
+        None,
+        "Colocated: most tokens of prompt and completion together. None: the model's own context; with images, what the data need.",
     )
     vllm_tensor_parallel_size: int = option(
         1, "Colocated: training processes that hold one vLLM model together; must divide their number."

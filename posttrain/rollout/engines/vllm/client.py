@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,16 +17,21 @@ from torch import Tensor
 from posttrain.core.transport import ServerAnswer, ServerError, ServerRefused, Token, Transport, checked
 from posttrain.rollout.engines.protocol import LENGTH, STOP, SamplingParams
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights
+from posttrain.rollout.engines.vllm.pictures import KEPT_KEYS, SentImages
 from posttrain.rollout.engines.vllm.transport import Deadlines, parallel_calls
 from posttrain.rollout.engines.vllm.weight_channel import AUTO, NOT_OFFERED, WeightChannel
 from posttrain.rollout.engines.vllm.weight_senders import PARALLEL_PARTS, Sides, Streamer, Wire
-from posttrain.serve.errors import TransportFailed
+from posttrain.serve.errors import ImagesMissing, TransportFailed
+from posttrain.serve.recent import Recent
 from posttrain.serve.wire.payload import CUDA_IPC, MAX_REASON, Manifest, encode_manifest
 
 ABORTED = "aborted"
 PROTOCOL = 3
 MARGIN_SECONDS = 10.0
 """How much longer than the server itself the client waits: the server's own refusal says more than a silence."""
+IMAGE_TRIES = 5
+NO_ROOM = 507
+"""The status of a refusal that this client makes itself: the server does not keep images for as long as a prompt needs them."""
 DRAIN, ABORT = "drain", "abort"
 """What a commit does with requests that still run: let them end first, or end them."""
 
@@ -50,6 +57,7 @@ class ServerInfo:
     dtype: str | None = None  # in which it computes
     transports: dict[str, Any] = field(default_factory=dict)  # by which it takes weights, see `weight_senders`
     world_size: int = 1  # GPUs that hold its model, the first of those that it sees
+    images: int = 0  # most in a prompt; 0: it is shown none
 
     @property
     def gpus(self) -> list[str]:
@@ -67,6 +75,7 @@ class GenerateRequest:
     max_tokens: int
     params: SamplingParams
     version: int  # of the weights that must write it, as the servers count
+    images: SentImages | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +113,10 @@ class Client:
         """Whether weights on that device can go straight into the server's engine."""
         return False
 
+    def why_no_images(self, info: ServerInfo, most: int) -> str | None:
+        """Why prompts with up to so many images cannot be sent there; None: they can."""
+        raise NotImplementedError
+
     def _checked(self, path: str, read: Callable[[Any], Any], value: Any) -> Any:
         return checked(f"{path} of {self.name}", read, value)
 
@@ -125,6 +138,8 @@ class ServerClient(Client):
         self._transports: dict[str, Any] = {}  # as the server last reported
         self._streamer: Streamer | None = None  # of the version that is on its way
         self._most_seconds = math.inf
+        self._sending_images = threading.Lock()
+        self._sent_images: Recent[str, float] = Recent(KEPT_KEYS, KEPT_KEYS)  # as far as this client knows
 
     def close(self) -> None:
         """Also of shared memory and groups."""
@@ -168,6 +183,42 @@ class ServerClient(Client):
     # tokens ---------------------------------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> ServerCompletion:
+        if request.images is None:
+            return self._generate(request)
+        for _ in range(IMAGE_TRIES):
+            sent = self._send_images(request.images)
+            try:
+                return self._generate(request)
+            except ServerRefused as refusal:
+                if refusal.kind != ImagesMissing.__name__:
+                    raise
+                # It was restarted, or others have pushed them out. What another thread has sent again meanwhile is there.
+                self._sent_images.forget([key for key, when in sent.items() if self._sent_images.get(key) == when])
+        raise ServerRefused(
+            f"{self.name} was sent the {len(request.images.keys)} images of a prompt {IMAGE_TRIES} times and has dropped some of "
+            "them each time before they were used: too many are in flight for the memory that it keeps images in.",
+            NO_ROOM,
+        )
+
+    def _send_images(self, images: SentImages) -> dict[str, float]:
+        """Those that it does not have; one at a time, as all samples of a group ask for the same. Key -> when it was sent."""
+        sent: dict[str, float] = {}
+        for key in images.keys:
+            with self._sending_images:
+                if self._sent_images.get(key) is None:
+                    answer = self._transport.ask("PUT", f"/images/{key}", images.read(key), self.deadlines.part)
+                    self._checked("/images", lambda fields: int(fields["images"]), answer)
+                    self._sent_images.put(key, time.monotonic(), 1)
+                sent[key] = self._sent_images.get(key) or 0.0
+        return sent
+
+    def why_no_images(self, info: ServerInfo, most: int) -> str | None:
+        if info.images >= most and info.capabilities.get("images"):
+            return None
+        found = f"with --images {info.images}" if info.images else "without --images"
+        return f"{self.name} was started {found}. Start it with `posttrain vllm-serve --images {most}`. {' '.join(info.notes)}"
+
+    def _generate(self, request: GenerateRequest) -> ServerCompletion:
         seconds = min(self.deadlines.completion, self._most_seconds)
         body = {
             "request_id": request.request_id,
@@ -176,6 +227,9 @@ class ServerClient(Client):
             "accept": {"min": request.version, "max": request.version},
             "deadline_s": seconds,
         }
+        if request.images is not None:
+            body["prompts"][0]["images"] = request.images.entries
+            body |= {"image_mark": list(request.images.mark), "image_options": dict(request.images.options)}
         answer = self._post("/generate", body, seconds + MARGIN_SECONDS)
         return self._checked("/generate", lambda fields: _written(fields, request), answer)
 
@@ -308,6 +362,7 @@ def _info(fields: Any) -> ServerInfo:
     if fields["protocol"] != PROTOCOL:
         raise ValueError(f"it speaks protocol {fields['protocol']}, this client {PROTOCOL}")
     limits, found = fields["limits"], {name: read(fields[name]) for name, read in INFO.items()}
+    found["images"] = int(fields.get("images", 0))  # servers of before have no such field
     return ServerInfo(**found, part_bytes=int(limits["part_bytes"]), most_seconds=float(limits["seconds"]))
 
 

@@ -38,6 +38,7 @@ from posttrain.rollout.engines.vllm.params import (
     request_seed,
     vllm_sampling,
 )
+from posttrain.rollout.engines.vllm.pictures import Pictures, placeholder_in, placeholder_sentence
 from posttrain.rollout.engines.vllm.process_state import (
     distributed_engine_args,
     preserved_process_state,
@@ -46,12 +47,13 @@ from posttrain.rollout.engines.vllm.process_state import (
 )
 from posttrain.serve.engine.protocol import Accepted, AdapterRef, GenerateJob, Progress, ScoreJob
 from posttrain.serve.engine.vllm_engine import VLLMEngine, VLLMOptions
+from posttrain.serve.errors import PromptDiffers
 
 log = logging.getLogger(__name__)
 
 ANY_VERSION = Accepted(0, 0)  # versions are kept here, not by vLLM
 CPU_CACHE_BYTES = 1 << 30
-SAME_NAMES = ("context_length", "memory_share", "logprobs_mode", "eager", "seed")
+SAME_NAMES = ("context_length", "memory_share", "logprobs_mode", "eager", "seed", "images")
 """Fields of ColocateOptions that VLLMOptions has, too."""
 
 
@@ -66,6 +68,8 @@ class ColocateOptions:
     memory_share: float = 0.3  # of the device, for vLLM's weights and cache together
     tensor_parallel: int = 1  # ranks that hold one model together; each group of so many in a row
     logprobs_mode: str = PROCESSED
+    images: int = 0  # most in a prompt; 0: it is shown none
+    keeps_images: bool = False  # tower and projector never change: images that were encoded before an update stay valid
     adapter_sync: bool = False  # send the LoRA adapter alone; the base goes over once, at the start
     base_folder: str | None = None  # with adapter_sync: the base's own folder; None: written from the model in memory
     sleep_level: int = 0  # 0: stays awake; 1: weights go to host memory; 2: weights are dropped and sent again
@@ -95,13 +99,17 @@ class ColocatedVLLM:
         decode: Decode | None = None,
         tokenizer: Any = None,
         options: ColocateOptions | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
+        """`tokenizer`: the processor, where prompts have images, which `pictures` opens."""
         if ColocatedVLLM._open is not None and ColocatedVLLM._open() is not None:
             raise RuntimeError(
                 "There is a colocated vLLM in this process already, and vLLM's groups belong to the process: close() it first."
             )
         self.version = 0
         self.model, self.decode, self.options = model, decode, options or ColocateOptions()
+        self.pictures = pictures
+        self.forbidden = frozenset() if pictures is None else frozenset(pictures.family.forbidden_ids)
         innermost = innermost_model(model)
         self.vocabulary: int = innermost.config.get_text_config().vocab_size
         self.dtype = getattr(torch, self.options.dtype) if self.options.dtype else innermost.dtype
@@ -129,6 +137,19 @@ class ColocatedVLLM:
         if not self.engine.info.capabilities[wanted]:
             self.close()
             raise ValueError(f"This vLLM cannot take new {wanted}. {' '.join(self.engine.info.notes)}")
+        lacks = [] if self.pictures is None else [self._lacks("images")]
+        if self.pictures is not None and not self.options.keeps_images:
+            lacks.append(self._lacks("new_towers"))
+        if any(lacks):
+            self.close()
+            raise ValueError(
+                f"This vLLM cannot write after images that a model in training sees. {' '.join(self.engine.info.notes)} Take a "
+                "newer vLLM, the native engine (`use_vllm=False`), or freeze tower and projector (`freeze_vision_tower`, "
+                "`freeze_multi_modal_projector`)."
+            )
+
+    def _lacks(self, capability: str) -> bool:
+        return not self.engine.info.capabilities[capability]
 
     def _model_folder(self, tokenizer: Any) -> str:
         if self._adapters is not None and self.options.base_folder:
@@ -154,6 +175,7 @@ class ColocatedVLLM:
             dtype=str(self.dtype).removeprefix("torch."),
             sleep=given.sleep_level > 0,
             random_weights=adapters is None,
+            image_options={} if self.pictures is None else self.pictures.options,
             more=more,
             **{name: getattr(given, name) for name in SAME_NAMES},
         )
@@ -232,7 +254,7 @@ class ColocatedVLLM:
             else:
                 given = exported_weights(self.model, self.dtype) if weights is None else weights
                 self.engine.load_weights(complete(given, self._wanted()))
-                if not self.engine.reset_prefix_cache(running=False):
+                if not self.engine.reset_prefix_cache(running=False, images=not self.options.keeps_images):
                     raise RuntimeError("vLLM kept cached keys and values of the weights before.")
         except BaseException as error:
             # An adapter is loaded beside the one before, which is untouched and keeps serving.
@@ -253,7 +275,11 @@ class ColocatedVLLM:
             return self._adapters.differing(at_most, weights)
         if weights is None:
             weights = exported_weights(self.model, self.dtype)
-        return self.engine.in_workers(differing_tensors, weights, at_most)[0]
+        return self.engine.in_workers(differing_tensors, weights, at_most, self._may_be_left_out)[0]
+
+    def _may_be_left_out(self, name: str) -> bool:
+        """Layers of a tower that no feature depends on are not in vLLM's model; all that is there was loaded."""
+        return self.pictures is not None and f"{self.pictures.family.tower.rpartition('.')[2]}." in name
 
     def probed(self, sequences: Sequence[np.ndarray]) -> list[tuple[list[np.ndarray], Callable[[int], list[str]]]]:
         """For a sync probe: (scores, a function that compares all tensors)."""
@@ -341,10 +367,12 @@ class ColocatedSession:
         request = request_or_error(ticket, prompt, self._params, owner.context, owner.vocabulary)
         if isinstance(request, str):
             return request
-        if prompt.media:
-            return f"Prompt {prompt.key} has images or other media; this engine writes text after text only."
+        if prompt.images and owner.pictures is None:
+            return f"Prompt {prompt.key} has images, and this engine was made without `pictures`: it reads texts only."
         sampling = vllm_sampling(self._params, request.limit, request_seed(self._params, prompt))
-        job = GenerateJob(name, tuple(prompt.ids.tolist()), sampling, Accepted(owner.version, owner.version))
+        shown = owner.pictures.shown(prompt) if prompt.images else None
+        accepted = Accepted(owner.version, owner.version)
+        job = GenerateJob(name, tuple(prompt.ids.tolist()), sampling, accepted, shown=shown)
         try:
             owner.engine.add(job, owner.adapter)
         except Exception as error:  # vLLM refuses with errors of many kinds; this prompt fails, and no other
@@ -377,13 +405,18 @@ class ColocatedSession:
         request = self._running.get(progress.job_id)
         if request is None:
             return []
+        if progress.error is not None:
+            raise PromptDiffers(f"Prompt {request.prompt.key}: {progress.error}")
         if request.started is None and progress.ids:
             # vLLM does not say when it took a request up: waiting counts as prefill.
             request.started = request.added
             request.prefill_seconds = time.perf_counter() - request.added
         have = len(request.ids)
-        logps = progress.logps[have:]
-        reason = self._end.take(request, progress.ids[have:], logps, logps)
+        new, logps = progress.ids[have:], progress.logps[have:]
+        cut = placeholder_in(new, self._owner.forbidden)
+        reason = self._end.take(request, new[:cut], logps[:cut], logps[:cut])
+        if reason is None and cut is not None:
+            reason, request.error = ERROR, placeholder_sentence(request.prompt, new[cut])
         if reason is None and progress.finish_reason is None:
             return []
         del self._running[progress.job_id]

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from posttrain.serve.engine.tower_names import as_vllm_names
+
 
 class _CompareOnCopy(TorchDispatchMode):
     """Copies and fills of the model's memory compare; everything else runs as it is."""
@@ -41,10 +43,15 @@ class _CompareOnCopy(TorchDispatchMode):
         return held
 
 
-def differing_tensors(worker: Any, tensors: Iterable[tuple[str, Tensor]], at_most: int) -> list[str]:
+def differing_tensors(
+    worker: Any,
+    tensors: Iterable[tuple[str, Tensor]],
+    at_most: int,
+    leaves_out: Callable[[str], bool] = lambda name: False,
+) -> list[str]:
     """Run in vLLM's worker: names of tensors whose numbers vLLM does not hold, the first `at_most` of them.
 
-    A tensor that vLLM's loader leaves out altogether counts as differing.
+    A tensor that vLLM's loader leaves out altogether counts as differing, unless `leaves_out` says of its name that it may be.
     """
     model = worker.model_runner.model
     found: list[str] = []
@@ -53,8 +60,8 @@ def differing_tensors(worker: Any, tensors: Iterable[tuple[str, Tensor]], at_mos
         for name, tensor in tensors:
             mode.compared, mode.differs = 0, False
             with mode:
-                model.load_weights(iter([(name, tensor)]))
-            if mode.differs or not mode.compared:
+                model.load_weights(as_vllm_names(model, [(name, tensor)]))
+            if mode.differs or not (mode.compared or leaves_out(name)):
                 found.append(name)
             if len(found) >= at_most:
                 break

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, ClassVar
 
@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.transport import ServerError, ServerRefused, ServerSlow
+from posttrain.rollout.engines.protocol import ERROR as ENDED_BY_ERROR
 from posttrain.rollout.engines.protocol import Completion, Prompt, SamplingParams
 from posttrain.rollout.engines.request import Request, request_or_error
 from posttrain.rollout.engines.vllm.client import ABORT, ABORTED, DRAIN, NOT_OFFERED, GenerateRequest, ServerCompletion
@@ -34,6 +35,7 @@ from posttrain.rollout.engines.vllm.fleet_members import AnyClient, Member, Targ
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights, common_checksum, spec_of
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.params import completion_logps, refuse_unknown_to_vllm, request_seed
+from posttrain.rollout.engines.vllm.pictures import Pictures, placeholder_in, placeholder_sentence
 from posttrain.rollout.engines.vllm.sync_probe import BOUNDS
 from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.weight_stream import VersionStream
@@ -81,7 +83,9 @@ class ServedVLLM:
         adapter_export: AdapterExport | None = None,
         vocabulary: int | None = None,
         options: ServedOptions | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
+        self.show(pictures)
         self.options = options or ServedOptions()
         self._export, self._adapter_export = export, adapter_export
         members = [Member(s.client, s) if isinstance(s, ServerProcess) else Member(s) for s in servers]
@@ -98,6 +102,11 @@ class ServedVLLM:
         self._copying: Future[None] | None = None
         self._is_repeatable = True
         self._abandoned = False
+
+    def show(self, pictures: Pictures | None) -> None:
+        """From now on prompts may have images, which `pictures` opens; None: they are texts."""
+        self.pictures = pictures
+        self.forbidden = frozenset() if pictures is None else frozenset(pictures.family.forbidden_ids)
 
     def send(
         self, export: Export | None = None, adapter_export: AdapterExport | None = None, is_repeatable: bool = True
@@ -336,8 +345,10 @@ class ServedSession:
 
     def add(self, prompt: Prompt) -> int:
         number, self._tickets = self._tickets, self._tickets + 1
-        made: Request | str = "Servers of this kind take token ids only, and this prompt has images or other media."
-        if not prompt.media:
+        made: Request | str = (
+            f"Prompt {prompt.key} has images, and this engine was made without `pictures`: it reads texts only."
+        )
+        if not prompt.images or self._engine.pictures is not None:
             made = request_or_error(number, prompt, self._params, self._engine.context, self._engine.vocabulary)
         if isinstance(made, str):
             self._finished.append((number, Completion.failed(made, self._engine.version)))
@@ -384,10 +395,12 @@ class ServedSession:
         request_id = f"{self._id}-{number}-{ticket.attempt}"
         request = GenerateRequest(request_id, ids, ticket.seed, ticket.request.limit, self._params, target.version)
         tokens, came, release = ticket.tokens, self._outcomes, self._fleet.release
+        prompt, pictures = ticket.request.prompt, self._engine.pictures
 
         def call() -> None:
             try:
-                outcome: Outcome = member.client.generate(request)
+                images = pictures.sent(prompt) if prompt.images else None
+                outcome: Outcome = member.client.generate(replace(request, images=images))
             except Exception as error:  # judged in the caller's thread
                 outcome = error
             release(member, tokens)
@@ -429,11 +442,14 @@ class ServedSession:
             sentence = f"The logits after prompt {request.prompt.key} are not numbers: the weights are broken."
             self._finished.append((request.ticket, Completion.failed(sentence, version)))
             return
-        sampling, policy = completion_logps(self._params, written.logprobs_mode, written.logps)
-        whole = request.completion(written.finish_reason, version)
-        completion = Completion(
-            np.asarray(written.ids, np.int32), sampling, policy, written.finish_reason, None, whole.seconds, version
-        )
+        cut = placeholder_in(written.ids, self._engine.forbidden)
+        reason, error = written.finish_reason, None
+        if cut is not None:
+            reason, error = ENDED_BY_ERROR, placeholder_sentence(request.prompt, written.ids[cut])
+        sampling, policy = completion_logps(self._params, written.logprobs_mode, written.logps[:cut])
+        seconds = request.completion(reason, version).seconds
+        ids = np.asarray(written.ids[:cut], np.int32)
+        completion = Completion(ids, sampling, policy, reason, error, seconds, version)
         self._finished.append((request.ticket, completion))
 
     def _resend(self, ticket: _Ticket, member: Member, why: str) -> None:

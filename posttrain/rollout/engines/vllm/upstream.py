@@ -72,9 +72,17 @@ class UpstreamClient(Client):
         known = (base, "vllm serve", context, None, self._logprobs_mode, version, adapters.get(version))
         return ServerInfo(*known, capabilities=can, notes=(MISSING,))
 
+    def why_no_images(self, info: ServerInfo, most: int) -> str:
+        return (
+            f"{self.name} is a plain `vllm serve`, whose completions of token ids are shown no images. Start the server with "
+            f"`posttrain vllm-serve --images {most}`."
+        )
+
     # tokens ---------------------------------------------------------------------------------------------------------
 
     def generate(self, request: GenerateRequest) -> ServerCompletion:
+        if request.images is not None:
+            raise ServerRefused(self.why_no_images(self.info(), len(request.images.entries)), NOT_OFFERED)
         body = {
             "model": self._model(request.version),
             "prompt": list(request.ids),
