@@ -60,6 +60,7 @@ export const FLAG_NAMES: Record<string, string> = {
   failed_reward: "failed rewards",
   tool_calls: "tool calls",
   tool_error: "tool errors",
+  images: "images",
   truncated: "cut off",
   masked: "masked",
   no_advantage: "no advantage",

@@ -40,14 +40,14 @@ SETTINGS = {
 }
 INDEXED = [
     "row", "group", "sample", "author", "prompt", "completion", "tools", "trained", "advantage", "rewards", "reward", "failures",
-    "tool_calls", "finish_reason", "error", "masked", "truncated", "policy_version",
+    "tool_calls", "images", "finish_reason", "error", "masked", "truncated", "policy_version",
 ]  # fmt: skip
 """`trained` is a bit for each completion token, and so tells how long a completion is for next to nothing."""
 SELECT = """
 SELECT f.path, f.step, f.numbers, place - f.start AS place, f.name || '/' || (place - f.start) AS id,
   "row", "group", sample, author, prompt, completion, tools, format('{:016x}', hash(coalesce(prompt, ''))) AS prompt_key,
   coalesce(len(trained), 0) AS tokens, coalesce(len([t FOR t IN trained IF t]), 0) AS trained_tokens,
-  coalesce(len(failures), 0) AS failures, coalesce(len(tool_calls), 0) AS tool_calls,
+  coalesce(len(failures), 0) AS failures, coalesce(len(tool_calls), 0) AS tool_calls, coalesce(len(images), 0) AS images,
   coalesce(len([c FOR c IN tool_calls IF c.error IS NOT NULL]), 0) AS tool_errors, error IS NOT NULL AS error,
   nullif(advantage, 'nan') AS advantage, nullif(reward, 'nan') AS reward, rewards, finish_reason AS finish,
   coalesce(masked, false) AS masked, coalesce(truncated, false) AS truncated, policy_version, NULL::DOUBLE AS mismatch

@@ -15,6 +15,7 @@ FLAGS = {
     "failed_reward": "failures > 0",
     "tool_calls": "tool_calls > 0",
     "tool_error": "tool_errors > 0",
+    "images": "images > 0",
     "truncated": "truncated",
     "masked": "masked",
     "no_advantage": "advantage = 0",

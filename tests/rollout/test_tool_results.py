@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,25 @@ def test_a_file_that_was_changed_is_never_another_picture(shown):
     with pytest.raises(BadImage, match="was changed"):
         shown.media.find(part["image"].key)
     assert shown.media.find(bytes(16)) is None
+
+
+def test_equal_pictures_may_be_written_and_read_at_once(shown):
+    """Each call of a tool runs on a thread of its own, and many draw the same."""
+    (part,) = content_of(PICTURE, 100, shown)
+    key, is_over = part["image"].key, threading.Event()
+
+    def write() -> None:
+        while not is_over.is_set():
+            shown.media._write(PICTURE, shown.media._file(key))
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(100):
+            assert shown.media.find(key).key == key
+    finally:
+        is_over.set()
+        writer.join()
 
 
 def plain() -> str: ...

@@ -14,7 +14,7 @@ from PIL import Image
 from posttrain.core.sample import Sample
 from posttrain.data.images.media import FOLDER, MediaFolder, MediaNotWritten
 from posttrain.rollout.engines.native import engine as native
-from posttrain.rollout.rollout import POLICY_LOGPS, Rollout
+from posttrain.rollout.rollout import POLICY_LOGPS, VALUES, Rollout
 from posttrain.rollout.store import read_rollouts
 from tests.trainer.vision_runs import PICTURES, trainer_of
 from tests.trainer.vision_tools import CallGrammar, Room, draw, tool_trainer
@@ -66,6 +66,16 @@ def test_the_trained_sequence_is_the_sampled_one(family, tmp_path):
         assert shown == [span.key for span in spans]
         logps = own_logps(trainer, trainer.model, rollout.sample)
         assert np.abs(rollout.sample.read_trained(POLICY_LOGPS) - logps).max() < 1e-4
+
+
+def test_a_critic_reads_images_of_tools(tmp_path):
+    """PPO has values of the tokens between which images stand."""
+    trainer = tool_trainer("qwen2_5_vl", tmp_path, method="ppo")
+    for rollout in collected(trainer):
+        assert len([span for span in rollout.sample.images if span.start >= rollout.prompt_length]) == 2
+        values = rollout.sample.per_token[VALUES]
+        assert np.isfinite(values[rollout.sample.trained]).all()
+        assert not values[~rollout.sample.trained].any()
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "smolvlm"])

@@ -126,12 +126,16 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+NOT_TAKEN = {"ppo": ("num_generations", "beta")}
+
+
 def tool_trainer(family: str, folder: Path, *, drops_images: bool = False, method: str = "grpo", **options: Any) -> Any:
     """A trainer whose model looks at two drawings in every episode; every second prompt has an image of its own."""
     made = OPTIONS | {"chat_template_path": template_file(family, folder, drops_images)}
     if "environment_factory" not in options:
         made |= {"tools": [draw]}
     made |= {"reward_funcs": checksum, "train_dataset": prompts()}
+    made = {name: value for name, value in made.items() if name not in NOT_TAKEN.get(method, ())}
     return trainer_of(method, family, folder, torch.float32, **made | options)
 
 

@@ -23,6 +23,7 @@ NAMES = ("Ada", "Grace", "Alan", "Emmy", "Kurt", "Sofia", "Carl", "Mary", "Leo",
 THINGS = ("apples", "books", "marbles", "tickets", "stamps", "coins", "pencils")
 OPENINGS = ("Let me think step by step.", "First, I add the numbers.", "We are asked for the total.", "Okay, so")
 END = "<|im_end|>"
+IMAGE = {"key": "0f" * 16, "column": "prompt", "place": 0, "height": 40, "width": 60, "tokens": 4, "start": 1}
 
 
 def question(row: int) -> tuple[str, int]:
@@ -117,6 +118,7 @@ def record(
         "reward": math.nan if error else rewards["accuracy"] + 0.2 * np.nan_to_num(rewards["format"]),
         "failures": failures,
         "extras": {} if error else {"answer_parsed": text.split()[-1]},
+        "images": [IMAGE] if row % 10 == 3 else [],
         "tool_calls": calls,
         "finish_reason": "error" if error else "length" if is_cut else "stop",
         "error": error,

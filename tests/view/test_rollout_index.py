@@ -98,6 +98,7 @@ FILTERS = [
     ({"reward_min": "1", "reward_max": "1.1"}, lambda r: r["reward"] is not None and 1 <= r["reward"] <= 1.1),
     ({"flags": "tool_error"}, lambda r: any(call["error"] for call in r["tool_calls"])),
     ({"flags": "truncated,tool_calls"}, lambda r: r["truncated"] and r["tool_calls"]),
+    ({"flags": "images"}, lambda r: r["images"]),
     ({"flags": "error"}, lambda r: r["error"]),
     ({"flags": "failed_reward"}, lambda r: r["failures"]),
     ({"flags": "masked"}, lambda r: r["masked"]),

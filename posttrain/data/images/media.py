@@ -22,7 +22,7 @@ from posttrain.data.images.streamed_span import StreamedSpan
 
 FOLDER = "media"
 """In the output directory."""
-KEPT = ImageLimits(check=HEADER, bomb_pixels=1 << 40)
+KEPT = ImageLimits(check=HEADER, bomb_pixels=1 << 40, max_bytes=1 << 40)
 """They passed the limits of the run before they were written."""
 FAST = (
     1  # of zlib's levels: an episode waits for the file, and level 6 takes five times as long for a tenth fewer bytes
@@ -62,7 +62,8 @@ class MediaFolder:
         path = next(self._named(key), None)
         if path is None:
             return None
-        source = open_image(open_image(path, KEPT).rgb(), KEPT)
+        # Bytes, not the path: another thread may just put an equal file in its place, which is not the file that it was.
+        source = open_image(open_image(path.read_bytes(), KEPT).rgb(), KEPT)
         if source.key.hex() != path.stem.rpartition("-")[2]:
             raise BadImage("image_changed", f"{path} was changed after the run wrote it.")
         return source
@@ -79,8 +80,10 @@ class MediaFolder:
         return self.path / f"{key.hex()}.png"
 
     def _write_once(self, picture: Image.Image, path: Path) -> None:
-        if path.exists():
-            return
+        if not path.exists():
+            self._write(picture, path)
+
+    def _write(self, picture: Image.Image, path: Path) -> None:
         unfinished = self.path / f".{path.name}.{os.getpid()}-{threading.get_ident()}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
