@@ -143,6 +143,8 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
         disable_dropout(model)
     if options.vision is not None:
         prepare_to_see(innermost, options.vision)
+    if options.sharded:
+        _name_blocks_that_are_there(innermost)
     # Weights that will be sharded wait on the CPU, where Liger's kernels do not run: they come after the probe then.
     kernels = PLAIN if options.sharded else _choose_kernels(model, innermost, options, notes)
     if options.peft_config is not None:
@@ -440,6 +442,13 @@ def _of_the_first_process(reason: str | None, options: LoadOptions) -> str | Non
     said = [reason]
     torch.distributed.broadcast_object_list(said, src=0)
     return said[0]
+
+
+def _name_blocks_that_are_there(innermost: nn.Module) -> None:
+    """FSDP wraps blocks of the classes in `_no_split_modules`, and ends with an error where one of them does not occur. LLaVA takes
+    over the names of its tower's whole family, CLIP, of which it has the half that sees."""
+    there = {type(module).__name__ for module in innermost.modules()}
+    innermost._no_split_modules = [name for name in innermost._no_split_modules or () if name in there]
 
 
 def _choose_kernels(model: nn.Module, innermost: nn.Module, options: LoadOptions, notes: list[str]) -> str:
