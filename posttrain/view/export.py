@@ -19,6 +19,7 @@ from posttrain.view.rollout_query import RolloutQuery
 
 Json = dict[str, Any]
 MAX_ROLLOUTS = 200_000
+WITH_IMAGES = "about images, which rollouts name and do not hold"
 
 
 @dataclass
@@ -58,6 +59,9 @@ def _as_completions(index: RolloutIndex, records: list[Record]) -> Exported:
         if record["error"]:
             made.skipped["could not be written"] += 1
             continue
+        if record["images"]:
+            made.skipped[WITH_IMAGES] += 1
+            continue
         row = {"prompt": parsed_text(record["prompt"]), "completion": parsed_text(record["completion"])}
         made.rows.append(row | _training_columns(record, row["completion"]))
     return made
@@ -77,6 +81,9 @@ def _training_columns(record: Record, *answers: str | list[Json]) -> Json:
 def _as_pairs(index: RolloutIndex, records: list[Record]) -> Exported:
     made = Exported()
     for members in _groups(index, records):
+        if any(record["images"] for record in members):
+            made.skipped[WITH_IMAGES] += 1
+            continue
         usable = [record for record in members if known(record["reward"]) is not None and not record["error"]]
         if len(usable) < 2:
             made.skipped["fewer than two completions with a reward"] += 1

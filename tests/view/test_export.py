@@ -87,3 +87,16 @@ def test_what_is_wrong_is_told(viewed):
     ):
         with pytest.raises(kind, match=sentence):
             api.exported(viewed, body)
+
+
+@pytest.mark.parametrize("kind", ["sft", "prompt-completion", "dpo"])
+def test_rollouts_about_images_are_left_out_and_counted(kind, tmp_path):
+    """Their rows would name images that no trainer could find."""
+    image = {"key": "0f" * 16, "column": "prompt", "place": 0, "height": 4, "width": 4, "tokens": 1, "start": 0}
+    with RolloutStore(tmp_path) as store:
+        store.write(1, [rollout(0, 0, " 5", 0.0), rollout(0, 1, " 4", 1.0)])
+        store.write(1, [rollout(1, n, f" {n}", float(n), "What?", images=[image]) for n in range(2)])
+    made = api.exported(Viewed(open_runs([str(tmp_path)])), {"run": 0, "format": kind, "filter": {}})
+    assert list(made["skipped"].values()) == [1 if kind == "dpo" else 2]
+    assert "about images" in next(iter(made["skipped"]))
+    assert made["rows"] == (1 if kind == "dpo" else 2)

@@ -181,9 +181,7 @@ def evaluation_prompts(
     marker, decode = answer_marker(tokenizer), text_decoder(tokenizer)
     rows = [dataset[i] for i in range(wanted)]
     if any(row.images if isinstance(row, PromptRow) else row[0].images for row in rows):
-        raise ValueError(
-            "Evaluation prompts have images, which are not shown here: pass `prompts` of texts, or read the rollouts of evaluation."
-        )
+        raise ValueError("Evaluation prompts have images, which are not shown here: pass `prompts` of texts.")
     kept = [row for row in (_prompt_row(row, i, marker, decode) for i, row in enumerate(rows)) if len(row.ids)]
     if not kept:
         raise ValueError(
