@@ -56,7 +56,9 @@ def scripted_engine(tokenizer: Any) -> Any:
     """For our `engine`: it sees the prompt's tokens and the number of the sample."""
     from tests.rollout.scripted_engine import ScriptedEngine
 
-    return ScriptedEngine(lambda prompt: completion_ids(tokenizer.decode(prompt.ids), prompt.sample, tokenizer))
+    engine = ScriptedEngine(lambda prompt: completion_ids(tokenizer.decode(prompt.ids), prompt.sample, tokenizer))
+    engine.reads_images = True
+    return engine
 
 
 def script_generate(model: Any, tokenizer: Any) -> None:

@@ -55,6 +55,7 @@ DIFFERENCES: dict[str, str] = {
     "image-tokens": "placeholders of images are not trained; TRL's SFT trains them in conversations",
     "image-length": "on rows with images the default of max_length is the model's context; TRL cuts at 1024",
     "image-truncation": "max_length leaves an image whole or leaves it out; TRL's run ends at the step that cuts one",
+    "image-uneven-prompts": "prompts of different lengths train together; TRL's GRPO and RLOO of Qwen's VL models fail on them",
     "image-alpha": "what is transparent shows white; in TRL the colour that lies under it",
     "image-tokens-of-the-step": "SFT divides by the tokens of the step; TRL, with Qwen's VL models, by those of micro-batches",
     "bad-rows": "rows that cannot teach anything are refused before training; TRL drops them or trains on them",

@@ -126,6 +126,7 @@ def taught_by(case: Case, materials: Path, is_ours: bool) -> dict[str, Any]:
 def judged_completions(library: Any, case: Case, model: Any, tokenizer: Any) -> dict[str, Any]:
     """The arguments of an online trainer: rewards, and who writes completions."""
     is_ours = library.__name__ == "posttrain"
+    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     if not is_ours:
         set_shuffling(case.is_shuffled)
     given: dict[str, Any] = {}

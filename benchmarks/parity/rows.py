@@ -249,6 +249,10 @@ def shown_pair(i: int) -> Row:
     return {"images": [picture(i)], **chat_pair(i)}
 
 
+def shown_prompt(i: int) -> Row:
+    return {"images": [picture(i)], "prompt": user(question(i))}
+
+
 ROWS: dict[str, Callable[[int], Row]] = {
     function.__name__: function
     for function in (
@@ -286,6 +290,7 @@ ROWS: dict[str, Callable[[int], Row]] = {
         prompt_only,
         privileged,
         shown_messages,
+        shown_prompt,
         two_shown,
         sometimes_shown,
         long_shown,

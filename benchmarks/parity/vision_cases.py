@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from benchmarks.parity import policy_cases
 from benchmarks.parity.case import Case
 
 TOKEN_NUMBERS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "weights:*")
@@ -34,7 +35,37 @@ def one_split(case: Case, **changes: Any) -> Case:
     return replace(case, splits=("1x4",), **changes)
 
 
+def written(method: str, name: str, family: str, **options: Any) -> Case:
+    """Completions are scripted, as in `policy_cases.py`; a group shows one image."""
+    options = {**policy_cases.SHARED, **options}
+    made = seeing(method, name, family, "shown_prompt", **options)
+    splits = (policy_cases.WHOLE, policy_cases.HALVES)
+    return replace(
+        made,
+        ours=policy_cases.OURS,
+        rewards=("brevity",),
+        written_by="engine",
+        splits=splits,
+        differs_when_split=policy_cases.POLICY_MEANS,
+    )
+
+
+def in_one_batch(case: Case) -> Case:
+    return replace(case, splits=(policy_cases.WHOLE,), differs_when_split={})
+
+
 VISION_CASES = [
+    *(
+        written(method, f"beta-{beta:g}", family, beta=beta)
+        for method in ("grpo", "rloo")
+        for family in ("llava", "internvl")
+        for beta in (0.0, 0.04)
+    ),
+    *(in_one_batch(written(method, "beta-0.04", "llava_next", beta=0.04)) for method in ("grpo", "rloo")),
+    *(
+        replace(in_one_batch(written(method, "uneven", "qwen2_5_vl")), differs={"error": "image-uneven-prompts"})
+        for method in ("grpo", "rloo")
+    ),
     *(chats(family) for family in FAMILIES),
     *(chats(family, "two", "two_shown") for family in FAMILIES),
     *(sft("completions", family, "shown_prompt_completion") for family in FAMILIES),

@@ -197,8 +197,9 @@ def _served(
 
 
 def show_images(engine: Any, images: PromptImages) -> None:
-    """To an engine that somebody else has made."""
-    if getattr(engine, "reads_images", False) or getattr(engine, "pictures", None) is not None:
+    """To an engine that somebody else has made: ours have been handed what makes pixels or pictures, others say that they read them
+    (`reads_images`)."""
+    if any(getattr(engine, name, None) for name in ("pixels", "pictures", "reads_images")):
         return
     if not hasattr(engine, "show"):
         raise ValueError(
