@@ -6,19 +6,19 @@ Each run prints a line of JSON with its figures, those of its controls, and whet
 Answers are those of transformers' `generate`, greedy, and right if they are the wanted word and nothing else.
 
 grafted: MODEL (SmolLM2-135M-Instruct) is the language model of a LLaVA with a random tower, 64 wide, of 16 image tokens; a special
-token that it never uses is the placeholder. It names handwritten digits in words. Stage 1: the language model is frozen, tower and
-projector learn at 1e-3. Stage 2, half as many steps: adapters on language model, projector and tower. Held-out accuracy is at least
-0.97 after both; with the images of other rows, and with black ones, at most 0.15. The loss on plain text (pages of docs/) changes by
-less than 0.01 in stage 1.
+token that it never uses is the placeholder. It names handwritten digits in words. Stage 1: the language model is frozen, tower
+and projector learn at 1e-3. Stage 2, half as many steps: adapters on language model, projector and tower. Held-out accuracy is at
+least 0.97 after both; with the images of other rows, and with black ones, at most 0.15. The loss on plain text (pages of docs/)
+changes by less than 0.01 in stage 1.
 
-scenes: a LLaVA from scratch (6 layers of 256, a tower of 128, 16 image tokens; MODEL is not read) answers four kinds of questions about
-drawn scenes. SFT: at least 0.9 on scenes with combinations of colour and shape that it was never shown; with the images of other rows
-of the same kind, and with white ones, at most 0.5, where chance is a third. GRPO on counting starts where the SFT counted right in half of
-the held-out scenes, and is paid 1 for the right number and 0.5 for one beside it. Counting becomes right more often by at least 0.1.
-Control: images shuffled in the dataset. Scenes of one and of four shapes are twice as frequent as the others, so that whoever does not
-look earns 5/12, whatever it says; the mean of the last steps stays within 0.05 of that.
-From scratch, because text this narrow has nothing to unlearn, answers in one token and runs thousands of steps in the time in which
-the grafted model runs hundreds; and each image token shows one cell of the grid, so that what is left to learn is to look.
+scenes: a LLaVA from scratch (6 layers of 256, a tower of 128, 9 image tokens; MODEL is not read) answers questions of five kinds
+about drawn scenes. SFT: at least 0.9 on scenes with combinations of colour and shape that it was never shown; with the images of
+other rows of the same kind, and with white ones, at most 0.5, where chance is a third. GRPO on counting starts where the SFT
+counted right in half of the held-out scenes, and is paid 1 for the right number and 0.5 for one beside it. Counting becomes right
+more often by at least 0.1. Control: images shuffled in the dataset. Scenes of one and of four shapes are twice as frequent as the
+others, so that whoever does not look earns 5/12, whatever number it says; the mean of the last steps stays within 0.05 of that.
+From scratch, because a text model this narrow has nothing to unlearn, answers in one token and runs thousands of steps in the
+time in which the grafted one runs hundreds; and each image token shows one cell of the grid: what is left to learn is to look.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def drawn_scenes(model: str, folder: Path, steps: int, seed: int) -> dict[str, A
     held_out = scenes.rows(HELD_OUT_SCENES, scenes.HELD_OUT_SCENES, seed + 1)
     to_count = [one for one in held_out if one["kind"] == "count"]
     vision = tower(TOWER_WIDTH, layers=2, size=scenes.SIDE, patch=scenes.CELL)
-    start = from_scratch(scenes.texts(), TEXT_WIDTH, TEXT_LAYERS, vision, folder / "start", seed)
+    start = from_scratch(scenes.texts(), TEXT_WIDTH, TEXT_LAYERS, vision, scenes.GROUND, folder / "start", seed)
     options = {"per_device_train_batch_size": SCENE_BATCH, "learning_rate": 1e-3, "logging_steps": max(steps // 20, 1)}
     options |= shared(folder / "sft", steps, seed)
     half = HalfRight(to_count, folder / "half", max(steps // LOOKS, 1))

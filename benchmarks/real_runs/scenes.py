@@ -21,8 +21,9 @@ COLOURS = {
 }
 SHAPES = ("circle", "square", "triangle", "star")
 NUMBERS = ("one", "two", "three", "four")
-CELLS, CELL = 4, 16  # a grid of 4 x 4 cells of 16 x 16 pixels
+CELLS, CELL = 3, 16  # a grid of 3 x 3 cells of 16 x 16 pixels
 SIDE = CELLS * CELL
+GROUND = 0.92  # brightness of the grounds, on average
 FINE = 4  # drawn larger by this, and reduced: smooth edges
 
 Combination = tuple[str, str]  # colour, shape
@@ -124,7 +125,14 @@ def comparison(draw: random.Random, pool: Pool) -> Row:
     )
 
 
-QUESTIONS: tuple[Callable[[random.Random, Pool], Row], ...] = (count, colour_of, relation, comparison)
+def description(draw: random.Random, pool: Pool) -> Row:
+    """Of everything, in the order of reading: says more about a picture than one word does, and teaches all the words first."""
+    _, made = counted(draw, pool)
+    said = " ".join(" ".join(what) for _, what in sorted(made.pieces))
+    return row([made.drawn(draw)], "what is there?", said, kind="description", number=0)
+
+
+QUESTIONS: tuple[Callable[[random.Random, Pool], Row], ...] = (count, colour_of, relation, comparison, description)
 
 
 def rows(number: int, pool: Pool, seed: int) -> list[Row]:
@@ -135,7 +143,7 @@ def rows(number: int, pool: Pool, seed: int) -> list[Row]:
 
 def texts() -> list[str]:
     """All words that questions and answers may have, several times."""
-    asked = ["how many shapes are there?", "which image has more shapes?"] + [
+    asked = ["how many shapes are there?", "which image has more shapes?", "what is there?"] + [
         f"which colour is the {a}?" for a in SHAPES
     ]
     asked += [f"is there a {colour} {shape} left of a {colour} {shape}?" for colour, shape in ALL]
