@@ -132,13 +132,15 @@ def description(draw: random.Random, pool: Pool) -> Row:
     return row([made.drawn(draw)], "what is there?", said, kind="description", number=0)
 
 
-QUESTIONS: tuple[Callable[[random.Random, Pool], Row], ...] = (count, colour_of, relation, comparison, description)
+Kind = Callable[[random.Random, Pool], Row]
+QUESTIONS: tuple[Kind, ...] = (count, colour_of, relation, comparison)
+LESSONS: tuple[Kind, ...] = (*QUESTIONS, description)
 
 
-def rows(number: int, pool: Pool, seed: int) -> list[Row]:
-    """As many questions of each kind."""
+def rows(number: int, pool: Pool, seed: int, kinds: Sequence[Kind] = QUESTIONS) -> list[Row]:
+    """As many of each kind."""
     draw = random.Random(seed)
-    return [QUESTIONS[index % len(QUESTIONS)](draw, pool) for index in range(number)]
+    return [kinds[index % len(kinds)](draw, pool) for index in range(number)]
 
 
 def texts() -> list[str]:

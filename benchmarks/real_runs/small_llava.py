@@ -24,7 +24,7 @@ Row = dict[str, Any]  # images, prompt, completion
 UNUSED = "<empty_output>"
 """A special token that SmolLM2's tokenizer has for notebooks and its chats never hold: the placeholder of grafted models."""
 PLAIN_CONTENT = "message['content'] + '<|im_end|>'"
-ANSWER_TOKENS = 12
+ANSWER_TOKENS = 4
 ROWS_ASKED = 256  # of one call of `generate`
 
 
