@@ -12,11 +12,12 @@ least 0.97 after both; with the images of other rows, and with black ones, at mo
 changes by less than 0.01 in stage 1.
 
 scenes: a LLaVA from scratch (6 layers of 256, a tower of 128, 9 image tokens; MODEL is not read) answers questions of four kinds
-about drawn scenes, and is taught with descriptions of them beside. SFT: at least 0.9 on scenes with combinations of colour and shape that it was never shown; with the images of
-other rows of the same kind, and with white ones, at most 0.5, where chance is a third. GRPO on counting starts where the SFT
-counted right in half of the held-out scenes, and is paid 1 for the right number and 0.5 for one beside it. Counting becomes right
-more often by at least 0.1. Control: images shuffled in the dataset. Scenes of one and of four shapes are twice as frequent as the
-others, so that whoever does not look earns 5/12, whatever number it says; the mean of the last steps stays within 0.05 of that.
+about drawn scenes; descriptions are trained beside them, and teach the words. SFT: at least 0.9 on scenes with combinations of
+colour and shape that it was never shown; with the images of other rows of the same kind, and with white ones, at most 0.5, where
+chance is a third. GRPO on counting starts where the SFT counted right in half of the held-out scenes, and is paid 1 for the right
+number and 0.5 for one beside it. Counting becomes right more often by at least 0.1. Control: images shuffled in the dataset.
+Scenes of one and of four shapes are twice as frequent as the others, so that whoever does not look earns 5/12, whatever number it
+says; the mean of the last steps stays within 0.05 of that.
 From scratch, because a text model this narrow has nothing to unlearn, answers in one token and runs thousands of steps in the
 time in which the grafted one runs hundreds; and each image token shows one cell of the grid: what is left to learn is to look.
 """
