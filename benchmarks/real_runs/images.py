@@ -62,15 +62,16 @@ WINDOW = 10  # steps at the end of a run whose rewards are averaged
 
 
 def shared(folder: Path, steps: int, seed: int) -> dict[str, Any]:
-    workers = 8 if torch.cuda.is_available() else 0
     options = {"output_dir": str(folder), "dataset_cache_dir": str(folder / "cache"), "max_steps": steps, "seed": seed}
-    options |= {"save_strategy": "no", "report_to": "none", "verbosity": "quiet", "dataloader_num_workers": workers}
+    options |= {"save_strategy": "no", "report_to": "none", "verbosity": "quiet"}
     return options | {"lr_scheduler_type": "cosine", "warmup_steps": max(min(steps // 10, 100), 1)}
 
 
 def tuned(model: str, rows: Sequence[Row], folder: Path, options: dict[str, Any], **named: Any) -> SFTTrainer:
     data = [{name: one[name] for name in ("images", "prompt", "completion")} for one in rows]
-    trainer = SFTTrainer(model=model, args=SFTConfig(**options), train_dataset=data, **named)
+    workers = 8 if torch.cuda.is_available() else 0
+    args = SFTConfig(dataloader_num_workers=workers, **options)
+    trainer = SFTTrainer(model=model, args=args, train_dataset=data, **named)
     trainer.train()
     trainer.save_model(str(folder))
     return trainer
