@@ -17,7 +17,7 @@ colour and shape that it was never shown; with the images of other rows of the s
 chance is a third. GRPO on counting starts where the SFT counted right in half of the held-out scenes, and is paid 1 for the right
 number and 0.5 for one beside it. Counting becomes right more often by at least 0.1. Control: images shuffled in the dataset.
 Scenes of one and of four shapes are twice as frequent as the others, so that whoever does not look earns 5/12, whatever number it
-says; the mean of the last steps stays within 0.05 of that.
+says, and less if it says none; the mean of the last steps is at most 0.05 above that.
 From scratch, because a text model this narrow has nothing to unlearn, answers in one token and runs thousands of steps in the
 time in which the grafted one runs hundreds; and each image token shows one cell of the grid: what is left to learn is to look.
 """
@@ -55,6 +55,7 @@ SCENE_BATCH, GROUPS, GROUP = 128, 32, 8
 GRPO_SHARE, CONTROL_SHARE = 1 / 20, 1 / 40  # of the steps of the SFT
 LOOKS, LOOKED_AT = 300, 150  # how often the SFT is asked to count, and in how many scenes: it learns that at once
 BLIND = 5 / 12
+GRPO_RATE = 1e-3
 WINDOW = 10  # steps at the end of a run whose rewards are averaged
 
 
@@ -185,7 +186,7 @@ def near_number(
 
 def rewarded(model: str, rows: Sequence[Row], folder: Path, steps: int, seed: int) -> GRPOTrainer:
     options = {"per_device_train_batch_size": GROUPS * GROUP, "num_generations": GROUP, "max_completion_length": 3}
-    options |= {"learning_rate": 3e-4, "beta": 0.0, "temperature": 1.0, "reward_workers": 0, "logging_steps": 1}
+    options |= {"learning_rate": GRPO_RATE, "beta": 0.0, "temperature": 1.0, "reward_workers": 0, "logging_steps": 1}
     options |= {"mask_truncated_completions": False}
     data = [{name: one[name] for name in ("images", "prompt", "number")} for one in rows]
     args = GRPOConfig(**shared(folder, steps, seed) | options)
@@ -239,7 +240,7 @@ def drawn_scenes(model: str, folder: Path, steps: int, seed: int) -> dict[str, A
     found["grpo"] = grpo = counting(begin, folder, steps, seed, to_count)
     grpo |= {"started_at_step": half.step, "right_before": before}
     sees = found["held_out"]["all"] >= 0.9 and max(found[name]["all"] for name in ("shuffled", "white")) <= 0.5
-    counts = grpo["own"]["right"] >= before + 0.1 and abs(grpo["shuffled"]["last_reward"] - BLIND) <= 0.05
+    counts = grpo["own"]["right"] >= before + 0.1 and grpo["shuffled"]["last_reward"] <= BLIND + 0.05
     return found | {"holds": sees and counts}
 
 
