@@ -133,7 +133,7 @@ def from_scratch(
 ) -> str:
     """Begins where it learns: weights of the size that the width asks for, empty cells that are 0, positions as large as contents.
 
-    With CLIP's means, positions of 0.02 and a rate of 3e-3 a tiny one answered blindly for 1,250 steps of 64; with these and 1e-3 it
+    With CLIP's means, positions of 0.02 and a rate of 3e-3 a tiny one answered blindly for 1,250 steps of 64; so, and at 1e-3, it
     counted after 150. Which of the three matters was not tried.
     """
     torch.manual_seed(seed)
