@@ -37,6 +37,7 @@ PACKAGES = (
 """What tests/gpu imports and a machine with torch, transformers, accelerate and peft may lack."""
 WHEELS, NEWER = "wheels", ("transformers==5.19.0", "num2words")
 """Kept as wheels in a subfolder, as what travels may be limited in size; tests of `images` alone run with them."""
+FOR_IMAGES = "transformers for images"
 MAX_NAMED = 8
 OLDER_PLATFORMS = ("manylinux_2_17", "manylinux2014", "manylinux_2_5", "manylinux1")
 PROCESSES = 5
@@ -84,7 +85,7 @@ class Recorder:
         self.part = {"date": now(), **machine(), "seconds": 0.0, "digest": digest(files), "files": files, "tests": {}}
         if continued:
             self.part = receipt[section]
-            self.part["versions"] |= {"transformers for images": machine()["versions"]["transformers"]}
+            self.part["versions"] |= {FOR_IMAGES: machine()["versions"]["transformers"]}
             self.begun -= self.part["seconds"]
         receipt[section] = self.part
 
@@ -200,9 +201,10 @@ def verdict(receipt: dict, section: str, root: Path = ROOT) -> list[str]:
 def summary(part: dict) -> str:
     passed = sum(test["outcome"] == "passed" for test in part["tests"].values())
     versions = part["versions"]
+    images = f", with images {versions[FOR_IMAGES]}" if FOR_IMAGES in versions else ""
     return (
-        f"{passed} of {len(part['tests'])} tests passed on {part['date'][:10]} on one {part['device']} "
-        f"(torch {versions['torch']}, CUDA {versions['cuda']}, transformers {versions['transformers']}) in {part['seconds']:.0f} s."
+        f"{passed} of {len(part['tests'])} tests passed on {part['date'][:10]} on one {part['device']} (torch {versions['torch']}, "
+        f"CUDA {versions['cuda']}, transformers {versions['transformers']}{images}) in {part['seconds']:.0f} s."
     )
 
 
