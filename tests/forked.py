@@ -247,6 +247,7 @@ def _start(process: multiprocessing.Process) -> None:
         starting.join(START_S)
         if starting.is_alive():
             os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+            forkserver._forkserver._stop()  # waits: until it can be reaped, multiprocessing takes a dying server for a living one
             starting.join(START_S)
             raise TimeoutError(f"the fork server did not start a child within {START_S:g} s")
     if failures:
