@@ -28,7 +28,8 @@ ENDS = list(
     range(3, 120, 6)
 )  # of completions: ranks have unlike numbers of tokens, so that a mean of their means would be noticed
 SHARED = {
-    "max_completion_length": 8, "generation_kwargs": {"stop_token_ids": ENDS}, "per_device_train_batch_size": 4, "max_steps": 4, "optim": "sgd", "logging_steps": 1,
+    "max_completion_length": 8, "generation_kwargs": {"stop_token_ids": ENDS},
+    "per_device_train_batch_size": 4, "max_steps": 4, "optim": "sgd", "logging_steps": 1,
     "learning_rate": 0.1, "lr_scheduler_type": "constant", "shuffle_dataset": False, "reward_workers": 0,
     "ddp_find_unused_parameters": False,
 }  # fmt: skip
