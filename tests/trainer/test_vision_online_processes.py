@@ -24,9 +24,8 @@ from tests.trainer.vision_runs import chats, trainer_of
 
 ORDER = (1, 2, 2, 0, 0, 3, 2, 2)
 """Of the prompts: two make a step, one on each process. The third, which has no image, is where a process or both see none."""
-ENDS = list(
-    range(3, 120, 6)
-)  # of completions: ranks have unlike numbers of tokens, so that a mean of their means would be noticed
+ENDS = list(range(3, 120, 6))
+"""Tokens that end a completion: processes train unlike numbers of tokens, so that a mean of their means would be noticed."""
 SHARED = {
     "max_completion_length": 8, "generation_kwargs": {"stop_token_ids": ENDS},
     "per_device_train_batch_size": 4, "max_steps": 4, "optim": "sgd", "logging_steps": 1,
