@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,8 +20,9 @@ from posttrain.rollout.store import read_rollouts
 from tests.forked import start_group, wait_for_group
 from tests.tiny_vision import model_alone
 from tests.trainer import fsdp_on_cpu
-from tests.trainer.resumable_run import checksum
+from tests.trainer.resumable_run import KillAfter, RowOrder, checksum
 from tests.trainer.vision_runs import chats, trainer_of
+from tests.trust.runs import differences
 
 ORDER = (1, 2, 2, 0, 0, 3, 2, 2)
 """Of the prompts: two make a step, one on each process. The third, which has no image, is where a process or both see none."""
@@ -63,17 +65,19 @@ SLOW = {
 CELLS = QUICK | SLOW
 
 
-def main(folder: Path, cell: Cell) -> None:
+def main(folder: Path, cell: Cell, kill_after: int | None = None, resume: bool = False, **more: Any) -> None:
     """In each process: train, save the model, and leave a list of which passes had images."""
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    options = SHARED | cell.options
+    options = SHARED | cell.options | more
     options["gradient_accumulation_steps"] = 2 // world
     options["steps_per_generation"] = options.get("steps_per_generation", 1) * 2 // world
     if cell.sharded and world > 1:
         fsdp_on_cpu.allow()
         options["fsdp"] = True
     prompts = [{"prompt": chats()[number][0]} for number in ORDER]
-    trainer = trainer_of(
+    order = RowOrder(folder / "run")
+    options["callbacks"] = [order, *([KillAfter(kill_after)] if kill_after else [])]
+    trainer = order.trainer = trainer_of(
         cell.method, cell.family, folder, torch.float32, train_dataset=prompts, reward_funcs=checksum, **options
     )
     seen: list[bool] = []
@@ -84,18 +88,18 @@ def main(folder: Path, cell: Cell) -> None:
         return step(model, inputs, *args)
 
     trainer.training_step = training_step
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "final"))
     (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def run(processes: int, folder: Path, cell: Cell) -> None:
-    folder.mkdir()
-    children = start_group(processes, lambda rank: main(folder, cell), folder / "rank")
+def run(processes: int, folder: Path, cell: Cell, code: int = 0, **more: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    children = start_group(processes, lambda rank: main(folder, cell, **more), folder / "rank")
     codes = wait_for_group(children)
-    assert codes == [0] * processes, "\n".join(child.output()[-3000:] for child in children)
+    assert codes == [code] * processes, "\n".join(child.output()[-3000:] for child in children)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -136,3 +140,16 @@ def test_two_processes_take_the_steps_of_one(name, tmp_path):
     assert one.keys() == two.keys()
     apart = max((one[key] - two[key]).abs().max() for key in one)
     assert apart < 1e-3 * moved
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["grpo-windows", "grpo-windows-sharded", "online_dpo"])
+def test_killed_and_resumed_two_processes_are_bit_identical(name, tmp_path):
+    """Inside of a generation, where it feeds several steps: its images are found again on each process."""
+    saves = {"save_strategy": "steps", "save_steps": 2, "save_in_background": False}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(2, whole, CELLS[name], **saves)
+    run(2, killed, CELLS[name], -signal.SIGKILL, kill_after=3, **saves)
+    assert (killed / "run" / "checkpoint-2").exists()
+    run(2, killed, CELLS[name], resume=True, **saves)
+    assert not differences(whole / "run", killed / "run")
