@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import pkgutil
+
+gc.disable()  # a fifth of the time that follows
 
 import datasets  # noqa: F401
 import peft  # noqa: F401
@@ -28,3 +31,6 @@ for _module in pkgutil.walk_packages(posttrain.__path__, "posttrain."):
     if not _module.name.startswith(NOT_OF_A_RUN) and not _module.name.endswith("__main__"):
         with contextlib.suppress(ImportError):  # of a package that is not installed here
             importlib.import_module(_module.name)
+
+gc.enable()
+gc.freeze()
