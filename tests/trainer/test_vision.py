@@ -52,7 +52,11 @@ def test_one_gradient_in_every_layout_and_split(method, family, tmp_path):
     trainer = trainer_of(method, family, tmp_path)
     assert trainer.loaded.layout in (RAGGED, SHARED), trainer.loaded.notes
     shared = (SHARED,) if trainer.loaded.layout == SHARED else ()
-    parts = assert_one_gradient(trainer, [(layout, split) for layout in (PADDED, RAGGED, *shared) for split in (2, 5)])
+    cells = [(layout, split) for layout in (PADDED, RAGGED, *shared) for split in (2, 5)]
+    # Of its layouts each method takes one cut with one family and the other with the next, SFT and DPO both with all.
+    turn = METHODS_WITH_IMAGES.index(method) + FAMILIES.index(family)
+    mine = [cell for number, cell in enumerate(cells) if method in ("sft", "dpo") or (number // 2 + number + turn) % 2]
+    parts = assert_one_gradient(trainer, mine)
     assert parts[TOWER] > 1e-6 * max(parts.values())
 
 
