@@ -11,11 +11,14 @@ gc.disable()  # a fifth of the time that follows
 
 import datasets  # noqa: F401
 import peft  # noqa: F401
+import PIL.Image
 import pytest  # noqa: F401
 import rich.live
 import rich.progress
 import rich.table  # noqa: F401
 import torch  # noqa: F401
+import transformers.models.llama.modeling_llama
+import transformers.models.qwen2.modeling_qwen2
 import transformers.trainer  # noqa: F401
 
 import posttrain
@@ -32,5 +35,6 @@ for _module in pkgutil.walk_packages(posttrain.__path__, "posttrain."):
         with contextlib.suppress(ImportError):  # of a package that is not installed here
             importlib.import_module(_module.name)
 
+PIL.Image.init()  # its formats are modules too
 gc.enable()
 gc.freeze()

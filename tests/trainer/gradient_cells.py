@@ -62,6 +62,8 @@ OF_ANY_MODEL = (("dpo", "sft"), ("dpo", "aot_unpaired"), ("sdpo", "mixed"), ("gr
 SHUFFLED_FOR_THE_FEWEST = (
     84  # 15 rows with every pair of the axes of two processes, the fewest there can be; unshuffled they are 18
 )
+OF_THE_FIRST = (("reward", "margin"), ("reward", "centred"), ("online_dpo", "ipo"), ("online_dpo", "aot"))
+"""Losses that differ from the first one of their method by a formula of the same numbers about pairs; DPO has the last two too."""
 DEFAULT = "default"
 """The loss of a method of which nothing is known here but its entry of METHODS: with its default options, held against itself."""
 DPO_EXTRAS = ("ld", "wpo", "mpo", "forward_kl", "js_divergence", "alpha_divergence")
@@ -139,7 +141,7 @@ def _of_one_model(rows: list[tuple[Any, ...]], number: int) -> list[tuple[Any, .
 
 def _resembles_others(method: str, loss: str) -> bool:
     """Policy losses are presets of one objective, and most preference losses are formulas of the same margins."""
-    if method in POLICY_METHODS or loss == "value_model":
+    if method in POLICY_METHODS or loss == "value_model" or (method, loss) in OF_THE_FIRST:
         return True
     if method in offline_cells.OPTIONS:  # the first loss of each method stands for the others
         return loss != next(iter(offline_cells.OPTIONS[method]))

@@ -73,10 +73,18 @@ PARTS_TRAINED = {
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["qwen2_5_vl", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava_next", "smolvlm"))],
+    ("method", "family"),
+    [
+        *(("sft", family) for family in ("qwen2_5_vl", "gemma3")),
+        *((method, "qwen2_5_vl") for method in ("dpo", "reward")),
+        *(pytest.param("sft", family, marks=pytest.mark.slow) for family in ("llava_next", "smolvlm")),
+        *(
+            pytest.param(method, family, marks=pytest.mark.slow)
+            for method in ("dpo", "reward")
+            for family in ("gemma3", "llava_next", "smolvlm")
+        ),
+    ],
 )
-@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
 @pytest.mark.parametrize("cell", PARTS_TRAINED)
 def test_one_gradient_of_the_parts_that_are_trained_and_none_of_others(cell, method, family, tmp_path):
     options, trained, note = PARTS_TRAINED[cell]
