@@ -15,6 +15,7 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 import gc
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -22,6 +23,7 @@ from hypothesis import settings
 
 from tests.forked import end_all, freeze
 
+gc.disable()  # until all tests are collected: nothing that is imported is garbage
 settings.register_profile("posttrain", deadline=None)  # a busy machine may need a second for any example
 settings.load_profile("posttrain")
 # Ignored as under nohup, children would inherit it, and tests send it to them.
@@ -47,14 +49,45 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     """What was imported stays: no garbage collection, of which every run has some, looks through a million objects again."""
+    gc.enable()
     gc.collect()
     freeze()
+
+
+class SlowCollections:
+    """Remembers whether a collection of everything was slow: trainers ask for one at the end of every run, and after a test has
+    compiled something it would look through ten times as many objects, which stay, in every run of every later test."""
+
+    LIMIT_S = 0.02
+
+    def __init__(self) -> None:
+        self.started_s = 0.0
+        self.seen = False
+
+    def __call__(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self.started_s = time.thread_time()
+        elif info["generation"] == 2 and time.thread_time() - self.started_s > self.LIMIT_S:
+            self.seen = True
+
+
+SLOW_COLLECTIONS = SlowCollections()
+gc.callbacks.append(SLOW_COLLECTIONS)
 
 
 @pytest.fixture(autouse=True)
 def _no_child_outlives_its_test() -> Iterator[None]:
     yield
     end_all()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish() -> None:
+    """After a test with slow collections: what has outlived its fixtures stays too."""
+    if SLOW_COLLECTIONS.seen:
+        gc.collect()
+        freeze()
+        SLOW_COLLECTIONS.seen = False
 
 
 @pytest.fixture(autouse=True)

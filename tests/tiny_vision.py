@@ -15,6 +15,7 @@ from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from tests.tiny import made_once
 from tests.torchvision_on_cpu import make_importable
 
 make_importable()
@@ -113,9 +114,18 @@ def vision_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32,
     """Model and processor of the family; `image_options` are options of its image processor's constructor."""
     needs_torchvision(family)
     _, _, processor, mark = BUILDERS[family](family, image_options)
+    return TinyVision(_seeing_model(family, seed, dtype, image_options, dict(TEXT)), processor(), mark)
+
+
+@made_once
+def _seeing_model(
+    family: str, seed: int, dtype: torch.dtype, image_options: dict[str, Any], text: dict[str, Any]
+) -> Any:
+    """`text`: the shape of its language model, which `widened` changes."""
+    _, _, processor, mark = BUILDERS[family](family, image_options)
     tiny = TinyVision(model_alone(family, seed, dtype), processor(), mark)
     refuse_blind(tiny)
-    return tiny
+    return tiny.model
 
 
 def model_alone(family: str, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:

@@ -25,10 +25,11 @@ from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows import formats
 from posttrain.data.rows.checks import BadRowsError, without_nones
+from posttrain.data.store import building
 from posttrain.data.store.prepare import prepare_dataset
 from tests import tiny
 
-ROWS, BAD = 1_200, 1_131
+ROWS, BAD = 120, 113  # in the third batch of `small_batches`
 LONG = (10_000, 7_331)
 SFT = (formats.LANGUAGE_MODELLING, formats.PROMPT_COMPLETION, formats.TOKENISED)
 DPO = (formats.PREFERENCE, formats.TOKENISED_PREFERENCE)
@@ -173,7 +174,7 @@ MESSAGES = [
     chat("assistant of white space", [user(), assistant(" \n\t")], "assistant turn holds only white space"),
     chat("user of white space", [user("  "), assistant()], "user turn holds only white space"),
     chat("ShareGPT keys", SHAREGPT["conversations"], "'from' and 'value'"),
-    chat("a key that no other row has", [user(), assistant(mood="glad")], "key 'mood', which 1 of 1,200"),
+    chat("a key that no other row has", [user(), assistant(mood="glad")], "key 'mood', which 1 of 120"),
     chat(
         "half a weight",
         [user(), assistant(weight=0.5)],
@@ -499,6 +500,12 @@ def arrow_where_possible(rows: list[Any]) -> Any:
     )  # Arrow may have changed the type of all rows
 
 
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are examined by fifties, not by thousands: each place in a dataset is reached with a tenth of the rows."""
+    monkeypatch.setattr(building, "BATCH_ROWS", 50)
+
+
 def problems_of(dataset: Any, kind: Kind, renderer: Renderer, tmp_path: Any) -> BadRowsError:
     options = PrepareOptions(cache_dir=tmp_path, **kind.options)
     with pytest.raises(BadRowsError) as caught:
@@ -511,7 +518,7 @@ def test_there_are_enough_kinds():
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_refused_with_row_column_and_reason(kind, renderer, tmp_path):
+def test_refused_with_row_column_and_reason(kind, renderer, tmp_path, small_batches):
     check_refused(kind, ROWS, BAD, renderer, tmp_path)
 
 
@@ -531,7 +538,7 @@ def check_refused(kind, count, bad, renderer, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS[:3], ids=lambda kind: kind.name)
-def test_dropped_and_counted(kind, renderer, tmp_path):
+def test_dropped_and_counted(kind, renderer, tmp_path, small_batches):
     file = tmp_path / "bad.jsonl"
     options = PrepareOptions(cache_dir=tmp_path, on_bad_rows="drop", bad_rows_file=file, **kind.options)
     prepared = prepare_dataset(arrow_where_possible(kind.rows()), kind.formats, renderer, options)
@@ -565,7 +572,7 @@ def test_one_class_of_labels(renderer, tmp_path):
     assert "is True in every row" in str(error)
 
 
-def test_duplicate_row_ids(renderer, tmp_path):
+def test_duplicate_row_ids(renderer, tmp_path, small_batches):
     rows = [{**TEXT, "id": i} for i in range(ROWS)]
     rows[BAD]["id"] = 12
     kind = Kind("duplicate", SFT, TEXT, {}, "id", "", {"row_id_column": "id"})

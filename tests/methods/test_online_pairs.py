@@ -213,7 +213,7 @@ def test_a_run_learns_which_completions_are_better(method, tmp_path):
         return [sum(token < 128 for token in ids) / max(len(ids), 1) for ids in completion_ids]
 
     trainer = make(
-        method, tmp_path, reward=low, max_steps=30, per_device_train_batch_size=16, learning_rate=2e-2,
+        method, tmp_path, reward=low, max_steps=18, per_device_train_batch_size=16, learning_rate=2e-2,
         lr_scheduler_type="constant", max_new_tokens=8,
     )  # fmt: skip
     trainer.train()

@@ -67,7 +67,7 @@ def weights(made):
 @pytest.mark.parametrize(("cls", "config"), [(GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig)])
 def test_what_is_rewarded_becomes_more_frequent(tmp_path, cls, config):
     made = trainer(
-        tmp_path, cls=cls, config=config, max_steps=25, per_device_train_batch_size=32, num_generations=8,
+        tmp_path, cls=cls, config=config, max_steps=15, per_device_train_batch_size=32, num_generations=8,
         learning_rate=2e-2, lr_scheduler_type="constant", beta=0.0,
     )  # fmt: skip
     made.train()

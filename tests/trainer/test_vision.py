@@ -52,7 +52,11 @@ def test_one_gradient_in_every_layout_and_split(method, family, tmp_path):
     trainer = trainer_of(method, family, tmp_path)
     assert trainer.loaded.layout in (RAGGED, SHARED), trainer.loaded.notes
     shared = (SHARED,) if trainer.loaded.layout == SHARED else ()
-    parts = assert_one_gradient(trainer, [(layout, split) for layout in (PADDED, RAGGED, *shared) for split in (2, 5)])
+    cells = [(layout, split) for layout in (PADDED, RAGGED, *shared) for split in (2, 5)]
+    # Of its layouts each method takes one cut with one family and the other with the next, SFT and DPO both with all.
+    turn = METHODS_WITH_IMAGES.index(method) + FAMILIES.index(family)
+    mine = [cell for number, cell in enumerate(cells) if method in ("sft", "dpo") or (number // 2 + number + turn) % 2]
+    parts = assert_one_gradient(trainer, mine)
     assert parts[TOWER] > 1e-6 * max(parts.values())
 
 
@@ -69,10 +73,18 @@ PARTS_TRAINED = {
 
 
 @pytest.mark.parametrize(
-    "family",
-    ["qwen2_5_vl", "gemma3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llava_next", "smolvlm"))],
+    ("method", "family"),
+    [
+        *(("sft", family) for family in ("qwen2_5_vl", "gemma3")),
+        *((method, "qwen2_5_vl") for method in ("dpo", "reward")),
+        *(pytest.param("sft", family, marks=pytest.mark.slow) for family in ("llava_next", "smolvlm")),
+        *(
+            pytest.param(method, family, marks=pytest.mark.slow)
+            for method in ("dpo", "reward")
+            for family in ("gemma3", "llava_next", "smolvlm")
+        ),
+    ],
 )
-@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
 @pytest.mark.parametrize("cell", PARTS_TRAINED)
 def test_one_gradient_of_the_parts_that_are_trained_and_none_of_others(cell, method, family, tmp_path):
     options, trained, note = PARTS_TRAINED[cell]
