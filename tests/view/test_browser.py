@@ -15,8 +15,12 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from posttrain.trainer.checkpoints.step_file import StepFile
+from tests.trainer.resumable_run import checksum
+from tests.trainer.vision_runs import PICTURES as PICTURES_SHOWN
+from tests.trainer.vision_runs import chats, trainer_of
 from tests.view.chromium import Chromium, find_chromium
 from tests.view.made_up import make_run, make_tokenizer, write_log, write_step
 
@@ -427,6 +431,38 @@ def test_the_page_tells_when_the_viewer_has_ended_and_when_it_has_no_token(run_f
             page.run("location.reload()")
             page.until("document.querySelectorAll('.chart').length > 0")
         page.until("document.querySelector('[role=alert]')?.textContent.includes('does not answer')", seconds=20)
+
+
+def test_the_pictures_that_a_run_was_shown(tmp_path):
+    """A real run on images: each picture of a prompt is on the screen, with the size of its thumbnail."""
+    rows = [{"prompt": chats()[number][0]} for number in (1, 0)]
+    options = {"num_generations": 4, "per_device_train_batch_size": 8, "max_completion_length": 4, "max_steps": 1}
+    trainer = trainer_of(
+        "grpo",
+        "smolvlm",
+        tmp_path,
+        torch.float32,
+        train_dataset=rows,
+        reward_funcs=checksum,
+        reward_workers=0,
+        **options,
+    )
+    trainer.train()
+    loaded = "[...document.querySelectorAll('img')].filter((e) => e.complete && e.naturalWidth > 0).length"
+    with Viewer(tmp_path / "run") as viewer, Chromium(find_chromium(), tmp_path / "profile") as page:
+        page.open(viewer.url)
+        page.click("nav a:nth-child(2)")
+        page.until(f"{ROWS} === 8")
+        page.click("table.rollouts tbody tr")
+        page.until("document.querySelectorAll('.completion').length === 4")
+        page.until(f"{loaded} >= 1")
+        sizes = page.run("[...document.querySelectorAll('img')].map((e) => [e.naturalWidth, e.naturalHeight])")
+        shown = {picture.size for picture in PICTURES_SHOWN}
+        assert {tuple(size) for size in sizes} <= shown
+        page.click("button.picture")
+        page.until("/\\d+ × \\d+, \\d+ token/.test(document.querySelector('button.picture.large').textContent)")
+        assert page.problems == []
+        assert [url for url in page.requests if not url.startswith((viewer.base, "about:", "data:"))] == []
 
 
 def test_the_docs_have_the_pictures():
