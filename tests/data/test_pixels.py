@@ -239,6 +239,19 @@ def test_workers_of_a_loader(context, tmp_path):
         assert torch.equal(one.input_ids, other.input_ids)
 
 
+def test_the_dataset_is_not_copied_for_every_image(tmp_path, monkeypatch):
+    """`with_format` copies and hashes a dataset, which took longer than the rest of reading a small image."""
+    rows = datasets.Dataset.from_list([{"image": {"bytes": encoded(p), "path": None}} | rows_with()[0] for p in PICTURES])
+    rows = rows.cast_column("image", datasets.Image()).remove_columns("images")
+    dataset = prepared(rows, tmp_path)
+    loader = loader_for(dataset, rows)
+    monkeypatch.delattr(datasets.Dataset, "with_format")
+    copied = pickle.loads(pickle.dumps(loader))
+    for unit in map(dataset.__getitem__, range(len(PICTURES))):
+        made = loader.load(unit[0].images)["pixel_values"]
+        assert torch.equal(copied.load(unit[0].images)["pixel_values"], made)
+
+
 def test_streams_carry_their_images(tmp_path):
     rows = datasets.Dataset.from_list([row for picture in PICTURES[:3] for row in rows_with(picture)])
     rows = rows.cast_column("images", datasets.List(datasets.Image()))

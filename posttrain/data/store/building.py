@@ -71,6 +71,8 @@ class RowSource:
                 dataset = dataset.select_columns([name for name in dataset.column_names if name in columns])
         self.dataset = dataset
         is_table = self.is_arrow and not self.is_transformed
+        # Made once: `with_format` copies a dataset and hashes what it is, which takes longer than to read an image.
+        self._tables = dataset.with_format("arrow") if is_table else None
         self._undecoded = without_decoding(dataset.features) if is_table else None
         holds_bytes = is_table and "binary" in str(dataset.features.arrow_schema)
         self.batch_rows = IMAGE_ROWS if holds_bytes else BATCH_ROWS
@@ -85,8 +87,7 @@ class RowSource:
 
     def rows(self, start: int, stop: int) -> list[Row]:
         if self._undecoded is not None:
-            table = self.dataset.with_format("arrow")[start:stop]
-            return [self._undecoded.decode_example(row) for row in table.to_pylist()]
+            return [self._undecoded.decode_example(row) for row in self._tables[start:stop].to_pylist()]
         part = self.dataset[start:stop]
         if not self.is_arrow:
             return list(part)
@@ -107,9 +108,8 @@ class RowSource:
         return sink.digest.hexdigest()
 
     def tables(self) -> Iterator[pa.Table]:
-        tables = self.dataset.with_format("arrow")
         for first in range(0, len(self), 10 * self.batch_rows):
-            yield tables[first : first + 10 * self.batch_rows]
+            yield self._tables[first : first + 10 * self.batch_rows]
 
     def in_a_file(self, path: Path) -> RowSource:
         """The same rows where other processes can map them into memory, if they are a table that is in ours only."""
