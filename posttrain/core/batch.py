@@ -104,6 +104,7 @@ class TokenBatch:
     num_trained: int = 0
     twin: TokenBatch | None = None  # the samples' twins, laid out likewise
     share: float = 1.0  # of the trained tokens of its micro-batch, where that is run in several passes
+    left_out: tuple[str, ...] = ()  # why samples that were dealt out are not here: sentences about their images
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """The same batch on another device. Nothing is cast: log-probs and advantages stay in their own dtype."""
