@@ -108,6 +108,8 @@ class BaseTrainer(transformers.Trainer):
         # Data first: a bad row must be found before minutes go into loading a model.
         train_dataset = self._prepared(train_dataset, "train")
         eval_dataset = self._prepared_evaluation(eval_dataset)
+        if self.vision is not None:
+            self.vision.choose_workers(args, train_dataset)
         set_seed(args.seed)  # adapters start from the same numbers whatever the preparation drew
         seen = {} if self.vision is None else self.vision.load_options(args, self.renderer)
         loading = construction.load_options(args, self.task, peft_config, quantization_config, train_dataset, **seen)

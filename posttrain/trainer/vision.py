@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,10 +15,11 @@ from PIL import Image
 from torch import nn
 
 from posttrain.core.batch import TokenBatch
+from posttrain.core.machine import training_processes, usable_cores
 from posttrain.core.sample import Sample, Unit
 from posttrain.core.vision import PROJECTOR, TOWER, VisionFamily
 from posttrain.data.collate import collate
-from posttrain.data.images.limits import HEADER, ImageLimits
+from posttrain.data.images.limits import HEADER, BadImage, ImageLimits
 from posttrain.data.images.media import MediaFolder
 from posttrain.data.images.opening import open_image
 from posttrain.data.images.row_image import RowImage
@@ -33,6 +38,8 @@ from posttrain.trainer.options.images import ImageConfig, unused_rate
 
 PROBE_SIZES = ((64, 48), (56, 112))  # height, width of the pictures that a model is probed with
 CACHED_BYTES = 512 << 20
+SHARED_MEMORY = "/dev/shm"
+MOST_WORKERS, LOOKED_AT = 8, 16
 
 
 @dataclass
@@ -109,6 +116,30 @@ class Vision:
         if self.most_images is not None:
             self.most_images = max(self.most_images, int(store.span_counts.max(initial=0)))
 
+    def choose_workers(self, args: ImageConfig, rows: Any) -> None:
+        """Let processes make the batches of `rows` where images are worth it, unless their number was set.
+
+        Batches wait in shared memory, two for each worker and one on its way; of containers it may be small, and a worker that
+        finds no more of it dies.
+        """
+        chooses = args.chooses_workers and args.device.type != "cpu"  # a model on the CPU needs the cores itself
+        if chooses and self.datasets_with_images and self.most_images is not None and rows is not None:
+            here = training_processes()
+            room = shutil.disk_usage(SHARED_MEMORY).free / here if os.path.exists(SHARED_MEMORY) else math.inf
+            batch = args.train_batch_size * self._bytes_of_a_unit(rows)
+            args.dataloader_num_workers = num_workers(usable_cores() // here, room, batch)
+        self.pixels.cache.limit = CACHED_BYTES // max(args.dataloader_num_workers, 1)  # each worker has a copy
+
+    def _bytes_of_a_unit(self, rows: Any) -> float:
+        """Of pixels, by some rows that are taken from all over the dataset."""
+        some = [rows[int(number)] for number in np.linspace(0, len(rows) - 1, min(len(rows), LOOKED_AT))]
+        distinct = [{image.key: image for sample in unit for image in sample.images}.values() for unit in some]
+        found = 0
+        for image in (image for images in distinct for image in images):
+            with contextlib.suppress(BadImage):  # said when its batch is made
+                found += sum(tensor.nbytes for tensor in self.pixels.load([image]).values())
+        return found / len(some)
+
     def load_options(self, args: ImageConfig, renderer: Renderer) -> dict[str, Any]:
         """Arguments of LoadOptions. What no image will reach is not trained: DDP would wait for gradients of the tower, and weight
         decay would shrink it."""
@@ -134,6 +165,12 @@ class Vision:
     def trained_parameters(self, innermost: nn.Module) -> list[nn.Parameter]:
         """Those of tower and projector."""
         return [parameter for parameter in vision_parameters(innermost, self.family) if parameter.requires_grad]
+
+
+def num_workers(cores: int, room: float, batch: float) -> int:
+    """Of a process that has `cores`, half of them; none where that is one, or where `room` bytes hold no batches of `batch`."""
+    wanted = int(min(MOST_WORKERS, cores // 2, room / 2 / (3 * max(batch, 1.0))))
+    return wanted if wanted > 1 else 0
 
 
 def refuse_other_ids(vision: Vision, renderer: Renderer) -> None:

@@ -20,6 +20,7 @@ import pyarrow as pa
 import xxhash
 from filelock import FileLock, Timeout
 
+from posttrain.core.machine import usable_cores
 from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, ProblemLog
@@ -300,7 +301,7 @@ def _image_facts(options: PrepareOptions, renderer: Renderer) -> dict[str, Any]:
 
 def _num_workers(num_rows: int, num_proc: int | None) -> int:
     """As many as asked for, or as the machine has cores; fewer for few rows."""
-    wanted = len(os.sched_getaffinity(0)) if num_proc is None and hasattr(os, "sched_getaffinity") else num_proc or 1
+    wanted = usable_cores() if num_proc is None else num_proc or 1
     return max(1, min(wanted, num_rows // ROWS_PER_WORKER))
 
 

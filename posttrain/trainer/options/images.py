@@ -69,7 +69,15 @@ class ImageConfig:
         None, "Initial learning rate of tower and projector, under the same schedule. None: `learning_rate`."
     )
 
+    dataloader_num_workers: int | None = option(
+        None,
+        "Processes that make batches. None: of offline methods with images on a GPU, as many as cores and shared memory allow, at "
+        "most 8; else 0.",
+    )
+
     def __post_init__(self) -> None:
+        self.chooses_workers = self.dataloader_num_workers is None
+        self.dataloader_num_workers = self.dataloader_num_workers or 0  # until it is known what images rows have
         if isinstance(self.image_processor_kwargs, str):
             self.image_processor_kwargs = json.loads(self.image_processor_kwargs)
         super().__post_init__()

@@ -193,6 +193,7 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
             raise ValueError(f"`temperature` is {self.temperature}; training needs samples that differ: above 0.")
         if self.ignore_data_skip:
             raise ValueError("`ignore_data_skip` would train on prompts twice after a resume; leave it out.")
+        self.chooses_workers = False
         if self.dataloader_num_workers:
             raise ValueError("Rollouts are made in this process: leave `dataloader_num_workers` at 0.")
         if self.log_completions_hub_repo is not None and not self.keep_rollouts:
