@@ -57,6 +57,11 @@ class BatchImages:
     token_types: Tensor | None = None  # (rows, width) 1 where a feature of an image stands, for families that ask
     blocks: Tensor | None = None  # (rows, width) int32: tokens of a number above -1 see each other whole
 
+    @property
+    def num_features(self) -> int:
+        """Of the distinct images together."""
+        return sum(dict(zip(self.shown, self.placeholders)).values())
+
     def mapped(self, function: Callable[[Any], Any]) -> BatchImages:
         return replace(self, **{f.name: function(getattr(self, f.name)) for f in fields(self)})
 

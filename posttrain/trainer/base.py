@@ -449,9 +449,14 @@ class BaseTrainer(transformers.Trainer):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def floating_point_ops(self, inputs: TokenBatch | Passes) -> int:
+        """6 for each weight of the language model and token; of images, by their patches and features (`TowerShape`)."""
         if not hasattr(self, "_parameter_count"):
             self._parameter_count = sum(p.numel() for p in self.model.parameters())
-        return 6 * inputs.num_tokens * self._parameter_count
+            self._tower = None if self.vision is None else self.vision.tower(innermost_model(self.model))
+            self._parameter_count -= 0 if self._tower is None else self._tower.parameters
+        shown = [] if self._tower is None else [part.images for part in passes_of(inputs) if part.images is not None]
+        of_images = sum(self._tower.training(images.tiles, images.num_features) for images in shown)
+        return 6 * inputs.num_tokens * self._parameter_count + int(of_images)
 
     def _track_num_input_tokens(self, inputs: TokenBatch | Passes) -> None:
         if self.args.include_num_input_tokens_seen != "no":

@@ -14,7 +14,7 @@ import numpy as np
 from PIL import Image
 from torch import nn
 
-from posttrain.core.batch import TokenBatch
+from posttrain.core.batch import PADDED, BatchImages, TokenBatch
 from posttrain.core.machine import training_processes, usable_cores
 from posttrain.core.sample import Sample, Unit
 from posttrain.core.vision import PROJECTOR, TOWER, VisionFamily
@@ -31,6 +31,7 @@ from posttrain.data.store.prepare import cache_folder
 from posttrain.data.vision.augmentation import augmentation_of
 from posttrain.data.vision.families import vision_family
 from posttrain.data.vision.layouts import ImageLayouts, image_options
+from posttrain.models.memory.tower import TowerShape
 from posttrain.models.scoring.probe import ImageProbe
 from posttrain.models.vision.features import vision_parameters
 from posttrain.trainer.options.base import DEEPSPEED
@@ -161,6 +162,16 @@ class Vision:
             "lora_vision": args.lora_vision,
             "frozen_parts": frozen,
         }
+
+    def tower(self, innermost: nn.Module) -> TowerShape | None:
+        """None: of a family that is in no table, whose tower may be anything."""
+        return None if self.family.is_found else TowerShape.of(innermost, self.family)
+
+    def probe_images(self, renderer: Renderer, device: Any) -> tuple[BatchImages, BatchImages]:
+        """Of one picture, and of two: what more patches need is measured by."""
+        probe = image_probe(self, renderer)
+        one, two = (probe.collate([(sample,)], PADDED).to(device).images for sample in (probe.one, probe.two))
+        return one, two
 
     def trained_parameters(self, innermost: nn.Module) -> list[nn.Parameter]:
         """Those of tower and projector."""
