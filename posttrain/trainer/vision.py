@@ -28,7 +28,6 @@ from posttrain.data.options import PrepareOptions
 from posttrain.data.pixels import PixelLoader
 from posttrain.data.render.renderer import Conversation, Renderer
 from posttrain.data.store.prepare import cache_folder
-from posttrain.data.vision.augmentation import augmentation_of
 from posttrain.data.vision.families import vision_family
 from posttrain.data.vision.layouts import ImageLayouts, image_options
 from posttrain.models.memory.tower import TowerShape
@@ -83,8 +82,7 @@ class Vision:
             max_pixels=args.max_pixels,
             others=args.image_processor_kwargs,
         )
-        augmentation = None if args.image_augmentation is None else augmentation_of(args.image_augmentation)
-        how = {"dtype": args.compute_dtype, "cache_bytes": CACHED_BYTES, "augmentation": augmentation}
+        how = {"dtype": args.compute_dtype, "cache_bytes": CACHED_BYTES, "augmentation": args.augmentation()}
         pixels = PixelLoader(family, processor, options, **how)
         limits = args.image_limits(cache_folder(PrepareOptions(cache_dir=args.dataset_cache_dir)))
         context = config.get("text_config", config).get("max_position_embeddings")
