@@ -160,9 +160,14 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
     # ---- what is kept
     keep_rollouts: bool = option(True, "Write every rollout to parquet files in `<output_dir>/rollouts`.")
     log_multimodal: bool = option(
-        True, "With them, small pictures of the images that the model was shown, for `posttrain view`: at most 1 GiB."
+        True,
+        "With them, small pictures of the images that the model was shown, for `posttrain view`: at most 1 GiB. With "
+        "`log_completions`, in the tables of wandb and trackio and on tensorboard as well.",
     )
-    log_completions: bool = option(False, "Print some prompts, completions, rewards and advantages with each log.")
+    log_completions: bool = option(
+        False,
+        "Print some prompts, completions, rewards and advantages with each log; trackers with tables get them, too.",
+    )
     num_completions_to_print: int | None = option(None, "Completions in that table. None: all.")
     log_unique_prompts: bool = option(False, "One completion of each prompt in that table.")
     log_completions_hub_repo: str | None = option(
