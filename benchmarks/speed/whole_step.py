@@ -80,7 +80,8 @@ def row_of(method: str, is_tiny: bool) -> Row:
 
 
 class GenerationMarks(TrainerCallback):
-    """When each generation's last update ended; the device has then finished everything before."""
+    """When each generation's last update ended (by the clock, and in time of the processor); the device has then finished
+    everything before."""
 
     def __init__(self, updates: int, device: str) -> None:
         self.updates, self.device, self.marks = updates, device, []
@@ -92,7 +93,7 @@ class GenerationMarks(TrainerCallback):
         if state.global_step % self.updates == 0:
             if self.device == "cuda":
                 torch.cuda.synchronize()
-            self.marks.append(time.perf_counter())
+            self.marks.append((time.perf_counter(), time.process_time()))
 
 
 def shared_options(row: Row, method: str, setting: str, sizes: dict[str, int], output: str) -> dict[str, Any]:
@@ -181,12 +182,13 @@ def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_ti
         marks = next(one for one in trainer.callback_handler.callbacks if isinstance(one, GenerationMarks))
         trainer.train()
     ends, whole = marks.marks[WARM_UP[method] - 1 :], COMPLETIONS[method]
-    seconds = [after - before for before, after in pairwise(ends)]
+    seconds, on_processor = ([after - before for before, after in pairwise(clock)] for clock in zip(*ends))
     return {
         "method": method,
         "setting": setting,
         **sizes,
         "step_seconds": seconds,
+        "processor_seconds": on_processor,
         f"seconds_for_{whole}": sum(seconds) / len(seconds) * whole / sizes["samples"],
         "peak_gib": peak_memory(device) / 2**30,
         **(gkd_step.figures(row, sizes["samples"], trainer.state.log_history) if method == "gkd" else {}),

@@ -57,6 +57,11 @@ class BatchImages:
     token_types: Tensor | None = None  # (rows, width) 1 where a feature of an image stands, for families that ask
     blocks: Tensor | None = None  # (rows, width) int32: tokens of a number above -1 see each other whole
 
+    @property
+    def num_features(self) -> int:
+        """Of the distinct images together."""
+        return sum(dict(zip(self.shown, self.placeholders)).values())
+
     def mapped(self, function: Callable[[Any], Any]) -> BatchImages:
         return replace(self, **{f.name: function(getattr(self, f.name)) for f in fields(self)})
 
@@ -104,6 +109,7 @@ class TokenBatch:
     num_trained: int = 0
     twin: TokenBatch | None = None  # the samples' twins, laid out likewise
     share: float = 1.0  # of the trained tokens of its micro-batch, where that is run in several passes
+    left_out: tuple[str, ...] = ()  # why samples that were dealt out are not here: sentences about their images
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> TokenBatch:
         """The same batch on another device. Nothing is cast: log-probs and advantages stay in their own dtype."""

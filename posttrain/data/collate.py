@@ -10,9 +10,10 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from posttrain.core.batch import PADDED, RAGGED, SHARED, BatchImages, Passes, SharedPrefixes, TokenBatch
+from posttrain.core.batch import PADDED, RAGGED, SHARED, BatchImages, Passes, SharedPrefixes, TokenBatch, passes_of
 from posttrain.core.sample import ImageSpan, Sample, Unit
 from posttrain.core.vision import VisionFamily
+from posttrain.data.images.limits import BadImage
 
 T = TypeVar("T")
 
@@ -32,6 +33,9 @@ class Collator:
 
     Units with more than `max_tokens` tokens together become several passes; the step's gradient does not depend on it. A token
     counts `graphs` times: as often as its activations are kept.
+
+    Images are read here, before a step is counted: a unit that is left out because one of its images cannot be read any more is in
+    no divisor of the loss, as a row that was never dealt out.
     """
 
     roles: tuple[str, ...]
@@ -42,8 +46,48 @@ class Collator:
     pixels: Pixels | None = None  # None: samples with images are refused
     graphs: int = 1  # passes with gradient that a batch is run in before its backward
     twins: tuple[int, Pixels | None] | None = None  # padding and pixels of twins that are another model's tokens
+    leaves_out_unreadable: bool = False  # else an image that cannot be read is an error
 
     def __call__(self, units: Sequence[Unit]) -> TokenBatch | Passes:
+        try:
+            return self._laid_out(units)
+        except BadImage as error:
+            if not self.leaves_out_unreadable:
+                advice = 'Restore it, or take the row out; offline methods leave it out with `on_bad_rows="drop"`.'
+                raise BadImage(error.kind, f"{error} {advice}") from error
+        kept, reasons = self._readable(units)
+        made = self._laid_out(kept)
+        passes_of(made)[0].left_out = reasons
+        return made
+
+    def _readable(self, units: Sequence[Unit]) -> tuple[list[Unit], tuple[str, ...]]:
+        """What can be read of these units, and why the rest cannot. Texts of a packed block do without each other, the sides of a
+        pair do not."""
+        kept: list[Unit] = []
+        reasons: list[str] = []
+        for unit in units:
+            found = [self._unreadable(sample) for sample in unit]
+            if len(self.roles) == 1:
+                unit = tuple(sample for sample, reason in zip(unit, found) if reason is None)
+            elif any(found):
+                unit = ()
+            kept += [unit] if unit else []
+            reasons += [reason for reason in found if reason is not None]
+        return kept, tuple(dict.fromkeys(reasons))
+
+    def _unreadable(self, sample: Sample) -> str | None:
+        """Why an image of a sample or of its twin cannot be read; None: all can."""
+        shown = [(self.pixels, sample)]
+        if sample.twin is not None:
+            shown.append((self.pixels if self.twins is None else self.twins[1], sample.twin))
+        try:
+            for pixels, image in ((pixels, image) for pixels, one in shown for image in one.images):
+                pixels.load([image])
+        except BadImage as error:
+            return str(error)
+        return None
+
+    def _laid_out(self, units: Sequence[Unit]) -> TokenBatch | Passes:
         parts = [self.one_pass(part) for part in split_by_tokens(units, self.layout, self.limit)]
         if len(parts) == 1:
             return parts[0]

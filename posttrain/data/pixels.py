@@ -6,6 +6,7 @@ The only caller of an image processor on real pictures, which it is handed decod
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from posttrain.data.vision.augmentation import Augmentation
 from posttrain.data.vision.seen import seen_picture
 
 Tensors = dict[str, torch.Tensor]
+PIXELS_AT_ONCE = 1 << 20
 PER_TILE = {"pixel_values": 5, "pixel_attention_mask": 4}
 """Arguments with an entry for each tile -> their axes where the processor puts one for the samples of a batch before."""
 
@@ -99,23 +101,45 @@ class PixelLoader:
 
     def load(self, images: Sequence[ImageSpan]) -> Tensors:
         """Arguments of the model's image encoder for these images, end to end."""
-        return self._joined([self._made(image) if image.draw is not None else self._kept(image) for image in images])
+        wanted = {(image.key, image.draw): image for image in images}
+        known = {what: self.cache.get(what[0]) for what, image in wanted.items() if image.draw is None}
+        for run in self._runs([image for what, image in wanted.items() if known.get(what) is None]):
+            for image, made in zip(run, self._made(run), strict=True):
+                known[image.key, image.draw] = made if image.draw is not None else self.cache.put(image.key, made)
+        return self._joined([known[image.key, image.draw] for image in images])
 
-    def _kept(self, image: ImageSpan) -> Tensors:
-        return self.cache.get(image.key) or self.cache.put(image.key, self._made(image))
+    def _runs(self, images: Sequence[ImageSpan]) -> list[list[ImageSpan]]:
+        """Images that the image processor is given together: a call costs as much as a small picture. Large ones come alone, as do
+        those of families that fill pictures up to the tiles of others."""
+        runs: list[list[ImageSpan]] = []
+        pixels = 0
+        for image in images:
+            pixels += math.prod(image.size)
+            if not runs or pixels > PIXELS_AT_ONCE or not self.family.tower_has_bounds:
+                runs.append([])
+                pixels = math.prod(image.size)
+            runs[-1].append(image)
+        return runs
 
-    def _made(self, image: ImageSpan) -> Tensors:
-        picture, where = self._opened(image)
-        if image.draw is not None:
-            picture = self.augmentation(picture, image.draw)
-        given = [[picture]] if self.family.pixels_in_one_row else [picture]
+    def _made(self, images: Sequence[ImageSpan]) -> list[Tensors]:
+        pictures, where = zip(*map(self._opened, images))
+        drawn = [one if i.draw is None else self.augmentation(one, i.draw) for i, one in zip(images, pictures)]
+        name, rows = self.family.forward_keys[0], [self.family.pixel_rows(image.grid) for image in images]
         try:
-            inputs = self.image_processor(given, **self.options)
+            inputs = self.image_processor([drawn] if self.family.pixels_in_one_row else drawn, **self.options)
         except ValueError as error:
-            raise ValueError(f"{where}{type(self.image_processor).__name__} refuses the image: {error}") from error
-        arguments = {key: inputs[key] for key in self.family.forward_keys}
-        self._check(image, arguments, where)
-        return arguments
+            if len(images) == 1:
+                raise ValueError(
+                    f"{where[0]}{type(self.image_processor).__name__} refuses the image: {error}"
+                ) from error
+            inputs = {name: ()}
+        if len(images) == 1:
+            return [self._checked(images[0], {key: inputs[key] for key in self.family.forward_keys}, where[0])]
+        if len(inputs[name]) != sum(rows):  # something is wrong with one of them, which says so by itself
+            return [one for image in images for one in self._made([image])]
+        apart = [inputs[key].split(rows if key == name else 1) for key in self.family.forward_keys]
+        parts = (dict(zip(self.family.forward_keys, map(torch.clone, part))) for part in zip(*apart, strict=True))
+        return [self._checked(*one) for one in zip(images, parts, where, strict=True)]
 
     def picture(self, image: ImageSpan) -> Image.Image:
         """RGB, as the image processor is given it; for engines that have an image processor of their own."""
@@ -146,10 +170,10 @@ class PixelLoader:
 
     def seen(self, image: ImageSpan) -> Image.Image:
         """The picture that the model is shown, with the grid of its tiles or tokens."""
-        pixels = self._made(image)[self.family.forward_keys[0]]
+        pixels = self._made([image])[0][self.family.forward_keys[0]]
         return seen_picture(self.family, self.image_processor, pixels, image.grid)
 
-    def _check(self, image: ImageSpan, arguments: Tensors, where: str) -> None:
+    def _checked(self, image: ImageSpan, arguments: Tensors, where: str) -> Tensors:
         """Unwrap what has an axis for rows of a batch, cast, and compare with what preparation counted on."""
         name = self.family.forward_keys[0]
         for key, value in arguments.items():
@@ -161,6 +185,7 @@ class PixelLoader:
                 f"{where}the image processor makes {rows} rows of pixels of an image of {image.size[0]} x {image.size[1]}, and "
                 f"preparation counted on {expected}: its options are not those of preparation."
             )
+        return arguments
 
     def _joined(self, made: list[Tensors]) -> Tensors:
         if self.family.pixels_in_one_row:

@@ -55,6 +55,10 @@ class PAPOConfig(PolicyGroupConfig):
                 "GRPO, with `entropy_coef` for the entropy."
             )
 
+    def augmentation(self) -> PictureMask:
+        """Of the pictures that have a draw, which are those of twins: online methods augment no others."""
+        return PictureMask(self.mask_type, self.mask_ratio)
+
 
 class PAPOTrainer(PolicyGroupTrainer):
     """PAPO (arXiv:2507.06448): GRPO, and a second look at each completion with a masked picture, which must make a difference."""
@@ -69,11 +73,6 @@ class PAPOTrainer(PolicyGroupTrainer):
     )
     config_class = PAPOConfig
     graphs = 2  # of the picture and of the masked one
-
-    def __init__(self, *given: Any, **named: Any) -> None:
-        super().__init__(*given, **named)
-        if self.vision is not None:  # online methods have no augmentation of their own
-            self.vision.pixels.augmentation = PictureMask(self.args.mask_type, self.args.mask_ratio)
 
     def _prepared(self, dataset: Any, name: str) -> Any:
         prepared = super()._prepared(dataset, name)

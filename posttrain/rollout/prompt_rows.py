@@ -20,7 +20,7 @@ from posttrain.data.images.limits import HEADER, ImageLimits
 from posttrain.data.images.payloads import undecoded
 from posttrain.data.images.row_image import RowImage, with_images_as
 from posttrain.data.rows.formats import Detection
-from posttrain.data.rows.row_images import IMAGE_COLUMNS, row_images
+from posttrain.data.rows.row_images import IMAGE_COLUMNS, row_images, with_images_used
 from posttrain.data.store.building import RowSource
 from posttrain.data.store.prepare import PreparedDataset
 from posttrain.data.store.streaming import PreparedStream
@@ -139,8 +139,8 @@ class PromptRows:
 
     def __init__(self, prepared: PreparedDataset, dataset: Any, decode: Decode | None = None) -> None:
         self.prepared, self.dataset, self.decode = prepared, dataset, decode
-        shows_images = prepared.detection.image_limits is not None
-        self._undecoded = RowSource(dataset, None) if shows_images and isinstance(dataset, Dataset) else None
+        self._shows_images = prepared.detection.image_limits is not None
+        self._undecoded = RowSource(dataset, None) if self._shows_images and isinstance(dataset, Dataset) else None
 
     @property
     def report(self) -> Any:
@@ -151,8 +151,11 @@ class PromptRows:
     def fingerprint(self) -> str:
         """Changes with any prompt; of the columns that only rewards read, a few hundred rows are looked at."""
         places = np.unique(np.linspace(0, len(self.dataset) - 1, ROWS_HASHED).astype(int))
-        rows = json.dumps([self.dataset[int(place)] for place in places], default=_in_words, sort_keys=True)
-        return f"{self.prepared.fingerprint}-{xxhash.xxh3_64_hexdigest(rows.encode())}"
+        rows = [self._row(int(place)) for place in places]
+        if self._shows_images:  # their content is in the fingerprint of the prepared rows
+            rows = [with_images_used(row, lambda *place: "image") for row in rows]
+        written = json.dumps(rows, default=_in_words, sort_keys=True)
+        return f"{self.prepared.fingerprint}-{xxhash.xxh3_64_hexdigest(written.encode())}"
 
     @property
     def has_answers(self) -> bool:

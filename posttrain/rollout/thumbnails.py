@@ -63,10 +63,24 @@ class Thumbnails:
 
 
 def thumbnail(picture: LazyPicture | Image.Image) -> bytes:
-    """WebP, upright on white, longest side 512. The picture itself, which a reward may hold, is left as it is."""
+    """WebP."""
+    return to_bytes(small_picture(picture), "WEBP", QUALITY)
+
+
+def small_picture(picture: LazyPicture | Image.Image) -> Image.Image:
+    """Upright on white, longest side 512. The picture itself, which a reward may hold, is left as it is."""
     content = picture.content if isinstance(picture, LazyPicture) else picture.copy()
     with pillow_errors("the picture"):
         small = to_rgb(opened_picture(content))
-        if max(small.size) > SIDE:
-            small = ImageOps.contain(small, (SIDE, SIDE))
-        return to_bytes(small, "WEBP", QUALITY)
+        return ImageOps.contain(small, (SIDE, SIDE)) if max(small.size) > SIDE else small
+
+
+def small_pictures(pictures: Mapping[bytes, Any]) -> dict[bytes, Image.Image]:
+    """Of those that can still be read; the others are named, and cost nothing but themselves."""
+    made: dict[bytes, Image.Image] = {}
+    for key, picture in pictures.items():
+        try:
+            made[key] = small_picture(picture)
+        except (OSError, ValueError) as error:
+            logger.warning(f"The image {key.hex()} is not shown to trackers: {error}")
+    return made

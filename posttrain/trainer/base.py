@@ -21,6 +21,7 @@ from posttrain.core.batch import Passes, StepTotals, TokenBatch, passes_of
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.data.collate import Collator, Pixels
 from posttrain.data.loader import UnitLoader
+from posttrain.data.options import DROP
 from posttrain.data.rows.formats import RowFormat
 from posttrain.data.unpaired import Partners
 from posttrain.losses.formulas import Formula, Totals
@@ -46,6 +47,8 @@ from posttrain.trainer.step.gathering import over_processes, step_totals
 from posttrain.trainer.step.memory_fit import fit_memory
 from posttrain.trainer.step.metrics import EvaluationLoss, MetricStore
 from posttrain.trainer.step.optimizer import StepGuard, set_rate
+from posttrain.trainer.step.unreadable import METRIC as UNREADABLE
+from posttrain.trainer.step.unreadable import UnreadableImages
 
 STAT_METRICS = {"entropy": "entropy", "is_most_likely": "mean_token_accuracy"}
 """Token statistics that every language-model method logs, and TRL's names for them."""
@@ -105,6 +108,8 @@ class BaseTrainer(transformers.Trainer):
         # Data first: a bad row must be found before minutes go into loading a model.
         train_dataset = self._prepared(train_dataset, "train")
         eval_dataset = self._prepared_evaluation(eval_dataset)
+        if self.vision is not None:
+            self.vision.choose_workers(args, train_dataset)
         set_seed(args.seed)  # adapters start from the same numbers whatever the preparation drew
         seen = {} if self.vision is None else self.vision.load_options(args, self.renderer)
         loading = construction.load_options(args, self.task, peft_config, quantization_config, train_dataset, **seen)
@@ -156,6 +161,7 @@ class BaseTrainer(transformers.Trainer):
         self.model_accepts_loss_kwargs = True  # `compute_loss` divides; Trainer must not divide again
         args.use_liger_kernel = False  # its layers are in place since loading; Trainer would patch our forward
         self.metrics, self.evaluation, self.guard = MetricStore(), EvaluationLoss(), StepGuard(args)
+        self.unreadable = UnreadableImages()
         self.skipped = SkippedSteps(args.output_dir, args.max_skipped_steps, args.should_save)
         self.checkpoints = Checkpoints(self)
         self.lifecycle = RunLifecycle(self, self.checkpoints, self.skipped)
@@ -274,7 +280,7 @@ class BaseTrainer(transformers.Trainer):
     def get_train_dataloader(self) -> UnitLoader:
         if self.train_dataset is None:
             raise ValueError(f"{type(self).__name__}.train() needs a `train_dataset`.")
-        collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
+        collator = replace(self.offline_collator, max_tokens=self.args.max_tokens_per_pass)
         order = (self.args.train_sampling_strategy, self.args.dataloader_drop_last, self.partners(is_training=True))
         is_augmented = getattr(self.args, "image_augmentation", None) is not None
         how = (collator, self._train_batch_size, *order, is_augmented)
@@ -283,7 +289,12 @@ class BaseTrainer(transformers.Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> UnitLoader:
         rows, args = self.evaluation_rows(eval_dataset), self.args
         order = ("sequential", False, self.partners(is_training=False))
-        return construction.unit_loader(rows, args, self.data_collator, args.eval_batch_size, *order)
+        return construction.unit_loader(rows, args, self.offline_collator, args.eval_batch_size, *order)
+
+    @property
+    def offline_collator(self) -> Collator:
+        """That of rows of a dataset, which `on_bad_rows` is about."""
+        return replace(self.data_collator, leaves_out_unreadable=self.args.on_bad_rows == DROP)
 
     def get_test_dataloader(self, test_dataset: Any) -> UnitLoader:
         return self.get_eval_dataloader(test_dataset)
@@ -310,6 +321,8 @@ class BaseTrainer(transformers.Trainer):
             return None
         passes = [part for batch in batch_samples for part in passes_of(batch)]
         self.guard.rows = list(dict.fromkeys(row for part in passes for row in part.rows))
+        if left_out := self.unreadable.note(passes):
+            self.metrics.count(UNREADABLE, left_out)
         totals = step_totals(passes, self.args)
         self.before_step(passes)
         sharding.even_out(batch_samples, self.data_collator, self.args)
@@ -396,6 +409,7 @@ class BaseTrainer(transformers.Trainer):
     def prediction_step(
         self, model: nn.Module, inputs: TokenBatch, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor, Any, Any]:
+        self.unreadable.note([inputs])
         batch = self._prepare_inputs(inputs)
         with torch.no_grad():
             output, policy = self._loss_output(model, batch, "eval")
@@ -423,6 +437,10 @@ class BaseTrainer(transformers.Trainer):
             logs["num_tokens"] = over_processes(self.metrics.totals.get("num_tokens", 0), self.args)
             if state.skipped_total:
                 logs["skipped_steps"] = state.skipped_total
+            if self.args.on_bad_rows == DROP and (
+                left_out := over_processes(self.metrics.totals.get(UNREADABLE, 0), self.args)
+            ):
+                logs[UNREADABLE] = left_out
         super().log(logs, start_time)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -431,9 +449,14 @@ class BaseTrainer(transformers.Trainer):
             super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def floating_point_ops(self, inputs: TokenBatch | Passes) -> int:
+        """6 for each weight of the language model and token; of images, by their patches and features (`TowerShape`)."""
         if not hasattr(self, "_parameter_count"):
             self._parameter_count = sum(p.numel() for p in self.model.parameters())
-        return 6 * inputs.num_tokens * self._parameter_count
+            self._tower = None if self.vision is None else self.vision.tower(innermost_model(self.model))
+            self._parameter_count -= 0 if self._tower is None else self._tower.parameters
+        shown = [] if self._tower is None else [part.images for part in passes_of(inputs) if part.images is not None]
+        of_images = sum(self._tower.training(images.tiles, images.num_features) for images in shown)
+        return 6 * inputs.num_tokens * self._parameter_count + int(of_images)
 
     def _track_num_input_tokens(self, inputs: TokenBatch | Passes) -> None:
         if self.args.include_num_input_tokens_seen != "no":

@@ -155,11 +155,8 @@ def _by_conventions(model: Any, config: dict[str, Any], processor: Any, args: Im
 
 def _refuse_image_options(args: BaseConfig, trainer: str) -> None:
     """Options of images have no effect where none can be seen."""
-    set_ones = (
-        sorted(args.set_by_user() & {field.name for field in fields(ImageConfig)})
-        if isinstance(args, ImageConfig)
-        else []
-    )
+    of_images = {field.name for field in fields(ImageConfig)} - {field.name for field in fields(BaseConfig)}
+    set_ones = sorted(args.set_by_user() & of_images) if isinstance(args, ImageConfig) else []
     if set_ones:
         raise ValueError(
             f"`{set_ones[0]}` is set, and this model reads texts only: leave it out, or give {trainer} a model that sees images "

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,11 +14,12 @@ import numpy as np
 from PIL import Image
 from torch import nn
 
-from posttrain.core.batch import TokenBatch
+from posttrain.core.batch import PADDED, BatchImages, TokenBatch
+from posttrain.core.machine import training_processes, usable_cores
 from posttrain.core.sample import Sample, Unit
 from posttrain.core.vision import PROJECTOR, TOWER, VisionFamily
 from posttrain.data.collate import collate
-from posttrain.data.images.limits import HEADER, ImageLimits
+from posttrain.data.images.limits import HEADER, BadImage, ImageLimits
 from posttrain.data.images.media import MediaFolder
 from posttrain.data.images.opening import open_image
 from posttrain.data.images.row_image import RowImage
@@ -23,9 +28,9 @@ from posttrain.data.options import PrepareOptions
 from posttrain.data.pixels import PixelLoader
 from posttrain.data.render.renderer import Conversation, Renderer
 from posttrain.data.store.prepare import cache_folder
-from posttrain.data.vision.augmentation import augmentation_of
 from posttrain.data.vision.families import vision_family
 from posttrain.data.vision.layouts import ImageLayouts, image_options
+from posttrain.models.memory.tower import TowerShape
 from posttrain.models.scoring.probe import ImageProbe
 from posttrain.models.vision.features import vision_parameters
 from posttrain.trainer.options.base import DEEPSPEED
@@ -33,6 +38,8 @@ from posttrain.trainer.options.images import ImageConfig, unused_rate
 
 PROBE_SIZES = ((64, 48), (56, 112))  # height, width of the pictures that a model is probed with
 CACHED_BYTES = 512 << 20
+SHARED_MEMORY = "/dev/shm"
+MOST_WORKERS, LOOKED_AT = 8, 16
 
 
 @dataclass
@@ -75,8 +82,7 @@ class Vision:
             max_pixels=args.max_pixels,
             others=args.image_processor_kwargs,
         )
-        augmentation = None if args.image_augmentation is None else augmentation_of(args.image_augmentation)
-        how = {"dtype": args.compute_dtype, "cache_bytes": CACHED_BYTES, "augmentation": augmentation}
+        how = {"dtype": args.compute_dtype, "cache_bytes": CACHED_BYTES, "augmentation": args.augmentation()}
         pixels = PixelLoader(family, processor, options, **how)
         limits = args.image_limits(cache_folder(PrepareOptions(cache_dir=args.dataset_cache_dir)))
         context = config.get("text_config", config).get("max_position_embeddings")
@@ -109,6 +115,30 @@ class Vision:
         if self.most_images is not None:
             self.most_images = max(self.most_images, int(store.span_counts.max(initial=0)))
 
+    def choose_workers(self, args: ImageConfig, rows: Any) -> None:
+        """Let processes make the batches of `rows` where images are worth it, unless their number was set.
+
+        Batches wait in shared memory, two for each worker and one on its way; of containers it may be small, and a worker that
+        finds no more of it dies.
+        """
+        chooses = args.chooses_workers and args.device.type != "cpu"  # a model on the CPU needs the cores itself
+        if chooses and self.datasets_with_images and self.most_images is not None and rows is not None:
+            here = training_processes()
+            room = shutil.disk_usage(SHARED_MEMORY).free / here if os.path.exists(SHARED_MEMORY) else math.inf
+            batch = args.train_batch_size * self._bytes_of_a_unit(rows)
+            args.dataloader_num_workers = num_workers(usable_cores() // here, room, batch)
+        self.pixels.cache.limit = CACHED_BYTES // max(args.dataloader_num_workers, 1)  # each worker has a copy
+
+    def _bytes_of_a_unit(self, rows: Any) -> float:
+        """Of pixels, by some rows that are taken from all over the dataset."""
+        some = [rows[int(number)] for number in np.linspace(0, len(rows) - 1, min(len(rows), LOOKED_AT))]
+        distinct = [{image.key: image for sample in unit for image in sample.images}.values() for unit in some]
+        found = 0
+        for image in (image for images in distinct for image in images):
+            with contextlib.suppress(BadImage):  # said when its batch is made
+                found += sum(tensor.nbytes for tensor in self.pixels.load([image]).values())
+        return found / len(some)
+
     def load_options(self, args: ImageConfig, renderer: Renderer) -> dict[str, Any]:
         """Arguments of LoadOptions. What no image will reach is not trained: DDP would wait for gradients of the tower, and weight
         decay would shrink it."""
@@ -131,9 +161,25 @@ class Vision:
             "frozen_parts": frozen,
         }
 
+    def tower(self, innermost: nn.Module) -> TowerShape | None:
+        """None: of a family that is in no table, whose tower may be anything."""
+        return None if self.family.is_found else TowerShape.of(innermost, self.family)
+
+    def probe_images(self, renderer: Renderer, device: Any) -> tuple[BatchImages, BatchImages]:
+        """Of one picture, and of two: what more patches need is measured by."""
+        probe = image_probe(self, renderer)
+        one, two = (probe.collate([(sample,)], PADDED).to(device).images for sample in (probe.one, probe.two))
+        return one, two
+
     def trained_parameters(self, innermost: nn.Module) -> list[nn.Parameter]:
         """Those of tower and projector."""
         return [parameter for parameter in vision_parameters(innermost, self.family) if parameter.requires_grad]
+
+
+def num_workers(cores: int, room: float, batch: float) -> int:
+    """Of a process that has `cores`, half of them; none where that is one, or where `room` bytes hold no batches of `batch`."""
+    wanted = int(min(MOST_WORKERS, cores // 2, room / 2 / (3 * max(batch, 1.0))))
+    return wanted if wanted > 1 else 0
 
 
 def refuse_other_ids(vision: Vision, renderer: Renderer) -> None:

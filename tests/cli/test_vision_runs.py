@@ -51,3 +51,11 @@ def test_pictures_elsewhere_are_not_opened(rows, capsys):
     assert posttrain("sft", *options(rows), "--image_root", str(rows.parent.parent)) != 0  # not where the others lie
     write(rows, ["elsewhere.png", *(f"data/{number}.png" for number in (1, 2, 3))])
     assert posttrain("sft", *options(rows), "--image_root", str(rows.parent.parent)) == 0
+
+
+def test_check_names_the_length_that_the_run_cuts_at(rows, capsys):
+    """Which is the context of the model where rows have images and `max_length` is not set."""
+    assert posttrain("check", "sft", *options(rows)) == 0
+    assert "max_length is 4096" in capsys.readouterr().out
+    assert posttrain("check", "sft", *options(rows), "--max_length", "2048") == 0
+    assert "max_length is 2048" in capsys.readouterr().out

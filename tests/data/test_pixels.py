@@ -217,8 +217,9 @@ def test_the_cache_is_bounded(tmp_path):
     loader = loader_for(dataset, rows, cache_bytes=2 * one)
     opened = []
     made = loader._made
-    loader._made = lambda span: opened.append(span.size) or made(span)
-    loader.load([spans[0], spans[1], spans[0], spans[2], spans[0], spans[1]])
+    loader._made = lambda spans: opened.extend(span.size for span in spans) or made(spans)
+    for number in (0, 1, 0, 2, 0, 1):
+        loader.load([spans[number]])
     assert opened == [SIZES[0], SIZES[1], SIZES[2], SIZES[1]]  # the second had not been used the longest time
     assert loader.cache.used == 2 * one
     assert len(pickle.loads(pickle.dumps(loader.cache))) == 0
@@ -237,6 +238,38 @@ def test_workers_of_a_loader(context, tmp_path):
     for one, other in zip(alone, loaded, strict=True):
         assert torch.equal(one.images.encoder["pixel_values"], other.images.encoder["pixel_values"])
         assert torch.equal(one.input_ids, other.input_ids)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_small_images_are_made_together_and_are_the_same_as_alone(family, tmp_path, monkeypatch):
+    """Bit by bit: which images are in the cache, and so which are made together, is another after a resume."""
+    rows = rows_with(*PICTURES, PICTURES[0][:, ::-1].copy())
+    dataset = prepared(rows, tmp_path, family=family)
+    loader, spans = loader_for(dataset, rows, family), dataset[0][0].images
+    alone = [loader._made([span])[0] for span in spans]
+    calls = []
+    monkeypatch.setattr(loader, "image_processor", lambda given, **how: calls.append(given) or processor(given, **how))
+    processor = tiny_processor(family).image_processor
+    made = [one for run in loader._runs(spans) for one in loader._made(run)]
+    assert all(torch.equal(mine[key], other[key]) for mine, other in zip(made, alone, strict=True) for key in mine)
+    assert len(calls) == (1 if loader.family.tower_has_bounds else len(spans))
+    monkeypatch.setattr("posttrain.data.pixels.PIXELS_AT_ONCE", 6000)
+    assert max(map(len, loader._runs(spans))) == (2 if loader.family.tower_has_bounds else 1)
+
+
+def test_the_dataset_is_not_copied_for_every_image(tmp_path, monkeypatch):
+    """`with_format` copies and hashes a dataset, which took longer than the rest of reading a small image."""
+    rows = datasets.Dataset.from_list(
+        [{"image": {"bytes": encoded(p), "path": None}} | rows_with()[0] for p in PICTURES]
+    )
+    rows = rows.cast_column("image", datasets.Image()).remove_columns("images")
+    dataset = prepared(rows, tmp_path)
+    loader = loader_for(dataset, rows)
+    monkeypatch.delattr(datasets.Dataset, "with_format")
+    copied = pickle.loads(pickle.dumps(loader))
+    for unit in map(dataset.__getitem__, range(len(PICTURES))):
+        made = loader.load(unit[0].images)["pixel_values"]
+        assert torch.equal(copied.load(unit[0].images)["pixel_values"], made)
 
 
 def test_streams_carry_their_images(tmp_path):

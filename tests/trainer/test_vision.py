@@ -60,6 +60,24 @@ def test_one_gradient_in_every_layout_and_split(method, family, tmp_path):
     assert parts[TOWER] > 1e-6 * max(parts.values())
 
 
+@pytest.mark.parametrize(("method", "family"), [("dpo", "qwen2_5_vl"), ("kto", "llava_next"), ("bco", "gemma3")])
+def test_reference_log_probs_can_be_computed_beforehand(method, family, tmp_path):
+    """From images as the run shows them: those of other pictures under the same tokens would change the gradient."""
+    rows = len(rows_of(method))
+    options = {
+        "train_sampling_strategy": "sequential"
+    }  # KTO's partners are the rows before, of the step or the dataset
+    trainers = [trainer_of(method, family, tmp_path, precompute_ref_log_probs=k, **options) for k in (False, True)]
+    for trainer in trainers:  # the reference stays behind
+        torch.nn.init.normal_(
+            trainer.model.get_input_embeddings().weight, generator=torch.Generator().manual_seed(3), std=0.3
+        )
+    computed, known = (gradient(trainer, trainer.loaded.layout, rows) for trainer in trainers)
+    largest = max(float(value.abs().max()) for value in computed.values())
+    for name, value in computed.items():
+        assert float((known[name] - value).abs().max()) < 1e-5 * largest, name
+
+
 # ---- what is trained -----------------------------------------------------------------------------------------------------
 
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)}

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 
+import datasets
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from datasets import Dataset
 
-from tests.trainer.vision_runs import chats, trainer_of
+from tests.data.picture_files import encoded, noise
+from tests.tiny_vision import vision_model
+from tests.trainer.vision_runs import chats, question, trainer_of
 
 
 @pytest.mark.parametrize(
@@ -34,3 +38,43 @@ def test_what_grpo_writes_after_images_it_trains_on(family, tmp_path):
     for row in stored:
         gap = np.subtract(row["sampling_logps"], row["reference_logps"])
         assert -1e-5 < gap.min() <= gap.max() < 0.2
+
+
+@pytest.mark.parametrize("method", ["gkd", "distillation"])
+def test_a_teacher_may_come_with_its_processor(method, tmp_path):
+    """As the student may: whether both read the same tokens is seen from the processor's tokenizer."""
+    rows = [{"prompt": prompt, "completion": [said]} for prompt, said, _ in chats()[:4]]
+    teacher = vision_model("qwen2_5_vl", dtype=torch.float32)
+    given = {"teacher_model": teacher.model, "teacher_processing_class": teacher.processor, "train_dataset": rows}
+    trainer = trainer_of(method, "qwen2_5_vl", tmp_path, torch.float32, max_completion_length=4, **given)
+    trainer.train()
+    assert np.isfinite(trainer.state.log_history[-1]["train_loss"])
+
+
+def test_a_fingerprint_of_prompts_decodes_no_image(tmp_path, monkeypatch):
+    """It changes with a picture, with a column of rewards, and not with the folder in which pictures lie."""
+    rows = [
+        {"prompt": [question("What?")], "image": encoded(noise(40, 40, seed=n)), "colour": f"{n}"} for n in range(3)
+    ]
+    shared = {
+        "reward_funcs": lambda completions, **_: [0.0] * len(completions),
+        "num_generations": 2,
+        "max_completion_length": 4,
+    }
+
+    def fingerprint(changed, folder="a"):
+        for number, row in enumerate(changed):
+            path = tmp_path / folder / f"{number}.png"
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(row["image"])
+        stored = [row | {"image": {"bytes": row["image"], "path": str(tmp_path / folder / "x.png")}} for row in changed]
+        made = Dataset.from_list(stored).cast_column("image", datasets.Image())
+        return trainer_of("grpo", "llava", tmp_path / folder, torch.float32, train_dataset=made, **shared).train_dataset
+
+    first = fingerprint(rows)
+    with monkeypatch.context() as without:
+        without.setattr(datasets.Image, "decode_example", None)
+        known = first.fingerprint
+    assert fingerprint(rows, "b").fingerprint.split("-")[1] == known.split("-")[1]
+    assert fingerprint([rows[0] | {"colour": "red"}, *rows[1:]]).fingerprint != known
+    assert fingerprint([rows[0] | {"image": rows[1]["image"]}, *rows[1:]]).fingerprint != known

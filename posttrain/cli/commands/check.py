@@ -169,7 +169,7 @@ class Checked:
             console.rule(f"{audit.dataset}: {audit.kept:,} of {audit.rows:,} rows", align="left")
             console.print(f"{audit.explanation[0].upper()}{audit.explanation[1:]}.")
             console.print(f"{audit.tokens:,} tokens, {audit.trained_tokens:,} of them trained.")
-            for line in histogram(audit, self.args.max_length):
+            for line in histogram(audit, prepared.options.max_length):
                 console.print(line, markup=False)
             for sample in self._samples(prepared, samples):
                 self._show_sample(console, prepared, *sample)

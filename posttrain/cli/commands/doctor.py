@@ -104,8 +104,9 @@ def _version(name: str) -> str:
 def devices() -> list[Line]:
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    lines = [Line(GOOD, "cpu", f"{cores} cores, {torch.get_num_threads()} threads of torch")]
+    from posttrain.core.machine import usable_cores
+
+    lines = [Line(GOOD, "cpu", f"{usable_cores()} cores, {torch.get_num_threads()} threads of torch")]
     if not torch.cuda.is_available():
         return [*lines, Line(MISSING, "gpu", "none: small models train on the CPU, in float32")]
     for index in range(torch.cuda.device_count()):

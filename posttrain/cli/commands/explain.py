@@ -93,7 +93,7 @@ class Explained:
 
         from posttrain.cli.running.named_objects import judging_model
         from posttrain.models.critic import attach_planned
-        from posttrain.models.load.model import LoadOptions, model_without_weights
+        from posttrain.models.load.model import LoadOptions, innermost_model, model_without_weights
         from posttrain.models.load.saved_model import classifier_task
         from posttrain.models.memory.shape import Shape
         from posttrain.models.scoring.heads import SEQUENCE_REWARD
@@ -112,7 +112,8 @@ class Explained:
         if named := getattr(args, "value_model_path", None):
             attach_planned(side.model, named, LoadOptions(task=SEQUENCE_REWARD, **shared))
         quantised = next((name for name in ("load_in_4bit", "load_in_8bit") if config.get(name)), None)
-        self.shape = Shape(side.model, None, quantised, args.fuse_lora)
+        tower = None if side.vision is None else side.vision.tower(innermost_model(side.model))
+        self.shape = Shape(side.model, None, quantised, args.fuse_lora, tower)
         judges = []
         if "reward_funcs" in config.table.options:
             judges = [*map(judging_model, config.get("reward_funcs") or ())]

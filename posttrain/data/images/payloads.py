@@ -141,12 +141,15 @@ def _of_path(path: str, limits: ImageLimits) -> tuple[Content, str]:
             "image_path_outside",
             f"{path} is outside of {root}, the folder of the images: name a folder that holds it with `image_root`.",
         )
-    with open_regular(real) as file:
-        stored = StoredFile.of(real, file)
-        if stored.num_bytes > limits.max_bytes:
-            raise _too_large(real, stored.num_bytes, limits)
-        if limits.decodes or not stored.num_bytes:  # it is read anyway
-            return _within_limit(file.read(limits.max_bytes + 1), real, limits), real
+    try:
+        with open_regular(real) as file:
+            stored = StoredFile.of(real, file)
+            if stored.num_bytes > limits.max_bytes:
+                raise _too_large(real, stored.num_bytes, limits)
+            if limits.decodes or not stored.num_bytes:  # it is read anyway
+                return _within_limit(file.read(limits.max_bytes + 1), real, limits), real
+    except OSError as error:  # of a disk or a network
+        raise BadImage("image_missing", f"{real} cannot be read ({error.strerror}).") from error
     return stored, real
 
 

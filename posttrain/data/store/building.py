@@ -20,6 +20,7 @@ import pyarrow as pa
 import xxhash
 from filelock import FileLock, Timeout
 
+from posttrain.core.machine import usable_cores
 from posttrain.data.options import PrepareOptions
 from posttrain.data.render.renderer import Renderer
 from posttrain.data.rows.checks import Finding, ProblemLog
@@ -71,6 +72,8 @@ class RowSource:
                 dataset = dataset.select_columns([name for name in dataset.column_names if name in columns])
         self.dataset = dataset
         is_table = self.is_arrow and not self.is_transformed
+        # Made once: `with_format` copies a dataset and hashes what it is, which takes longer than to read an image.
+        self._tables = dataset.with_format("arrow") if is_table else None
         self._undecoded = without_decoding(dataset.features) if is_table else None
         holds_bytes = is_table and "binary" in str(dataset.features.arrow_schema)
         self.batch_rows = IMAGE_ROWS if holds_bytes else BATCH_ROWS
@@ -85,8 +88,7 @@ class RowSource:
 
     def rows(self, start: int, stop: int) -> list[Row]:
         if self._undecoded is not None:
-            table = self.dataset.with_format("arrow")[start:stop]
-            return [self._undecoded.decode_example(row) for row in table.to_pylist()]
+            return [self._undecoded.decode_example(row) for row in self._tables[start:stop].to_pylist()]
         part = self.dataset[start:stop]
         if not self.is_arrow:
             return list(part)
@@ -107,9 +109,8 @@ class RowSource:
         return sink.digest.hexdigest()
 
     def tables(self) -> Iterator[pa.Table]:
-        tables = self.dataset.with_format("arrow")
         for first in range(0, len(self), 10 * self.batch_rows):
-            yield tables[first : first + 10 * self.batch_rows]
+            yield self._tables[first : first + 10 * self.batch_rows]
 
     def in_a_file(self, path: Path) -> RowSource:
         """The same rows where other processes can map them into memory, if they are a table that is in ours only."""
@@ -300,7 +301,7 @@ def _image_facts(options: PrepareOptions, renderer: Renderer) -> dict[str, Any]:
 
 def _num_workers(num_rows: int, num_proc: int | None) -> int:
     """As many as asked for, or as the machine has cores; fewer for few rows."""
-    wanted = len(os.sched_getaffinity(0)) if num_proc is None and hasattr(os, "sched_getaffinity") else num_proc or 1
+    wanted = usable_cores() if num_proc is None else num_proc or 1
     return max(1, min(wanted, num_rows // ROWS_PER_WORKER))
 
 

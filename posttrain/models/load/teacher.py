@@ -11,6 +11,7 @@ from torch import Tensor
 from posttrain.core.batch import TokenBatch
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.reference import ModelReference
+from posttrain.models.load.vocabulary import tokenizer_of
 from posttrain.models.scoring.two_heads import TeacherRows, teacher_rows
 
 BASE, LIVE, EMA = "base", "live", "ema"
@@ -60,8 +61,9 @@ class ModelTeacher:
 
 
 def check_tokenizers(student: Any, teacher: Any, name: str) -> None:
-    """Refuse two that do not map every token to the same id; numbers of padded rows of an embedding may differ."""
-    ours, theirs = student.get_vocab(), teacher.get_vocab()
+    """Refuse two tokenizers, or processors with such, that do not map every token to the same id; numbers of padded rows of an
+    embedding may differ."""
+    ours, theirs = (tokenizer_of(one).get_vocab() for one in (student, teacher))
     if ours == theirs:
         return
     where = [(vocabulary[token], token) for vocabulary in (ours, theirs) for token in vocabulary]

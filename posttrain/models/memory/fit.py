@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -65,11 +65,19 @@ class ActivationCost:
     def of(self, level: str, offload: bool) -> float:
         return self.waiting(level, offload) + self.in_backward(level)
 
+    def times(self, share: float) -> ActivationCost:
+        """Of so many patches, where this is the cost of one."""
+        kept = {level: share * size for level, size in self.kept.items()}
+        return ActivationCost(kept, share * self.layer_input, share * self.layer, self.is_measured)
+
     def __add__(self, other: ActivationCost) -> ActivationCost:
         """Of two bodies that one pass runs through. Their layers run backward one after the other."""
         kept = {level: mine + other.kept[level] for level, mine in self.kept.items()}
         layer_input, layer = max(self.layer_input, other.layer_input), max(self.layer, other.layer)
         return ActivationCost(kept, layer_input, layer, self.is_measured and other.is_measured)
+
+
+NOTHING = ActivationCost(dict.fromkeys((NONE, SELECTIVE, FULL), 0.0), 0.0, 0.0)
 
 
 def activation_cost(model: nn.Module) -> ActivationCost:
@@ -88,14 +96,24 @@ def models_beside(model: nn.Module) -> list[nn.Module]:
 
 
 def _body_cost(body: nn.Module, config: Any) -> ActivationCost:
-    text = config.get_text_config()
-    layers, width = text.num_hidden_layers, text.hidden_size
+    text, device = config.get_text_config(), next(body.parameters()).device
+    runs = [
+        (tokens, functools.partial(body, **_probe_inputs(config, tokens, device), use_cache=False))
+        for tokens in PROBE_TOKENS
+    ]
+    return layers_cost(body, text.num_hidden_layers, text.hidden_size, runs)
+
+
+def layers_cost(
+    body: nn.Module, layers: int, width: int, runs: Sequence[tuple[int, Callable[[], Any]]]
+) -> ActivationCost:
+    """Of one token or patch, from two forward passes of different size: (tokens or patches, the pass)."""
     item = next(p.element_size() for p in body.parameters() if p.is_floating_point())
     inputs = layers * width * item
-    (few_saved, few_selected), (saved, selected) = (_kept_by(body, config, tokens) for tokens in PROBE_TOKENS)
-    tokens = PROBE_TOKENS[1] - PROBE_TOKENS[0]
-    everything = (saved - few_saved) / tokens
-    kept = {NONE: everything, SELECTIVE: min((selected - few_selected) / tokens + inputs, everything), FULL: inputs}
+    (few_saved, few_selected), (saved, selected) = (_kept_by(body, run) for _, run in runs)
+    units = runs[1][0] - runs[0][0]
+    everything = (saved - few_saved) / units
+    kept = {NONE: everything, SELECTIVE: min((selected - few_selected) / units + inputs, everything), FULL: inputs}
     return ActivationCost(kept, width * item, everything / layers)
 
 
@@ -115,8 +133,8 @@ class _Results(TorchDispatchMode):
         return result
 
 
-def _kept_by(body: nn.Module, config: Any, tokens: int) -> tuple[int, int]:
-    """(bytes that autograd keeps, bytes that selective checkpointing would keep beside layer inputs) for one row of `tokens`.
+def _kept_by(body: nn.Module, run: Callable[[], Any]) -> tuple[int, int]:
+    """(bytes that autograd keeps, bytes that selective checkpointing would keep beside layer inputs) of a forward pass of `body`.
 
     Storages are held until the end, so that none is counted twice and no address is used again.
     """
@@ -130,14 +148,13 @@ def _kept_by(body: nn.Module, config: Any, tokens: int) -> tuple[int, int]:
             saved[storage.data_ptr()] = storage
 
     device = next(body.parameters()).device
-    inputs = _probe_inputs(config, tokens, device)
     with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         with saved_tensors_hooks(pack, lambda nothing: nothing):
-            output = body(**inputs, use_cache=False)
+            output = run()
         del output
         # A compiled layer has no single operations to look at, and selective checkpointing runs without it.
         with torch.compiler.set_stance("force_eager"), _Results() as results:
-            body(**inputs, use_cache=False)
+            run()
     return sum(s.nbytes() for s in saved.values()), sum(s.nbytes() for s in results.storages.values())
 
 

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from posttrain.models.layers.fused_lora import SIBLINGS
 from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
 from posttrain.models.memory.fit import FULL, NONE, SELECTIVE, ActivationCost, models_beside
+from posttrain.models.memory.tower import TowerShape
 from posttrain.models.scoring.token_scores import default_chunk_tokens
 
 QUANTISED_BYTES = {"load_in_4bit": 0.5 + 4 / 64, "load_in_8bit": 1.0}
@@ -44,7 +45,9 @@ class Shape:
         dtype: torch.dtype | None = None,
         quantised: str | None = None,
         fuses_lora: bool = True,
+        tower: TowerShape | None = None,
     ) -> None:
+        """`tower`: of a model that sees, whose weights no token of the text is multiplied with."""
         innermost = model.get_base_model() if hasattr(model, "get_base_model") else model
         text, named = innermost.config.get_text_config(), list(model.named_parameters())
         head = getattr(innermost.get_output_embeddings(), "weight", None)
@@ -56,6 +59,8 @@ class Shape:
         self.trained = sum(p.numel() for _, p in named if p.requires_grad)
         # weights of the layers that a token is multiplied with
         self.active = sum(_active(name, p, text) for name, p in named if id(p) not in outside)
+        self.active -= 0 if tower is None else tower.parameters
+        self.tower = tower
         self.weight_bytes = sum(_bytes(name, p, None if id(p) in outside else quantised) for name, p in named)
         self.dtype = dtype or next(p.dtype for _, p in named if p.is_floating_point())
         self.layers, self.vocabulary = text.num_hidden_layers, text.vocab_size

@@ -55,7 +55,7 @@ def filler_zero(model: nn.Module) -> Tensor | None:
         return None
     device = next(model.parameters()).device
     encoder = {name: value.to(device, non_blocking=True) for name, value in filler.images.encoder.items()}
-    made = _encoded(model, family, replace(filler.images, encoder=encoder), trains)
+    made = encoded(model, family, replace(filler.images, encoder=encoder), trains)
     features = [made.pooler_output, *(made.deepstack_features if family.deepstack else ())]
     tensors = [one for item in features for one in ([item] if isinstance(item, Tensor) else item)]
     return sum((tensor * 0).sum() for tensor in tensors)  # in this order: a sum in float16 may be infinite
@@ -142,14 +142,14 @@ def image_features(model: nn.Module, images: BatchImages) -> Any:
     is_sharded = filler is not None and filler.sharded
     family = family_of(model)
     trains = any(parameter.requires_grad for parameter in vision_parameters(model, family))
-    made = _encoded(model, family, images, trains)
+    made = encoded(model, family, images, trains)
     # What inference mode has made can never be part of a graph, which a later pass of the same batch may have.
     if not (trains or is_sharded or torch.is_inference_mode_enabled() or has_vision_adapter(model, family)):
         object.__setattr__(images, _MADE, (weakref.ref(model), made))
     return made
 
 
-def _encoded(model: nn.Module, family: VisionFamily, images: BatchImages, trains: bool) -> Any:
+def encoded(model: nn.Module, family: VisionFamily, images: BatchImages, trains: bool) -> Any:
     body = getattr(model, model.base_model_prefix)
     with torch.set_grad_enabled(torch.is_grad_enabled() and trains):
         output = body.get_image_features(**images.encoder, return_dict=True)

@@ -130,17 +130,21 @@ def _leaves(functions: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def adapter_on_language_model(peft_config: Any, innermost: nn.Module, family: VisionFamily, lora_vision: bool) -> Any:
-    """The config with tower and projector excluded, unless `lora_vision`, or its pattern means them.
+    """The config with tower and projector excluded, unless `lora_vision`, or but for what its pattern means of them.
 
     "all-linear" puts adapters on the tower of every family, ["q_proj", "v_proj"] on that of most, and few users mean that. A
-    pattern means them where it contains the name of a module of their paths ("visual", "vision_tower", "merger"), or matches
-    nothing else.
+    pattern means them where it contains the name of a module of their paths ("visual", "vision_tower", "merger"); of several, that
+    one alone. All mean them where they match nothing else.
     """
     targets = getattr(peft_config, "target_modules", None)
-    if lora_vision or not targets or _means_vision(targets, innermost, family):
+    if lora_vision or not targets or _match_vision_alone(targets, innermost, family):
+        return peft_config
+    meant = _meaning_vision(targets, innermost, family)
+    if isinstance(targets, str) and meant:
         return peft_config
     changed, own = copy.copy(peft_config), getattr(peft_config, "exclude_modules", None)
-    patterns = [re.escape(path) + r"(\..*)?" for path in (family.tower, *family.projectors)]
+    others = rf"(?!(?:.*\.)?(?:{'|'.join(map(re.escape, meant))})$)" if meant else ""
+    patterns = [others + re.escape(path) + r"(\..*)?" for path in (family.tower, *family.projectors)]
     if isinstance(own, str):
         patterns.append(own)
     elif own:
@@ -149,14 +153,15 @@ def adapter_on_language_model(peft_config: Any, innermost: nn.Module, family: Vi
     return changed
 
 
-def _means_vision(targets: str | Iterable[str], innermost: nn.Module, family: VisionFamily) -> bool:
+def _meaning_vision(targets: str | Iterable[str], innermost: nn.Module, family: VisionFamily) -> list[str]:
+    """Those that contain the name of a module of the paths of tower or projector."""
     body = innermost.base_model_prefix
     named = {word for path in (family.tower, *family.projectors) for word in path.split(".") if word != body}
-    texts = [targets] if isinstance(targets, str) else list(targets)
-    if texts == ["all-linear"]:
-        return False
-    if any(word in re.split(r"\W+", text) for word in named for text in texts):
-        return True
+    texts = [targets] if isinstance(targets, str) else sorted(targets)
+    return [text for text in texts if not named.isdisjoint(re.split(r"\W+", text))]
+
+
+def _match_vision_alone(targets: str | Iterable[str], innermost: nn.Module, family: VisionFamily) -> bool:
     matched = {
         part_of(innermost, family, name)
         for name, module in innermost.named_modules()

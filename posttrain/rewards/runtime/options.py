@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
+
+from posttrain.core.machine import training_processes, usable_cores
 
 AUTO, PROCESS, IN_PROCESS = "auto", "process", "in_process"
 MASK, DEFAULT, FAIL = "mask", "default", "fail"
@@ -65,8 +66,7 @@ class RewardOptions:
         """Cores are shared with the other training processes of this machine."""
         if self.workers is not None:
             return self.workers
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return max(1, min(MAX_WORKERS, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        return max(1, min(MAX_WORKERS, usable_cores() // training_processes()))
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

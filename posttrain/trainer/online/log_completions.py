@@ -24,7 +24,8 @@ from posttrain.models.load.vocabulary import tokenizer_of
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.trainer.checkpoints.checkpoint import best_effort
 from posttrain.trainer.options.base import BaseConfig, check_range
-from posttrain.trainer.report.progress import cut, show_table, table_to_wandb
+from posttrain.trainer.report.progress import cut, show_table
+from posttrain.trainer.report.trackers import table_to_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -104,9 +105,9 @@ class LogCompletionsCallback(TrainerCallback):
         answers = self.answer(self.trainer.accelerator.unwrap_model(model), state.global_step)
         self.write(answers, Path(args.output_dir))
         show(answers, args.disable_tqdm)
-        if "wandb" in args.report_to:
-            columns = answers.columns()
-            table_to_wandb("completions", list(columns), [list(row) for row in zip(*columns.values())])
+        columns = answers.columns()
+        rows = [list(row) for row in zip(*columns.values())]
+        table_to_trackers(args.report_to, "completions", list(columns), rows)
 
     def answer(self, model: nn.Module, step: int) -> Answers:
         """Generate for all prompts. Neither the mode of the model nor any random generator is changed by it."""

@@ -11,6 +11,7 @@ import numpy as np
 from accelerate import PartialState
 from huggingface_hub import CommitScheduler, HfApi
 from transformers import TrainerCallback, TrainerState
+from transformers.trainer_callback import CallbackHandler
 
 from posttrain.core import __version__
 from posttrain.core.console import say
@@ -19,11 +20,13 @@ from posttrain.rewards.runtime.statistics import RewardWatch
 from posttrain.rollout.collector import Collected
 from posttrain.rollout.rollout import Rollout
 from posttrain.rollout.store import RolloutStore, record_of
+from posttrain.rollout.thumbnails import small_pictures
 from posttrain.trainer.checkpoints.background_save import CheckpointNotSaved
 from posttrain.trainer.checkpoints.saving import Checkpoints
 from posttrain.trainer.online.rollout_metrics import as_tensors
 from posttrain.trainer.options.online import OnlineConfig
-from posttrain.trainer.report.progress import cut, number, show_table, table_to_wandb
+from posttrain.trainer.report.progress import cut, number, show_table
+from posttrain.trainer.report.trackers import pictures_to_tensorboard, table_to_trackers
 from posttrain.trainer.step.metrics import MetricStore
 
 SHOWN_CHARACTERS = 400
@@ -39,6 +42,7 @@ class LoggedRun(Protocol):
     metrics: MetricStore
     rewards: RewardSet
     checkpoints: Checkpoints
+    callback_handler: CallbackHandler
 
 
 class RolloutPush:
@@ -156,8 +160,23 @@ class RolloutLog(TrainerCallback):
             listed = one_of_each_prompt(self.latest) if args.log_unique_prompts else self.latest
             shown = listed[: args.num_completions_to_print]
             show(shown, self.run.rewards.names, state.global_step, args.disable_tqdm)
-            if "wandb" in args.report_to:
-                _to_wandb(listed, self.run.rewards.names, state.global_step)
+            if args.report_to:
+                self._to_trackers(listed, state.global_step)
+
+    def _to_trackers(self, rollouts: list[Rollout], step: int) -> None:
+        """Where rollouts show images and `log_multimodal` is on, with small pictures of them."""
+        names, extra, args = self.run.rewards.names, extra_columns(rollouts), self.run.args
+        pictures = small_pictures(pictures_of(rollouts)) if args.log_multimodal else {}
+        columns = ["step", *(["images"] if pictures else []), "prompt", "completion", *names, "advantage", *extra]
+        rows, seen = [], []
+        for rollout in rollouts:
+            shown = [pictures[span.key] for span in rollout.sample.images if span.key in pictures]
+            texts = [clipped(rollout.prompt), clipped(rollout.completion)]
+            values = [*numbers_of(rollout, names).values(), *extras_of(rollout, extra).values()]
+            rows.append([step, *([shown] if pictures else []), *texts, *values])
+            seen.append(("\n\n".join(texts), shown))
+        table_to_trackers(args.report_to, "completions", columns, rows)
+        pictures_to_tensorboard(self.run.callback_handler.callbacks, "completions", seen, step)
 
 
 def pictures_of(rollouts: list[Rollout]) -> dict[bytes, Any]:
@@ -221,12 +240,3 @@ def _message_text(message: dict[str, Any]) -> str:
 def _arguments(call: dict[str, Any]) -> str:
     given = call.get("arguments")
     return given if isinstance(given, str) else json.dumps(given or {}, ensure_ascii=False, default=str)
-
-
-def _to_wandb(rollouts: list[Rollout], names: list[str], step: int) -> None:
-    extra = extra_columns(rollouts)
-    rows = [
-        [step, clipped(r.prompt), clipped(r.completion), *numbers_of(r, names).values(), *extras_of(r, extra).values()]
-        for r in rollouts
-    ]
-    table_to_wandb("completions", ["step", "prompt", "completion", *names, "advantage", *extra], rows)

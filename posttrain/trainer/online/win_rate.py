@@ -38,7 +38,8 @@ from posttrain.trainer.online.log_completions import (
 )
 from posttrain.trainer.online.run_engine import RunEngine, WritingRun
 from posttrain.trainer.options.base import BaseConfig, check_range
-from posttrain.trainer.report.progress import cut, show_table, table_to_wandb
+from posttrain.trainer.report.progress import cut, show_table
+from posttrain.trainer.report.trackers import table_to_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -236,8 +237,7 @@ class WinRateCallback(TrainerCallback):
         }
         write_columns(Path(args.output_dir) / FOLDER / f"step_{step}.parquet", columns)
         rows = [list(row) for row in zip(*columns.values())]
-        if "wandb" in args.report_to:
-            table_to_wandb(FOLDER, list(columns), rows)
+        table_to_trackers(args.report_to, FOLDER, list(columns), rows)
         title, names = f"win rate at step {step}", list(columns)[1:]
         shown = [[cut(str(value), PRINTED_CHARACTERS) for value in row[1:]] for row in rows[:PRINTED_ROWS]]
         lines = [f"{title} (all {len(rows)} comparisons in {FOLDER}/step_{step}.parquet)"]

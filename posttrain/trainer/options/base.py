@@ -96,7 +96,9 @@ class BaseConfig(TrainingArguments):
         "keep_start", "What happens to a longer one: keep_start, keep_end, error or drop. Always counted and reported."
     )
     on_bad_rows: str = option(
-        "error", "Rows that fail the check: 'error' stops before training, 'drop' leaves them out."
+        "error",
+        "Rows that fail the check: 'error' stops before training, 'drop' leaves them out, also rows of offline methods whose "
+        "images cannot be read any more.",
     )
     dataset_num_proc: int | None = option(
         None, "Processes that render and tokenise. None: one for every 5,000 rows, at most one a core."

@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.core.options import option
 from posttrain.core.vision import LANGUAGE_MODEL, PROJECTOR, TOWER
 from posttrain.data.images.limits import AUTO, DECODE, HEADER, ImageLimits
-from posttrain.data.vision.augmentation import augmentation_of, described
+from posttrain.data.vision.augmentation import Augmentation, augmentation_of, described
 from posttrain.trainer.options.base import check_range
 
 MOST_PIXELS, MOST_BYTES = ImageLimits.bomb_pixels, ImageLimits.max_bytes
@@ -69,7 +69,15 @@ class ImageConfig:
         None, "Initial learning rate of tower and projector, under the same schedule. None: `learning_rate`."
     )
 
+    dataloader_num_workers: int | None = option(
+        None,
+        "Processes that make batches. None: of offline methods with images on a GPU, as many as cores and shared memory allow, at "
+        "most 8; else 0.",
+    )
+
     def __post_init__(self) -> None:
+        self.chooses_workers = self.dataloader_num_workers is None
+        self.dataloader_num_workers = self.dataloader_num_workers or 0  # until it is known what images rows have
         if isinstance(self.image_processor_kwargs, str):
             self.image_processor_kwargs = json.loads(self.image_processor_kwargs)
         super().__post_init__()
@@ -84,7 +92,7 @@ class ImageConfig:
             if {TOWER, PROJECTOR} <= {*self.frozen_parts}:
                 raise unused_rate("`freeze_vision_tower` and `freeze_multi_modal_projector` are set")
         if self.image_augmentation is not None:
-            augmentation_of(self.image_augmentation)
+            self.augmentation()
             if getattr(self, "precompute_ref_log_probs", False):
                 raise ValueError(
                     "`precompute_ref_log_probs` keeps the reference's numbers about plain images, and `image_augmentation` changes "
@@ -93,6 +101,10 @@ class ImageConfig:
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"image_augmentation": described(self.image_augmentation)}
+
+    def augmentation(self) -> Augmentation | None:
+        """What pictures that have a draw go through."""
+        return None if self.image_augmentation is None else augmentation_of(self.image_augmentation)
 
     @property
     def frozen_parts(self) -> tuple[str, ...]:

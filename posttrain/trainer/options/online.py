@@ -160,9 +160,14 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
     # ---- what is kept
     keep_rollouts: bool = option(True, "Write every rollout to parquet files in `<output_dir>/rollouts`.")
     log_multimodal: bool = option(
-        True, "With them, small pictures of the images that the model was shown, for `posttrain view`: at most 1 GiB."
+        True,
+        "With them, small pictures of the images that the model was shown, for `posttrain view`: at most 1 GiB. With "
+        "`log_completions`, in the tables of wandb and trackio and on tensorboard as well.",
     )
-    log_completions: bool = option(False, "Print some prompts, completions, rewards and advantages with each log.")
+    log_completions: bool = option(
+        False,
+        "Print some prompts, completions, rewards and advantages with each log; trackers with tables get them, too.",
+    )
     num_completions_to_print: int | None = option(None, "Completions in that table. None: all.")
     log_unique_prompts: bool = option(False, "One completion of each prompt in that table.")
     log_completions_hub_repo: str | None = option(
@@ -193,6 +198,7 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
             raise ValueError(f"`temperature` is {self.temperature}; training needs samples that differ: above 0.")
         if self.ignore_data_skip:
             raise ValueError("`ignore_data_skip` would train on prompts twice after a resume; leave it out.")
+        self.chooses_workers = False
         if self.dataloader_num_workers:
             raise ValueError("Rollouts are made in this process: leave `dataloader_num_workers` at 0.")
         if self.log_completions_hub_repo is not None and not self.keep_rollouts:

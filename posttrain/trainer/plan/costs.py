@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -27,8 +28,10 @@ from posttrain.trainer.references.setup import ADAPTER_OFF, COMPUTED_BEFORE, COP
 from posttrain.trainer.step.memory_fit import (
     apply,
     batch_tokens,
+    image_cost,
     is_decided,
     laid_out_share,
+    looked_at,
     memory_overrides,
     plan_memory,
 )
@@ -90,8 +93,9 @@ class RunMemory:
         # Whether compiled layers are faster, which long runs find out, is not known here: they keep less.
         is_plain = self.args.use_liger_kernel is False
         self.kernels = COMPILED if self.args.compile_layers else PLAIN if is_plain else LIGER
-        self.activations = run.shape.activations(self.kernels)
-        head = innermost_model(run.side.model).get_output_embeddings()
+        innermost = innermost_model(run.side.model)
+        self.activations = run.shape.activations(self.kernels) + image_cost(run.side, innermost, run.shape.dtype)
+        head = innermost.get_output_embeddings()
         self.state = memory.state_cost(run.side.model.parameters(), head, self.args.world_size)
         self._place_models()
         self._choose_settings()
@@ -262,7 +266,8 @@ class Work:
         forward = _forward(shape, tokens, length, asked)
         # The backward is twice the forward, by activations and by weights; frozen weights have the first part only.
         frozen = 1 - min(shape.trained / max(shape.parameters, 1), 1) if shape.is_adapter else 0.0
-        graphs, work = run.side.graphs, (3 - frozen + (level == FULL)) * forward
+        seen, learnt = _of_images(run, counted["rows"].mean)
+        graphs, work = run.side.graphs, (3 - frozen + (level == FULL)) * forward + learnt
         own = Pass("policy, forward and backward", passes * graphs, tokens * graphs, work * graphs)
         is_live = run.reference in (ADAPTER_OFF, COPY)
         before = run.side.forward_before_step(passes)
@@ -271,7 +276,7 @@ class Work:
             f"policy, forward, {before}": before is not None,
             "reference, forward, for the same": is_live and before is not None,
         }
-        others = [Pass(what, passes, tokens, forward) for what, is_made in more.items() if is_made]
+        others = [Pass(what, passes, tokens, forward + seen) for what, is_made in more.items() if is_made]
         self.per_step = [own, *(others if run.counts.rollouts is None else _of_rollouts(run, length))]
         if run.teacher is not None:
             self.per_step += _of_teacher(
@@ -303,6 +308,21 @@ def _forward(shape: Shape, tokens: float, length: float, asked: float) -> float:
     """
     attention = 2 * shape.layers * shape.widths[1] * length * tokens
     return 2 * shape.active * tokens + attention + 2 * shape.head * asked
+
+
+def _of_images(run: PlannedModel, rows: float) -> tuple[float, float]:
+    """Of tower and projector, for the images of so many rows: a forward, and a pass that trains."""
+    units = getattr(run.side.train_dataset, "prepared", run.side.train_dataset)
+    if run.shape.tower is None or not hasattr(units, "__len__"):
+        return 0.0, 0.0
+    tower, found = run.shape.tower, np.zeros(2)
+    for unit in (units := looked_at(units)):
+        distinct = {image.key: image for sample in unit for image in sample.images}.values()
+        tiles = [tower.family.pixel_rows(image.grid) for image in distinct]
+        features = sum(image.stop - image.start for image in distinct)
+        found += sum(tower.forward(tiles, features)), tower.training(tiles, features)
+    seen, learnt = rows * found / max(len(units), 1)
+    return float(seen), float(learnt)
 
 
 def _of_teacher(run: PlannedModel, passes: float, tokens: float, policy: float, teacher: float) -> list[Pass]:

@@ -19,7 +19,7 @@ from accelerate import PartialState
 from posttrain.core.console import say
 from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Unit
-from posttrain.data.collate import Collator, collate, split_by_tokens
+from posttrain.data.collate import Collator, split_by_tokens
 from posttrain.data.store.row_store import AnnotatedDataset, RowStore, row_key
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference
 from posttrain.models.load.weights import weights_fingerprint
@@ -136,7 +136,7 @@ def _scored(
     for item in batch:
         unit = with_twins(dataset[item.unit])
         units.append(tuple(unit[place] for place in item.samples))
-    laid_out = collate(units, ("row",), collator.layout, collator.pad_token_id, collator.pad_to_multiple_of)
+    laid_out = replace(collator, roles=("row",)).one_pass(units)
     logps = reference.scores(laid_out.to(args.device)).logps.float().cpu().numpy()
     samples = [sample for unit in units for sample in unit]
     parts = np.split(logps, np.cumsum([sample.num_trained for sample in samples]))

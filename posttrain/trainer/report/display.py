@@ -167,7 +167,7 @@ def plan(run: ShownRun, step: int, max_steps: int) -> list[str]:
     args = run.args
     begins = f", from step {step}" if step else ""
     parts = {
-        "data": f"{_data(run.train_dataset)}{_evaluation(run)}",
+        "data": f"{_data(run.train_dataset)}{_evaluation(run)}{_workers(args)}",
         "steps": batch_arithmetic(run, max_steps),
         "compute": _compute(run),
         **({} if run.reference is None else {"reference": str(run.reference)}),
@@ -220,6 +220,10 @@ def _evaluation(run: ShownRun) -> str:
         return ""
     parts = dataset.values() if isinstance(dataset, dict) else [dataset]
     return f"; evaluated on {sum(len(part) for part in parts if hasattr(part, '__len__')):,}"
+
+
+def _workers(args: Any) -> str:
+    return f"; batches made by {several(n, 'process')}" if (n := args.dataloader_num_workers) else ""
 
 
 def _compute(run: ShownRun) -> str:

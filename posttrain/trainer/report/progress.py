@@ -239,13 +239,6 @@ def show_table(
     say(drawn.get().rstrip("\n"))
 
 
-def table_to_wandb(name: str, columns: Sequence[str], rows: list[list[Any]]) -> None:
-    import wandb
-
-    if wandb.run is not None:
-        wandb.log({name: wandb.Table(columns=list(columns), data=rows)})
-
-
 class RichProgressCallback(TrainerCallback):
     """Progress in the terminal; plain lines where there is none, under `disable_tqdm` and in CI. On the first process only."""
 

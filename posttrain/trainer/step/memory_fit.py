@@ -13,16 +13,20 @@ from transformers import TrainingArguments
 
 from posttrain.core.batch import SHARED
 from posttrain.core.console import say
+from posttrain.core.sample import Unit
 from posttrain.data.collate import Collator, laid_out_tokens
+from posttrain.data.render.renderer import Renderer
 from posttrain.models.layers.kernels import COMPILED, PLAIN, uncompile_layers
 from posttrain.models.load.model import LoadedModel, innermost_model
 from posttrain.models.memory import fit as memory
 from posttrain.models.memory.shape import Shape, recomputable_layers
+from posttrain.models.memory.tower import TowerShape
 from posttrain.models.scoring.fused_head import can_fuse
 from posttrain.models.scoring.token_scores import LanguageHead
 from posttrain.trainer.construction import epoch_batches
 from posttrain.trainer.options.base import DEEPSPEED, BaseConfig
 from posttrain.trainer.step.gathering import over_processes
+from posttrain.trainer.vision import Vision
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,8 @@ class FittedRun(Protocol):
     optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None
     reserved_bytes: Callable[[], float]
     batch_limits: Callable[[], tuple[int, int]]
+    vision: Vision | None
+    renderer: Renderer
     recomputes_logits: Callable[[], bool]
     differentiable_stats: Callable[[], tuple[str, ...]]
 
@@ -66,16 +72,48 @@ def _decide(run: FittedRun) -> None:
     innermost = innermost_model(run.model)
     head = innermost.get_output_embeddings()
     if args.sharding is None:
-        cost = memory.activation_cost(innermost)
+        cost = memory.activation_cost(innermost) + image_cost(run, innermost)
         state = memory.state_cost(run.model.parameters(), head, args.world_size)
     else:  # shards cannot be run by themselves: what plain layers keep is the most that any do
-        cost = Shape(run.model, args.compute_dtype).activations(PLAIN)
+        cost = Shape(run.model, args.compute_dtype).activations(PLAIN) + image_cost(run, innermost, args.compute_dtype)
         shards = (head, args.world_size, args.compute_dtype, args.device.type)
         state = memory.sharded_state_cost(run.model, recomputable_layers(innermost), *shards)
     plan = plan_memory(run, _free(run), cost, state)
     apply(run, plan)
     if args.should_log:
         say(plan.sentence)
+
+
+def image_cost(run: FittedRun, innermost: nn.Module, dtype: torch.dtype | None = None) -> memory.ActivationCost:
+    """What the tower keeps for a token of the densest row: passes are cut by tokens, and patches come with them. With `dtype`, an
+    estimate, for a tower that cannot be run."""
+    is_shown = run.vision is not None and run.vision.shows_images
+    tower = run.vision.tower(innermost) if is_shown else None
+    if tower is None:
+        return memory.NOTHING
+    if dtype is not None:
+        cost = tower.activations(dtype.itemsize)
+    else:
+        cost = tower.measured(innermost, *run.vision.probe_images(run.renderer, run.args.device))
+    return cost.times(patches_per_token(run, tower))
+
+
+def patches_per_token(run: FittedRun, tower: TowerShape) -> float:
+    """In the unit of most patches for its tokens, of some that are looked at; of a stream, in a picture without text."""
+    rows, family = getattr(run.train_dataset, "prepared", run.train_dataset), tower.family
+    if not hasattr(rows, "__len__"):
+        images = run.vision.probe_images(run.renderer, "cpu")[0]
+        return tower.patches(images.tiles) / images.num_features
+    found = [0.0]
+    for unit in looked_at(rows):
+        distinct = {image.key: family.pixel_rows(image.grid) for sample in unit for image in sample.images}
+        found.append(tower.patches([*distinct.values()]) / laid_out_tokens([unit], run.data_collator.layout))
+    return max(found)
+
+
+def looked_at(rows: Any) -> list[Unit]:
+    """Some units from all over a dataset."""
+    return [rows[int(place)] for place in np.linspace(0, len(rows) - 1, min(len(rows), UNITS_LOOKED_AT))]
 
 
 def is_decided(overrides: memory.MemoryOverrides) -> bool:
@@ -154,8 +192,7 @@ def laid_out_share(run: FittedRun) -> float:
     dataset = run.train_dataset
     if run.data_collator.layout != SHARED:
         return 1.0
-    places = np.linspace(0, len(dataset) - 1, min(len(dataset), UNITS_LOOKED_AT)).astype(int)
-    units = [dataset[int(place)] for place in places]
+    units = looked_at(dataset)
     total = sum(len(sample) for unit in units for sample in unit)
     return laid_out_tokens(units, SHARED) / max(total, 1)
 

@@ -31,7 +31,7 @@ class OpensPictures(Protocol):
 
 @dataclass(frozen=True)
 class SentImages:
-    """The images of one prompt as a server is told of them."""
+    """The images of one prompt as they are sent to a server: their places, and their content when it is asked for."""
 
     entries: list[dict[str, Any]]  # key, start, stop
     mark: tuple[int, ...]
