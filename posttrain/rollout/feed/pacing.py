@@ -42,8 +42,9 @@ class Pace:
         ahead = math.ceil(lead) * self.steps + self.steps - 1 + self.sync_steps - 1
         raise ValueError(
             f"`async_lead` is {lead:g} and `max_staleness` {self.max_staleness}: with {self.steps} optimizer steps a generation "
-            f"and weights sent every {self.sync_steps} steps, a token would be {math.ceil(lead)} x {self.steps} + {self.steps - 1} + "
-            f"{self.sync_steps - 1} = {ahead} steps old when it is trained on. Raise `max_staleness`, or lower the others."
+            f"and weights sent every {self.sync_steps} steps, a token would be {math.ceil(lead)} x {self.steps} + "
+            f"{self.steps - 1} + {self.sync_steps - 1} = {ahead} steps old when it is trained on. Raise `max_staleness`, or lower "
+            "the others."
         )
 
     def last_window(self, label: int) -> int:
