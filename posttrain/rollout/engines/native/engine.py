@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -291,6 +291,21 @@ class NativeSession:
                 self.prefill(self.scheduler.admit(self.steps))
                 finished += self._decode()
         return finished
+
+    def change_weights(self, load: Callable[[], None], version: int, keeps_cache: bool = False) -> None:
+        """Between two looks: `load` writes other weights into the model, and everyone in flight continues with them.
+
+        Keys and values are computed again under the new weights; with `keeps_cache` those of running completions stay as they are.
+        Completions say which tokens were written by which version.
+        """
+        for request in self.scheduler.requests():
+            request.close_span(self.engine.version)
+        load()
+        self.engine.load_weights(None, version)
+        if keeps_cache:
+            self.scheduler.keep_from_others()
+        else:
+            self.scheduler.compute_again()
 
     # ---- inside ------------------------------------------------------------------------------------------------------------
 
