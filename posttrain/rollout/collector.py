@@ -117,9 +117,9 @@ class RolloutCollector:
         rewards: RewardSet,
         method: MethodHooks,
         world_size: int = 1,
-        release: Callable[[], None] = lambda: None,
+        release: Callable[[list[Any]], None] = lambda environments: None,
     ) -> None:
-        """`release` is called when the episodes have their rewards."""
+        """`release` is given the environments of episodes that have their rewards."""
         self.writer, self.rewards, self.method = writer, rewards, method
         self.world_size, self.release = world_size, release
 
@@ -138,6 +138,7 @@ class RolloutCollector:
             results = judged.finish()
         seconds = {"generate": written - began, "reward_wait": time.perf_counter() - written}
         rollouts = pending.with_rewards(results, self.rewards.names)
+        self.release([rollout.environment for rollout in rollouts if rollout.environment is not None])
         return Written(rollouts, pending.values(results), results, seconds, took)
 
     def complete(self, written: Written) -> Collected:
@@ -149,7 +150,6 @@ class RolloutCollector:
         annotated = time.perf_counter()
         table = gathered(rollouts, written.values, results.failure_counts(), self.world_size)
         totals, advantages = self.credited(rollouts, table)
-        self.release()
         refuse_if_all_failed(rollouts, table)
         seconds = written.seconds | {"annotate": annotated - began}
         return Collected(rollouts, table, totals, advantages, results, seconds, written.numbers)
@@ -187,6 +187,7 @@ class PendingRewards:
     """Puts rollouts back into the order of their requests, and hands whole groups to the rewards."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
         self.rollouts: list[Rollout | None] = [None] * len(requests)
         self.members: dict[int, list[int]] = {}
         for index, request in enumerate(requests):

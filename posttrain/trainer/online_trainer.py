@@ -50,6 +50,7 @@ from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
 from posttrain.trainer.online.agents import Agents, refuse_agent_options, rows_for
+from posttrain.trainer.online.async_rollouts import AsyncRollouts, refuse_async
 from posttrain.trainer.online.authors import other_authors, refuse_vllm
 from posttrain.trainer.online.image_sync import OWN, ImageSync
 from posttrain.trainer.online.rollout_log import RolloutLog
@@ -92,6 +93,7 @@ class OnlineTrainer(BaseTrainer):
     collector: RolloutCollector | None = None  # there is none where a run is only explained
     loader: RolloutLoader | None = None
     eval_loader: EvalRolloutLoader | None = None
+    ahead: AsyncRollouts | None = None  # while it trains, where rollouts are written meanwhile
     joint_export: JointExport | None = None  # where FSDP holds weights that an engine is sent
 
     def __init__(
@@ -160,6 +162,8 @@ class OnlineTrainer(BaseTrainer):
         self.log_of_rollouts = RolloutLog(self)
         self.add_callback(self.log_of_rollouts)
         self.collector = self._make_collector()
+        if self.args.async_rollouts:
+            refuse_async(self)
 
     def reserved_bytes(self) -> float:
         return self.args.vllm_resident_share * torch.cuda.get_device_properties(self.args.device).total_memory
@@ -453,7 +457,20 @@ class OnlineTrainer(BaseTrainer):
     def _rollout_loader(self, rows: Any, is_training: bool) -> Any:
         params = None if self.collector is None else self.args.sampling(self.stop_ids)
         how = (self.args, self.data_collator, self.collector, params)
-        return rollout_loader(rows, *how, is_training, self.replay, self.group_filter)
+        ahead = self._write_ahead if self.args.async_rollouts and is_training else None
+        return rollout_loader(rows, *how, is_training, self.replay, self.group_filter, ahead)
+
+    def _write_ahead(self, *given: Any) -> AsyncRollouts:
+        self._end_writing()
+        self.ahead = AsyncRollouts(self, *given)
+        self.add_callback(self.ahead)
+        return self.ahead
+
+    def _end_writing(self) -> None:
+        if self.ahead is not None:
+            self.ahead.stop()
+            self.remove_callback(self.ahead)
+            self.ahead = None
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -475,6 +492,7 @@ class OnlineTrainer(BaseTrainer):
         try:
             return super().train(*args, **kwargs)
         finally:
+            self._end_writing()
             self.log_of_rollouts.close()
 
     def close(self) -> None:

@@ -81,12 +81,15 @@ class PolicyGroupTrainer(OnlineTrainer):
 
     @property
     def corrects_sampler(self) -> bool:
-        wanted = self.args.vllm_importance_sampling_correction
-        return getattr(self.engine, "is_foreign", False) if wanted is None else wanted
+        args = self.args
+        if args.vllm_importance_sampling_correction is not None:
+            return args.vllm_importance_sampling_correction
+        return getattr(self.engine, "is_foreign", False) or (args.async_rollouts and args.async_lead != 0)
 
     @property
     def needs_old_logps(self) -> bool:
-        return super().needs_old_logps or self.corrects_sampler
+        """Of a window of one step, the weights that it begins with are those that score it: no pass of its own is needed."""
+        return super().needs_old_logps or (self.corrects_sampler and not self.args.async_rollouts)
 
     # ---- the sampler's likeliest tokens ------------------------------------------------------------------------------
 

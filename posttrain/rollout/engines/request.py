@@ -68,15 +68,15 @@ class Request:
         """The prompt and what was written."""
         return np.concatenate([self.prompt.ids, np.asarray(self.ids, np.int32)])
 
-    def completion(self, finish_reason: str, version: int) -> Completion:
+    def completion(self, finish_reason: str, version: int, labelled: bool = False) -> Completion:
+        """`labelled`: weights may have changed meanwhile, and each token is to say which wrote it."""
         started = self.started if self.started is not None else self.added
         seconds = {
             "queued": started - self.added,
             "prefill": self.prefill_seconds,
             "decode": max(time.perf_counter() - started - self.prefill_seconds, 0.0),
         }
-        if self.spans:
-            self.close_span(version)
+        self.close_span(version)
         return Completion(
             np.asarray(self.ids, np.int32),
             np.asarray(self.sampling_logps, np.float32),
@@ -85,7 +85,7 @@ class Request:
             self.error,
             seconds,
             self.spans[0][1] if self.spans else version,
-            tuple(self.spans),
+            tuple(self.spans) if labelled else None,
         )
 
 

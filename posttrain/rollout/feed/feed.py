@@ -1,8 +1,8 @@
 """Feed: between those who write groups and the trainer that takes windows of them. Safe to call from any thread.
 
 The trainer says how far it is (`trained`) and asks for windows (`next_window`, which waits). Workers ask for work (`pull`) and hand
-groups in (`finish`). What begins, who is next and what is too old is decided by `pacing`; who has which fate is in the `ledger`; what
-was finished and taken is in the `journal` before anybody acts on it.
+groups in (`finish`). What begins, who is next and what is too old is decided by `pacing`; who has which fate is in the `ledger`;
+what was finished and taken is in the `journal` before anybody acts on it.
 """
 
 from __future__ import annotations
@@ -196,7 +196,12 @@ class Feed:
         with self._changed:
             if self.journal is not None:
                 self.journal.sync()
-            return {"ledger": self.ledger.state(), "windows": self.windows, "lead": self.lead.value, "quiet": self.lead.hardly}
+            return {
+                "ledger": self.ledger.state(),
+                "windows": self.windows,
+                "lead": self.lead.value,
+                "quiet": self.lead.hardly,
+            }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Groups come from the journal, also those that were finished after the checkpoint: windows that were taken then are taken
@@ -223,6 +228,5 @@ class Feed:
             if entry.fate != FINISHED:
                 ledger.finish(number, ledger.issue(number, "", group.label), "")
             entry.label, entry.attempt = group.label, group.attempt
-        lost = [n for entry in self._taken_before.values() for n in entry["numbers"] if n not in self.groups]
-        if lost:
-            self._taken_before = {}
+        lost = {w for w, entry in self._taken_before.items() if not self.groups.keys() >= {*entry["numbers"]}}
+        self._taken_before = {w: entry for w, entry in self._taken_before.items() if w < min(lost, default=w + 1)}

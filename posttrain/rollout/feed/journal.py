@@ -123,7 +123,9 @@ class Journal:
                 head = file.read(HEADER.size + SEAL.size)
                 whole = len(head) == HEADER.size + SEAL.size
                 if not whole or zlib.crc32(head[: HEADER.size]) != SEAL.unpack(head[HEADER.size :])[0]:
-                    self.damaged.append(f"{segment}: damaged or cut off at byte {start}; what follows is written again.")
+                    self.damaged.append(
+                        f"{segment}: damaged or cut off at byte {start}; what follows is written again."
+                    )
                     return
                 _, number, _, length, _ = HEADER.unpack(head[: HEADER.size])
                 if start + len(head) + length > size:

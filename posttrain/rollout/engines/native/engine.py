@@ -80,6 +80,7 @@ class NativeEngine:
         self.packed = [PackedWeights(model) for model in self._models]
         self._samplers: dict[Any, Sampler] = {}
         self._in_session = False
+        self.labels_tokens = False  # whether completions say which version wrote each token: see `change_weights`
 
     def why_not(self) -> str | None:
         """None when the native engine gives this model's own answers; else the reason, as the end of a sentence.
@@ -418,6 +419,8 @@ class NativeSession:
             if reason is not None:
                 self.readers.pop(run.request.ticket, None)
                 done.append(run)
-                finished.append((run.request.ticket, run.request.completion(reason, self.engine.version)))
+                finished.append(
+                    (run.request.ticket, run.request.completion(reason, self.engine.version, self.engine.labels_tokens))
+                )
         self.scheduler.release(done)
         return finished

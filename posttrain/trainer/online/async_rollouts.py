@@ -1,0 +1,195 @@
+"""AsyncRollouts: a thread of this process writes groups beside the training, with a shadow of the weights.
+
+    rollout thread:   pull work -> write -> judge -> finish            (engine on the shadow)
+    trainer:          next_window -> credit -> step -> publish weights
+
+The thread begins with the first window and ends with the training.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+from torch import nn
+from transformers import TrainerCallback, TrainerState
+
+from posttrain.rewards.reward_set import RewardSet
+from posttrain.rollout.collector import RolloutCollector, Written
+from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
+from posttrain.rollout.episodes.writing import AnyRows
+from posttrain.rollout.feed.feed import Feed
+from posttrain.rollout.feed.group import Group, joined_groups
+from posttrain.rollout.feed.journal import Journal
+from posttrain.rollout.feed.pacing import IN_ORDER, MASK
+from posttrain.rollout.feed.shadow import Shadow
+from posttrain.rollout.feed.worker import CONTINUE, KEEP, RolloutWorker, TrainersOwn, Writing
+from posttrain.rollout.rollout import DATASET, POLICY, POLICY_VERSIONS, Request, Rollout
+from posttrain.trainer.options.online import OnlineConfig
+
+NAME = "inline"
+STOP_SECONDS = 60.0
+
+
+class WrittenAhead(Protocol):
+    """What is asked of a trainer whose rollouts are written beside its steps."""
+
+    args: OnlineConfig
+    state: TrainerState
+    model: nn.Module
+    engine: RolloutEngine
+    collector: RolloutCollector
+    rewards: RewardSet
+    rollout_func: Any
+    is_fully_sharded: bool
+
+    def local_engine(self, model: nn.Module) -> RolloutEngine: ...
+
+    def author_of(self, request: Request) -> str: ...
+
+    def authors(self) -> set[str]: ...
+
+
+class AsyncRollouts(TrainerCallback):
+    """Of one process. As `groups` of a FedSource it hands out windows; as a callback it learns of steps."""
+
+    def __init__(self, run: WrittenAhead, rows: AnyRows, params: SamplingParams, row_of: Callable[[int], int]) -> None:
+        """`row_of`: which row of the dataset the prompt of a number is."""
+        self.run, self.rows, self.params = run, rows, params
+        args = run.args
+        self.journal = Journal(args.output_dir)
+        self.feed = Feed(args.pace(), args.lead(), row_of, self._row, self.journal)
+        self.shadow: Shadow | None = None
+        self.thread: threading.Thread | None = None
+        self.is_resumed = False
+        self._last_window = 0.0  # when the last one was taken
+
+    def _row(self, row: int) -> Any:
+        return self.rows.take([row])[row]
+
+    # ---- as groups of a source ---------------------------------------------------------------------------------------
+
+    def next_window(self, places: Sequence[int]) -> Written:
+        if self.thread is None:
+            self._start()
+        groups = self.feed.next_window()
+        now = time.monotonic()
+        since, self._last_window = now - self._last_window, now
+        if self.feed.windows > 1:  # nobody can write ahead of the first
+            self.feed.lead.after_window(self.feed.waited / max(since, 1e-9))
+        written = joined_groups(groups, places, self.feed.waited)
+        masks = self.run.args.on_stale == MASK
+        masked = {"async/masked_old_tokens": float(sum(map(self._mask_old, written.rollouts)))} if masks else {}
+        written.numbers = self._numbers(groups) | masked
+        return written
+
+    def state(self) -> dict[str, Any]:
+        """What weights that no checkpoint has must write is written first: a resumed run could not."""
+        if self.feed.pace.order == IN_ORDER:
+            self.feed.wait_until_written(self.run.state.global_step)
+        return self.feed.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.is_resumed = True
+        self.feed.load_state(state)
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        run, args = self.run, self.run.args
+        if not self.is_resumed:
+            self.journal.forget()
+        step = run.state.global_step
+        self.feed.trained(step)
+        weights, engine = TrainersOwn(run.state), run.engine
+        if self.is_ahead:
+            self.shadow = weights = Shadow(run.model, step)
+            engine = run.local_engine(self.shadow.model)
+            engine.labels_tokens = args.update_in_flight == CONTINUE
+        writing = Writing(
+            self.rows,
+            self.params,
+            run.collector.writer.episodes,
+            run.author_of,
+            args.num_generations,
+            run.rewards,
+            run.state,
+            run.collector.release,
+        )
+        how = (args.update_in_flight, args.kv_after_update == KEEP)
+        worker = RolloutWorker(NAME, engine, weights, writing, self.feed, *how)
+        self.thread = threading.Thread(target=worker.run, name="posttrain rollouts", daemon=True)
+        self._last_window = time.monotonic()
+        self.thread.start()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether anything is ever written while the trainer trains."""
+        lead = self.feed.lead
+        return lead.adapts or lead.value > 0
+
+    def stop(self) -> None:
+        self.feed.stop()
+        if self.thread is not None:
+            self.thread.join(STOP_SECONDS)
+            self.thread = None
+        self.journal.close()
+
+    # ---- as a callback -----------------------------------------------------------------------------------------------
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.shadow is not None and state.global_step % args.weight_sync_steps == 0:
+            self.shadow.publish(state.global_step, keeps_older=args.async_order == IN_ORDER)
+        self.feed.trained(state.global_step)
+
+    # ---- ages --------------------------------------------------------------------------------------------------------
+
+    def _mask_old(self, rollout: Rollout) -> int:
+        """Tokens that are too old for the last step of their window are not trained."""
+        sample, pace = rollout.sample, self.feed.pace
+        oldest = (self.feed.windows - 1) * pace.steps + pace.steps - 1 - pace.max_staleness
+        is_old = sample.trained & (versions_of(rollout) < oldest)
+        sample.trained = sample.trained & ~is_old
+        return int(is_old.sum())
+
+    def _numbers(self, groups: Sequence[Group]) -> dict[str, float]:
+        step, totals = (self.feed.windows - 1) * self.feed.pace.steps, self.feed.ledger.totals
+        rollouts = [rollout for group in groups for rollout in group.written.rollouts if not rollout.is_given]
+        tokens = [step - versions_of(rollout)[rollout.sample.trained] for rollout in rollouts]
+        ages = np.concatenate(tokens) if tokens else np.zeros(1)
+        return {
+            "async/lead": self.feed.lead.value,
+            "async/wait_s": self.feed.waited,
+            "async/token_age/mean": float(ages.mean()) if len(ages) else 0.0,
+            "async/token_age/max": float(ages.max(initial=0)),
+            "async/group_age/max": float(max((step - group.label for group in groups), default=0)),
+            "async/group_seconds/max": max(group.seconds for group in groups),
+            "async/in_flight": len(self.feed.ledger.live) - len(self.feed.groups),
+            "async/waiting": len(self.feed.groups),
+            **{f"async/{name}": float(count) for name, count in totals.items()},
+        }
+
+
+def versions_of(rollout: Rollout) -> np.ndarray:
+    """(tokens,) version of the weights that wrote each; of tokens that no weights wrote it means nothing."""
+    sample = rollout.sample
+    return sample.per_token.get(POLICY_VERSIONS, np.full(len(sample), sample.policy_version, np.float32))
+
+
+def refuse_async(run: WrittenAhead) -> None:
+    """What cannot be written beside the training."""
+    args = run.args
+    if run.rollout_func is not None:
+        raise ValueError("`rollout_func` is given the trainer, which trains meanwhile: leave `async_rollouts` out.")
+    if args.use_vllm:
+        raise ValueError("`async_rollouts` has no engine but ours yet: leave `use_vllm` out.")
+    if args.world_size > 1 or run.is_fully_sharded:
+        raise ValueError("`async_rollouts` is there for one process yet: leave it out.")
+    if others := sorted(run.authors() - {POLICY, DATASET}):
+        raise ValueError(
+            f"Of this run's completions the {others[0]} writes some, with weights that the trainer needs meanwhile: leave "
+            "`async_rollouts` out."
+        )

@@ -1,0 +1,147 @@
+"""Rollouts beside training: without a lead it is the synchronous run, in order it depends on nothing but its numbers."""
+
+from __future__ import annotations
+
+import copy
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+
+from posttrain import GRPOTrainer, RLOOConfig, RLOOTrainer
+from posttrain.rollout.feed.worker import RolloutWorker
+from posttrain.rollout.store import read_rollouts
+from posttrain.trainer.online.async_rollouts import AsyncRollouts
+from tests.trainer.test_online import logged, trainer, weights
+
+NATIVE = {"rollout_engine": "native", "max_steps": 5, "learning_rate": 0.05, "seed": 7}
+RLOO = {"cls": RLOOTrainer, "config": RLOOConfig}
+LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+
+
+def odd_sums(completions, completion_ids, **kwargs):
+    """Any other token changes it."""
+    return [float(sum(ids) % 11) for ids in completion_ids]
+
+
+def run(folder, **options):
+    made = trainer(folder, odd_sums, **{**NATIVE, **options})
+    made.train()
+    made.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "posttrain rollouts"]
+    return made
+
+
+def written(folder):
+    """Every rollout, without times."""
+    rows = read_rollouts(folder).to_pylist()
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def same_numbers(one, other):
+    assert len(one) == len(other)
+    for left, right in zip(one, other):
+        left, right = ({k: v for k, v in line.items() if not k.startswith("async/")} for line in (left, right))
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            assert value == right[name] or (value != value and right[name] != right[name]), name
+
+
+@pytest.mark.parametrize("order", ["in_order", "window", "first_finished"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, RLOO, LORA, {"steps_per_generation": 2, "num_iterations": 2, "max_staleness": 4}, {"beta": 0.1}],
+    ids=["grpo", "rloo", "lora", "iterations", "reference"],
+)
+def test_without_a_lead_it_is_the_synchronous_run_to_the_bit(tmp_path, order, options):
+    plain = run(tmp_path / "plain", **options)
+    beside = run(tmp_path / "beside", async_rollouts=True, async_lead=0, async_order=order, **options)
+    for (name, wanted), found in zip(weights(plain).items(), weights(beside).values()):
+        assert torch.equal(wanted, found), name
+    assert written(tmp_path / "beside") == written(tmp_path / "plain")
+    same_numbers(logged(tmp_path / "beside"), logged(tmp_path / "plain"))
+
+
+# ---- ahead of training ---------------------------------------------------------------------------------------------------
+
+
+class Delayed(GRPOTrainer):
+    """The oracle: a synchronous run whose window b is written by the weights of `lead` windows before."""
+
+    lead = 2
+    corrects_sampler = True
+    needs_old_logps = False
+
+    def _make_engine(self):
+        self.kept = []
+        self.copy = copy.deepcopy(self.model)
+        engine = self.local_engine(self.copy)
+        load = engine.load_weights
+
+        def load_older(_, version):
+            self.kept.append([parameter.detach().clone() for parameter in self.model.parameters()])
+            label = max(version - self.lead, 0)
+            with torch.no_grad():
+                for own, kept in zip(self.copy.parameters(), self.kept[label]):
+                    own.copy_(kept)
+            load(None, label)
+
+        engine.load_weights = load_older
+        return engine
+
+
+@pytest.fixture
+def jitter(monkeypatch):
+    """Threads that are held up at random."""
+    rng = random.Random(0)
+
+    def slowed(method):
+        def run(self, *args, **named):
+            time.sleep(rng.choice([0, 0, 0.002, 0.02]))
+            return method(self, *args, **named)
+
+        return run
+
+    for cls, name in [(RolloutWorker, "_begin_all"), (RolloutWorker, "_hand_over"), (AsyncRollouts, "on_step_end")]:
+        monkeypatch.setattr(cls, name, slowed(getattr(cls, name)))
+
+
+@pytest.mark.parametrize("lead", [1, 2, 3])
+def test_in_order_each_window_is_written_by_the_weights_of_its_label(tmp_path, monkeypatch, lead, jitter):
+    monkeypatch.setattr(Delayed, "lead", lead)
+    wanted = run(tmp_path / "wanted", cls=Delayed, max_steps=8)
+    found = run(tmp_path / "found", async_rollouts=True, async_lead=lead, async_order="in_order", max_steps=8)
+    for (name, left), right in zip(weights(wanted).items(), weights(found).values()):
+        assert torch.equal(left, right), name
+    assert written(tmp_path / "found") == written(tmp_path / "wanted")
+    versions = {(row["step"], row["policy_version"]) for row in written(tmp_path / "found")}
+    assert versions == {(step, max(step - 1 - lead, 0)) for step in range(1, 9)}
+
+
+@pytest.mark.parametrize("order", ["window", "first_finished"])
+@pytest.mark.parametrize("update", ["continue", "finish", "restart"])
+@pytest.mark.parametrize("on_stale", ["wait", "mask", "drop"])
+def test_no_trained_token_is_older_than_the_bound_and_no_prompt_is_trained_twice(
+    tmp_path, order, update, on_stale, jitter
+):
+    made = run(
+        tmp_path,
+        async_rollouts=True,
+        async_lead="auto" if update == "continue" else 1.5,
+        async_order=order,
+        update_in_flight=update,
+        on_stale=on_stale,
+        max_staleness=2,
+        max_steps=12,
+    )
+    rows = written(tmp_path)
+    groups = [row["group"] for row in rows if row["sample"] == 0]
+    assert len(groups) == len(set(groups)) == 24
+    if on_stale != "mask":
+        assert max(row["step"] - 1 - row["policy_version"] for row in rows) <= 2
+    assert max(line.get("async/token_age/max", 0) for line in logged(tmp_path)) <= 2
+    assert made.state.global_step == 12
