@@ -78,7 +78,7 @@ def test_every_token_has_the_log_prob_of_the_version_that_it_names(versions):
         assert completion.version == wrote[0]
         assert list(wrote) == sorted(wrote)
         by_version = [own_logps(model, prompt, completion.ids, LONG.temperature) for model in versions]
-        wanted = np.array([by_version[version][place] for place, version in enumerate(wrote)])
+        wanted = np.array([by_version[int(version)][place] for place, version in enumerate(wrote)])
         np.testing.assert_allclose(completion.policy_logps, wanted, atol=1e-5)
 
 

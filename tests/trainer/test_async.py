@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import random
+import signal
 import threading
 import time
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -16,6 +16,8 @@ from posttrain import GRPOTrainer, RLOOConfig, RLOOTrainer
 from posttrain.rollout.feed.worker import RolloutWorker
 from posttrain.rollout.store import read_rollouts
 from posttrain.trainer.online.async_rollouts import AsyncRollouts
+from tests.forked import Child
+from tests.trainer.resumable_run import KillAfter
 from tests.trainer.test_online import logged, trainer, weights
 
 NATIVE = {"rollout_engine": "native", "max_steps": 5, "learning_rate": 0.05, "seed": 7}
@@ -145,3 +147,52 @@ def test_no_trained_token_is_older_than_the_bound_and_no_prompt_is_trained_twice
         assert max(row["step"] - 1 - row["policy_version"] for row in rows) <= 2
     assert max(line.get("async/token_age/max", 0) for line in logged(tmp_path)) <= 2
     assert made.state.global_step == 12
+
+
+# ---- kills ---------------------------------------------------------------------------------------------------------------
+
+AHEAD = {"async_rollouts": True, "max_steps": 9, "save_strategy": "steps", "save_steps": 3}
+
+
+def killed_at(folder, step, log, **options):
+    """A run that is killed when it begins a step, in a process of its own; its losses up to then."""
+    child = Child(lambda: run(folder, callbacks=[KillAfter(step)], **options), log)
+    assert child.wait() == -signal.SIGKILL, child.output()
+    return losses(folder)
+
+
+def losses(folder):
+    return {line["step"]: line["loss"] for line in logged(folder) if "loss" in line}
+
+
+def resumed(folder, **options):
+    made = trainer(folder, odd_sums, **{**NATIVE, **options})
+    made.train(resume_from_checkpoint=True)
+    made.close()
+    return made
+
+
+@pytest.mark.parametrize("step", [3, 5, 8])
+@pytest.mark.parametrize("lead", [0, 2])
+def test_in_order_a_killed_run_ends_as_the_undisturbed_one(tmp_path, step, lead):
+    options = {**AHEAD, "async_order": "in_order", "async_lead": lead}
+    whole = run(tmp_path / "whole", **options)
+    killed_at(tmp_path / "killed", step, tmp_path / "log", **options)
+    again = resumed(tmp_path / "killed", **options)
+    for (name, left), right in zip(weights(whole).items(), weights(again).values()):
+        assert torch.equal(left, right), name
+    assert written(tmp_path / "killed") == written(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("step", [4, 5, 8])
+def test_whatever_the_order_the_steps_before_a_kill_are_repeated_from_the_journal(tmp_path, step):
+    options = {**AHEAD, "async_order": "first_finished", "async_lead": 2, "keep_rollouts": True}
+    before = killed_at(tmp_path, step, tmp_path / "log", **options)
+    assert sorted(before) == list(range(1, step + 1))
+    kept = {row["step"]: row for row in written(tmp_path)}
+    resumed(tmp_path, **options)
+    after = losses(tmp_path)
+    assert {number: after[number] for number in before} == before
+    assert {number: row for number, row in {r["step"]: r for r in written(tmp_path)}.items() if number in kept} == kept
+    groups = [row["group"] for row in written(tmp_path) if row["sample"] == 0]
+    assert len(groups) == len(set(groups)) == 18
