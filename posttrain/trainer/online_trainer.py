@@ -27,6 +27,7 @@ from posttrain.data.images.streamed_span import StreamedSpan
 from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.data.render.templates import adopt_chat_format
 from posttrain.data.rows.formats import PROMPT_ONLY
+from posttrain.losses.importance import age_correction
 from posttrain.models.inference import evaluating
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference
@@ -45,7 +46,7 @@ from posttrain.rollout.group_filter import GroupFilter
 from posttrain.rollout.loader import RolloutLoader
 from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts
 from posttrain.rollout.replay_buffer import ReplayBuffer
-from posttrain.rollout.rollout import ADVANTAGES, DATASET, OLD_LOGPS, POLICY, Request, Rollout
+from posttrain.rollout.rollout import ADVANTAGES, DATASET, OLD_LOGPS, POLICY, POLICY_LOGPS, Request, Rollout
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
@@ -209,6 +210,12 @@ class OnlineTrainer(BaseTrainer):
     def needs_old_logps(self) -> bool:
         """Whether the trainer's own log-probs at the time of generation are computed in a pass of their own."""
         return not self.args.schedule().is_on_policy or self.replay is not None
+
+    def age_weights(self, batch: TokenBatch, old_logps: Tensor) -> Tensor | None:
+        """(N,) weights of tokens that older weights than those of `old_logps` wrote; None where there are none."""
+        if not self.args.trains_on_older_tokens or POLICY_LOGPS not in batch.per_token:
+            return None
+        return age_correction(old_logps, batch.per_token[POLICY_LOGPS], batch)
 
     # ---- construction ------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,9 @@ import torch
 from peft import LoraConfig
 
 from posttrain import GRPOTrainer, RLOOConfig, RLOOTrainer
+from posttrain.losses.importance import age_correction
 from posttrain.rollout.feed.worker import RolloutWorker
+from posttrain.rollout.rollout import POLICY_LOGPS
 from posttrain.rollout.store import read_rollouts
 from posttrain.trainer.online.async_rollouts import AsyncRollouts
 from tests.forked import Child
@@ -77,6 +79,9 @@ class Delayed(GRPOTrainer):
     lead = 2
     corrects_sampler = True
     needs_old_logps = False
+
+    def _correction(self, batch, old_logps, sampling_logps):
+        return age_correction(old_logps, batch.per_token[POLICY_LOGPS], batch), {}
 
     def _make_engine(self):
         self.kept = []

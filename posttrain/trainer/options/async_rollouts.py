@@ -79,6 +79,11 @@ class AsyncConfig:
         pace = self.pace()
         pace.check(0 if self.async_lead == AUTO else self.async_lead)
 
+    @property
+    def trains_on_older_tokens(self) -> bool:
+        """Whether steps lie between the weights that write a token and those that are trained on it."""
+        return self.async_rollouts and self.async_lead != 0
+
     def pace(self) -> Pace:
         schedule = self.schedule()
         steps = max(schedule.window // schedule.accumulation, 1)
