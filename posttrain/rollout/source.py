@@ -33,8 +33,8 @@ class PromptOrder(Protocol):
 class WindowsOfGroups(Protocol):
     """Who writes groups ahead."""
 
-    def next_window(self, places: Sequence[int]) -> Written:
-        """The samples at these places of the next window."""
+    def next_window(self) -> Written:
+        """This process's samples of the next window."""
 
     def state(self) -> dict[str, Any]: ...
 
@@ -216,9 +216,8 @@ class FedSource(RolloutSource):
         self.groups = groups
 
     def _collect_window(self) -> Collected:
-        schedule = self.prompts.schedule
-        written = self.groups.next_window(schedule.places(self.prompts.rank))
-        self.prompts.taken += schedule.prompts
+        written = self.groups.next_window()
+        self.prompts.taken += self.prompts.schedule.prompts
         self.collector.rewards.stop_if_too_many_failed(written.results, len(written.rollouts))
         return self._filtered(self.collector.complete(written))
 

@@ -7,9 +7,12 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig
 
 from posttrain import GRPOTrainer, RLOOConfig, RLOOTrainer
@@ -17,10 +20,11 @@ from posttrain.losses.importance import age_correction
 from posttrain.rollout.feed.worker import RolloutWorker
 from posttrain.rollout.rollout import POLICY_LOGPS
 from posttrain.rollout.store import read_rollouts
-from posttrain.trainer.online.async_rollouts import AsyncRollouts
-from tests.forked import Child
+from posttrain.trainer.online.async_rollouts import AsyncRollouts, refuse_async
+from tests.forked import Child, start_group, wait_for_group
 from tests.trainer.resumable_run import KillAfter
 from tests.trainer.test_online import logged, trainer, weights
+from tests.waiting import eventually
 
 NATIVE = {"rollout_engine": "native", "max_steps": 5, "learning_rate": 0.05, "seed": 7}
 RLOO = {"cls": RLOOTrainer, "config": RLOOConfig}
@@ -159,9 +163,18 @@ def test_no_trained_token_is_older_than_the_bound_and_no_prompt_is_trained_twice
 AHEAD = {"async_rollouts": True, "max_steps": 9, "save_strategy": "steps", "save_steps": 3}
 
 
+class KillAfterSave(KillAfter):
+    """When the checkpoint of step 3, which is written on a thread, is there."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            eventually((Path(args.output_dir) / "checkpoint-3").exists)
+        super().on_step_begin(args, state, control, **kwargs)
+
+
 def killed_at(folder, step, log, **options):
     """A run that is killed when it begins a step, in a process of its own; its losses up to then."""
-    child = Child(lambda: run(folder, callbacks=[KillAfter(step)], **options), log)
+    child = Child(lambda: run(folder, callbacks=[KillAfterSave(step)], **options), log)
     assert child.wait() == -signal.SIGKILL, child.output()
     return losses(folder)
 
@@ -201,3 +214,37 @@ def test_whatever_the_order_the_steps_before_a_kill_are_repeated_from_the_journa
     assert {number: row for number, row in {r["step"]: r for r in written(tmp_path)}.items() if number in kept} == kept
     groups = [row["group"] for row in written(tmp_path) if row["sample"] == 0]
     assert len(groups) == len(set(groups)) == 18
+
+
+# ---- several processes ---------------------------------------------------------------------------------------------------
+
+WINDOWS = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_staleness": 16}
+
+
+def on_two(folder, **options):
+    def train(rank):
+        run(folder, per_device_train_batch_size=8, dataset_cache_dir=f"{folder}-cache-{rank}", **WINDOWS, **options)
+        dist.destroy_process_group()
+
+    children = start_group(2, train, folder / "rank")
+    assert wait_for_group(children) == [0, 0], "\n".join(child.output() for child in children)
+
+
+@pytest.mark.parametrize("lead", [0, 1])
+def test_two_processes_write_what_one_does(tmp_path, lead):
+    ahead = {"async_rollouts": True, "async_order": "in_order", "async_lead": lead}
+    run(tmp_path / "one", per_device_train_batch_size=16, **WINDOWS, **ahead)
+    on_two(tmp_path / "two", **ahead)
+    key = lambda row: (row["step"], row["group"], row["sample"])  # noqa: E731
+    one, two = (sorted(written(tmp_path / name), key=key) for name in ("one", "two"))
+    assert [key(row) for row in one] == [key(row) for row in two]
+    assert [row["completion_ids"] for row in one] == [row["completion_ids"] for row in two]
+    assert [row["policy_version"] for row in one] == [row["policy_version"] for row in two]
+    np.testing.assert_allclose(*([row["advantage"] for row in rows] for rows in (one, two)), atol=1e-6)
+
+
+def test_a_group_on_two_processes_is_refused(tmp_path, monkeypatch):
+    made = trainer(tmp_path, odd_sums, **NATIVE)
+    monkeypatch.setattr(type(made.args.schedule()), "splits_groups", True)
+    with pytest.raises(ValueError, match="some lie on several processes"):
+        refuse_async(made)

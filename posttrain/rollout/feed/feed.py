@@ -28,15 +28,15 @@ class Feed:
         self,
         pace: Pace,
         lead: Lead,
-        row_of_number: Callable[[int], int],
+        prompt_of: Callable[[int], tuple[int, int]],
         row_of: Callable[[int], Any],
         journal: Journal | None = None,
         lease_seconds: float = float("inf"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`row_of_number`: which row of the dataset a prompt number is; `row_of` reads it."""
+        """`prompt_of` a number of this feed: its number in the run, and its row of the dataset; `row_of` reads that."""
         self.pace, self.lead, self.journal, self.clock = pace, lead, journal, clock
-        self.row_of_number, self.row_of, self.lease_seconds = row_of_number, row_of, lease_seconds
+        self.prompt_of, self.row_of, self.lease_seconds = prompt_of, row_of, lease_seconds
         self.ledger = Ledger()
         self.groups: dict[int, Group] = {}  # finished, not taken
         self.windows = 0  # taken
@@ -107,18 +107,21 @@ class Feed:
     # ---- the workers' side -------------------------------------------------------------------------------------------
 
     def pull(self, worker: str, label: int, most: int = 2**31) -> list[Work]:
-        """Up to `most` groups for a worker whose weights have this label."""
+        """Up to `most` groups for a worker whose weights have this label. Nothing begins with weights that others have replaced:
+        what begins is counted by how far the training is, and would be older than that count says."""
         with self._changed:
             self._plan()
             waiting = sorted(self.ledger.numbers(PLANNED))
             if self.pace.order == IN_ORDER:
                 waiting = [number for number in waiting if self.wanted_label(number) == label]
+            elif label < self.step - self.step % self.pace.sync_steps:
+                return []
             now = self.clock()
             return [
                 Work(
                     number,
                     self.ledger.issue(number, worker, label, now, self.lease_seconds),
-                    self.row_of_number(number),
+                    *self.prompt_of(number),
                 )
                 for number in waiting[:most]
             ]

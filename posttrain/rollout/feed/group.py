@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from posttrain.core.trees import tree_from_bytes, tree_to_bytes
@@ -27,8 +28,9 @@ PLAIN = ("prompt_length", "author", "finish_reason", "error", "tools", "seconds"
 class Work:
     """One prompt that a worker has a lease for."""
 
-    number: int
+    number: int  # in the feed
     attempt: int
+    prompt: int  # its number in the run, over all processes: what its noise depends on
     row: int
 
 
@@ -36,21 +38,18 @@ class Work:
 class Group:
     """What a worker made of a Work."""
 
-    number: int
+    number: int  # in the feed
     attempt: int
     label: int  # of the oldest weights that wrote a token of it
     written: Written  # of its samples, in their order
     seconds: float = 0.0  # from its issue to its last reward
 
-    @property
-    def row(self) -> int:
-        return self.written.rollouts[0].request.row
-
     def to_bytes(self) -> bytes:
-        written = self.written
+        written, first = self.written, self.written.rollouts[0].request
         return tree_to_bytes(
             {
-                "group": [self.number, self.attempt, self.label, self.row, self.seconds],
+                "group": [self.number, self.attempt, self.label, self.seconds],
+                "request": [first.row, first.number],
                 "rollouts": [_tree_of(rollout) for rollout in written.rollouts],
                 "samples": pack_samples([rollout.sample for rollout in written.rollouts]),
                 "values": torch.from_numpy(written.values),
@@ -63,23 +62,23 @@ class Group:
     def from_bytes(cls, content: bytes, row_of: Any) -> Group:
         """`row_of(row)` gives the PromptRow of a row."""
         tree = tree_from_bytes(content)
-        number, attempt, label, row, seconds = tree["group"]
+        number, attempt, label, seconds = tree["group"]
+        row, prompt = tree["request"]
         known = row_of(row)
         rollouts = [
-            _rollout_of(own, sample, Request(row, number, place), known)
+            _rollout_of(own, sample, Request(row, prompt, place), known)
             for place, (own, sample) in enumerate(zip(tree["rollouts"], unpack_samples(tree["samples"])))
         ]
         results = _results_of(tree["results"])
         return cls(number, attempt, label, Written(rollouts, tree["values"].numpy(), results, tree["seconds"]), seconds)
 
 
-def joined_groups(groups: Sequence[Group], places: Sequence[int], waited: float) -> Written:
-    """The samples at `places` of a window that is made of `groups`, one after the other."""
-    size = len(groups[0].written.rollouts)
-    whole = joined_results([group.written.results for group in groups])
-    rollouts = [groups[place // size].written.rollouts[place % size] for place in places]
-    values = torch.stack([torch.from_numpy(groups[place // size].written.values[place % size]) for place in places])
-    return Written(rollouts, values.numpy(), whole, {"generate": waited, "reward_wait": 0.0})
+def joined_groups(groups: Sequence[Group], waited: float) -> Written:
+    """The samples of groups, one group after the other."""
+    rollouts = [rollout for group in groups for rollout in group.written.rollouts]
+    values = np.concatenate([group.written.values for group in groups])
+    results = joined_results([group.written.results for group in groups])
+    return Written(rollouts, values, results, {"generate": waited, "reward_wait": 0.0})
 
 
 def _tree_of(rollout: Rollout) -> dict[str, Any]:

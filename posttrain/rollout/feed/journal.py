@@ -1,7 +1,7 @@
 """Journal: finished groups are on disk before a step takes them, and so is the order in which steps took them.
 
-    OUTPUT/rollout_journal/000000.seg      groups, one after the other: a header with checksums, then the bytes of the group
-    OUTPUT/rollout_journal/windows.jsonl   window -> the numbers that it was made of
+    OUTPUT/rollout_journal/process-0/000000.seg      groups, one after the other: a header with checksums, then the group's bytes
+    OUTPUT/rollout_journal/process-0/windows.jsonl   window -> the numbers that it was made of
 
 A killed trainer trains its last windows again from here, on the same groups in the same order: the same weights, and no group is
 lost or trained on twice.
@@ -34,8 +34,8 @@ def digest_of(content: bytes) -> bytes:
 class Journal:
     """Of one run, written by one thread at a time. What a crash cut off at the end of a segment is passed over."""
 
-    def __init__(self, output_dir: str | Path) -> None:
-        self.folder = Path(output_dir) / FOLDER
+    def __init__(self, output_dir: str | Path, process: int = 0) -> None:
+        self.folder = Path(output_dir) / FOLDER / f"process-{process}"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.places: dict[int, tuple[Path, int]] = {}  # number -> segment and offset of its content's header
         self.damaged: list[str] = []  # sentences about what cannot be read

@@ -142,7 +142,7 @@ class RolloutWorker:
 
     def _opened(self, work: Work) -> _Open:
         faults.fault_point("generate")
-        requests = [Request(work.row, work.number, sample) for sample in range(self.writing.generations)]
+        requests = [Request(work.row, work.prompt, sample) for sample in range(self.writing.generations)]
         judged = self.writing.rewards.open(copy.copy(self.writing.state))
         pending = PendingRewards(requests)
         pending.reward_round = judged

@@ -28,6 +28,7 @@ from posttrain.rollout.feed.pacing import IN_ORDER, MASK
 from posttrain.rollout.feed.shadow import Shadow
 from posttrain.rollout.feed.worker import CONTINUE, KEEP, RolloutWorker, TrainersOwn, Writing
 from posttrain.rollout.rollout import DATASET, POLICY, POLICY_VERSIONS, Request, Rollout
+from posttrain.rollout.schedule import Schedule
 from posttrain.trainer.options.online import OnlineConfig
 
 NAME = "inline"
@@ -60,19 +61,27 @@ class AsyncRollouts(TrainerCallback):
         """`row_of`: which row of the dataset the prompt of a number is."""
         self.run, self.rows, self.params = run, rows, params
         args = run.args
-        self.journal = Journal(args.output_dir)
-        self.feed = Feed(args.pace(), args.lead(), row_of, self._row, self.journal)
+        self.own = own_groups(args.schedule(), args.process_index)
+        self.journal = Journal(args.output_dir, args.process_index)
+        self.feed = Feed(args.pace(), args.lead(), self._prompt, self._row, self.journal)
+        self.row_of = row_of
         self.shadow: Shadow | None = None
         self.thread: threading.Thread | None = None
         self.is_resumed = False
         self._last_window = 0.0  # when the last one was taken
+
+    def _prompt(self, number: int) -> tuple[int, int]:
+        """Each process writes the groups that it trains on, as without a lead."""
+        window, place = divmod(number, len(self.own))
+        prompt = window * self.run.args.schedule().prompts + self.own[place]
+        return prompt, self.row_of(prompt)
 
     def _row(self, row: int) -> Any:
         return self.rows.take([row])[row]
 
     # ---- as groups of a source ---------------------------------------------------------------------------------------
 
-    def next_window(self, places: Sequence[int]) -> Written:
+    def next_window(self) -> Written:
         if self.thread is None:
             self._start()
         groups = self.feed.next_window()
@@ -80,7 +89,7 @@ class AsyncRollouts(TrainerCallback):
         since, self._last_window = now - self._last_window, now
         if self.feed.windows > 1:  # nobody can write ahead of the first
             self.feed.lead.after_window(self.feed.waited / max(since, 1e-9))
-        written = joined_groups(groups, places, self.feed.waited)
+        written = joined_groups(groups, self.feed.waited)
         masks = self.run.args.on_stale == MASK
         masked = {"async/masked_old_tokens": float(sum(map(self._mask_old, written.rollouts)))} if masks else {}
         written.numbers = self._numbers(groups) | masked
@@ -173,6 +182,11 @@ class AsyncRollouts(TrainerCallback):
         }
 
 
+def own_groups(schedule: Schedule, rank: int) -> list[int]:
+    """Which groups of a window a process trains on."""
+    return sorted({place // schedule.num_generations for place in schedule.places(rank)})
+
+
 def versions_of(rollout: Rollout) -> np.ndarray:
     """(tokens,) version of the weights that wrote each; of tokens that no weights wrote it means nothing."""
     sample = rollout.sample
@@ -186,8 +200,13 @@ def refuse_async(run: WrittenAhead) -> None:
         raise ValueError("`rollout_func` is given the trainer, which trains meanwhile: leave `async_rollouts` out.")
     if args.use_vllm:
         raise ValueError("`async_rollouts` has no engine but ours yet: leave `use_vllm` out.")
-    if args.world_size > 1 or run.is_fully_sharded:
-        raise ValueError("`async_rollouts` is there for one process yet: leave it out.")
+    if run.is_fully_sharded:
+        raise ValueError("`async_rollouts` is not there for sharded weights yet: leave it or `fsdp` out.")
+    if args.schedule().splits_groups:
+        raise ValueError(
+            "Each process writes the groups that it trains on, and here some lie on several processes: make "
+            "`per_device_train_batch_size` x `gradient_accumulation_steps` a multiple of `num_generations`."
+        )
     if others := sorted(run.authors() - {POLICY, DATASET}):
         raise ValueError(
             f"Of this run's completions the {others[0]} writes some, with weights that the trainer needs meanwhile: leave "

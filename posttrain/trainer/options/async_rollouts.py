@@ -87,9 +87,8 @@ class AsyncConfig:
     def pace(self) -> Pace:
         schedule = self.schedule()
         steps = max(schedule.window // schedule.accumulation, 1)
-        return Pace(
-            schedule.prompts, steps, self.max_staleness, self.async_order, self.on_stale, self.weight_sync_steps
-        )
+        groups = schedule.prompts // schedule.world_size  # of each process
+        return Pace(groups, steps, self.max_staleness, self.async_order, self.on_stale, self.weight_sync_steps)
 
     def lead(self) -> Lead:
         adapts, most = self.async_lead == AUTO, float(self.pace().most_lead)
