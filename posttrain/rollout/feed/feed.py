@@ -167,7 +167,7 @@ class Feed:
                 return True
             self._plan()
             return self.wanted_label(self.ledger.begun) > label and not any(
-                entry.fate in (PLANNED, ISSUED) and self.wanted_label(number) <= label
+                entry.fate in (PLANNED, ISSUED) and self.wanted_label(number) == label
                 for number, entry in self.ledger.live.items()
             )
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 class Shadow:
     """`model` is the copy."""
 
-    def __init__(self, model: nn.Module, label: int = 0) -> None:
+    def __init__(self, model: nn.Module, label: int) -> None:
         self._source = [parameter for parameter in model.parameters() if parameter.requires_grad]
         shared = {id(tensor): tensor for tensor in model.parameters() if not tensor.requires_grad}
         self.model: nn.Module = copy.deepcopy(model, shared)
@@ -31,7 +31,7 @@ class Shadow:
 
     @torch.no_grad()
     def publish(self, label: int, keeps_older: bool) -> None:
-        """By the trainer, between two steps. `keeps_older`: every label is wanted, one after the other, and not just the newest."""
+        """By the trainer, between two steps. `keeps_older`: every label is wanted, and not just the newest."""
         with self._lock:
             if not keeps_older:
                 self._spare += self._waiting.values()

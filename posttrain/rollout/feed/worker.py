@@ -14,9 +14,10 @@ from posttrain.rewards.reward_set import RewardRound, RewardSet
 from posttrain.rollout.collector import PendingRewards, Written
 from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams, Session
 from posttrain.rollout.episodes.episode import RunningEpisodes
-from posttrain.rollout.episodes.writing import AnyRows, MakeEpisodes, given_rollout
+from posttrain.rollout.episodes.writing import MakeEpisodes, given_rollout
 from posttrain.rollout.feed.feed import Feed
 from posttrain.rollout.feed.group import Group, Work
+from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import DATASET, Request, Rollout
 
 CONTINUE, FINISH, RESTART = "continue", "finish", "restart"
@@ -56,7 +57,7 @@ class TrainersOwn:
 class Writing:
     """What groups are made of, the same for all of them."""
 
-    rows: AnyRows
+    row_of: Callable[[int], PromptRow]
     params: SamplingParams
     episodes: MakeEpisodes
     author_of: Callable[[Request], str]
@@ -150,7 +151,7 @@ class RolloutWorker:
 
     def _join(self, running: RunningEpisodes, opened: _Open) -> None:
         writing, requests = self.writing, opened.pending.requests
-        row = writing.rows.take([opened.work.row])[opened.work.row]
+        row = writing.row_of(opened.work.row)
         asked = []
         for index, request in enumerate(requests):
             if writing.author_of(request) == DATASET:

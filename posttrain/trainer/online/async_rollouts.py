@@ -3,7 +3,8 @@
     rollout thread:   pull work -> write -> judge -> finish            (engine on the shadow)
     trainer:          next_window -> credit -> step -> publish weights
 
-The thread begins with the first window and ends with the training.
+In order, groups of several labels are written at once: each label has a thread and a shadow of its own. Threads begin with the
+first window and end with the training.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ from posttrain.rollout.feed.journal import Journal
 from posttrain.rollout.feed.pacing import IN_ORDER, MASK
 from posttrain.rollout.feed.shadow import Shadow
 from posttrain.rollout.feed.worker import CONTINUE, KEEP, RolloutWorker, TrainersOwn, Writing
+from posttrain.rollout.prompt_rows import PromptRow, StreamedPrompts
 from posttrain.rollout.rollout import DATASET, POLICY, POLICY_VERSIONS, Request, Rollout
 from posttrain.rollout.schedule import Schedule
 from posttrain.trainer.options.online import OnlineConfig
 
 NAME = "inline"
+NONE_YET = -1  # the label of a shadow before it has any
 STOP_SECONDS = 60.0
 
 
@@ -65,8 +68,11 @@ class AsyncRollouts(TrainerCallback):
         self.journal = Journal(args.output_dir, args.process_index)
         self.feed = Feed(args.pace(), args.lead(), self._prompt, self._row, self.journal)
         self.row_of = row_of
-        self.shadow: Shadow | None = None
-        self.thread: threading.Thread | None = None
+        self.shadows: list[Shadow] = []
+        self.threads: list[threading.Thread] = []
+        self._published = 0
+        self._rows: dict[int, PromptRow] = {}  # of a stream: it is read once
+        self._reading = threading.Lock()
         self.is_resumed = False
         self._last_window = 0.0  # when the last one was taken
 
@@ -76,15 +82,23 @@ class AsyncRollouts(TrainerCallback):
         prompt = window * self.run.args.schedule().prompts + self.own[place]
         return prompt, self.row_of(prompt)
 
-    def _row(self, row: int) -> Any:
-        return self.rows.take([row])[row]
+    def _row(self, row: int) -> PromptRow:
+        with self._reading:
+            if row in self._rows:
+                return self._rows[row]
+            found = self.rows.take([row])[row]
+            if isinstance(self.rows, StreamedPrompts):
+                self._rows[row] = found
+            return found
 
     # ---- as groups of a source ---------------------------------------------------------------------------------------
 
     def next_window(self) -> Written:
-        if self.thread is None:
+        if not self.threads:
             self._start()
         groups = self.feed.next_window()
+        for group in groups:
+            self._rows.pop(group.written.rollouts[0].request.row, None)
         now = time.monotonic()
         since, self._last_window = now - self._last_window, now
         if self.feed.windows > 1:  # nobody can write ahead of the first
@@ -113,13 +127,8 @@ class AsyncRollouts(TrainerCallback):
             self.journal.forget()
         step = run.state.global_step
         self.feed.trained(step)
-        weights, engine = TrainersOwn(run.state), run.engine
-        if self.is_ahead:
-            self.shadow = weights = Shadow(run.model, step)
-            engine = run.local_engine(self.shadow.model)
-            engine.labels_tokens = args.update_in_flight == CONTINUE
         writing = Writing(
-            self.rows,
+            self._row,
             self.params,
             run.collector.writer.episodes,
             run.author_of,
@@ -129,10 +138,22 @@ class AsyncRollouts(TrainerCallback):
             run.collector.release,
         )
         how = (args.update_in_flight, args.kv_after_update == KEEP)
-        worker = RolloutWorker(NAME, engine, weights, writing, self.feed, *how)
-        self.thread = threading.Thread(target=worker.run, name="posttrain rollouts", daemon=True)
+        for number in range(self._labels_at_once()):
+            weights, engine = TrainersOwn(run.state), run.engine
+            if self.is_ahead:
+                weights = Shadow(run.model, NONE_YET if number else step)
+                self.shadows.append(weights)
+                engine = run.local_engine(weights.model)
+                engine.labels_tokens = args.update_in_flight == CONTINUE
+            worker = RolloutWorker(f"{NAME}-{number}", engine, weights, writing, self.feed, *how)
+            self.threads.append(threading.Thread(target=worker.run, name="posttrain rollouts", daemon=True))
         self._last_window = time.monotonic()
-        self.thread.start()
+        for thread in self.threads:
+            thread.start()
+
+    def _labels_at_once(self) -> int:
+        """In order, window b is written by the label of `lead` windows before: so many are between it and the trainer."""
+        return 1 + int(self.feed.lead.value) if self.feed.pace.order == IN_ORDER else 1
 
     @property
     def is_ahead(self) -> bool:
@@ -142,16 +163,18 @@ class AsyncRollouts(TrainerCallback):
 
     def stop(self) -> None:
         self.feed.stop()
-        if self.thread is not None:
-            self.thread.join(STOP_SECONDS)
-            self.thread = None
+        for thread in self.threads:
+            thread.join(STOP_SECONDS)
+        self.threads.clear()
         self.journal.close()
 
     # ---- as a callback -----------------------------------------------------------------------------------------------
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.shadow is not None and state.global_step % args.weight_sync_steps == 0:
-            self.shadow.publish(state.global_step, keeps_older=args.async_order == IN_ORDER)
+        if self.shadows and state.global_step % args.weight_sync_steps == 0:
+            self._published += 1
+            shadow = self.shadows[self._published % len(self.shadows)]
+            shadow.publish(state.global_step, keeps_older=args.async_order == IN_ORDER)
         self.feed.trained(state.global_step)
 
     # ---- ages --------------------------------------------------------------------------------------------------------
