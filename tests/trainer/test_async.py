@@ -17,6 +17,7 @@ from peft import LoraConfig
 
 from posttrain import GRPOTrainer, RLOOConfig, RLOOTrainer
 from posttrain.losses.importance import age_correction
+from posttrain.rollout.feed.judging import Judge
 from posttrain.rollout.feed.worker import RolloutWorker
 from posttrain.rollout.rollout import POLICY_LOGPS
 from posttrain.rollout.store import read_rollouts
@@ -117,7 +118,7 @@ def jitter(monkeypatch):
 
         return run
 
-    for cls, name in [(RolloutWorker, "_begin_all"), (RolloutWorker, "_hand_over"), (AsyncRollouts, "on_step_end")]:
+    for cls, name in [(RolloutWorker, "_begin_all"), (Judge, "add"), (AsyncRollouts, "on_step_end")]:
         monkeypatch.setattr(cls, name, slowed(getattr(cls, name)))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.rollout.feed.group import Group, Work
 from posttrain.rollout.feed.journal import Journal
-from posttrain.rollout.feed.ledger import FINISHED, ISSUED, PLANNED, Ledger
+from posttrain.rollout.feed.ledger import FINISHED, PLANNED, Ledger
 from posttrain.rollout.feed.pacing import DROP, IN_ORDER, Lead, Pace, may_begin, next_window
 
 LOOK_SECONDS = 1.0  # how long anybody waits before he looks whether there is still hope
@@ -50,10 +50,24 @@ class Feed:
     # ---- the trainer's side ------------------------------------------------------------------------------------------
 
     def trained(self, step: int) -> None:
-        """So many optimizer steps are done."""
+        """So many optimizer steps are done, and their weights are published where somebody wants them."""
         with self._changed:
             self.step = step
+            self._plan()
             self._changed.notify_all()
+
+    def oldest_label(self) -> int:
+        """Of weights that somebody may still have to write with, once the next step is done."""
+        with self._changed:
+            if self.pace.order != IN_ORDER:
+                return self.published + 1
+            open_numbers = [n for n, entry in self.ledger.live.items() if entry.fate != FINISHED]
+            return min(map(self.wanted_label, [*open_numbers, self.ledger.begun]))
+
+    @property
+    def published(self) -> int:
+        """The newest label."""
+        return self.step - self.step % self.pace.sync_steps
 
     def next_window(self) -> list[Group]:
         """The groups of the next window, by their numbers; waits until there are enough."""
@@ -114,13 +128,14 @@ class Feed:
             waiting = sorted(self.ledger.numbers(PLANNED))
             if self.pace.order == IN_ORDER:
                 waiting = [number for number in waiting if self.wanted_label(number) == label]
-            elif label < self.step - self.step % self.pace.sync_steps:
+            elif label < self.published:
                 return []
             now = self.clock()
             return [
                 Work(
                     number,
                     self.ledger.issue(number, worker, label, now, self.lease_seconds),
+                    label,
                     *self.prompt_of(number),
                 )
                 for number in waiting[:most]
@@ -160,16 +175,16 @@ class Feed:
         step = max(window, 0) * self.pace.steps
         return step - step % self.pace.sync_steps
 
-    def is_done_with(self, label: int) -> bool:
-        """Whether nothing is left to be written by the weights of this label."""
+    def label_for(self, label: int) -> int | None:
+        """Which weights a worker that has `label` should have next; None: it is well served.
+
+        In order, those of the oldest group that nobody writes, once none is left for its own; else the newest.
+        """
         with self._changed:
             if self.pace.order != IN_ORDER:
-                return True
-            self._plan()
-            return self.wanted_label(self.ledger.begun) > label and not any(
-                entry.fate in (PLANNED, ISSUED) and self.wanted_label(number) == label
-                for number, entry in self.ledger.live.items()
-            )
+                return self.published if label < self.published else None
+            wanted = sorted({self.wanted_label(number) for number in self.ledger.numbers(PLANNED)})
+            return None if label in wanted or not wanted else wanted[0]
 
     def wait(self, seconds: float = LOOK_SECONDS) -> None:
         """Until something has changed."""

@@ -30,6 +30,7 @@ class Work:
 
     number: int  # in the feed
     attempt: int
+    label: int  # of the weights that it is issued for
     prompt: int  # its number in the run, over all processes: what its noise depends on
     row: int
 

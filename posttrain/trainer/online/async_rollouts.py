@@ -22,11 +22,12 @@ from posttrain.rewards.reward_set import RewardSet
 from posttrain.rollout.collector import RolloutCollector, Written
 from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
 from posttrain.rollout.episodes.writing import AnyRows
+from posttrain.rollout.feed.board import Board, Shadow, trained_weights
 from posttrain.rollout.feed.feed import Feed
 from posttrain.rollout.feed.group import Group, joined_groups
 from posttrain.rollout.feed.journal import Journal
+from posttrain.rollout.feed.judging import Judge
 from posttrain.rollout.feed.pacing import IN_ORDER, MASK
-from posttrain.rollout.feed.shadow import Shadow
 from posttrain.rollout.feed.worker import CONTINUE, KEEP, RolloutWorker, TrainersOwn, Writing
 from posttrain.rollout.prompt_rows import PromptRow, StreamedPrompts
 from posttrain.rollout.rollout import DATASET, POLICY, POLICY_VERSIONS, Request, Rollout
@@ -34,7 +35,6 @@ from posttrain.rollout.schedule import Schedule
 from posttrain.trainer.options.online import OnlineConfig
 
 NAME = "inline"
-NONE_YET = -1  # the label of a shadow before it has any
 STOP_SECONDS = 60.0
 
 
@@ -68,9 +68,8 @@ class AsyncRollouts(TrainerCallback):
         self.journal = Journal(args.output_dir, args.process_index)
         self.feed = Feed(args.pace(), args.lead(), self._prompt, self._row, self.journal)
         self.row_of = row_of
-        self.shadows: list[Shadow] = []
+        self.board: Board | None = None
         self.threads: list[threading.Thread] = []
-        self._published = 0
         self._rows: dict[int, PromptRow] = {}  # of a stream: it is read once
         self._reading = threading.Lock()
         self.is_resumed = False
@@ -127,25 +126,22 @@ class AsyncRollouts(TrainerCallback):
             self.journal.forget()
         step = run.state.global_step
         self.feed.trained(step)
-        writing = Writing(
-            self._row,
-            self.params,
-            run.collector.writer.episodes,
-            run.author_of,
-            args.num_generations,
-            run.rewards,
-            run.state,
-            run.collector.release,
-        )
-        how = (args.update_in_flight, args.kv_after_update == KEEP)
+        episodes = run.collector.writer.episodes
+        row_of = lambda work: self._row(work.row)  # noqa: E731
+        writing = Writing(row_of, self.params, episodes, run.author_of, args.num_generations)
+        judge = Judge(run.rewards, run.state, self.feed.finish, run.collector.release)
+        how = {"in_flight": args.update_in_flight, "keeps_cache": args.kv_after_update == KEEP}
+        if self.is_ahead:
+            self.board = Board(trained_weights(run.model))
+            self.board.publish(step, oldest=step)
         for number in range(self._labels_at_once()):
             weights, engine = TrainersOwn(run.state), run.engine
-            if self.is_ahead:
-                weights = Shadow(run.model, NONE_YET if number else step)
-                self.shadows.append(weights)
+            if self.board is not None:
+                weights = Shadow(run.model, self.board, step)
                 engine = run.local_engine(weights.model)
                 engine.labels_tokens = args.update_in_flight == CONTINUE
-            worker = RolloutWorker(f"{NAME}-{number}", engine, weights, writing, self.feed, *how)
+            given = (f"{NAME}-{number}", engine, weights, writing, self.feed, judge.add, judge.poll)
+            worker = RolloutWorker(*given, **how)
             self.threads.append(threading.Thread(target=worker.run, name="posttrain rollouts", daemon=True))
         self._last_window = time.monotonic()
         for thread in self.threads:
@@ -171,10 +167,8 @@ class AsyncRollouts(TrainerCallback):
     # ---- as a callback -----------------------------------------------------------------------------------------------
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.shadows and state.global_step % args.weight_sync_steps == 0:
-            self._published += 1
-            shadow = self.shadows[self._published % len(self.shadows)]
-            shadow.publish(state.global_step, keeps_older=args.async_order == IN_ORDER)
+        if self.board is not None and state.global_step % args.weight_sync_steps == 0:
+            self.board.publish(state.global_step, self.feed.oldest_label())
         self.feed.trained(state.global_step)
 
     # ---- ages --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,81 @@
+"""Board: the weights that the trainer publishes, for engines that read a copy of them.
+
+What is published waits in buffers of its own, so that neither side ever reads what the other is writing. A copy of the model is
+written into between two looks, and never rebound: captured graphs know its addresses.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+Buffer = list[Tensor]
+
+
+class Board:
+    """Labels and their weights. Those that nobody will ask for any more make room for others."""
+
+    def __init__(self, source: Sequence[Tensor], allocate: Callable[[], Buffer] | None = None) -> None:
+        """`source`: the trainer's weights. `allocate` makes a buffer for them; None: beside them, on their device."""
+        self.source = source
+        self.allocate = allocate or (lambda: [torch.empty_like(weight) for weight in source])
+        self.buffers: dict[int, Buffer] = {}  # by label
+        self._readers: Counter[int] = Counter()
+        self._spare: list[Buffer] = []
+        self._lock = threading.Lock()
+
+    @torch.no_grad()
+    def publish(self, label: int, oldest: int) -> None:
+        """By the trainer, between two steps. Nobody asks for labels below `oldest` any more."""
+        with self._lock:
+            for old in [old for old in self.buffers if old < oldest and not self._readers[old]]:
+                self._spare.append(self.buffers.pop(old))
+            buffer = self._spare.pop() if self._spare else self.allocate()
+        for kept, weight in zip(buffer, self.source):
+            kept.copy_(weight)
+        with self._lock:
+            self.buffers[label] = buffer
+
+    @contextmanager
+    def reading(self, label: int) -> Iterator[Buffer]:
+        with self._lock:
+            self._readers[label] += 1
+            buffer = self.buffers[label]
+        try:
+            yield buffer
+        finally:
+            with self._lock:
+                self._readers[label] -= 1
+
+
+def trained_weights(model: nn.Module) -> list[nn.Parameter]:
+    """What a copy of the model needs from each version; the rest is the same in all of them."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+class Shadow:
+    """A copy of the model. Weights that are not trained (the base of an adapter) are shared with it."""
+
+    def __init__(self, model: nn.Module, board: Board, label: int) -> None:
+        """`label`: of the weights that the model has now."""
+        shared = {id(tensor): tensor for tensor in model.parameters() if not tensor.requires_grad}
+        self.model: nn.Module = copy.deepcopy(model, shared)
+        self.board, self.label = board, label
+        self._own = trained_weights(self.model)
+        for parameter in self._own:
+            parameter.requires_grad_(False)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def load(self, label: int) -> None:
+        """By whoever runs the engine, between two looks."""
+        with self.board.reading(label) as buffer:
+            for own, kept in zip(self._own, buffer):
+                own.copy_(kept)
+        self.label = label
