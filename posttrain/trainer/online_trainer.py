@@ -330,9 +330,12 @@ class OnlineTrainer(BaseTrainer):
 
     def local_engine(self, model: nn.Module, **options: Any) -> RolloutEngine:
         """One that reads the weights of `model` in place."""
+        return self.engine_maker(**options)(model)
+
+    def engine_maker(self, **options: Any) -> Callable[[nn.Module], RolloutEngine]:
         slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
         how = {"decode": self.decode_exactly, "pixels": self.shown_pixels}
-        return ENGINES[self.args.rollout_engine](model, **how, **slots, **options)
+        return functools.partial(ENGINES[self.args.rollout_engine], **how, **slots, **options)
 
     def _make_collector(self) -> RolloutCollector:
         """It owns what a window needs; of this trainer it calls what is the method's (MethodHooks)."""

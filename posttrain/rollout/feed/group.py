@@ -51,8 +51,7 @@ class Group:
             {
                 "group": [self.number, self.attempt, self.label, self.seconds],
                 "request": [first.row, first.number],
-                "rollouts": [_tree_of(rollout) for rollout in written.rollouts],
-                "samples": pack_samples([rollout.sample for rollout in written.rollouts]),
+                **rollouts_tree(written.rollouts),
                 "values": torch.from_numpy(written.values),
                 "results": _results_tree(written.results),
                 "seconds": written.seconds,
@@ -65,11 +64,7 @@ class Group:
         tree = tree_from_bytes(content)
         number, attempt, label, seconds = tree["group"]
         row, prompt = tree["request"]
-        known = row_of(row)
-        rollouts = [
-            _rollout_of(own, sample, Request(row, prompt, place), known)
-            for place, (own, sample) in enumerate(zip(tree["rollouts"], unpack_samples(tree["samples"])))
-        ]
+        rollouts = rollouts_of(tree, prompt, row, row_of(row))
         results = _results_of(tree["results"])
         return cls(number, attempt, label, Written(rollouts, tree["values"].numpy(), results, tree["seconds"]), seconds)
 
@@ -80,6 +75,21 @@ def joined_groups(groups: Sequence[Group], waited: float) -> Written:
     values = np.concatenate([group.written.values for group in groups])
     results = joined_results([group.written.results for group in groups])
     return Written(rollouts, values, results, {"generate": waited, "reward_wait": 0.0})
+
+
+def rollouts_tree(rollouts: Sequence[Rollout]) -> dict[str, Any]:
+    """The rollouts of a group as JSON and tensors."""
+    samples = pack_samples([rollout.sample for rollout in rollouts])
+    return {"rollouts": [_tree_of(rollout) for rollout in rollouts], "samples": samples}
+
+
+def rollouts_of(tree: dict[str, Any], prompt: int, row: int, known: PromptRow) -> list[Rollout]:
+    """What `rollouts_tree` was given, `known` being the row of the dataset."""
+    samples = unpack_samples(tree["samples"])
+    return [
+        _rollout_of(own, sample, Request(row, prompt, place), known)
+        for place, (own, sample) in enumerate(zip(tree["rollouts"], samples))
+    ]
 
 
 def _tree_of(rollout: Rollout) -> dict[str, Any]:

@@ -9,12 +9,14 @@ first window and end with the training.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerState
 
@@ -28,6 +30,7 @@ from posttrain.rollout.feed.group import Group, joined_groups
 from posttrain.rollout.feed.journal import Journal
 from posttrain.rollout.feed.judging import Judge
 from posttrain.rollout.feed.pacing import IN_ORDER, MASK
+from posttrain.rollout.feed.processes import WorkerProcesses
 from posttrain.rollout.feed.worker import CONTINUE, KEEP, RolloutWorker, TrainersOwn, Writing
 from posttrain.rollout.prompt_rows import PromptRow, StreamedPrompts
 from posttrain.rollout.rollout import DATASET, POLICY, POLICY_VERSIONS, Request, Rollout
@@ -52,6 +55,8 @@ class WrittenAhead(Protocol):
 
     def local_engine(self, model: nn.Module) -> RolloutEngine: ...
 
+    def engine_maker(self) -> Callable[[nn.Module], RolloutEngine]: ...
+
     def author_of(self, request: Request) -> str: ...
 
     def authors(self) -> set[str]: ...
@@ -70,6 +75,7 @@ class AsyncRollouts(TrainerCallback):
         self.row_of = row_of
         self.board: Board | None = None
         self.threads: list[threading.Thread] = []
+        self.processes: WorkerProcesses | None = None
         self._rows: dict[int, PromptRow] = {}  # of a stream: it is read once
         self._reading = threading.Lock()
         self.is_resumed = False
@@ -93,7 +99,7 @@ class AsyncRollouts(TrainerCallback):
     # ---- as groups of a source ---------------------------------------------------------------------------------------
 
     def next_window(self) -> Written:
-        if not self.threads:
+        if not self.threads and self.processes is None:
             self._start()
         groups = self.feed.next_window()
         for group in groups:
@@ -131,6 +137,8 @@ class AsyncRollouts(TrainerCallback):
         writing = Writing(row_of, self.params, episodes, run.author_of, args.num_generations)
         judge = Judge(run.rewards, run.state, self.feed.finish, run.collector.release)
         how = {"in_flight": args.update_in_flight, "keeps_cache": args.kv_after_update == KEEP}
+        if args.rollout_workers is not None:
+            return self._start_processes(writing, judge, how)
         if self.is_ahead:
             self.board = Board(trained_weights(run.model))
             self.board.publish(step, oldest=step)
@@ -147,6 +155,16 @@ class AsyncRollouts(TrainerCallback):
         for thread in self.threads:
             thread.start()
 
+    def _start_processes(self, writing: Writing, judge: Judge, how: dict[str, Any]) -> None:
+        run = self.run
+        make_engine = run.engine_maker()
+        devices = worker_devices(run.args)
+        given = (devices, run.model, make_engine, writing, self.feed, judge, self._labels_at_once())
+        self.processes = WorkerProcesses(*given, **how)
+        self.board = self.processes.board
+        self._last_window = time.monotonic()
+        self.processes.start()
+
     def _labels_at_once(self) -> int:
         """In order, window b is written by the label of `lead` windows before: so many are between it and the trainer."""
         return 1 + int(self.feed.lead.value) if self.feed.pace.order == IN_ORDER else 1
@@ -162,6 +180,9 @@ class AsyncRollouts(TrainerCallback):
         for thread in self.threads:
             thread.join(STOP_SECONDS)
         self.threads.clear()
+        if self.processes is not None:
+            self.processes.stop(STOP_SECONDS)
+            self.processes = None
         self.journal.close()
 
     # ---- as a callback -----------------------------------------------------------------------------------------------
@@ -197,6 +218,18 @@ class AsyncRollouts(TrainerCallback):
             "async/waiting": len(self.feed.groups),
             **{f"async/{name}": float(count) for name, count in totals.items()},
         }
+
+
+def worker_devices(args: OnlineConfig) -> list[str]:
+    """Where the workers of a training process are: on GPUs of this machine that are nobody's, in turn, or else on its own."""
+    if args.device.type != "cuda":
+        return [args.device.type] * args.rollout_workers
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = list(range(here, torch.cuda.device_count()))
+    if not free:
+        return [f"cuda:{args.device.index or 0}"] * args.rollout_workers
+    first = int(os.environ.get("LOCAL_RANK", "0")) * args.rollout_workers
+    return [f"cuda:{free[(first + number) % len(free)]}" for number in range(args.rollout_workers)]
 
 
 def own_groups(schedule: Schedule, rank: int) -> list[int]:

@@ -45,6 +45,11 @@ class AsyncConfig:
         RECOMPUTE,
         "With 'continue', keys and values of the old weights: 'recompute' or 'keep' them, for running completions only.",
     )
+    rollout_workers: int | None = option(
+        None,
+        "Child processes that write, for each training process: on GPUs that no training process has, where there are such. None: "
+        "a thread of this process.",
+    )
     weight_sync_steps: int = option(1, "Optimizer steps from one update of the rollout weights to the next.")
 
     def check_async_options(self) -> None:
@@ -61,6 +66,8 @@ class AsyncConfig:
         check_choice("kv_after_update", self.kv_after_update, (RECOMPUTE, KEEP))
         check_range("max_staleness", self.max_staleness, 0)
         check_range("weight_sync_steps", self.weight_sync_steps, 1)
+        if self.rollout_workers is not None:
+            check_range("rollout_workers", self.rollout_workers, 1)
         is_exact = self.async_order == IN_ORDER
         if self.update_in_flight is None:
             self.update_in_flight = FINISH if is_exact else CONTINUE
