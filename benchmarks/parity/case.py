@@ -21,6 +21,7 @@ class Case:
     tokenizer: str = "tokenizer"
     sees: bool = False  # it reads images; its processor lies beside it
     adapter: str | None = None  # "loaded": a PeftModel is given; "new": a peft_config, then the saved initialisation
+    saved_adapter: str = "adapter"  # of the model; "wide_adapter": of one that sees, on its tower, too
     reference: str | None = None  # explicit `ref_model`
     teacher: str | None = None  # `teacher_model`
     teacher_tokenizer: str = "tokenizer"

@@ -57,6 +57,7 @@ DIFFERENCES: dict[str, str] = {
     "image-truncation": "max_length leaves an image whole or leaves it out; TRL's run ends at the step that cuts one",
     "image-uneven-prompts": "prompts of different lengths train together; TRL's GRPO and RLOO of Qwen's VL models fail on them",
     "image-alpha": "what is transparent shows white; in TRL the colour that lies under it",
+    "image-lora-targets": "names in target_modules mean modules of the language model; in TRL those of the tower, too",
     "image-tokens-of-the-step": "SFT divides by the tokens of the step; TRL, with Qwen's VL models, by those of micro-batches",
     "bad-rows": "rows that cannot teach anything are refused before training; TRL drops them or trains on them",
 }
@@ -89,5 +90,6 @@ WITNESSED = (
     "image-length",
     "image-alpha",
     "image-tokens-of-the-step",
+    "image-lora-targets",
 )
 """Differences whose numbers are proven by a run in which TRL is given the same question: ours must equal that run."""

@@ -18,12 +18,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
+from benchmarks.parity.one_side import set_adapter
 from benchmarks.parity.rows import ROWS, rows
-from benchmarks.parity.vision_cases import FAMILIES
+from benchmarks.parity.vision_cases import ADAPTED, FAMILIES
 from tests import tiny, tiny_vision
 
 HERE = Path(__file__).resolve().parent
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "up_proj"], "lora_dropout": 0.0}
+OF_LANGUAGE_MODEL = r".*language_model.*\.(q_proj|v_proj|up_proj)"
 LORA_TASK = {"causal": "CAUSAL_LM", "reward": "SEQ_CLS"}
 MODELS = {
     "causal": lambda: _fitted("causal"),
@@ -59,6 +61,8 @@ def write(folder: Path) -> None:
         seeing = tiny_vision.vision_model(family)
         seeing.model.save_pretrained(folder / family)
         seeing.processor.save_pretrained(folder / family)
+        if family in ADAPTED:
+            _write_seeing_adapters(family, folder)
     for name, task in LORA_TASK.items():
         _write_adapter(MODELS[name](), task, folder / f"{name}_adapter")
     tiny.tokenizer().save_pretrained(folder / "tokenizer")
@@ -119,6 +123,16 @@ def _write_adapter(model: Any, task: str, folder: Path) -> None:
     torch.manual_seed(11)
     config = LoraConfig(**LORA, task_type=task, init_lora_weights=False)
     get_peft_model(model, config).save_pretrained(folder)
+
+
+def _write_seeing_adapters(family: str, folder: Path) -> None:
+    """One on all modules of those names, and one on the language model's alone, with the same weights there."""
+    wide = folder / f"{family}_wide_adapter"
+    _write_adapter(tiny_vision.model_alone(family), "CAUSAL_LM", wide)
+    config = LoraConfig(**LORA | {"target_modules": OF_LANGUAGE_MODEL}, task_type="CAUSAL_LM")
+    model = get_peft_model(tiny_vision.model_alone(family), config)
+    set_adapter(model, wide)
+    model.save_pretrained(folder / f"{family}_adapter")
 
 
 def _write_rows(path: Path, made: list[dict[str, Any]]) -> None:

@@ -96,7 +96,7 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str, more: d
     if case.formatting_func:
         given["formatting_func"] = case.formatting_func
     if case.adapter == "new":
-        given["peft_config"] = LoraConfig.from_pretrained(materials / f"{case.model}_adapter")
+        given["peft_config"] = LoraConfig.from_pretrained(adapter_of(case, materials))
         given["peft_config"].inference_mode = False
     model = load(case, materials, case.model, case.adapter == "loaded")
     if case.rewards or case.method in WRITING:
@@ -110,7 +110,7 @@ def make_trainer(library: Any, case: Case, materials: Path, output: str, more: d
     if case.corrected and not is_ours:
         getattr(corrections, case.corrected)(trainer)
     if case.adapter == "new":
-        set_adapter(trainer.model, materials / f"{case.model}_adapter")
+        set_adapter(trainer.model, adapter_of(case, materials))
     return trainer
 
 
@@ -153,18 +153,22 @@ def load(case: Case, materials: Path, name: str, with_adapter: bool = False) -> 
     plain = AutoModelForImageTextToText if case.sees else AutoModelForCausalLM
     model = LOADERS.get(case.method, plain).from_pretrained(materials / name, dtype=torch.float32)
     if with_adapter:
-        return PeftModel.from_pretrained(model, str(materials / f"{name}_adapter"), is_trainable=True)
+        return PeftModel.from_pretrained(model, str(adapter_of(case, materials)), is_trainable=True)
     return model
 
 
+def adapter_of(case: Case, materials: Path) -> Path:
+    return materials / f"{case.model}_{case.saved_adapter}"
+
+
 def set_adapter(model: Any, folder: Path) -> None:
-    """The saved initialisation, in place of the one the library drew."""
+    """The saved initialisation, in place of the one the library drew: for every weight that the adapter has in this model."""
     saved = load_file(folder / "adapter_model.safetensors")
-    parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, value in saved.items():
-            known = [n for n in parameters if n.replace(".default", "").replace(".modules_to_save", "") == name]
-            parameters[known[0]].copy_(value)
+        for name, parameter in model.named_parameters():
+            name = name.replace(".default", "").replace(".modules_to_save", "")
+            if name in saved or parameter.requires_grad:  # we freeze adapters of a layer that no feature depends on
+                parameter.copy_(saved[name])
 
 
 def read(path: Path) -> Dataset:

@@ -9,7 +9,10 @@ from benchmarks.parity import policy_cases
 from benchmarks.parity.case import Case
 
 TOKEN_NUMBERS = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "weights:*")
+PAIR_NUMBERS = (*TOKEN_NUMBERS, "rewards/*", "logps/*", "logits/*")
 FAMILIES = ("llava", "llava_next", "qwen2_5_vl", "gemma3", "internvl")
+ADAPTED = ("llava", "qwen2_5_vl", "gemma3")
+"""Those that LoRA is compared for: the tower's modules have names of the language model's, too."""
 AS_TRL = {"loss_on_image_tokens": True}
 OF_TOKENS = (*TOKEN_NUMBERS, "num_tokens")
 
@@ -33,6 +36,23 @@ def chats(family: str, name: str = "chats", rows: str = "shown_messages", **opti
 
 def one_split(case: Case, **changes: Any) -> Case:
     return replace(case, splits=("1x4",), **changes)
+
+
+def adapted(case: Case, **changes: Any) -> Case:
+    """LoRA on the language model: no bias of a tower is trained, so that it can be Adam."""
+    options = case.options | {"optim": "adamw_torch", "learning_rate": 1e-3}
+    return replace(case, options=options, **{"adapter": "new", **changes})
+
+
+def on_tower(case: Case) -> Case:
+    """With SGD again: of an adapter's weights, too, some have hardly a gradient here."""
+    return replace(case, adapter="new", saved_adapter="wide_adapter", ours={"lora_vision": True})
+
+
+def by_names(case: Case, numbers: tuple[str, ...]) -> Case:
+    """`target_modules` that the tower has, too. TRL's run with a pattern of the language model's is the witness."""
+    differs, witness = dict.fromkeys(numbers, "image-lora-targets"), case.name.removesuffix("-names")
+    return one_split(adapted(case, saved_adapter="wide_adapter"), differs=differs, witness=witness)
 
 
 def written(method: str, name: str, family: str, **options: Any) -> Case:
@@ -92,4 +112,13 @@ VISION_CASES = [
         witness="sft-images-llava-on-white",
     ),
     one_split(sft("text-only", "llava", "messages")),
+    *(adapted(sft("lora", family, "shown_prompt_completion")) for family in ADAPTED),
+    *(adapted(seeing("dpo", "lora", family, "shown_pair")) for family in ADAPTED),
+    *(adapted(chats(family, "lora-mixed", "sometimes_shown")) for family in ADAPTED[:2]),
+    adapted(sft("lora-loaded", "llava", "shown_prompt_completion"), adapter="loaded"),
+    adapted(seeing("dpo", "lora-loaded", "llava", "shown_pair"), adapter="loaded"),
+    *(on_tower(sft("lora-vision", family, "shown_prompt_completion")) for family in ADAPTED),
+    *(on_tower(seeing("dpo", "lora-vision", family, "shown_pair")) for family in ADAPTED),
+    *(by_names(sft("lora-names", family, "shown_prompt_completion"), TOKEN_NUMBERS) for family in ADAPTED),
+    *(by_names(seeing("dpo", "lora-names", family, "shown_pair"), PAIR_NUMBERS) for family in ADAPTED),
 ]

@@ -48,3 +48,13 @@ def test_a_process_without_images_takes_the_steps_of_the_others(kind, method, fa
     assert weights.keys() == of_two.keys()
     for name, tensor in weights.items():
         assert (of_two[name] - tensor).abs().max() < 0.02 * moved, name
+
+
+def test_two_processes_draw_what_one_draws(tmp_path):
+    """Augmented images depend on their rows, not on who loads them."""
+    given = ("sft", "smolvlm", torch.float32, False)
+    plain, _ = train(1, tmp_path / "plain", *given)
+    one, two = (train(count, tmp_path / str(count), *given, image_augmentation="document")[0] for count in (1, 2))
+    changed = max((one[name] - plain[name]).abs().max() for name in one)
+    assert changed > 1e-4
+    assert max((one[name] - two[name]).abs().max() for name in one) < 0.01 * changed

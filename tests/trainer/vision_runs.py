@@ -74,7 +74,7 @@ def trainer_of(method: str, family: str, folder: Path, dtype: torch.dtype = torc
     named = {name: options.pop(name) for name in NOT_OPTIONS if name in options}
     shared = {"per_device_train_batch_size": 2, "max_steps": 1, "report_to": "none", "save_strategy": "no"}
     shared |= {"use_cpu": True, "bf16": False, "dataset_cache_dir": str(folder / "cache"), "verbosity": "quiet"}
-    config = about.config_class(output_dir=str(folder / "run"), **shared | options)
+    config = about.config_class(**{"output_dir": str(folder / "run")} | shared | options)
     model = with_head(tiny.model, folder, LABELS[method]) if method in LABELS else tiny.model
     given = {"model": model, "processing_class": tiny.processor}
     given |= {} if "train_dataset" in named else {"train_dataset": rows_of(method)}
