@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors import safe_open
@@ -329,6 +329,18 @@ def load_tree(path: Path, device: torch.device | str = "cpu") -> Any:
 
 # ---- one run per folder --------------------------------------------------------------------------------------------------
 
+_HELD: list[TextIO] = []
+"""Files whose locks this process holds."""
+
+
+def _leave_locks() -> None:
+    """In a forked child. A loader's worker outlives a killed run by seconds, and with its copy of the file so would the lock."""
+    while _HELD:
+        _HELD.pop().close()
+
+
+os.register_at_fork(after_in_child=_leave_locks)
+
 
 @contextmanager
 def locked(output_dir: str | Path) -> Iterator[None]:
@@ -348,4 +360,9 @@ def locked(output_dir: str | Path) -> Iterator[None]:
             ) from None
         with best_effort(f"{path}, which says who uses the folder,"):
             path.write_text(f"host {socket.gethostname()}, pid {os.getpid()}", encoding="utf-8")
-        yield
+        _HELD.append(file)
+        try:
+            yield
+        finally:
+            if file in _HELD:
+                _HELD.remove(file)
