@@ -28,13 +28,14 @@ def versions():
     return made
 
 
-def into(model, other):
-    """What writes the weights of `other` into `model`."""
+def into(model, other, version=0):
+    """What writes the weights of `other` into `model`, and says which version they are."""
 
     def load():
         with torch.no_grad():
             for own, new in zip(model.parameters(), other.parameters()):
                 own.copy_(new)
+        return version
 
     return load
 
@@ -50,7 +51,7 @@ def run(engine, versions, asked: list[Prompt], params: SamplingParams, looks: li
         while session.in_flight:
             if look in looks:
                 version += 1
-                session.change_weights(into(engine.model, versions[version]), version, **how)
+                session.change_weights(into(engine.model, versions[version], version), **how)
             done |= dict(session.advance())
             look += 1
     return [done[ticket] for ticket in tickets]
@@ -92,7 +93,7 @@ def test_whoever_joins_after_a_change_sees_the_new_weights_alone(versions, keeps
     with engine.session(LONG) as session:
         session.add(prompt)
         session.advance()
-        session.change_weights(into(model, versions[1]), 1, keeps_cache)
+        session.change_weights(into(model, versions[1], 1), keeps_cache)
         late = session.add(replace(prompt, sample=1))
         done = {}
         while session.in_flight:

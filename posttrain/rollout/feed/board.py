@@ -43,12 +43,14 @@ class Board:
             self.buffers[label] = buffer
 
     @contextmanager
-    def reading(self, label: int) -> Iterator[Buffer]:
+    def reading(self, label: int) -> Iterator[tuple[int, Buffer]]:
+        """The weights of this label or, where others have replaced it since it was asked about, of the newest; and which."""
         with self._lock:
+            label = label if label in self.buffers else max(self.buffers)
             self._readers[label] += 1
             buffer = self.buffers[label]
         try:
-            yield buffer
+            yield label, buffer
         finally:
             with self._lock:
                 self._readers[label] -= 1
@@ -73,9 +75,9 @@ class Shadow:
             parameter.grad = None
 
     @torch.no_grad()
-    def load(self, label: int) -> None:
-        """By whoever runs the engine, between two looks."""
-        with self.board.reading(label) as buffer:
+    def load(self, label: int) -> int:
+        """By whoever runs the engine, between two looks. Which it is: this one, or a newer."""
+        with self.board.reading(label) as (self.label, buffer):
             for own, kept in zip(self._own, buffer):
                 own.copy_(kept)
-        self.label = label
+        return self.label

@@ -31,6 +31,7 @@ from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import Request, Rollout
 
 BEAT_SECONDS = 1.0
+ANY = -1  # label: whatever is newest
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,6 @@ class Blueprint:
     device: str
     make_engine: Callable[[nn.Module], RolloutEngine]
     writing: dict[str, Any]  # of Writing, but for rows and authors
-    label: int
     in_flight: str
     keeps_cache: bool
     trained: Layout
@@ -110,19 +110,19 @@ class FeedOverSocket:
 class Mapped:
     """Weights that are copied out of the memory in which the trainer publishes them."""
 
-    def __init__(self, feed: FeedOverSocket, own: list[Tensor], arenas: list[Arena], label: int) -> None:
+    def __init__(self, feed: FeedOverSocket, own: list[Tensor], arenas: list[Arena]) -> None:
         self.feed, self.own, self.arenas = feed, own, arenas
-        self.load(label)
+        self.label = self.load(ANY)
 
     @torch.no_grad()
-    def load(self, label: int) -> None:
-        place = self.feed.ask("reading", label=label)
+    def load(self, label: int) -> int:
+        self.label, place = self.feed.ask("reading", label=label)
         for own, kept in zip(self.own, self.arenas[place].tensors):
             own.copy_(kept)
         if self.own and self.own[0].is_cuda:
             torch.cuda.synchronize()
-        self.feed.ask("read", label=label)
-        self.label = label
+        self.feed.ask("read")
+        return self.label
 
 
 def materialise(model: nn.Module, device: str) -> None:
@@ -148,7 +148,7 @@ def run(feed: FeedOverSocket, plan: Blueprint) -> None:
         for own, kept in zip(fixed, Arena(plan.fixed, plan.fixed_arena).tensors):
             own.copy_(kept)
     arenas = [Arena(plan.trained, descriptor) for descriptor in plan.arenas]
-    weights = Mapped(feed, trained, arenas, plan.label)
+    weights = Mapped(feed, trained, arenas)
     for parameter in trained:
         parameter.requires_grad_(False)
     install_ragged_attention()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 import pickle
 import signal
@@ -34,6 +35,9 @@ from posttrain.rollout.feed.judging import Judge
 from posttrain.rollout.feed.worker import Writing
 from posttrain.rollout.rollout import Request
 
+logger = logging.getLogger(__name__)
+
+LARGEST_MESSAGE = 2**30  # bytes of a group
 SILENT_SECONDS = 10.0  # without a sign of life
 START_SECONDS = 300.0  # to import, and to get the weights
 DEATHS_IN_A_ROW = 3  # of one worker, without a group in between: another would die as well
@@ -104,11 +108,21 @@ class WorkerProcesses:
         said = {name: getattr(writing, name) for name in ("params", "episodes", "generations")}
         descriptors = tuple(arena.descriptor for arena in self.arenas)
         self.plan = Blueprint(
-            "", without_weights(model), "", make_engine, said, feed.step, **how,
+            "", without_weights(model), "", make_engine, said, **how,
             trained=layout, fixed=Layout.of(fixed), fixed_arena=self.fixed.descriptor, arenas=descriptors,
         )  # fmt: skip
         self.board.publish(feed.step, oldest=feed.step)
         self.children = [Child(f"worker-{number}", device) for number, device in enumerate(devices)]
+        self.answers = {
+            "pull": self._on_pull,
+            "label_for": self._on_label_for,
+            "give_back": self._on_give_back,
+            "wait": self._on_wait,
+            "failed": self._on_failed,
+            "reading": self._on_reading,
+            "read": self._on_read,
+            "deliver": self._on_deliver,
+        }
         self.watch = threading.Thread(target=self._watch, name="posttrain rollouts", daemon=True)
 
     # ---- start and end -----------------------------------------------------------------------------------------------
@@ -131,13 +145,10 @@ class WorkerProcesses:
                 start_new_session=True,
             )
         child.socket, child.last_seen, child.has_begun = ours, time.monotonic(), False
-        plan = replace(self.plan, name=child.name, device=child.device, label=self._any_label())
+        plan = replace(self.plan, name=child.name, device=child.device)
         write_all(ours.fileno(), frame(pickle.dumps(sys.path)) + frame(cloudpickle.dumps(plan)))
         child.thread = threading.Thread(target=self._serve, args=(child,), name="posttrain rollouts", daemon=True)
         child.thread.start()
-
-    def _any_label(self) -> int:
-        return max(self.board.buffers)
 
     def stop(self, seconds: float) -> None:
         """Workers notice it at their next question; those that do not are killed."""
@@ -168,15 +179,17 @@ class WorkerProcesses:
         """Answer its questions until it ends."""
         descriptor = child.socket.fileno()
         try:
-            while (payload := read_frame(descriptor)) is not None:
+            while (payload := read_frame(descriptor, LARGEST_MESSAGE)) is not None:
                 child.last_seen = time.monotonic()
                 message = tree_from_bytes(payload)
                 call = message.pop("call")
                 if call != "beat":
-                    found = getattr(self, f"_on_{call}")(child, **message)
+                    found = self.answers[call](child, **message)
                     write_all(descriptor, frame(pickle.dumps((self.feed.stopped, found))))
-        except (OSError, ValueError):  # it ended in the middle of a message, or sent something else
-            pass
+        except OSError:
+            logger.info("Rollout %s ended in the middle of a message.", child.name)
+        except Exception as error:  # it sent something else, or what it sent cannot be used: nothing is guessed
+            self.feed.stop(error)
         self._on_end(child)
 
     def _on_end(self, child: Child) -> None:
@@ -234,13 +247,13 @@ class WorkerProcesses:
     def _on_failed(self, child: Child, text: str) -> None:
         self.feed.stop(RuntimeError(f"Rollout {child.name} failed:\n{text}"))
 
-    def _on_reading(self, child: Child, label: int) -> int:
+    def _on_reading(self, child: Child, label: int) -> tuple[int, int]:
         reading = contextlib.ExitStack()
-        buffer = reading.enter_context(self.board.reading(label))
+        label, buffer = reading.enter_context(self.board.reading(label))
         child.reading.append(reading)
-        return next(place for place, arena in enumerate(self.arenas) if arena.tensors is buffer)
+        return label, next(place for place, arena in enumerate(self.arenas) if arena.tensors is buffer)
 
-    def _on_read(self, child: Child, label: int) -> None:
+    def _on_read(self, child: Child) -> None:
         child.reading.pop().close()
 
     def _on_deliver(self, child: Child, work: list[int], seconds: float, **tree: Any) -> None:

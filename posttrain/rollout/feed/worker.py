@@ -26,8 +26,8 @@ class Weights(Protocol):
 
     label: int
 
-    def load(self, label: int) -> None:
-        """Between two looks: another label that was published."""
+    def load(self, label: int) -> int:
+        """Between two looks: another label that was published, this one or a newer."""
 
 
 class TrainersOwn:
@@ -40,8 +40,9 @@ class TrainersOwn:
     def label(self) -> int:
         return self.state.global_step
 
-    def load(self, label: int) -> None:
+    def load(self, label: int) -> int:
         """They are there already."""
+        return self.label
 
 
 class WorkSource(Protocol):
@@ -184,4 +185,4 @@ class RolloutWorker:
     def _change_weights(self, session: Session) -> None:
         if self.in_flight != CONTINUE or (label := self.feed.label_for(self.weights.label)) is None:
             return
-        session.change_weights(lambda: self.weights.load(label), label, self.keeps_cache)
+        session.change_weights(lambda: self.weights.load(label), self.keeps_cache)

@@ -293,16 +293,15 @@ class NativeSession:
                 finished += self._decode()
         return finished
 
-    def change_weights(self, load: Callable[[], None], version: int, keeps_cache: bool = False) -> None:
-        """Between two looks: `load` writes other weights into the model, and everyone in flight continues with them.
+    def change_weights(self, load: Callable[[], int], keeps_cache: bool = False) -> None:
+        """Between two looks: `load` writes other weights into the model and says which version; everyone continues with them.
 
         Keys and values are computed again under the new weights; with `keeps_cache` those of running completions stay as they are.
         Completions say which tokens were written by which version.
         """
         for request in self.scheduler.requests():
             request.close_span(self.engine.version)
-        load()
-        self.engine.load_weights(None, version)
+        self.engine.load_weights(None, load())
         if keeps_cache:
             self.scheduler.keep_from_others()
         else:
