@@ -28,6 +28,7 @@ class Board:
         self.buffers: dict[int, Buffer] = {}  # by label
         self._readers: Counter[int] = Counter()
         self._spare: list[Buffer] = []
+        self._marks: dict[int, torch.cuda.Event] = {}  # by id of a buffer
         self._lock = threading.Lock()
 
     @torch.no_grad()
@@ -37,8 +38,10 @@ class Board:
             for old in [old for old in self.buffers if old < oldest and not self._readers[old]]:
                 self._spare.append(self.buffers.pop(old))
             buffer = self._spare.pop() if self._spare else self.allocate()
+        _wait_for(self._marks.pop(id(buffer), None))  # for whoever read it last
         for kept, weight in zip(buffer, self.source):
             kept.copy_(weight)
+        self._mark(buffer)
         with self._lock:
             self.buffers[label] = buffer
 
@@ -50,10 +53,23 @@ class Board:
             self._readers[label] += 1
             buffer = self.buffers[label]
         try:
+            _wait_for(self._marks.get(id(buffer)))  # for the trainer that wrote it
             yield label, buffer
         finally:
+            self._mark(buffer)
             with self._lock:
                 self._readers[label] -= 1
+
+    def _mark(self, buffer: Buffer) -> None:
+        """Whoever uses the buffer next, perhaps on another stream of the GPU, waits for what was queued until here."""
+        if buffer and (buffer[0].is_cuda or self.source[0].is_cuda):
+            self._marks[id(buffer)] = torch.cuda.Event()
+            self._marks[id(buffer)].record()
+
+
+def _wait_for(mark: torch.cuda.Event | None) -> None:
+    if mark is not None:
+        torch.cuda.current_stream().wait_event(mark)
 
 
 def trained_weights(model: nn.Module) -> list[nn.Parameter]:

@@ -9,6 +9,7 @@ first window and end with the training.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -149,8 +150,8 @@ class AsyncRollouts(TrainerCallback):
                 engine = run.local_engine(weights.model)
                 engine.labels_tokens = args.update_in_flight == CONTINUE
             given = (f"{NAME}-{number}", engine, weights, writing, self.feed, judge.add, judge.poll)
-            worker = RolloutWorker(*given, **how)
-            self.threads.append(threading.Thread(target=worker.run, name="posttrain rollouts", daemon=True))
+            target = functools.partial(on_own_stream, args.device, RolloutWorker(*given, **how).run)
+            self.threads.append(threading.Thread(target=target, name="posttrain rollouts", daemon=True))
         self._last_window = time.monotonic()
         for thread in self.threads:
             thread.start()
@@ -218,6 +219,15 @@ class AsyncRollouts(TrainerCallback):
             "async/waiting": len(self.feed.groups),
             **{f"async/{name}": float(count) for name, count in totals.items()},
         }
+
+
+def on_own_stream(device: torch.device, run: Callable[[], None]) -> None:
+    """In a thread. On a GPU its kernels, which are small, come before those of the training, which fill the device."""
+    if device.type != "cuda":
+        return run()
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
+        run()
 
 
 def worker_devices(args: OnlineConfig) -> list[str]:

@@ -340,7 +340,8 @@ class NativeSession:
         if batch:
             self._prefill(batch)
         if prefixes and self.engine.device.type == "cuda":
-            torch.cuda.synchronize(self.engine.device)  # rare, and the times below are then those of the device
+            # Rare, and the times below are then those of the device. Not of the whole device: somebody may train on it meanwhile.
+            torch.cuda.current_stream(self.engine.device).synchronize()
         now, new = time.perf_counter(), {id(prefix) for prefix in prefixes}
         for run in self.scheduler.running:
             if run.request.started is None:
