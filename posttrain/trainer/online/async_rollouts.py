@@ -36,6 +36,7 @@ from posttrain.rollout.feed.worker import CONTINUE, KEEP, RolloutWorker, Trainer
 from posttrain.rollout.prompt_rows import PromptRow, StreamedPrompts
 from posttrain.rollout.rollout import DATASET, POLICY, POLICY_VERSIONS, Request, Rollout
 from posttrain.rollout.schedule import Schedule
+from posttrain.trainer.online.agents import Agents
 from posttrain.trainer.options.online import OnlineConfig
 
 NAME = "inline"
@@ -52,6 +53,8 @@ class WrittenAhead(Protocol):
     collector: RolloutCollector
     rewards: RewardSet
     rollout_func: Any
+    shown_pixels: Any
+    agents: Agents | None
     is_fully_sharded: bool
 
     def local_engine(self, model: nn.Module) -> RolloutEngine: ...
@@ -260,6 +263,12 @@ def refuse_async(run: WrittenAhead) -> None:
         raise ValueError("`rollout_func` is given the trainer, which trains meanwhile: leave `async_rollouts` out.")
     if args.use_vllm:
         raise ValueError("`async_rollouts` has no engine but ours yet: leave `use_vllm` out.")
+    if args.rollout_workers is not None and run.shown_pixels is not None:
+        raise ValueError("Worker processes are shown no images yet: leave `rollout_workers` out, and a thread writes.")
+    if args.rollout_workers is not None and run.agents is not None and run.agents.environments is not None:
+        raise ValueError(
+            "Environments are live objects of this process, and rewards ask them: leave `rollout_workers` out, and a thread writes."
+        )
     if run.is_fully_sharded:
         raise ValueError("`async_rollouts` is not there for sharded weights yet: leave it or `fsdp` out.")
     if args.schedule().splits_groups:
