@@ -23,6 +23,7 @@ from posttrain.rollout.rollout import POLICY_LOGPS
 from posttrain.rollout.store import read_rollouts
 from posttrain.trainer.online.async_rollouts import AsyncRollouts, refuse_async
 from tests.forked import Child, start_group, wait_for_group
+from tests.trainer import fsdp_on_cpu
 from tests.trainer.resumable_run import KillAfter
 from tests.trainer.test_online import logged, trainer, weights
 from tests.waiting import eventually
@@ -224,6 +225,8 @@ WINDOWS = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_ite
 
 def on_two(folder, **options):
     def train(rank):
+        if options.get("fsdp"):
+            fsdp_on_cpu.allow()
         run(folder, per_device_train_batch_size=8, dataset_cache_dir=f"{folder}-cache-{rank}", **WINDOWS, **options)
         dist.destroy_process_group()
 
@@ -231,11 +234,12 @@ def on_two(folder, **options):
     assert wait_for_group(children) == [0, 0], "\n".join(child.output() for child in children)
 
 
+@pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("lead", [0, 1])
-def test_two_processes_write_what_one_does(tmp_path, lead):
+def test_two_processes_write_what_one_does(tmp_path, lead, fsdp):
     ahead = {"async_rollouts": True, "async_order": "in_order", "async_lead": lead}
     run(tmp_path / "one", per_device_train_batch_size=16, **WINDOWS, **ahead)
-    on_two(tmp_path / "two", **ahead)
+    on_two(tmp_path / "two", **ahead, **{"fsdp": True} if fsdp else {})
     key = lambda row: (row["step"], row["group"], row["sample"])  # noqa: E731
     one, two = (sorted(written(tmp_path / name), key=key) for name in ("one", "two"))
     assert [key(row) for row in one] == [key(row) for row in two]

@@ -15,16 +15,26 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from posttrain.models.sharding import whole
+from posttrain.rollout.engines.gathered_engine import GatheredEngine
+
 Buffer = list[Tensor]
+NEWEST = -1  # no label: whatever is newest
 
 
 class Board:
     """Labels and their weights. Those that nobody will ask for any more make room for others."""
 
-    def __init__(self, source: Sequence[Tensor], allocate: Callable[[], Buffer] | None = None) -> None:
-        """`source`: the trainer's weights. `allocate` makes a buffer for them; None: beside them, on their device."""
-        self.source = source
-        self.allocate = allocate or (lambda: [torch.empty_like(weight) for weight in source])
+    def __init__(
+        self,
+        source: Sequence[Tensor],
+        allocate: Callable[[], Buffer] | None = None,
+        sharded_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`source`: the trainer's weights. `allocate` makes a buffer for them; None: beside them, on their device. Where they are
+        held in pieces, `sharded_dtype` is what they are computed with, and all processes publish together."""
+        self.source, self.sharded_dtype = source, sharded_dtype
+        self.allocate = allocate or (lambda: [self._empty(weight) for weight in source])
         self.buffers: dict[int, Buffer] = {}  # by label
         self._readers: Counter[int] = Counter()
         self._spare: list[Buffer] = []
@@ -40,10 +50,15 @@ class Board:
             buffer = self._spare.pop() if self._spare else self.allocate()
         _wait_for(self._marks.pop(id(buffer), None))  # for whoever read it last
         for kept, weight in zip(buffer, self.source):
-            kept.copy_(weight)
+            kept.copy_(weight if self.sharded_dtype is None else whole(weight))
         self._mark(buffer)
         with self._lock:
             self.buffers[label] = buffer
+
+    def _empty(self, weight: Tensor) -> Tensor:
+        if self.sharded_dtype is None:
+            return torch.empty_like(weight)
+        return torch.empty(weight.shape, dtype=self.sharded_dtype, device=weight.device)
 
     @contextmanager
     def reading(self, label: int) -> Iterator[tuple[int, Buffer]]:
@@ -72,23 +87,30 @@ def _wait_for(mark: torch.cuda.Event | None) -> None:
         torch.cuda.current_stream().wait_event(mark)
 
 
-def trained_weights(model: nn.Module) -> list[nn.Parameter]:
-    """What a copy of the model needs from each version; the rest is the same in all of them."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+def trained_weights(model: nn.Module, gathered: GatheredEngine | None = None) -> dict[str, nn.Parameter]:
+    """What a copy of the model needs from each version; the rest is the same in all of them, or nothing is written with it."""
+    known = model if gathered is None else gathered.copy
+    names = {name for name, _ in known.named_parameters()}
+    return {name: weight for name, weight in model.named_parameters() if weight.requires_grad and name in names}
 
 
 class Shadow:
-    """A copy of the model. Weights that are not trained (the base of an adapter) are shared with it."""
+    """A copy of the model. Weights that are not trained (the base of an adapter) are shared with it, unless they lie in pieces."""
 
-    def __init__(self, model: nn.Module, board: Board, label: int) -> None:
-        """`label`: of the weights that the model has now."""
-        shared = {id(tensor): tensor for tensor in model.parameters() if not tensor.requires_grad}
-        self.model: nn.Module = copy.deepcopy(model, shared)
-        self.board, self.label = board, label
-        self._own = trained_weights(self.model)
+    def __init__(self, model: nn.Module, board: Board, gathered: GatheredEngine | None = None) -> None:
+        """It has the newest weights of the board. `gathered`: the engine of a model that lies in pieces."""
+        if gathered is None:
+            shared = {id(tensor): tensor for tensor in model.parameters() if not tensor.requires_grad}
+            self.model = copy.deepcopy(model, shared)
+        else:
+            self.model = gathered.whole_copy()
+        own = dict(self.model.named_parameters())
+        self._own = [own[name] for name in trained_weights(model, gathered)]
         for parameter in self._own:
             parameter.requires_grad_(False)
             parameter.grad = None
+        self.board = board
+        self.label = self.load(NEWEST)
 
     @torch.no_grad()
     def load(self, label: int) -> int:

@@ -25,13 +25,13 @@ from posttrain.rewards.runtime.frames import frame, read_frame, write_all
 from posttrain.rewards.runtime.worker import _die_with
 from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.rollout.feed.arena import Arena, Layout
+from posttrain.rollout.feed.board import NEWEST
 from posttrain.rollout.feed.group import Work, rollouts_tree
 from posttrain.rollout.feed.worker import CONTINUE, RolloutWorker, Writing
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import Request, Rollout
 
 BEAT_SECONDS = 1.0
-ANY = -1  # label: whatever is newest
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Mapped:
 
     def __init__(self, feed: FeedOverSocket, own: list[Tensor], arenas: list[Arena]) -> None:
         self.feed, self.own, self.arenas = feed, own, arenas
-        self.label = self.load(ANY)
+        self.label = self.load(NEWEST)
 
     @torch.no_grad()
     def load(self, label: int) -> int:

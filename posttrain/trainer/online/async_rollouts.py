@@ -21,6 +21,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback, TrainerState
 
+from posttrain.models.sharding import reshard
 from posttrain.rewards.reward_set import RewardSet
 from posttrain.rollout.collector import RolloutCollector, Written
 from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
@@ -143,13 +144,15 @@ class AsyncRollouts(TrainerCallback):
         how = {"in_flight": args.update_in_flight, "keeps_cache": args.kv_after_update == KEEP}
         if args.rollout_workers is not None:
             return self._start_processes(writing, judge, how)
-        if self.is_ahead:
-            self.board = Board(trained_weights(run.model))
-            self.board.publish(step, oldest=step)
+        if self.is_ahead or run.is_fully_sharded:  # an engine that gathers would do so when it likes
+            gathered = run.engine if run.is_fully_sharded else None
+            dtype = args.compute_dtype if run.is_fully_sharded else None
+            self.board = Board([*trained_weights(run.model, gathered).values()], sharded_dtype=dtype)
+            self._publish(step)
         for number in range(self._labels_at_once()):
             weights, engine = TrainersOwn(run.state), run.engine
             if self.board is not None:
-                weights = Shadow(run.model, self.board, step)
+                weights = Shadow(run.model, self.board, gathered)
                 engine = run.local_engine(weights.model)
                 engine.labels_tokens = args.update_in_flight == CONTINUE
             given = (f"{NAME}-{number}", engine, weights, writing, self.feed, judge.add, judge.poll)
@@ -193,8 +196,14 @@ class AsyncRollouts(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.board is not None and state.global_step % args.weight_sync_steps == 0:
-            self.board.publish(state.global_step, self.feed.oldest_label())
+            self._publish(state.global_step)
         self.feed.trained(state.global_step)
+
+    def _publish(self, step: int) -> None:
+        reshard(
+            self.run.model
+        )  # so that what is published are the weights, and not what a forward has gathered of them
+        self.board.publish(step, self.feed.oldest_label())
 
     # ---- ages --------------------------------------------------------------------------------------------------------
 
@@ -269,8 +278,10 @@ def refuse_async(run: WrittenAhead) -> None:
         raise ValueError(
             "Environments are live objects of this process, and rewards ask them: leave `rollout_workers` out, and a thread writes."
         )
-    if run.is_fully_sharded:
-        raise ValueError("`async_rollouts` is not there for sharded weights yet: leave it or `fsdp` out.")
+    if run.is_fully_sharded and args.rollout_workers is not None:
+        raise ValueError(
+            "Worker processes are sent no sharded weights yet: leave `rollout_workers` out, and a thread writes."
+        )
     if args.schedule().splits_groups:
         raise ValueError(
             "Each process writes the groups that it trains on, and here some lie on several processes: make "
