@@ -14,7 +14,7 @@ from typing import Any
 
 from posttrain.rollout.feed.group import Group, Work
 from posttrain.rollout.feed.journal import Journal
-from posttrain.rollout.feed.ledger import FINISHED, PLANNED, Ledger
+from posttrain.rollout.feed.ledger import FINISHED, ISSUED, PLANNED, Ledger
 from posttrain.rollout.feed.pacing import DROP, IN_ORDER, Lead, Pace, may_begin, next_window
 
 LOOK_SECONDS = 1.0  # how long anybody waits before he looks whether there is still hope
@@ -32,11 +32,14 @@ class Feed:
         row_of: Callable[[int], Any],
         journal: Journal | None = None,
         lease_seconds: float = float("inf"),
+        patience: float = float("inf"),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`prompt_of` a number of this feed: its number in the run, and its row of the dataset; `row_of` reads that."""
+        """`prompt_of` a number of this feed: its number in the run, and its row of the dataset; `row_of` reads that. Whoever waits
+        for a window gives up after `patience` seconds without a group."""
         self.pace, self.lead, self.journal, self.clock = pace, lead, journal, clock
-        self.prompt_of, self.row_of, self.lease_seconds = prompt_of, row_of, lease_seconds
+        self.prompt_of, self.row_of = prompt_of, row_of
+        self.lease_seconds, self.patience = lease_seconds, patience
         self.ledger = Ledger()
         self.groups: dict[int, Group] = {}  # finished, not taken
         self.windows = 0  # taken
@@ -73,9 +76,14 @@ class Feed:
         """The groups of the next window, by their numbers; waits until there are enough."""
         began = self.clock()
         with self._changed:
+            finished, began_waiting = self.ledger.totals[FINISHED], began
             while (choice := self._choice()) is None:
                 self._raise_error()
                 self._changed.wait(LOOK_SECONDS)
+                if self.ledger.totals[FINISHED] != finished:
+                    finished, began_waiting = self.ledger.totals[FINISHED], self.clock()
+                elif self.clock() - began_waiting > self.patience:
+                    raise TimeoutError(self._nothing_came(self.clock() - began_waiting))
             numbers, dropped = choice
             if self.journal is not None and self.windows not in self._taken_before:
                 self.journal.take(self.windows, numbers, dropped)
@@ -84,6 +92,19 @@ class Feed:
             self.waited = self.clock() - began
             self._changed.notify_all()
             return [self.groups.pop(number) for number in numbers]
+
+    def _nothing_came(self, seconds: float) -> str:
+        """Who is waited for, and for how long."""
+        now = self.clock()
+        oldest = sorted((entry.since, n) for n, entry in self.ledger.live.items() if entry.fate == ISSUED)[:3]
+        held = [f"prompt {n} by {self.ledger.live[n].worker} for {now - since:.0f} s" for since, n in oldest]
+        waiting = len(self.ledger.numbers(PLANNED))
+        return (
+            f"No group was finished for {seconds:.0f} s (`heartbeat_stale_after_s`), and window {self.windows} waits. "
+            + (f"Being written: {', '.join(held)}. " if held else "Nothing is being written. ")
+            + (f"{waiting} groups wait for a worker. " if waiting else "")
+            + "Raise `heartbeat_stale_after_s` where episodes may take as long, or bound them with `episode_timeout`."
+        )
 
     def _choice(self) -> tuple[list[int], dict[int, str]] | None:
         dropped = self._drop_stale()
@@ -130,6 +151,8 @@ class Feed:
                 waiting = [number for number in waiting if self.wanted_label(number) == label]
             elif label < self.published:
                 return []
+            if self.pace.most_in_flight is not None:
+                most = min(most, max(self.pace.most_in_flight - len(self.ledger.numbers(ISSUED)), 0))
             now = self.clock()
             return [
                 Work(
@@ -144,6 +167,8 @@ class Feed:
     def _plan(self) -> None:
         """Begin what may begin. Of a run that is replayed nothing begins before its last recorded window is taken."""
         if self.stopped or self.windows in self._taken_before:
+            return
+        if self.pace.most_waiting is not None and len(self.groups) >= self.pace.most_waiting:
             return
         ledger, trained = self.ledger, self.step // self.pace.steps
         for _ in range(may_begin(self.pace, ledger.begun, ledger.dropped, trained, self.lead.value)):

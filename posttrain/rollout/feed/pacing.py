@@ -30,6 +30,8 @@ class Pace:
     order: str = WINDOW
     on_stale: str = WAIT
     sync_steps: int = 1  # steps from one export of the weights to the next
+    most_waiting: int | None = None  # finished groups, above which none begins. None: any number
+    most_in_flight: int | None = None  # groups that are being written
 
     @property
     def most_lead(self) -> int:

@@ -76,7 +76,8 @@ class AsyncRollouts(TrainerCallback):
         args = run.args
         self.own = own_groups(args.schedule(), args.process_index)
         self.journal = Journal(args.output_dir, args.process_index)
-        self.feed = Feed(args.pace(), args.lead(), self._prompt, self._row, self.journal)
+        patience = args.heartbeat_stale_after_s
+        self.feed = Feed(args.pace(), args.lead(), self._prompt, self._row, self.journal, patience=patience)
         self.row_of = row_of
         self.board: Board | None = None
         self.threads: list[threading.Thread] = []

@@ -50,6 +50,14 @@ class AsyncConfig:
         "Child processes that write, for each training process: on GPUs that no training process has, where there are such. None: "
         "a thread of this process.",
     )
+    queue_maxsize: int = option(
+        1024, "Completions that are finished and not trained on yet, above which no group begins."
+    )
+    max_inflight_tasks: int = option(-1, "Completions that are being written at once. -1: as the lead has it.")
+    heartbeat_stale_after_s: float = option(
+        300.0,
+        "Seconds without a finished group after which a trainer that waits ends the run, and says for whom it waited.",
+    )
     weight_sync_steps: int = option(1, "Optimizer steps from one update of the rollout weights to the next.")
 
     def check_async_options(self) -> None:
@@ -66,6 +74,15 @@ class AsyncConfig:
         check_choice("kv_after_update", self.kv_after_update, (RECOMPUTE, KEEP))
         check_range("max_staleness", self.max_staleness, 0)
         check_range("weight_sync_steps", self.weight_sync_steps, 1)
+        check_range("heartbeat_stale_after_s", self.heartbeat_stale_after_s, 0, open_low=True)
+        share = self.schedule().share
+        if self.queue_maxsize < share:
+            raise ValueError(
+                f"`queue_maxsize` is {self.queue_maxsize}, and a generation of one process has {share} completions: no step would "
+                "ever have all of its own."
+            )
+        if self.max_inflight_tasks != -1:
+            check_range("max_inflight_tasks", self.max_inflight_tasks, self.num_generations)
         if self.rollout_workers is not None:
             check_range("rollout_workers", self.rollout_workers, 1)
         is_exact = self.async_order == IN_ORDER
@@ -95,7 +112,17 @@ class AsyncConfig:
         schedule = self.schedule()
         steps = max(schedule.window // schedule.accumulation, 1)
         groups = schedule.prompts // schedule.world_size  # of each process
-        return Pace(groups, steps, self.max_staleness, self.async_order, self.on_stale, self.weight_sync_steps)
+        in_flight = None if self.max_inflight_tasks == -1 else self.max_inflight_tasks // self.num_generations
+        return Pace(
+            groups,
+            steps,
+            self.max_staleness,
+            self.async_order,
+            self.on_stale,
+            self.weight_sync_steps,
+            most_waiting=self.queue_maxsize // self.num_generations,
+            most_in_flight=in_flight,
+        )
 
     def lead(self) -> Lead:
         adapts, most = self.async_lead == AUTO, float(self.pace().most_lead)
