@@ -17,6 +17,9 @@ from posttrain.core.results import Metrics
 from posttrain.losses.extrema import highest, lowest
 from posttrain.losses.kl import bounded_exp, k3
 
+AGE_MODE, AGE_CAP = "token_truncate", 2.0
+"""How tokens of older weights are weighed, unless options say otherwise."""
+
 
 @dataclass(frozen=True)
 class CorrectionMode:
@@ -52,6 +55,14 @@ def sampler_correction(
     check_correction(mode, clip_min, clip_max)
     weights = _bounded(_ratios(old_logps, sampling_logps, batch, mode), mode, clip_min, clip_max)
     return batch.expand(weights) if CORRECTION_MODES[mode].per_sequence else weights
+
+
+def age_correction(old_logps: Tensor, drawn_logps: Tensor, batch: TokenBatch) -> Tensor:
+    """(N,) weights min(exp(o_t - s_t), 2) of tokens that older weights wrote (decoupled objective, arXiv:2110.00641).
+
+    Of tokens and truncated: the ratio of a completion is a product, and a bound on it would leave out whatever is long.
+    """
+    return sampler_correction(old_logps, drawn_logps, batch, AGE_MODE, None, AGE_CAP)
 
 
 def sampling_metrics(

@@ -241,11 +241,12 @@ class PPOTrainer(OnlineTrainer):
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         nothing = torch.zeros_like(policy.logps.detach())
         column = {name: batch.per_token.get(name, nothing) for name in (ADVANTAGES, RETURNS, VALUES)}
-        tokens = PolicyTokens(
-            batch, policy.logps, batch.per_token.get(OLD_LOGPS, policy.logps.detach()), column[ADVANTAGES]
-        )
+        old_logps = batch.per_token.get(OLD_LOGPS, policy.logps.detach())
+        age = self.age_weights(batch, old_logps)
+        tokens = PolicyTokens(batch, policy.logps, old_logps, column[ADVANTAGES], age)
         ratios = token_ratios(tokens)
         gains, clips = clipped(tokens, ratios, epsilon=self.args.cliprange)
+        gains = tokens.weighted(gains)
         errors, held = value_loss(policy.values, column[VALUES], column[RETURNS], self.args.cliprange_value)
         ratio = ratios.tokens.detach()
         metrics = {

@@ -93,7 +93,8 @@ class RLOOTrainer(OnlineTrainer):
         logps = policy.logps
         old_logps = batch.per_token.get(OLD_LOGPS, logps.detach())
         advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))
-        output = policy_loss("rloo", PolicyTokens(batch, logps, old_logps, advantages), self.args)
+        tokens = PolicyTokens(batch, logps, old_logps, advantages, self.age_weights(batch, old_logps))
+        output = policy_loss("rloo", tokens, self.args)
         if reference is not None:  # of a token, as GRPO logs it; the reward has the sum over a completion
             kl = k1(old_logps, reference.logps)
             if (bound := self.args.kl_clip) is not None:

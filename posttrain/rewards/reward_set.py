@@ -147,6 +147,11 @@ class RewardSet:
         for sentence in self._watch.look(self.names, results.values[valid], lengths[valid]):
             self._say(sentence)
 
+    def stop_if_too_many_failed(self, results: RewardResults, samples: int) -> None:
+        failed = len({failure.sample for failure in results.failures})
+        if samples >= ENOUGH_TO_STOP and failed > self.options.stop_above * samples:
+            raise RewardError(too_many_failures(results.failures, samples, self.options.stop_above))
+
     @property
     def compares_groups(self) -> bool:
         """Whether the completions of a prompt must come here together."""
@@ -238,8 +243,16 @@ class RewardRound:
         if self._set.options.reward_batching != ALL_AT_ONCE:
             self._start(numbers, group)
 
-    def finish(self) -> RewardResults:
-        """Wait for every call; the results have the samples in the order in which they were added."""
+    @property
+    def is_judged(self) -> bool:
+        """Whether `finish` has nothing to wait for."""
+        return all(future.done() for future in self._running)
+
+    def finish(self, may_stop: bool = True) -> RewardResults:
+        """Wait for every call; the results have the samples in the order in which they were added.
+
+        Where too many calls failed, that is an error; with `may_stop` False whoever joins several rounds looks at them together.
+        """
         if self._set.options.reward_batching == ALL_AT_ONCE and self._samples:
             self._start(list(range(len(self._samples))), self._samples)
         self._score_models()
@@ -247,7 +260,8 @@ class RewardRound:
         for future in done:
             future.result()
         results = self._outcomes.results(len(self._samples))
-        self._stop_if_too_many_failed(results)
+        if may_stop:
+            self._set.stop_if_too_many_failed(results, len(self._samples))
         self._set.look_at(self._samples, results)
         return results
 
@@ -284,11 +298,6 @@ class RewardRound:
         for reward in self._functions:
             if missing := missing_arguments(reward.name, reward.wants, columns, with_environments):
                 raise ValueError(missing)
-
-    def _stop_if_too_many_failed(self, results: RewardResults) -> None:
-        samples, failed = len(self._samples), len({failure.sample for failure in results.failures})
-        if samples >= ENOUGH_TO_STOP and failed > self._set.options.stop_above * samples:
-            raise RewardError(too_many_failures(results.failures, samples, self._set.options.stop_above))
 
 
 def missing_arguments(name: str, wants: Wants, columns: set[str], with_environments: bool) -> str | None:

@@ -85,6 +85,17 @@ COLUMNS = ("rewards", "groups", "masked", "lengths", "truncated", "unwritten", "
 
 
 @dataclass
+class Written:
+    """Rollouts of this process with their rewards, in the order of their requests. Nothing is compared or scored yet."""
+
+    rollouts: list[Rollout]
+    values: np.ndarray  # (n, K) rewards; NaN: no opinion, or not judged
+    results: RewardResults  # of those that were judged
+    seconds: dict[str, float] = field(default_factory=dict)
+    numbers: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
 class Collected:
     """The rollouts of one call, or of several that belong together, and the numbers of all processes about them."""
 
@@ -106,13 +117,17 @@ class RolloutCollector:
         rewards: RewardSet,
         method: MethodHooks,
         world_size: int = 1,
-        release: Callable[[], None] = lambda: None,
+        release: Callable[[list[Any]], None] = lambda environments: None,
     ) -> None:
-        """`release` is called when the episodes have their rewards."""
+        """`release` is given the environments of episodes that have their rewards."""
         self.writer, self.rewards, self.method = writer, rewards, method
         self.world_size, self.release = world_size, release
 
     def collect(self, requests: Sequence[Request], rows: AnyRows, params: SamplingParams) -> Collected:
+        return self.complete(self.write(requests, rows, params))
+
+    def write(self, requests: Sequence[Request], rows: AnyRows, params: SamplingParams) -> Written:
+        """Completions and their rewards."""
         began, state = time.perf_counter(), self.method.state
         pending = PendingRewards(requests)
         with self.rewards.open(state) as judged:
@@ -121,18 +136,23 @@ class RolloutCollector:
             took = self.writer.write(rows, requests, params, state.global_step, pending.on_finished, authors)
             written = time.perf_counter()
             results = judged.finish()
-        scored = time.perf_counter()
+        seconds = {"generate": written - began, "reward_wait": time.perf_counter() - written}
         rollouts = pending.with_rewards(results, self.rewards.names)
+        self.release([rollout.environment for rollout in rollouts if rollout.environment is not None])
+        return Written(rollouts, pending.values(results), results, seconds, took)
+
+    def complete(self, written: Written) -> Collected:
+        """What the trainer's weights say of them, and what the samples of all processes say of each other."""
+        rollouts, results, began = written.rollouts, written.results, time.perf_counter()
         kept = [rollout for rollout in rollouts if not rollout.masked]
         for number, why in (self.method.annotate(kept) or {}).items():
             kept[number].masked, kept[number].error = True, why
         annotated = time.perf_counter()
-        table = gathered(rollouts, pending.values(results), results.failure_counts(), self.world_size)
+        table = gathered(rollouts, written.values, results.failure_counts(), self.world_size)
         totals, advantages = self.credited(rollouts, table)
-        self.release()
         refuse_if_all_failed(rollouts, table)
-        seconds = {"generate": written - began, "reward_wait": scored - written, "annotate": annotated - scored}
-        return Collected(rollouts, table, totals, advantages, results, seconds, took)
+        seconds = written.seconds | {"annotate": annotated - began}
+        return Collected(rollouts, table, totals, advantages, results, seconds, written.numbers)
 
     def credited(self, rollouts: list[Rollout], table: GroupTable) -> tuple[Tensor, Tensor]:
         """Writes rewards and advantages on `rollouts`, which are `table.mine`; gives those of all processes."""
@@ -167,6 +187,7 @@ class PendingRewards:
     """Puts rollouts back into the order of their requests, and hands whole groups to the rewards."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
         self.rollouts: list[Rollout | None] = [None] * len(requests)
         self.members: dict[int, list[int]] = {}
         for index, request in enumerate(requests):

@@ -15,6 +15,8 @@ POLICY_LOGPS = "policy_logps"
 """log-prob of each token under the engine's untruncated policy at the sampling temperature."""
 OLD_LOGPS = "old_logps"
 """log-prob of each token under the trainer's weights at the time of generation, computed by the trainer."""
+POLICY_VERSIONS = "policy_versions"
+"""version of the weights that wrote each token, where those of one completion may differ (0 where somebody else wrote it)."""
 ADVANTAGES = "advantages"
 POLICY, REFERENCE, MIXTURE, TEACHER, DATASET = "policy", "reference", "mixture", "teacher", "dataset"
 """Who writes a completion. Its log-probs are those of who wrote it; those of the dataset's own completions are not known."""
@@ -62,7 +64,6 @@ class Rollout:
     tool_calls: list[ToolCall] = field(default_factory=list)
     tools: list[dict[str, Any]] | None = None  # schemas that the prompt was written with
     seconds: dict[str, float] = field(default_factory=dict)
-    author: str = POLICY
 
     # ---- filled in by the collector
     rewards: dict[str, float] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import torch
 from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Sample
 from posttrain.losses.advantages import replay_scores, zero_variance
-from posttrain.rollout.collector import Collected, MethodHooks, RolloutCollector, joined
+from posttrain.rollout.collector import Collected, MethodHooks, RolloutCollector, Written, joined
 from posttrain.rollout.engines.protocol import SamplingParams
 from posttrain.rollout.episodes.writing import AnyRows
 from posttrain.rollout.group_filter import GroupFilter
@@ -28,6 +28,17 @@ class PromptOrder(Protocol):
     num_rows: int | None  # of an epoch; None: not known
 
     def row(self, number: int) -> int: ...
+
+
+class WindowsOfGroups(Protocol):
+    """Who writes groups ahead."""
+
+    def next_window(self) -> Written:
+        """This process's samples of the next window."""
+
+    def state(self) -> dict[str, Any]: ...
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 class PromptStream:
@@ -115,7 +126,7 @@ class RolloutSource:
     def next_window(self) -> Window:
         """This process's units of a new window."""
         self.window_start = self.prompts.taken
-        collected = self._collect(self.prompts.take_window())
+        collected = self._collect_window()
         if self.rules.drops_flat_groups:
             return self._refilled(collected)
         self.finished.append(collected)
@@ -126,8 +137,13 @@ class RolloutSource:
         finished, self.finished = self.finished, []
         return finished
 
+    def _collect_window(self) -> Collected:
+        return self._collect(self.prompts.take_window())
+
     def _collect(self, requests: list[Request]) -> Collected:
-        collected = self.collector.collect(requests, self.rows, self.params)
+        return self._filtered(self.collector.collect(requests, self.rows, self.params))
+
+    def _filtered(self, collected: Collected) -> Collected:
         if self.group_filter is not None:
             kept = self.group_filter.kept(collected, self.collector.world_size)
             self.collector.leave_out(collected, ~kept & ~collected.table.masked)
@@ -190,6 +206,27 @@ class RolloutSource:
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.prompts.taken, self.window_start = state["taken"], state["window_start"]
+
+
+class FedSource(RolloutSource):
+    """Windows of groups that somebody writes ahead (`rollout/feed`); what is compared and scored is so when a window is taken."""
+
+    def __init__(self, *given: Any, groups: WindowsOfGroups, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.groups = groups
+
+    def _collect_window(self) -> Collected:
+        written = self.groups.next_window()
+        self.prompts.taken += self.prompts.schedule.prompts
+        self.collector.rewards.stop_if_too_many_failed(written.results, len(written.rollouts))
+        return self._filtered(self.collector.complete(written))
+
+    def state(self) -> dict[str, Any]:
+        return super().state() | {"groups": self.groups.state()}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        super().load_state(state)
+        self.groups.load_state(state["groups"])
 
 
 def arranged(rollouts: list[Rollout], method: MethodHooks, rules: WindowRules) -> Window:

@@ -27,6 +27,7 @@ from posttrain.data.images.streamed_span import StreamedSpan
 from posttrain.data.render.byte_decoding import text_decoder
 from posttrain.data.render.templates import adopt_chat_format
 from posttrain.data.rows.formats import PROMPT_ONLY
+from posttrain.losses.importance import age_correction
 from posttrain.models.inference import evaluating
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.reference import PRECOMPUTED, ModelReference
@@ -45,11 +46,12 @@ from posttrain.rollout.group_filter import GroupFilter
 from posttrain.rollout.loader import RolloutLoader
 from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts
 from posttrain.rollout.replay_buffer import ReplayBuffer
-from posttrain.rollout.rollout import ADVANTAGES, DATASET, OLD_LOGPS, POLICY, Request, Rollout
+from posttrain.rollout.rollout import ADVANTAGES, DATASET, OLD_LOGPS, POLICY, POLICY_LOGPS, Request, Rollout
 from posttrain.trainer.base import BaseTrainer
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import most_of_any_process
 from posttrain.trainer.online.agents import Agents, refuse_agent_options, rows_for
+from posttrain.trainer.online.async_rollouts import AsyncRollouts, refuse_async
 from posttrain.trainer.online.authors import other_authors, refuse_vllm
 from posttrain.trainer.online.image_sync import OWN, ImageSync
 from posttrain.trainer.online.rollout_log import RolloutLog
@@ -92,6 +94,7 @@ class OnlineTrainer(BaseTrainer):
     collector: RolloutCollector | None = None  # there is none where a run is only explained
     loader: RolloutLoader | None = None
     eval_loader: EvalRolloutLoader | None = None
+    ahead: AsyncRollouts | None = None  # while it trains, where rollouts are written meanwhile
     joint_export: JointExport | None = None  # where FSDP holds weights that an engine is sent
 
     def __init__(
@@ -160,6 +163,8 @@ class OnlineTrainer(BaseTrainer):
         self.log_of_rollouts = RolloutLog(self)
         self.add_callback(self.log_of_rollouts)
         self.collector = self._make_collector()
+        if self.args.async_rollouts:
+            refuse_async(self)
 
     def reserved_bytes(self) -> float:
         return self.args.vllm_resident_share * torch.cuda.get_device_properties(self.args.device).total_memory
@@ -205,6 +210,12 @@ class OnlineTrainer(BaseTrainer):
     def needs_old_logps(self) -> bool:
         """Whether the trainer's own log-probs at the time of generation are computed in a pass of their own."""
         return not self.args.schedule().is_on_policy or self.replay is not None
+
+    def age_weights(self, batch: TokenBatch, old_logps: Tensor) -> Tensor | None:
+        """(N,) weights of tokens that older weights than those of `old_logps` wrote; None where there are none."""
+        if not self.args.trains_on_older_tokens or POLICY_LOGPS not in batch.per_token:
+            return None
+        return age_correction(old_logps, batch.per_token[POLICY_LOGPS], batch)
 
     # ---- construction ------------------------------------------------------------------------------------------------
 
@@ -319,9 +330,12 @@ class OnlineTrainer(BaseTrainer):
 
     def local_engine(self, model: nn.Module, **options: Any) -> RolloutEngine:
         """One that reads the weights of `model` in place."""
+        return self.engine_maker(**options)(model)
+
+    def engine_maker(self, **options: Any) -> Callable[[nn.Module], RolloutEngine]:
         slots = {} if self.args.max_rollout_slots is None else {"max_slots": self.args.max_rollout_slots}
         how = {"decode": self.decode_exactly, "pixels": self.shown_pixels}
-        return ENGINES[self.args.rollout_engine](model, **how, **slots, **options)
+        return functools.partial(ENGINES[self.args.rollout_engine], **how, **slots, **options)
 
     def _make_collector(self) -> RolloutCollector:
         """It owns what a window needs; of this trainer it calls what is the method's (MethodHooks)."""
@@ -453,7 +467,20 @@ class OnlineTrainer(BaseTrainer):
     def _rollout_loader(self, rows: Any, is_training: bool) -> Any:
         params = None if self.collector is None else self.args.sampling(self.stop_ids)
         how = (self.args, self.data_collator, self.collector, params)
-        return rollout_loader(rows, *how, is_training, self.replay, self.group_filter)
+        ahead = self._write_ahead if self.args.async_rollouts and is_training else None
+        return rollout_loader(rows, *how, is_training, self.replay, self.group_filter, ahead)
+
+    def _write_ahead(self, *given: Any) -> AsyncRollouts:
+        self._end_writing()
+        self.ahead = AsyncRollouts(self, *given)
+        self.add_callback(self.ahead)
+        return self.ahead
+
+    def _end_writing(self) -> None:
+        if self.ahead is not None:
+            self.ahead.stop()
+            self.remove_callback(self.ahead)
+            self.ahead = None
 
     # ---- the step ----------------------------------------------------------------------------------------------------
 
@@ -475,6 +502,7 @@ class OnlineTrainer(BaseTrainer):
         try:
             return super().train(*args, **kwargs)
         finally:
+            self._end_writing()
             self.log_of_rollouts.close()
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from posttrain.models.inference import evaluating
 from posttrain.models.scoring.token_scores import Measure, Question, likeliest_tokens, logps_of_tokens, score_tokens
 from posttrain.rollout.collector import Collected, GroupTable
 from posttrain.rollout.group_filter import GroupFilter, GroupScores
-from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS, Rollout
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, POLICY_LOGPS, SAMPLING_LOGPS, Rollout
 from posttrain.trainer.online.agents import make_agents
 from posttrain.trainer.online.rollout_metrics import deviation
 from posttrain.trainer.online_trainer import OnlineTrainer
@@ -81,12 +81,15 @@ class PolicyGroupTrainer(OnlineTrainer):
 
     @property
     def corrects_sampler(self) -> bool:
-        wanted = self.args.vllm_importance_sampling_correction
-        return getattr(self.engine, "is_foreign", False) if wanted is None else wanted
+        args = self.args
+        if args.vllm_importance_sampling_correction is not None:
+            return args.vllm_importance_sampling_correction
+        return getattr(self.engine, "is_foreign", False) or args.trains_on_older_tokens
 
     @property
     def needs_old_logps(self) -> bool:
-        return super().needs_old_logps or self.corrects_sampler
+        """Of a window of one step, the weights that it begins with are those that score it: no pass of its own is needed."""
+        return super().needs_old_logps or (self.corrects_sampler and not self.args.async_rollouts)
 
     # ---- the sampler's likeliest tokens ------------------------------------------------------------------------------
 
@@ -142,7 +145,9 @@ class PolicyGroupTrainer(OnlineTrainer):
         logps = policy.logps
         old_logps = batch.per_token.get(OLD_LOGPS, logps.detach())
         advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))  # a pass without tokens has none
-        sampling_logps = batch.per_token.get(SAMPLING_LOGPS, logps.detach())
+        # Truncated sampling is not age: an unchanged policy has a ratio of 1 to its own untruncated log-probs.
+        drawn = POLICY_LOGPS if self.args.trains_on_older_tokens else SAMPLING_LOGPS
+        sampling_logps = batch.per_token.get(drawn, logps.detach())
         correction, mismatch = self._correction(batch, old_logps, sampling_logps)
         drawn_logps = sampling_logps.where(~sampling_logps.isnan(), old_logps)  # where it is unknown, the trainer's own
         keep = self._kept_tokens(batch, policy, drawn_logps, advantages)

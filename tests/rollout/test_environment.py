@@ -97,7 +97,7 @@ def test_instances_are_used_again_but_not_while_a_call_runs_in_them():
     assert first.instance is not second.instance
     assert finished(first.start("sleep", {})).error == "It took longer than 0.1 s."
     assert "still running" in finished(first.start("rest", {})).error
-    made.give_back()
+    made.give_back([first.instance, second.instance])
     third, fourth = made.take(row(level=1)), made.take(row(level=1))
     assert third.instance is second.instance
     assert fourth.instance is not first.instance

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import multiprocessing
 import os
@@ -24,7 +23,6 @@ from tests.forked import Child
 from tests.trainer.resumable_run import RowOrder
 from tests.trainer.vision_runs import PICTURES, rows_of, trainer_of
 from tests.trust.runs import differences
-from tests.waiting import eventually
 
 SHARED: dict[str, Any] = {
     "image_augmentation": "light", "dataloader_num_workers": 2, "per_device_train_batch_size": 1, "weight_decay": 0.1,
@@ -96,15 +94,8 @@ def train(
 
 
 def resumed(name: str, folder: Path, naive: str = "") -> None:
-    """Workers notice within seconds that their run was killed, and hold its folder until then."""
-    eventually(lambda: is_free(folder / "run"))
+    """At once: workers that have not noticed yet that their run was killed do not hold its folder."""
     ended(train(name, folder, naive=naive, resume=True), 0)
-
-
-def is_free(folder: Path) -> bool:
-    with contextlib.suppress(RuntimeError), files.locked(folder):
-        return True
-    return False
 
 
 def ended(child: Child, code: int) -> str:

@@ -38,10 +38,15 @@ def read_exactly(descriptor: int, count: int) -> bytes | None:
     return b"".join(parts)
 
 
-def read_frame(descriptor: int) -> bytes | None:
-    """The next message, or None at the end of the pipe."""
+def read_frame(descriptor: int, largest: int | None = None) -> bytes | None:
+    """The next message, or None at the end of the pipe. One that announces more than `largest` bytes is an error."""
     header = read_exactly(descriptor, HEADER.size)
-    return None if header is None else read_exactly(descriptor, HEADER.unpack(header)[0])
+    if header is None:
+        return None
+    (length,) = HEADER.unpack(header)
+    if largest is not None and length > largest:
+        raise ValueError(f"A message of {length:,} bytes was announced; at most {largest:,} are read.")
+    return read_exactly(descriptor, length)
 
 
 def write_all(descriptor: int, data: bytes) -> None:

@@ -57,18 +57,28 @@ class GatheredEngine:
     def wake(self) -> None:
         self.engine.wake()
 
-    @torch.no_grad()
     def _gather(self) -> None:
-        reshard(self.model)
-        source = dict(self.model.named_parameters())
-        for name, parameter in self.copy.named_parameters():
-            gathered = whole(source[name])
-            dtype = self.dtype if gathered.is_floating_point() else gathered.dtype
-            parameter.data = gathered.to(self.device, dtype)
+        gather_into(self.copy, self.model, self.device, self.dtype)
+
+    def whole_copy(self) -> nn.Module:
+        """Another copy, with weights, to be kept. A collective."""
+        made = copy.deepcopy(self.copy)
+        gather_into(made, self.model, self.device, self.dtype)
+        return made
 
     def _drop(self) -> None:
         for parameter in self.copy.parameters():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+
+
+@torch.no_grad()
+def gather_into(made: nn.Module, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """The weights of `model`, whole, into a copy without weights. A collective."""
+    reshard(model)
+    source = dict(model.named_parameters())
+    for name, parameter in made.named_parameters():
+        gathered = whole(source[name])
+        parameter.data = gathered.to(device, dtype if gathered.is_floating_point() else gathered.dtype)
 
 
 def _without_weights(model: nn.Module, device: torch.device) -> nn.Module:

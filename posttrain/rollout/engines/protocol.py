@@ -104,7 +104,16 @@ class Completion:
     finish_reason: str  # STOP, LENGTH or ERROR
     error: str | None = None
     seconds: dict[str, float] = field(default_factory=dict)  # "queued", "prefill", "decode"
-    version: int = 0  # of the weights that wrote it
+    version: int = 0  # of the weights that wrote it: of its first token, where they changed meanwhile
+    spans: tuple[tuple[int, int], ...] | None = (
+        None  # (one past the last token, version) of each; None: no change could come
+    )
+
+    def versions(self) -> np.ndarray:
+        """(tokens,) version of the weights that wrote each."""
+        spans = self.spans or ((len(self.ids), self.version),)
+        sizes = np.diff([0, *(end for end, _ in spans)])
+        return np.repeat(np.array([version for _, version in spans], np.float32), sizes)
 
     @classmethod
     def failed(cls, error: str, version: int = 0) -> Completion:

@@ -30,6 +30,7 @@ class Request:
     started: float | None = None
     prefill_seconds: float = 0.0
     error: str | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)  # (tokens, version) at each change of the weights
 
     @property
     def number(self) -> int:
@@ -58,17 +59,24 @@ class Request:
         self.sampling_logps.extend(sampling_logps)
         self.policy_logps.extend(policy_logps)
 
+    def close_span(self, version: int) -> None:
+        """What was written so far, `version` wrote."""
+        if len(self.ids) > (self.spans[-1][0] if self.spans else 0):
+            self.spans.append((len(self.ids), version))
+
     def tokens(self) -> np.ndarray:
         """The prompt and what was written."""
         return np.concatenate([self.prompt.ids, np.asarray(self.ids, np.int32)])
 
-    def completion(self, finish_reason: str, version: int) -> Completion:
+    def completion(self, finish_reason: str, version: int, labelled: bool = False) -> Completion:
+        """`labelled`: weights may have changed meanwhile, and each token is to say which wrote it."""
         started = self.started if self.started is not None else self.added
         seconds = {
             "queued": started - self.added,
             "prefill": self.prefill_seconds,
             "decode": max(time.perf_counter() - started - self.prefill_seconds, 0.0),
         }
+        self.close_span(version)
         return Completion(
             np.asarray(self.ids, np.int32),
             np.asarray(self.sampling_logps, np.float32),
@@ -76,7 +84,8 @@ class Request:
             finish_reason,
             self.error,
             seconds,
-            version,
+            self.spans[0][1] if self.spans else version,
+            tuple(self.spans) if labelled else None,
         )
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from posttrain.data.images.lazy_picture import with_pictures_opened
@@ -148,11 +148,12 @@ class Environments:
         self._in_use.append(self.kinds[name].take())
         return self._in_use[-1]
 
-    def give_back(self) -> None:
-        """All instances in use: their episodes are over and have their rewards."""
-        for environment in self._in_use:
+    def give_back(self, instances: Iterable[Any]) -> None:
+        """Their episodes are over and have their rewards."""
+        over = {id(instance) for instance in instances}
+        for environment in [one for one in self._in_use if id(one.instance) in over]:
             environment.kind.give_back(environment)
-        self._in_use = []
+            self._in_use.remove(environment)
 
     def rewards(self) -> list[Callable[..., Any]]:
         """A reward for each class that has `get_reward`, named after it; samples of others get None."""

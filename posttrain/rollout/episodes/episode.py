@@ -6,14 +6,17 @@ appending token ids: nothing is ever decoded and tokenised again, so what was sa
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from posttrain.core.sample import Sample
-from posttrain.rollout.engines.protocol import Completion, Prompt, RolloutEngine, SamplingParams
+from posttrain.rollout.engines.protocol import Completion, Prompt, RolloutEngine, SamplingParams, Session
 from posttrain.rollout.prompt_rows import PromptRow
-from posttrain.rollout.rollout import POLICY_LOGPS, SAMPLING_LOGPS, Request, Rollout
+from posttrain.rollout.rollout import POLICY_LOGPS, POLICY_VERSIONS, SAMPLING_LOGPS, Request, Rollout
 
 Decode = Callable[[Any], str]  # token ids -> text without control tokens
 IDLE_SECONDS = 0.002
@@ -44,30 +47,52 @@ def run_episodes(
     on_finished: Callable[[int, Rollout], None],
 ) -> None:
     """Run all of them to their ends; `on_finished(index, rollout)` is called for each as soon as it is over."""
-    running: dict[int, int] = {}  # ticket of the session -> index
-    waiting = list(range(len(episodes)))
     with engine.session(params) as session:
-        while running or waiting:
-            still_waiting = []
-            for index in waiting:
-                prompt = episodes[index].prompt()
-                if prompt is not None:
-                    running[session.add(prompt)] = index
-                elif episodes[index].is_over:  # the answer was the end of it
-                    on_finished(index, episodes[index].rollout())
-                else:
-                    still_waiting.append(index)
-            waiting = still_waiting
-            finished = session.advance() if running else []
-            for ticket, completion in finished:
-                index = running.pop(ticket)
-                episodes[index].on_completion(completion)
-                if episodes[index].is_over:
-                    on_finished(index, episodes[index].rollout())
-                else:
-                    waiting.append(index)
-            if waiting and not running:
-                time.sleep(IDLE_SECONDS)  # everybody waits for tools
+        running = RunningEpisodes(session)
+        for index, episode in enumerate(episodes):
+            running.add(episode, functools.partial(on_finished, index))
+        while running:
+            running.advance()
+
+
+class RunningEpisodes:
+    """Episodes in a session, each at its own pace; others may join at any time."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self._writing: dict[int, _Joined] = {}  # by ticket of the session
+        self._waiting: list[_Joined] = []  # for somebody else, or for the session
+
+    def __bool__(self) -> bool:
+        return bool(self._writing or self._waiting)
+
+    def add(self, episode: Episode, on_finished: Callable[[Rollout], None]) -> None:
+        self._waiting.append((episode, on_finished))
+
+    def advance(self) -> None:
+        """Start what can start, write some, and hand over what is over. Short where everybody waits for tools."""
+        still_waiting = []
+        for episode, on_finished in self._waiting:
+            prompt = episode.prompt()
+            if prompt is not None:
+                self._writing[self.session.add(prompt)] = (episode, on_finished)
+            elif episode.is_over:  # the answer was the end of it
+                on_finished(episode.rollout())
+            else:
+                still_waiting.append((episode, on_finished))
+        self._waiting = still_waiting
+        for ticket, completion in self.session.advance() if self._writing else ():
+            episode, on_finished = self._writing.pop(ticket)
+            episode.on_completion(completion)
+            if episode.is_over:
+                on_finished(episode.rollout())
+            else:
+                self._waiting.append((episode, on_finished))
+        if self._waiting and not self._writing:
+            time.sleep(IDLE_SECONDS)
+
+
+_Joined = tuple[Episode, Callable[[Rollout], None]]
 
 
 class SingleTurn:
@@ -109,11 +134,13 @@ def written_sample(row: PromptRow, request: Request, completion: Completion) -> 
     """Prompt and completion as a Sample; the completion is trained, with the engine's log-probs beside it."""
     prompt = row.sample(request.number)
     prompt.policy_version = completion.version
-    return prompt.append(
-        completion.ids,
-        trained=True,
-        **{SAMPLING_LOGPS: completion.sampling_logps, POLICY_LOGPS: completion.policy_logps},
-    )
+    return prompt.append(completion.ids, trained=True, **columns_of(completion))
+
+
+def columns_of(completion: Completion) -> dict[str, np.ndarray]:
+    """What is known of each token: its log-probs and, where several versions of the weights may have written, which one did."""
+    found = {SAMPLING_LOGPS: completion.sampling_logps, POLICY_LOGPS: completion.policy_logps}
+    return found if completion.spans is None else found | {POLICY_VERSIONS: completion.versions()}
 
 
 def as_completion(prompt: str | list[dict[str, Any]], text: str) -> str | list[dict[str, Any]]:

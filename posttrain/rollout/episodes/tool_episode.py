@@ -23,6 +23,7 @@ from posttrain.data.rows.message_checks import read_template_kwargs, read_tools
 from posttrain.rollout.engines.protocol import ERROR, LENGTH, STOP, Completion, Prompt, SamplingParams
 from posttrain.rollout.episodes.call_threads import Pending
 from posttrain.rollout.episodes.environment import Environment, extended_prompt
+from posttrain.rollout.episodes.episode import columns_of
 from posttrain.rollout.episodes.tool_results import raise_if_fatal
 from posttrain.rollout.episodes.tools import RunningCall, Toolbox, describe_error
 from posttrain.rollout.prompt_rows import PromptRow
@@ -298,8 +299,7 @@ class ToolEpisode:
             if isinstance(part, Sample):
                 sample = sample.append(part.input_ids, False, images=part.images, positions=part.positions)
                 continue
-            logps = {SAMPLING_LOGPS: part.sampling_logps, POLICY_LOGPS: part.policy_logps}
-            sample = sample.append(part.ids, trained=True, **logps)
+            sample = sample.append(part.ids, trained=True, **columns_of(part))
         versions = (part.version for part in self._parts if isinstance(part, Completion))
         sample.policy_version = min(versions, default=sample.policy_version)  # the oldest of its trained tokens
         return sample

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,18 @@ from posttrain.rollout.rollout import DATASET, POLICY, POLICY_LOGPS, SAMPLING_LO
 
 AnyRows = PromptRows | StreamedPrompts
 MakeEpisodes = Callable[[Sequence[PromptRow], Sequence[Request], SamplingParams], Sequence[Episode]]
+
+
+@dataclass(frozen=True)
+class SingleTurns:
+    """Makes episodes of a prompt and its completion."""
+
+    decode: Decode
+
+    def __call__(
+        self, rows: Sequence[PromptRow], requests: Sequence[Request], params: SamplingParams
+    ) -> list[SingleTurn]:
+        return [SingleTurn(row, request, self.decode) for row, request in zip(rows, requests)]
 
 
 class Writer:
@@ -38,7 +50,7 @@ class Writer:
         environments; `function`, which is given `trainer`, writes in the place of engine and episodes. `others` are the engines
         of authors besides the policy. With `only_given` nobody writes: every completion is the dataset's, and engines sleep."""
         self.weight_sync, self.decode, self.trainer = weight_sync, decode, trainer
-        self.episodes = episodes or self._single_turns
+        self.episodes = episodes or SingleTurns(decode)
         self.function, self.others, self.only_given = function, dict(others or {}), only_given
 
     def write(
@@ -106,11 +118,6 @@ class Writer:
         finally:
             if not is_policy:
                 engine.sleep()
-
-    def _single_turns(
-        self, rows: Sequence[PromptRow], requests: Sequence[Request], params: SamplingParams
-    ) -> list[SingleTurn]:
-        return [SingleTurn(row, request, self.decode) for row, request in zip(rows, requests)]
 
 
 def _by_author(authors: Sequence[str]) -> dict[str, list[int]]:

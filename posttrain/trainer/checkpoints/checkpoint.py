@@ -21,13 +21,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from posttrain.core.faults import fault_point
+from posttrain.core.trees import put_tensors, take_tensors
 from posttrain.trainer.checkpoints.snapshot import json_text, write_content, write_json, write_tensors
 from posttrain.trainer.checkpoints.tensor_file import FileRecord, SaveCancelled
 
@@ -315,7 +316,7 @@ def newest_good_checkpoint(output_dir: str | Path) -> Path | None:
 def save_tree(path: Path, tree: Any) -> None:
     """Any nesting of dicts, lists, numbers, strings and tensors -> `path`.safetensors and `path`.json."""
     tensors: dict[str, Tensor] = {}
-    skeleton = _take_tensors(tree, "", tensors)
+    skeleton = take_tensors(tree, "", tensors)
     write_tensors(path.with_suffix(".safetensors"), tensors)
     write_json(path.with_suffix(".json"), skeleton)
 
@@ -323,49 +324,22 @@ def save_tree(path: Path, tree: Any) -> None:
 def load_tree(path: Path, device: torch.device | str = "cpu") -> Any:
     with safe_open(path.with_suffix(".safetensors"), framework="pt", device=str(device)) as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return _put_tensors(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")), tensors)
-
-
-def tree_digest(tree: Any) -> str:
-    """The same for the same nesting, numbers and tensors."""
-    tensors: dict[str, Tensor] = {}
-    found = hashlib.sha256(json.dumps(_take_tensors(tree, "", tensors)).encode())
-    for tensor in tensors.values():
-        found.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        if tensor.numel():
-            found.update(tensor.cpu().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
-
-
-def _take_tensors(tree: Any, place: str, tensors: dict[str, Tensor]) -> Any:
-    """Dicts become lists of [key, value] so that integer keys survive; tensors move to `tensors`."""
-    if isinstance(tree, Tensor):
-        tensors[place] = tree.detach()
-        return {"tensor": place}
-    if isinstance(tree, dict):
-        return {"dict": [[key, _take_tensors(value, f"{place}/{key}", tensors)] for key, value in tree.items()]}
-    if isinstance(tree, (list, tuple)):
-        kind = "list" if isinstance(tree, list) else "tuple"
-        return {kind: [_take_tensors(value, f"{place}/{index}", tensors) for index, value in enumerate(tree)]}
-    if tree is None or isinstance(tree, (bool, int, float, str)):
-        return {"value": tree}
-    raise TypeError(
-        f"The state at {place or '/'} is a {type(tree).__name__}; only tensors, numbers and text are saved."
-    )
-
-
-def _put_tensors(skeleton: Any, tensors: dict[str, Tensor]) -> Any:
-    ((kind, content),) = skeleton.items()
-    return {
-        "tensor": lambda: tensors[content],
-        "value": lambda: content,
-        "dict": lambda: {key: _put_tensors(value, tensors) for key, value in content},
-        "list": lambda: [_put_tensors(value, tensors) for value in content],
-        "tuple": lambda: tuple(_put_tensors(value, tensors) for value in content),
-    }[kind]()
+    return put_tensors(json.loads(path.with_suffix(".json").read_text(encoding="utf-8")), tensors)
 
 
 # ---- one run per folder --------------------------------------------------------------------------------------------------
+
+_HELD: list[TextIO] = []
+"""Files whose locks this process holds."""
+
+
+def _leave_locks() -> None:
+    """In a forked child. A loader's worker outlives a killed run by seconds, and with its copy of the file so would the lock."""
+    while _HELD:
+        _HELD.pop().close()
+
+
+os.register_at_fork(after_in_child=_leave_locks)
 
 
 @contextmanager
@@ -386,4 +360,9 @@ def locked(output_dir: str | Path) -> Iterator[None]:
             ) from None
         with best_effort(f"{path}, which says who uses the folder,"):
             path.write_text(f"host {socket.gethostname()}, pid {os.getpid()}", encoding="utf-8")
-        yield
+        _HELD.append(file)
+        try:
+            yield
+        finally:
+            if file in _HELD:
+                _HELD.remove(file)

@@ -18,9 +18,10 @@ import torch
 
 from posttrain.core.processes import of_every_process
 from posttrain.core.secrets import published, without_secrets
+from posttrain.core.trees import tree_digest
 from posttrain.data.store.report import PreparationReport
 from posttrain.data.vision.augmentation import described
-from posttrain.trainer.checkpoints.checkpoint import load_tree, save_tree, tree_digest, write_json
+from posttrain.trainer.checkpoints.checkpoint import load_tree, save_tree, write_json
 from posttrain.trainer.options.base import BaseConfig
 
 FILE = "run_state.json"

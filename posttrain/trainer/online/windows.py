@@ -19,12 +19,13 @@ from posttrain.models.load.reference import ModelReference, Precomputed
 from posttrain.models.memory.fit import tokens_without_gradient
 from posttrain.rollout.collector import RolloutCollector
 from posttrain.rollout.engines.protocol import SamplingParams
+from posttrain.rollout.episodes.writing import AnyRows
 from posttrain.rollout.eval_loader import EvalRolloutLoader
 from posttrain.rollout.group_filter import GroupFilter
 from posttrain.rollout.loader import RolloutLoader
 from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts, StreamOrder
 from posttrain.rollout.replay_buffer import ReplayBuffer
-from posttrain.rollout.source import Prompts, PromptStream, RolloutSource
+from posttrain.rollout.source import FedSource, Prompts, PromptStream, RolloutSource, WindowsOfGroups
 from posttrain.trainer.options.online import OnlineConfig
 
 EVALUATION_SEED = 0x5EED  # evaluation draws other numbers than training, and the same ones each time
@@ -65,8 +66,10 @@ def rollout_loader(
     is_training: bool,
     replay: ReplayBuffer | None = None,
     group_filter: GroupFilter | None = None,
+    ahead: Callable[[AnyRows, SamplingParams, Callable[[int], int]], WindowsOfGroups] | None = None,
 ) -> RolloutLoader | EvalRolloutLoader:
-    """`collector` and `params` are None where a run is only explained: what such a loader would yield is counted, not generated."""
+    """`collector` and `params` are None where a run is only explained: what such a loader would yield is counted, not generated.
+    `ahead` makes who writes groups ahead of training, where somebody does."""
     rules = args.window_rules()
     if not is_training:
         size = (args.num_generations_eval or args.num_generations, args.samples_of(args.eval_batch_size))
@@ -80,7 +83,11 @@ def rollout_loader(
     schedule = args.schedule()
     prompts = Prompts(order, schedule, args.process_index)
     how = (collector, rules, replay, group_filter)
-    source = prompts if collector is None else RolloutSource(prompts, rows, params, *how)
+    source: Any = prompts
+    if collector is not None and ahead is None:
+        source = RolloutSource(prompts, rows, params, *how)
+    elif collector is not None:
+        source = FedSource(prompts, rows, params, *how, groups=ahead(rows, params, order.row))
     collator = replace(collator, max_tokens=args.max_tokens_per_pass)
     pins = args.dataloader_pin_memory and args.device.type == "cuda"
     return RolloutLoader(source, schedule, collator, pins, args.seed if args.permutes_windows else None)

@@ -15,6 +15,7 @@ from posttrain.rollout.engines.protocol import SamplingParams
 from posttrain.rollout.engines.select import ENGINES
 from posttrain.rollout.schedule import Schedule
 from posttrain.rollout.source import WindowRules
+from posttrain.trainer.options.async_rollouts import AsyncConfig
 from posttrain.trainer.options.base import (
     BaseConfig,
     MovingReferenceConfig,
@@ -68,7 +69,9 @@ class RefusedOptions:
 
 
 @dataclass
-class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedPromptsConfig, ImageConfig, BaseConfig):
+class OnlineConfig(
+    MovingReferenceConfig, RefusedOptions, AsyncConfig, VLLMConfig, SharedPromptsConfig, ImageConfig, BaseConfig
+):
     """Options of online methods: sampling, groups and windows, rewards, and what is kept of rollouts."""
 
     learning_rate: float = option(1e-6, "Initial learning rate of AdamW.")
@@ -214,6 +217,7 @@ class OnlineConfig(MovingReferenceConfig, RefusedOptions, VLLMConfig, SharedProm
                 f"generation are not a multiple of `num_generations`={self.num_generations}."
             )
         self.schedule()
+        self.check_async_options()
         self.sampling(())
         self.reward_options()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.losses.advantages import REWARD_SCALES
-from posttrain.losses.importance import check_correction
+from posttrain.losses.importance import AGE_CAP, AGE_MODE, check_correction
 from posttrain.losses.policy import POLICY_LOSSES, TRUST_DIVERGENCES, check_policy_loss
 from posttrain.trainer.options.base import check_choice, check_range, option
 from posttrain.trainer.options.online import AgentConfig, GroupConfig
@@ -101,6 +101,9 @@ class PolicyGroupConfig(AgentConfig, GroupConfig):
         if self.vllm_importance_sampling_cap is not None:
             self.vllm_importance_sampling_clip_max = self.vllm_importance_sampling_cap
         super().__post_init__()
+        chosen = {"vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_cap"}
+        if self.trains_on_older_tokens and not chosen & self.set_by_user():
+            self.vllm_importance_sampling_mode, self.vllm_importance_sampling_clip_max = AGE_MODE, AGE_CAP
         check_choice("scale_rewards", self.scale_rewards, tuple(REWARD_SCALES))
         check_choice("multi_objective_aggregation", self.multi_objective_aggregation, AGGREGATIONS)
         check_range("top_entropy_quantile", self.top_entropy_quantile, 0, 1, open_low=True)

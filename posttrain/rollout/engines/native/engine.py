@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -80,6 +80,7 @@ class NativeEngine:
         self.packed = [PackedWeights(model) for model in self._models]
         self._samplers: dict[Any, Sampler] = {}
         self._in_session = False
+        self.labels_tokens = False  # whether completions say which version wrote each token: see `change_weights`
 
     def why_not(self) -> str | None:
         """None when the native engine gives this model's own answers; else the reason, as the end of a sentence.
@@ -292,6 +293,20 @@ class NativeSession:
                 finished += self._decode()
         return finished
 
+    def change_weights(self, load: Callable[[], int], keeps_cache: bool = False) -> None:
+        """Between two looks: `load` writes other weights into the model and says which version; everyone continues with them.
+
+        Keys and values are computed again under the new weights; with `keeps_cache` those of running completions stay as they are.
+        Completions say which tokens were written by which version.
+        """
+        for request in self.scheduler.requests():
+            request.close_span(self.engine.version)
+        self.engine.load_weights(None, load())
+        if keeps_cache:
+            self.scheduler.keep_from_others()
+        else:
+            self.scheduler.compute_again()
+
     # ---- inside ------------------------------------------------------------------------------------------------------------
 
     def _fit_memory(self) -> None:
@@ -325,7 +340,8 @@ class NativeSession:
         if batch:
             self._prefill(batch)
         if prefixes and self.engine.device.type == "cuda":
-            torch.cuda.synchronize(self.engine.device)  # rare, and the times below are then those of the device
+            # Rare, and the times below are then those of the device. Not of the whole device: somebody may train on it meanwhile.
+            torch.cuda.current_stream(self.engine.device).synchronize()
         now, new = time.perf_counter(), {id(prefix) for prefix in prefixes}
         for run in self.scheduler.running:
             if run.request.started is None:
@@ -403,6 +419,8 @@ class NativeSession:
             if reason is not None:
                 self.readers.pop(run.request.ticket, None)
                 done.append(run)
-                finished.append((run.request.ticket, run.request.completion(reason, self.engine.version)))
+                finished.append(
+                    (run.request.ticket, run.request.completion(reason, self.engine.version, self.engine.labels_tokens))
+                )
         self.scheduler.release(done)
         return finished

@@ -196,6 +196,27 @@ class Scheduler:
         for run in finished:
             self._give_back(run)
 
+    def requests(self) -> list[Request]:
+        """All that are in flight."""
+        return [run.request for run in self.running] + [waiting.request for waiting in self._waiting]
+
+    def compute_again(self) -> None:
+        """Keys and values are of weights that are gone: everyone goes back into the queue, in order, with the tokens he has."""
+        while self.running:
+            self._preempt(self.running.pop())
+        for prefix in list(self._prefixes.values()):
+            self._forget(prefix)
+
+    def keep_from_others(self) -> None:
+        """Who runs goes on with keys and values of weights that are gone; whoever joins does not share them."""
+        kept, self._prefixes = self._prefixes, {}
+        for prefix in kept.values():
+            prefix.key += b"|" + struct.pack("<q", self.changes)
+            self._prefixes[prefix.key] = prefix
+            if prefix.users == 0:
+                self._forget(prefix)
+        self.changes += 1
+
     def _preempt(self, run: Running) -> None:
         self._give_back(run)
         self._queue(run.request, first=True)

@@ -1,0 +1,275 @@
+"""Feed: between those who write groups and the trainer that takes windows of them. Safe to call from any thread.
+
+The trainer says how far it is (`trained`) and asks for windows (`next_window`, which waits). Workers ask for work (`pull`) and hand
+groups in (`finish`). What begins, who is next and what is too old is decided by `pacing`; who has which fate is in the `ledger`;
+what was finished and taken is in the `journal` before anybody acts on it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.rollout.feed.group import Group, Work
+from posttrain.rollout.feed.journal import Journal
+from posttrain.rollout.feed.ledger import FINISHED, ISSUED, PLANNED, Ledger
+from posttrain.rollout.feed.pacing import DROP, IN_ORDER, Lead, Pace, may_begin, next_window
+
+LOOK_SECONDS = 1.0  # how long anybody waits before he looks whether there is still hope
+STALE = "stale"
+
+
+class Feed:
+    """One for a run."""
+
+    def __init__(
+        self,
+        pace: Pace,
+        lead: Lead,
+        prompt_of: Callable[[int], tuple[int, int]],
+        row_of: Callable[[int], Any],
+        journal: Journal | None = None,
+        lease_seconds: float = float("inf"),
+        patience: float = float("inf"),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`prompt_of` a number of this feed: its number in the run, and its row of the dataset; `row_of` reads that. Whoever waits
+        for a window gives up after `patience` seconds without a group."""
+        self.pace, self.lead, self.journal, self.clock = pace, lead, journal, clock
+        self.prompt_of, self.row_of = prompt_of, row_of
+        self.lease_seconds, self.patience = lease_seconds, patience
+        self.ledger = Ledger()
+        self.groups: dict[int, Group] = {}  # finished, not taken
+        self.windows = 0  # taken
+        self.step = 0  # optimizer steps that are done
+        self.waited = 0.0  # seconds that the trainer waited for the last window
+        self.stopped = False
+        self._taken_before: dict[int, dict[str, Any]] = {}  # windows that a run before this one took, from the journal
+        self._error: BaseException | None = None
+        self._changed = threading.Condition()
+
+    # ---- the trainer's side ------------------------------------------------------------------------------------------
+
+    def trained(self, step: int) -> None:
+        """So many optimizer steps are done, and their weights are published where somebody wants them."""
+        with self._changed:
+            self.step = step
+            self._plan()
+            self._changed.notify_all()
+
+    def oldest_label(self) -> int:
+        """Of weights that somebody may still have to write with, once the next step is done."""
+        with self._changed:
+            if self.pace.order != IN_ORDER:
+                return self.published + 1
+            open_numbers = [n for n, entry in self.ledger.live.items() if entry.fate != FINISHED]
+            return min(map(self.wanted_label, [*open_numbers, self.ledger.begun]))
+
+    @property
+    def published(self) -> int:
+        """The newest label."""
+        return self.step - self.step % self.pace.sync_steps
+
+    def next_window(self) -> list[Group]:
+        """The groups of the next window, by their numbers; waits until there are enough."""
+        began = self.clock()
+        with self._changed:
+            finished, began_waiting = self.ledger.totals[FINISHED], began
+            while (choice := self._choice()) is None:
+                self._raise_error()
+                self._changed.wait(LOOK_SECONDS)
+                if self.ledger.totals[FINISHED] != finished:
+                    finished, began_waiting = self.ledger.totals[FINISHED], self.clock()
+                elif self.clock() - began_waiting > self.patience:
+                    raise TimeoutError(self._nothing_came(self.clock() - began_waiting))
+            numbers, dropped = choice
+            if self.journal is not None and self.windows not in self._taken_before:
+                self.journal.take(self.windows, numbers, dropped)
+            self.ledger.take(numbers)
+            self.windows += 1
+            self.waited = self.clock() - began
+            self._changed.notify_all()
+            return [self.groups.pop(number) for number in numbers]
+
+    def _nothing_came(self, seconds: float) -> str:
+        """Who is waited for, and for how long."""
+        now = self.clock()
+        oldest = sorted((entry.since, n) for n, entry in self.ledger.live.items() if entry.fate == ISSUED)[:3]
+        held = [f"prompt {n} by {self.ledger.live[n].worker} for {now - since:.0f} s" for since, n in oldest]
+        waiting = len(self.ledger.numbers(PLANNED))
+        return (
+            f"No group was finished for {seconds:.0f} s (`heartbeat_stale_after_s`), and window {self.windows} waits. "
+            + (f"Being written: {', '.join(held)}. " if held else "Nothing is being written. ")
+            + (f"{waiting} groups wait for a worker. " if waiting else "")
+            + "Raise `heartbeat_stale_after_s` where episodes may take as long, or bound them with `episode_timeout`."
+        )
+
+    def _choice(self) -> tuple[list[int], dict[int, str]] | None:
+        dropped = self._drop_stale()
+        replayed = self._taken_before.get(self.windows)
+        if replayed is not None:
+            for number, reason in replayed["dropped"].items():
+                self.ledger.drop(number, reason)
+                self.groups.pop(number, None)
+            return replayed["numbers"], replayed["dropped"]
+        choice = next_window(self.pace, self.ledger.live, self.windows, self.lead.value)
+        return ([*choice.numbers], dropped) if choice.numbers else None
+
+    def _drop_stale(self) -> dict[int, str]:
+        """Of `on_stale="drop"`: what no window may take any more."""
+        if self.pace.on_stale != DROP or self.windows in self._taken_before:
+            return {}
+        old = [n for n, entry in self.ledger.live.items() if self.pace.last_window(entry.label) < self.windows]
+        for number in old:
+            self.ledger.drop(number, STALE)
+            self.groups.pop(number, None)
+        return dict.fromkeys(old, STALE)
+
+    def wait_until_written(self, label: int) -> None:
+        """Until every group that older weights than `label` must write is finished: those weights may go then."""
+        with self._changed:
+            while any(
+                self.wanted_label(number) < label and entry.fate != FINISHED
+                for number, entry in self.ledger.live.items()
+            ):
+                self._raise_error()
+                self._changed.wait(LOOK_SECONDS)
+            if self.journal is not None:
+                self.journal.sync()
+
+    # ---- the workers' side -------------------------------------------------------------------------------------------
+
+    def pull(self, worker: str, label: int, most: int = 2**31) -> list[Work]:
+        """Up to `most` groups for a worker whose weights have this label. Nothing begins with weights that others have replaced:
+        what begins is counted by how far the training is, and would be older than that count says."""
+        with self._changed:
+            self._plan()
+            waiting = sorted(self.ledger.numbers(PLANNED))
+            if self.pace.order == IN_ORDER:
+                waiting = [number for number in waiting if self.wanted_label(number) == label]
+            elif label < self.published:
+                return []
+            if self.pace.most_in_flight is not None:
+                most = min(most, max(self.pace.most_in_flight - len(self.ledger.numbers(ISSUED)), 0))
+            now = self.clock()
+            return [
+                Work(
+                    number,
+                    self.ledger.issue(number, worker, label, now, self.lease_seconds),
+                    label,
+                    *self.prompt_of(number),
+                )
+                for number in waiting[:most]
+            ]
+
+    def _plan(self) -> None:
+        """Begin what may begin. Of a run that is replayed nothing begins before its last recorded window is taken."""
+        if self.stopped or self.windows in self._taken_before:
+            return
+        if self.pace.most_waiting is not None and len(self.groups) >= self.pace.most_waiting:
+            return
+        ledger, trained = self.ledger, self.step // self.pace.steps
+        for _ in range(may_begin(self.pace, ledger.begun, ledger.dropped, trained, self.lead.value)):
+            ledger.begin(self.step)
+
+    def finish(self, group: Group) -> bool:
+        """False: somebody else has the number by now; the group is not used."""
+        content = group.to_bytes() if self.journal is not None else b""
+        with self._changed:
+            is_current = self.ledger.finish(group.number, group.attempt, "")
+            if is_current:
+                self.ledger.live[group.number].label = group.label
+                if self.journal is not None:
+                    self.journal.append(group.number, group.attempt, content)
+                self.groups[group.number] = group
+                self._changed.notify_all()
+            return is_current
+
+    def give_back(self, worker: str) -> None:
+        """A worker ended, or begins anew: what it held is issued again."""
+        with self._changed:
+            for number in self.ledger.held_by(worker):
+                self.ledger.give_back(number, self.ledger.live[number].attempt)
+            self._changed.notify_all()
+
+    def wanted_label(self, number: int) -> int:
+        """In order, block b is written by the weights that `lead` windows before it begin with, whoever writes it and whenever."""
+        window = number // self.pace.groups - int(self.lead.value)
+        step = max(window, 0) * self.pace.steps
+        return step - step % self.pace.sync_steps
+
+    def label_for(self, label: int) -> int | None:
+        """Which weights a worker that has `label` should have next; None: it is well served.
+
+        In order, those of the oldest group that nobody writes, once none is left for its own; else the newest.
+        """
+        with self._changed:
+            if self.pace.order != IN_ORDER:
+                return self.published if label < self.published else None
+            wanted = sorted({self.wanted_label(number) for number in self.ledger.numbers(PLANNED)})
+            return None if label in wanted or not wanted else wanted[0]
+
+    def wait(self, seconds: float = LOOK_SECONDS) -> None:
+        """Until something has changed."""
+        with self._changed:
+            if not self.stopped:
+                self._changed.wait(seconds)
+
+    def wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def stop(self, error: BaseException | None = None) -> None:
+        """Nothing begins any more; with an `error`, whoever waits for a window gets it."""
+        with self._changed:
+            self.stopped, self._error = True, self._error or error
+            self._changed.notify_all()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if self.stopped:
+            raise RuntimeError("The rollouts were stopped, and a window was asked for.")
+
+    # ---- state -------------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        with self._changed:
+            if self.journal is not None:
+                self.journal.sync()
+            return {
+                "ledger": self.ledger.state(),
+                "windows": self.windows,
+                "lead": self.lead.value,
+                "quiet": self.lead.hardly,
+            }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Groups come from the journal, also those that were finished after the checkpoint: windows that were taken then are taken
+        again, the same groups in the same order, and what was finished and not taken is not written twice."""
+        with self._changed:
+            self.ledger.load_state(state["ledger"])
+            self.windows, self.lead.value, self.lead.hardly = state["windows"], state["lead"], state["quiet"]
+            if self.journal is None:
+                return
+            self._taken_before = {w: entry for w, entry in self.journal.windows().items() if w >= self.windows}
+            self._adopt()
+
+    def _adopt(self) -> None:
+        ledger = self.ledger
+        while ledger.begun <= max(self.journal.places, default=-1):
+            ledger.begin(self.step)
+        for number in [*ledger.live]:
+            content = self.journal.read(number)
+            entry = ledger.live[number]
+            if content is None:
+                entry.fate = PLANNED
+                continue
+            group = self.groups[number] = Group.from_bytes(content, self.row_of)
+            if entry.fate != FINISHED:
+                ledger.finish(number, ledger.issue(number, "", group.label), "")
+            entry.label, entry.attempt = group.label, group.attempt
+        lost = {w for w, entry in self._taken_before.items() if not self.groups.keys() >= {*entry["numbers"]}}
+        self._taken_before = {w: entry for w, entry in self._taken_before.items() if w < min(lost, default=w + 1)}

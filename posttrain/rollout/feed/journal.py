@@ -1,0 +1,142 @@
+"""Journal: finished groups are on disk before a step takes them, and so is the order in which steps took them.
+
+    OUTPUT/rollout_journal/process-0/000000.seg      groups, one after the other: a header with checksums, then the group's bytes
+    OUTPUT/rollout_journal/process-0/windows.jsonl   window -> the numbers that it was made of
+
+A killed trainer trains its last windows again from here, on the same groups in the same order: the same weights, and no group is
+lost or trained on twice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from posttrain.core.faults import fault_point
+
+FOLDER, WINDOWS, SEGMENT = "rollout_journal", "windows.jsonl", "{:06d}.seg"
+HEADER = struct.Struct(">4sQQQ16s")  # mark, number, attempt, length, digest of the content
+SEAL = struct.Struct(">I")  # crc32 of the header
+MARK = b"PTG1"
+SEGMENT_BYTES = 64 * 2**20
+
+
+def digest_of(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16).digest()
+
+
+class Journal:
+    """Of one run, written by one thread at a time. What a crash cut off at the end of a segment is passed over."""
+
+    def __init__(self, output_dir: str | Path, process: int = 0) -> None:
+        self.folder = Path(output_dir) / FOLDER / f"process-{process}"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.places: dict[int, tuple[Path, int]] = {}  # number -> segment and offset of its content's header
+        self.damaged: list[str] = []  # sentences about what cannot be read
+        for segment in sorted(self.folder.glob("*.seg")):
+            self.places |= {number: (segment, start) for number, start in self._scan(segment)}
+        self._file: BinaryIO | None = None
+        self._next = 1 + max((int(path.stem) for path in self.folder.glob("*.seg")), default=-1)
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def append(self, number: int, attempt: int, content: bytes) -> str:
+        """The digest of what was written. It is not on disk before `sync`."""
+        if self._file is None or self._file.tell() > SEGMENT_BYTES:
+            self._open_segment()
+        header = HEADER.pack(MARK, number, attempt, len(content), digest_of(content))
+        self.places[number] = (Path(self._file.name), self._file.tell())
+        self._file.write(header + SEAL.pack(zlib.crc32(header)) + content)
+        return digest_of(content).hex()
+
+    def _open_segment(self) -> None:
+        self.sync()
+        if self._file is not None:
+            self._file.close()
+        path = self.folder / SEGMENT.format(self._next)
+        self._file, self._next = path.open("xb"), self._next + 1
+
+    def sync(self) -> None:
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def take(self, window: int, numbers: Sequence[int], dropped: dict[int, str]) -> None:
+        """These groups make this window. On disk, and they with it, when this returns."""
+        self.sync()
+        fault_point("journal")
+        line = {"window": window, "numbers": [*numbers], "dropped": dropped}
+        with (self.folder / WINDOWS).open("a") as file:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        if self._file is not None:
+            self.sync()
+            self._file.close()
+            self._file = None
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def read(self, number: int) -> bytes | None:
+        """The content of a group; None where it was never written, or is damaged."""
+        if number not in self.places:
+            return None
+        path, start = self.places[number]
+        if self._file is not None:
+            self._file.flush()
+        with path.open("rb") as file:
+            file.seek(start)
+            head = file.read(HEADER.size + SEAL.size)
+            _, _, _, length, digest = HEADER.unpack(head[: HEADER.size])
+            content = file.read(length)
+        if digest_of(content) != digest:
+            self.damaged.append(f"{path}: the group of prompt {number} is damaged; it is written again.")
+            del self.places[number]
+            return None
+        return content
+
+    def windows(self) -> dict[int, dict[str, Any]]:
+        """What was taken, by window: the last line of each counts. A line that a crash cut off was never acted on."""
+        path, found = self.folder / WINDOWS, {}
+        for line in path.read_text().splitlines() if path.exists() else ():
+            try:
+                entry = json.loads(line)
+            except ValueError:
+                self.damaged.append(f"{path}: a line is cut off or damaged, and passed over: {line[:60]!r}")
+                continue
+            found[entry["window"]] = entry | {"dropped": {int(n): why for n, why in entry["dropped"].items()}}
+        return found
+
+    def _scan(self, segment: Path) -> Iterator[tuple[int, int]]:
+        size, start = segment.stat().st_size, 0
+        with segment.open("rb") as file:
+            while start < size:
+                file.seek(start)
+                head = file.read(HEADER.size + SEAL.size)
+                whole = len(head) == HEADER.size + SEAL.size
+                if not whole or zlib.crc32(head[: HEADER.size]) != SEAL.unpack(head[HEADER.size :])[0]:
+                    self.damaged.append(
+                        f"{segment}: damaged or cut off at byte {start}; what follows is written again."
+                    )
+                    return
+                _, number, _, length, _ = HEADER.unpack(head[: HEADER.size])
+                if start + len(head) + length > size:
+                    self.damaged.append(f"{segment}: the group of prompt {number} is cut off; it is written again.")
+                    return
+                yield number, start
+                start += len(head) + length
+
+    def forget(self) -> None:
+        """A new run in the folder of an old one begins with nothing."""
+        self.close()
+        self.places.clear()
+        for path in (*self.folder.glob("*.seg"), self.folder / WINDOWS):
+            path.unlink(missing_ok=True)

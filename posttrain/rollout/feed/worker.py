@@ -1,0 +1,188 @@
+"""RolloutWorker: groups are written for as long as there is work, beside whatever the trainer does."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from posttrain.core import faults
+from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams, Session
+from posttrain.rollout.episodes.episode import IDLE_SECONDS, RunningEpisodes
+from posttrain.rollout.episodes.writing import MakeEpisodes, given_rollout
+from posttrain.rollout.feed.group import Work
+from posttrain.rollout.prompt_rows import PromptRow
+from posttrain.rollout.rollout import DATASET, Request, Rollout
+
+CONTINUE, FINISH, RESTART = "continue", "finish", "restart"
+"""What a running completion does when new weights arrive: it continues with them, finishes with its own, or begins anew."""
+RECOMPUTE, KEEP = "recompute", "keep"
+
+
+class Weights(Protocol):
+    """What a worker's engine reads."""
+
+    label: int
+
+    def load(self, label: int) -> int:
+        """Between two looks: another label that was published, this one or a newer."""
+
+
+class TrainersOwn:
+    """Weights that are read in place: nobody trains while a worker writes."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    @property
+    def label(self) -> int:
+        return self.state.global_step
+
+    def load(self, label: int) -> int:
+        """They are there already."""
+        return self.label
+
+
+class WorkSource(Protocol):
+    """The feed, or what speaks for it in another process."""
+
+    stopped: bool
+
+    def pull(self, worker: str, label: int) -> list[Work]: ...
+
+    def label_for(self, label: int) -> int | None: ...
+
+    def give_back(self, worker: str) -> None: ...
+
+    def wait(self) -> None: ...
+
+    def stop(self, error: BaseException) -> None: ...
+
+
+@dataclass(frozen=True)
+class Writing:
+    """What groups are made of, the same for all of them."""
+
+    row_of: Callable[[Work], PromptRow]
+    params: SamplingParams
+    episodes: MakeEpisodes
+    author_of: Callable[[Request], str]
+    generations: int
+
+
+@dataclass
+class _Open:
+    """A group that is being written."""
+
+    work: Work
+    rollouts: list[Rollout | None]
+    began: float = field(default_factory=time.perf_counter)
+
+
+class RolloutWorker:
+    """Runs one engine. `run` returns when the feed is stopped."""
+
+    def __init__(
+        self,
+        name: str,
+        engine: RolloutEngine,
+        weights: Weights,
+        writing: Writing,
+        feed: WorkSource,
+        deliver: Callable[[Work, list[Rollout], float], None],
+        poll: Callable[[], bool] = lambda: False,
+        *,
+        in_flight: str = CONTINUE,
+        keeps_cache: bool = False,
+    ) -> None:
+        """`deliver` takes a group that is written, and the seconds it took; `poll` is called again and again, and says whether it
+        should be."""
+        self.name, self.engine, self.weights, self.writing, self.feed = name, engine, weights, writing, feed
+        self.deliver, self.poll, self.in_flight, self.keeps_cache = deliver, poll, in_flight, keeps_cache
+        self._open: dict[int, _Open] = {}
+
+    def run(self) -> None:
+        """What goes wrong here is raised where the trainer waits for a window."""
+        try:
+            while not self.feed.stopped:
+                self._load_while_idle()
+                self._begin_all(None)
+                if self._open:
+                    self._write()
+                elif self.poll():
+                    time.sleep(IDLE_SECONDS)
+                else:
+                    self.feed.wait()
+        except BaseException as error:
+            self.feed.stop(error)
+            self.feed.give_back(self.name)
+
+    def _write(self) -> None:
+        """One session, until there is nothing left to do: memory for keys and values is given back then."""
+        self.engine.load_weights(None, self.weights.label)
+        self.engine.wake()
+        try:
+            with self.engine.session(self.writing.params) as session:
+                running = RunningEpisodes(session)
+                for opened in [*self._open.values()]:
+                    self._join(running, opened)
+                while self._open and not self.feed.stopped:
+                    if self.in_flight == RESTART and self.feed.label_for(self.weights.label) is not None:
+                        return self._abandon()
+                    self._change_weights(session)
+                    self._begin_all(running)
+                    running.advance()
+                    self.poll()
+        finally:
+            self.engine.sleep()
+
+    # ---- groups ------------------------------------------------------------------------------------------------------
+
+    def _begin_all(self, running: RunningEpisodes | None) -> None:
+        if self._is_waiting_to_change:
+            return
+        for work in self.feed.pull(self.name, self.weights.label):
+            faults.fault_point("generate")
+            opened = self._open[work.number] = _Open(work, [None] * self.writing.generations)
+            if running is not None:
+                self._join(running, opened)
+
+    def _join(self, running: RunningEpisodes, opened: _Open) -> None:
+        writing, work = self.writing, opened.work
+        requests = [Request(work.row, work.prompt, sample) for sample in range(writing.generations)]
+        row = writing.row_of(work)
+        asked = [request for request in requests if writing.author_of(request) != DATASET]
+        for request in [request for request in requests if request not in asked]:
+            self._on_finished(opened, given_rollout(row, request))
+        for episode in writing.episodes([row] * len(asked), asked, writing.params):
+            running.add(episode, functools.partial(self._on_finished, opened))
+
+    def _on_finished(self, opened: _Open, rollout: Rollout) -> None:
+        opened.rollouts[rollout.request.sample] = rollout
+        if None not in opened.rollouts:
+            del self._open[opened.work.number]
+            self.deliver(opened.work, opened.rollouts, time.perf_counter() - opened.began)
+
+    def _abandon(self) -> None:
+        """Everything that is open is issued again."""
+        self._open.clear()
+        self.feed.give_back(self.name)
+
+    # ---- weights -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _is_waiting_to_change(self) -> bool:
+        """Nothing begins with weights that are about to go, where running completions keep theirs."""
+        return self.in_flight != CONTINUE and bool(self._open) and self.feed.label_for(self.weights.label) is not None
+
+    def _load_while_idle(self) -> None:
+        label = self.feed.label_for(self.weights.label)
+        if label is not None:
+            self.weights.load(label)
+
+    def _change_weights(self, session: Session) -> None:
+        if self.in_flight != CONTINUE or (label := self.feed.label_for(self.weights.label)) is None:
+            return
+        session.change_weights(lambda: self.weights.load(label), self.keeps_cache)

@@ -1,0 +1,295 @@
+"""AsyncRollouts: a thread of this process writes groups beside the training, with a shadow of the weights.
+
+    rollout thread:   pull work -> write -> judge -> finish            (engine on the shadow)
+    trainer:          next_window -> credit -> step -> publish weights
+
+In order, groups of several labels are written at once: each label has a thread and a shadow of its own. Threads begin with the
+first window and end with the training.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerState
+
+from posttrain.models.sharding import reshard
+from posttrain.rewards.reward_set import RewardSet
+from posttrain.rollout.collector import RolloutCollector, Written
+from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
+from posttrain.rollout.episodes.writing import AnyRows
+from posttrain.rollout.feed.board import Board, Shadow, trained_weights
+from posttrain.rollout.feed.feed import Feed
+from posttrain.rollout.feed.group import Group, joined_groups
+from posttrain.rollout.feed.journal import Journal
+from posttrain.rollout.feed.judging import Judge
+from posttrain.rollout.feed.pacing import IN_ORDER, MASK
+from posttrain.rollout.feed.processes import WorkerProcesses
+from posttrain.rollout.feed.worker import CONTINUE, KEEP, RolloutWorker, TrainersOwn, Writing
+from posttrain.rollout.prompt_rows import PromptRow, StreamedPrompts
+from posttrain.rollout.rollout import DATASET, POLICY, POLICY_VERSIONS, Request, Rollout
+from posttrain.rollout.schedule import Schedule
+from posttrain.trainer.online.agents import Agents
+from posttrain.trainer.options.online import OnlineConfig
+
+NAME = "inline"
+STOP_SECONDS = 60.0
+
+
+class WrittenAhead(Protocol):
+    """What is asked of a trainer whose rollouts are written beside its steps."""
+
+    args: OnlineConfig
+    state: TrainerState
+    model: nn.Module
+    engine: RolloutEngine
+    collector: RolloutCollector
+    rewards: RewardSet
+    rollout_func: Any
+    shown_pixels: Any
+    agents: Agents | None
+    is_fully_sharded: bool
+
+    def local_engine(self, model: nn.Module) -> RolloutEngine: ...
+
+    def engine_maker(self) -> Callable[[nn.Module], RolloutEngine]: ...
+
+    def author_of(self, request: Request) -> str: ...
+
+    def authors(self) -> set[str]: ...
+
+
+class AsyncRollouts(TrainerCallback):
+    """Of one process. As `groups` of a FedSource it hands out windows; as a callback it learns of steps."""
+
+    def __init__(self, run: WrittenAhead, rows: AnyRows, params: SamplingParams, row_of: Callable[[int], int]) -> None:
+        """`row_of`: which row of the dataset the prompt of a number is."""
+        self.run, self.rows, self.params = run, rows, params
+        args = run.args
+        self.own = own_groups(args.schedule(), args.process_index)
+        self.journal = Journal(args.output_dir, args.process_index)
+        patience = args.heartbeat_stale_after_s
+        self.feed = Feed(args.pace(), args.lead(), self._prompt, self._row, self.journal, patience=patience)
+        self.row_of = row_of
+        self.board: Board | None = None
+        self.threads: list[threading.Thread] = []
+        self.processes: WorkerProcesses | None = None
+        self._rows: dict[int, PromptRow] = {}  # of a stream: it is read once
+        self._reading = threading.Lock()
+        self.is_resumed = False
+        self._last_window = 0.0  # when the last one was taken
+
+    def _prompt(self, number: int) -> tuple[int, int]:
+        """Each process writes the groups that it trains on, as without a lead."""
+        window, place = divmod(number, len(self.own))
+        prompt = window * self.run.args.schedule().prompts + self.own[place]
+        return prompt, self.row_of(prompt)
+
+    def _row(self, row: int) -> PromptRow:
+        with self._reading:
+            if row in self._rows:
+                return self._rows[row]
+            found = self.rows.take([row])[row]
+            if isinstance(self.rows, StreamedPrompts):
+                self._rows[row] = found
+            return found
+
+    # ---- as groups of a source ---------------------------------------------------------------------------------------
+
+    def next_window(self) -> Written:
+        if not self.threads and self.processes is None:
+            self._start()
+        groups = self.feed.next_window()
+        for group in groups:
+            self._rows.pop(group.written.rollouts[0].request.row, None)
+        now = time.monotonic()
+        since, self._last_window = now - self._last_window, now
+        if self.feed.windows > 1:  # nobody can write ahead of the first
+            self.feed.lead.after_window(self.feed.waited / max(since, 1e-9))
+        written = joined_groups(groups, self.feed.waited)
+        masks = self.run.args.on_stale == MASK
+        masked = {"async/masked_old_tokens": float(sum(map(self._mask_old, written.rollouts)))} if masks else {}
+        written.numbers = self._numbers(groups) | masked
+        return written
+
+    def state(self) -> dict[str, Any]:
+        """What weights that no checkpoint has must write is written first: a resumed run could not."""
+        if self.feed.pace.order == IN_ORDER:
+            self.feed.wait_until_written(self.run.state.global_step)
+        return self.feed.state()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.is_resumed = True
+        self.feed.load_state(state)
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        run, args = self.run, self.run.args
+        if not self.is_resumed:
+            self.journal.forget()
+        step = run.state.global_step
+        self.feed.trained(step)
+        episodes = run.collector.writer.episodes
+        row_of = lambda work: self._row(work.row)  # noqa: E731
+        writing = Writing(row_of, self.params, episodes, run.author_of, args.num_generations)
+        judge = Judge(run.rewards, run.state, self.feed.finish, run.collector.release)
+        how = {"in_flight": args.update_in_flight, "keeps_cache": args.kv_after_update == KEEP}
+        if args.rollout_workers is not None:
+            return self._start_processes(writing, judge, how)
+        if self.is_ahead or run.is_fully_sharded:  # an engine that gathers would do so when it likes
+            gathered = run.engine if run.is_fully_sharded else None
+            dtype = args.compute_dtype if run.is_fully_sharded else None
+            self.board = Board([*trained_weights(run.model, gathered).values()], sharded_dtype=dtype)
+            self._publish(step)
+        for number in range(self._labels_at_once()):
+            weights, engine = TrainersOwn(run.state), run.engine
+            if self.board is not None:
+                weights = Shadow(run.model, self.board, gathered)
+                engine = run.local_engine(weights.model)
+                engine.labels_tokens = args.update_in_flight == CONTINUE
+            given = (f"{NAME}-{number}", engine, weights, writing, self.feed, judge.add, judge.poll)
+            target = functools.partial(on_own_stream, args.device, RolloutWorker(*given, **how).run)
+            self.threads.append(threading.Thread(target=target, name="posttrain rollouts", daemon=True))
+        self._last_window = time.monotonic()
+        for thread in self.threads:
+            thread.start()
+
+    def _start_processes(self, writing: Writing, judge: Judge, how: dict[str, Any]) -> None:
+        run = self.run
+        make_engine = run.engine_maker()
+        devices = worker_devices(run.args)
+        given = (devices, run.model, make_engine, writing, self.feed, judge, self._labels_at_once())
+        self.processes = WorkerProcesses(*given, **how)
+        self.board = self.processes.board
+        self._last_window = time.monotonic()
+        self.processes.start()
+
+    def _labels_at_once(self) -> int:
+        """In order, window b is written by the label of `lead` windows before: so many are between it and the trainer."""
+        return 1 + int(self.feed.lead.value) if self.feed.pace.order == IN_ORDER else 1
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether anything is ever written while the trainer trains."""
+        lead = self.feed.lead
+        return lead.adapts or lead.value > 0
+
+    def stop(self) -> None:
+        self.feed.stop()
+        for thread in self.threads:
+            thread.join(STOP_SECONDS)
+        self.threads.clear()
+        if self.processes is not None:
+            self.processes.stop(STOP_SECONDS)
+            self.processes = None
+        self.journal.close()
+
+    # ---- as a callback -----------------------------------------------------------------------------------------------
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.board is not None and state.global_step % args.weight_sync_steps == 0:
+            self._publish(state.global_step)
+        self.feed.trained(state.global_step)
+
+    def _publish(self, step: int) -> None:
+        reshard(
+            self.run.model
+        )  # so that what is published are the weights, and not what a forward has gathered of them
+        self.board.publish(step, self.feed.oldest_label())
+
+    # ---- ages --------------------------------------------------------------------------------------------------------
+
+    def _mask_old(self, rollout: Rollout) -> int:
+        """Tokens that are too old for the last step of their window are not trained."""
+        sample, pace = rollout.sample, self.feed.pace
+        oldest = (self.feed.windows - 1) * pace.steps + pace.steps - 1 - pace.max_staleness
+        is_old = sample.trained & (versions_of(rollout) < oldest)
+        sample.trained = sample.trained & ~is_old
+        return int(is_old.sum())
+
+    def _numbers(self, groups: Sequence[Group]) -> dict[str, float]:
+        step, totals = (self.feed.windows - 1) * self.feed.pace.steps, self.feed.ledger.totals
+        rollouts = [rollout for group in groups for rollout in group.written.rollouts if not rollout.is_given]
+        tokens = [step - versions_of(rollout)[rollout.sample.trained] for rollout in rollouts]
+        ages = np.concatenate(tokens) if tokens else np.zeros(1)
+        return {
+            "async/lead": self.feed.lead.value,
+            "async/wait_s": self.feed.waited,
+            "async/token_age/mean": float(ages.mean()) if len(ages) else 0.0,
+            "async/token_age/max": float(ages.max(initial=0)),
+            "async/group_age/max": float(max((step - group.label for group in groups), default=0)),
+            "async/group_seconds/max": max(group.seconds for group in groups),
+            "async/in_flight": len(self.feed.ledger.live) - len(self.feed.groups),
+            "async/waiting": len(self.feed.groups),
+            **{f"async/{name}": float(count) for name, count in totals.items()},
+        }
+
+
+def on_own_stream(device: torch.device, run: Callable[[], None]) -> None:
+    """In a thread. On a GPU its kernels, which are small, come before those of the training, which fill the device."""
+    if device.type != "cuda":
+        return run()
+    torch.cuda.set_device(device)
+    with torch.cuda.stream(torch.cuda.Stream(device, priority=-1)):
+        run()
+
+
+def worker_devices(args: OnlineConfig) -> list[str]:
+    """Where the workers of a training process are: on GPUs of this machine that are nobody's, in turn, or else on its own."""
+    if args.device.type != "cuda":
+        return [args.device.type] * args.rollout_workers
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = list(range(here, torch.cuda.device_count()))
+    if not free:
+        return [f"cuda:{args.device.index or 0}"] * args.rollout_workers
+    first = int(os.environ.get("LOCAL_RANK", "0")) * args.rollout_workers
+    return [f"cuda:{free[(first + number) % len(free)]}" for number in range(args.rollout_workers)]
+
+
+def own_groups(schedule: Schedule, rank: int) -> list[int]:
+    """Which groups of a window a process trains on."""
+    return sorted({place // schedule.num_generations for place in schedule.places(rank)})
+
+
+def versions_of(rollout: Rollout) -> np.ndarray:
+    """(tokens,) version of the weights that wrote each; of tokens that no weights wrote it means nothing."""
+    sample = rollout.sample
+    return sample.per_token.get(POLICY_VERSIONS, np.full(len(sample), sample.policy_version, np.float32))
+
+
+def refuse_async(run: WrittenAhead) -> None:
+    """What cannot be written beside the training."""
+    args = run.args
+    if run.rollout_func is not None:
+        raise ValueError("`rollout_func` is given the trainer, which trains meanwhile: leave `async_rollouts` out.")
+    if args.use_vllm:
+        raise ValueError("`async_rollouts` has no engine but ours yet: leave `use_vllm` out.")
+    if args.rollout_workers is not None and run.shown_pixels is not None:
+        raise ValueError("Worker processes are shown no images yet: leave `rollout_workers` out, and a thread writes.")
+    if args.rollout_workers is not None and run.agents is not None and run.agents.environments is not None:
+        raise ValueError(
+            "Environments are live objects of this process, and rewards ask them: leave `rollout_workers` out, and a thread writes."
+        )
+    if run.is_fully_sharded and args.rollout_workers is not None:
+        raise ValueError(
+            "Worker processes are sent no sharded weights yet: leave `rollout_workers` out, and a thread writes."
+        )
+    if args.schedule().splits_groups:
+        raise ValueError(
+            "Each process writes the groups that it trains on, and here some lie on several processes: make "
+            "`per_device_train_batch_size` x `gradient_accumulation_steps` a multiple of `num_generations`."
+        )
+    if others := sorted(run.authors() - {POLICY, DATASET}):
+        raise ValueError(
+            f"Of this run's completions the {others[0]} writes some, with weights that the trainer needs meanwhile: leave "
+            "`async_rollouts` out."
+        )

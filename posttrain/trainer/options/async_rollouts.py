@@ -1,0 +1,129 @@
+"""Options of rollouts that are written while earlier ones are trained on; mixed into the configs of online methods."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.core.options import option
+from posttrain.rollout.feed.pacing import DROP, FIRST_FINISHED, IN_ORDER, MASK, WAIT, WINDOW, Lead, Pace
+from posttrain.rollout.feed.worker import CONTINUE, FINISH, KEEP, RECOMPUTE, RESTART
+from posttrain.trainer.options.base import check_choice, check_range
+
+AUTO = "auto"
+
+
+@dataclass
+class AsyncConfig:
+    """Every online method has this mode. With `async_lead=0` it is the synchronous run, to the bit."""
+
+    # ---- rollouts beside training
+    async_rollouts: bool = option(False, "Completions are written while earlier ones are trained on.")
+    max_staleness: int = option(
+        4, "Most optimizer steps between the weights that wrote a trained token and the step that trains on it."
+    )
+    async_lead: float | str = option(
+        AUTO,
+        "Generations by which groups are begun ahead of training, also a fraction; 0: synchronous. 'auto': as few as keep the "
+        "trainer from waiting.",
+    )
+    async_order: str = option(
+        WINDOW,
+        "Which finished groups are trained next: 'in_order', by their number, which makes runs exact; 'window', the first of those "
+        "that are old; 'first_finished', the first of all.",
+    )
+    on_stale: str = option(
+        WAIT,
+        "A group that would pass `max_staleness`: 'wait' for it before others are trained, 'mask' its tokens that are too old, or "
+        "'drop' it.",
+    )
+    update_in_flight: str | None = option(
+        None,
+        "A completion that is being written when new weights arrive: 'continue' with them, 'finish' with its own, or 'restart'. "
+        "None: 'finish' where `async_order` is 'in_order', else 'continue'.",
+    )
+    kv_after_update: str = option(
+        RECOMPUTE,
+        "With 'continue', keys and values of the old weights: 'recompute' or 'keep' them, for running completions only.",
+    )
+    rollout_workers: int | None = option(
+        None,
+        "Child processes that write, for each training process: on GPUs that no training process has, where there are such. None: "
+        "a thread of this process.",
+    )
+    queue_maxsize: int = option(
+        1024, "Completions that are finished and not trained on yet, above which no group begins."
+    )
+    max_inflight_tasks: int = option(-1, "Completions that are being written at once. -1: as the lead has it.")
+    heartbeat_stale_after_s: float = option(
+        300.0,
+        "Seconds without a finished group after which a trainer that waits ends the run, and says for whom it waited.",
+    )
+    weight_sync_steps: int = option(1, "Optimizer steps from one update of the rollout weights to the next.")
+
+    def check_async_options(self) -> None:
+        """Raise for what cannot be, and for options that were set and would have no effect."""
+        if not self.async_rollouts:
+            if ignored := sorted({*AsyncConfig.__dataclass_fields__} & self.set_by_user() - {"async_rollouts"}):
+                raise ValueError(f"`{ignored[0]}` is set, but `async_rollouts` is not: it would have no effect.")
+            return
+        if self.async_lead != AUTO:
+            self.async_lead = float(self.async_lead)
+            check_range("async_lead", self.async_lead, 0)
+        check_choice("async_order", self.async_order, (IN_ORDER, WINDOW, FIRST_FINISHED))
+        check_choice("on_stale", self.on_stale, (WAIT, MASK, DROP))
+        check_choice("kv_after_update", self.kv_after_update, (RECOMPUTE, KEEP))
+        check_range("max_staleness", self.max_staleness, 0)
+        check_range("weight_sync_steps", self.weight_sync_steps, 1)
+        check_range("heartbeat_stale_after_s", self.heartbeat_stale_after_s, 0, open_low=True)
+        share = self.schedule().share
+        if self.queue_maxsize < share:
+            raise ValueError(
+                f"`queue_maxsize` is {self.queue_maxsize}, and a generation of one process has {share} completions: no step would "
+                "ever have all of its own."
+            )
+        if self.max_inflight_tasks != -1:
+            check_range("max_inflight_tasks", self.max_inflight_tasks, self.num_generations)
+        if self.rollout_workers is not None:
+            check_range("rollout_workers", self.rollout_workers, 1)
+        is_exact = self.async_order == IN_ORDER
+        if self.update_in_flight is None:
+            self.update_in_flight = FINISH if is_exact else CONTINUE
+        check_choice("update_in_flight", self.update_in_flight, (CONTINUE, FINISH, RESTART))
+        if is_exact and (self.async_lead == AUTO or not float(self.async_lead).is_integer()):
+            raise ValueError(
+                f"`async_order='in_order'` makes a run exact, and `async_lead` is {self.async_lead!r}: set it to a whole number."
+            )
+        if is_exact and (self.update_in_flight != FINISH or self.on_stale != WAIT):
+            raise ValueError(
+                "`async_order='in_order'` needs `update_in_flight='finish'` and `on_stale='wait'`: a completion is written by one "
+                "version of the weights, whenever it is written."
+            )
+        if self.drop_zero_variance:
+            raise ValueError("`drop_zero_variance` is not there with `async_rollouts` yet: leave one of them out.")
+        pace = self.pace()
+        pace.check(0 if self.async_lead == AUTO else self.async_lead)
+
+    @property
+    def trains_on_older_tokens(self) -> bool:
+        """Whether steps lie between the weights that write a token and those that are trained on it."""
+        return self.async_rollouts and self.async_lead != 0
+
+    def pace(self) -> Pace:
+        schedule = self.schedule()
+        steps = max(schedule.window // schedule.accumulation, 1)
+        groups = schedule.prompts // schedule.world_size  # of each process
+        in_flight = None if self.max_inflight_tasks == -1 else self.max_inflight_tasks // self.num_generations
+        return Pace(
+            groups,
+            steps,
+            self.max_staleness,
+            self.async_order,
+            self.on_stale,
+            self.weight_sync_steps,
+            most_waiting=self.queue_maxsize // self.num_generations,
+            most_in_flight=in_flight,
+        )
+
+    def lead(self) -> Lead:
+        adapts, most = self.async_lead == AUTO, float(self.pace().most_lead)
+        return Lead(min(1.0, most) if adapts else self.async_lead, most, adapts)

@@ -1,0 +1,255 @@
+"""Rollouts beside training: without a lead it is the synchronous run, in order it depends on nothing but its numbers."""
+
+from __future__ import annotations
+
+import copy
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+
+from posttrain import GRPOTrainer, RLOOConfig, RLOOTrainer
+from posttrain.losses.importance import age_correction
+from posttrain.rollout.feed.judging import Judge
+from posttrain.rollout.feed.worker import RolloutWorker
+from posttrain.rollout.rollout import POLICY_LOGPS
+from posttrain.rollout.store import read_rollouts
+from posttrain.trainer.online.async_rollouts import AsyncRollouts, refuse_async
+from tests.forked import Child, start_group, wait_for_group
+from tests.trainer import fsdp_on_cpu
+from tests.trainer.resumable_run import KillAfter
+from tests.trainer.test_online import logged, trainer, weights
+from tests.waiting import eventually
+
+NATIVE = {"rollout_engine": "native", "max_steps": 5, "learning_rate": 0.05, "seed": 7}
+RLOO = {"cls": RLOOTrainer, "config": RLOOConfig}
+LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+
+
+def odd_sums(completions, completion_ids, **kwargs):
+    """Any other token changes it."""
+    return [float(sum(ids) % 11) for ids in completion_ids]
+
+
+def run(folder, **options):
+    made = trainer(folder, odd_sums, **{**NATIVE, **options})
+    made.train()
+    made.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "posttrain rollouts"]
+    return made
+
+
+def written(folder):
+    """Every rollout, without times."""
+    rows = read_rollouts(folder).to_pylist()
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in rows]
+
+
+def same_numbers(one, other):
+    assert len(one) == len(other)
+    for left, right in zip(one, other):
+        left, right = ({k: v for k, v in line.items() if not k.startswith("async/")} for line in (left, right))
+        assert left.keys() == right.keys()
+        for name, value in left.items():
+            assert value == right[name] or (value != value and right[name] != right[name]), name
+
+
+@pytest.mark.parametrize("order", ["in_order", "window", "first_finished"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, RLOO, LORA, {"steps_per_generation": 2, "num_iterations": 2, "max_staleness": 4}, {"beta": 0.1}],
+    ids=["grpo", "rloo", "lora", "iterations", "reference"],
+)
+def test_without_a_lead_it_is_the_synchronous_run_to_the_bit(tmp_path, order, options):
+    plain = run(tmp_path / "plain", **options)
+    beside = run(tmp_path / "beside", async_rollouts=True, async_lead=0, async_order=order, **options)
+    for (name, wanted), found in zip(weights(plain).items(), weights(beside).values()):
+        assert torch.equal(wanted, found), name
+    assert written(tmp_path / "beside") == written(tmp_path / "plain")
+    same_numbers(logged(tmp_path / "beside"), logged(tmp_path / "plain"))
+
+
+# ---- ahead of training ---------------------------------------------------------------------------------------------------
+
+
+class Delayed(GRPOTrainer):
+    """The oracle: a synchronous run whose window b is written by the weights of `lead` windows before."""
+
+    lead = 2
+    corrects_sampler = True
+    needs_old_logps = False
+
+    def _correction(self, batch, old_logps, sampling_logps):
+        return age_correction(old_logps, batch.per_token[POLICY_LOGPS], batch), {}
+
+    def _make_engine(self):
+        self.kept = []
+        self.copy = copy.deepcopy(self.model)
+        engine = self.local_engine(self.copy)
+        load = engine.load_weights
+
+        def load_older(_, version):
+            self.kept.append([parameter.detach().clone() for parameter in self.model.parameters()])
+            label = max(version - self.lead, 0)
+            with torch.no_grad():
+                for own, kept in zip(self.copy.parameters(), self.kept[label]):
+                    own.copy_(kept)
+            load(None, label)
+
+        engine.load_weights = load_older
+        return engine
+
+
+@pytest.fixture
+def jitter(monkeypatch):
+    """Threads that are held up at random."""
+    rng = random.Random(0)
+
+    def slowed(method):
+        def run(self, *args, **named):
+            time.sleep(rng.choice([0, 0, 0.002, 0.02]))
+            return method(self, *args, **named)
+
+        return run
+
+    for cls, name in [(RolloutWorker, "_begin_all"), (Judge, "add"), (AsyncRollouts, "on_step_end")]:
+        monkeypatch.setattr(cls, name, slowed(getattr(cls, name)))
+
+
+@pytest.mark.parametrize("lead", [1, 2, 3])
+def test_in_order_each_window_is_written_by_the_weights_of_its_label(tmp_path, monkeypatch, lead, jitter):
+    monkeypatch.setattr(Delayed, "lead", lead)
+    wanted = run(tmp_path / "wanted", cls=Delayed, max_steps=8)
+    found = run(tmp_path / "found", async_rollouts=True, async_lead=lead, async_order="in_order", max_steps=8)
+    for (name, left), right in zip(weights(wanted).items(), weights(found).values()):
+        assert torch.equal(left, right), name
+    assert written(tmp_path / "found") == written(tmp_path / "wanted")
+    versions = {(row["step"], row["policy_version"]) for row in written(tmp_path / "found")}
+    assert versions == {(step, max(step - 1 - lead, 0)) for step in range(1, 9)}
+
+
+@pytest.mark.parametrize("order", ["window", "first_finished"])
+@pytest.mark.parametrize("update", ["continue", "finish", "restart"])
+@pytest.mark.parametrize("on_stale", ["wait", "mask", "drop"])
+def test_no_trained_token_is_older_than_the_bound_and_no_prompt_is_trained_twice(
+    tmp_path, order, update, on_stale, jitter
+):
+    made = run(
+        tmp_path,
+        async_rollouts=True,
+        async_lead="auto" if update == "continue" else 1.5,
+        async_order=order,
+        update_in_flight=update,
+        on_stale=on_stale,
+        max_staleness=2,
+        max_steps=12,
+    )
+    rows = written(tmp_path)
+    groups = [row["group"] for row in rows if row["sample"] == 0]
+    assert len(groups) == len(set(groups)) == 24
+    if on_stale != "mask":
+        assert max(row["step"] - 1 - row["policy_version"] for row in rows) <= 2
+    assert max(line.get("async/token_age/max", 0) for line in logged(tmp_path)) <= 2
+    assert made.state.global_step == 12
+
+
+# ---- kills ---------------------------------------------------------------------------------------------------------------
+
+AHEAD = {"async_rollouts": True, "max_steps": 9, "save_strategy": "steps", "save_steps": 3}
+
+
+class KillAfterSave(KillAfter):
+    """When the checkpoint of step 3, which is written on a thread, is there."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            eventually((Path(args.output_dir) / "checkpoint-3").exists)
+        super().on_step_begin(args, state, control, **kwargs)
+
+
+def killed_at(folder, step, log, **options):
+    """A run that is killed when it begins a step, in a process of its own; its losses up to then."""
+    child = Child(lambda: run(folder, callbacks=[KillAfterSave(step)], **options), log)
+    assert child.wait() == -signal.SIGKILL, child.output()
+    return losses(folder)
+
+
+def losses(folder):
+    return {line["step"]: line["loss"] for line in logged(folder) if "loss" in line}
+
+
+def resumed(folder, **options):
+    made = trainer(folder, odd_sums, **{**NATIVE, **options})
+    made.train(resume_from_checkpoint=True)
+    made.close()
+    return made
+
+
+@pytest.mark.parametrize("step", [3, 5, 8])
+@pytest.mark.parametrize("lead", [0, 2])
+def test_in_order_a_killed_run_ends_as_the_undisturbed_one(tmp_path, step, lead):
+    options = {**AHEAD, "async_order": "in_order", "async_lead": lead}
+    whole = run(tmp_path / "whole", **options)
+    killed_at(tmp_path / "killed", step, tmp_path / "log", **options)
+    again = resumed(tmp_path / "killed", **options)
+    for (name, left), right in zip(weights(whole).items(), weights(again).values()):
+        assert torch.equal(left, right), name
+    assert written(tmp_path / "killed") == written(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("step", [4, 5, 8])
+def test_whatever_the_order_the_steps_before_a_kill_are_repeated_from_the_journal(tmp_path, step):
+    options = {**AHEAD, "async_order": "first_finished", "async_lead": 2, "keep_rollouts": True}
+    before = killed_at(tmp_path, step, tmp_path / "log", **options)
+    assert sorted(before) == list(range(1, step + 1))
+    kept = {row["step"]: row for row in written(tmp_path)}
+    resumed(tmp_path, **options)
+    after = losses(tmp_path)
+    assert {number: after[number] for number in before} == before
+    assert {number: row for number, row in {r["step"]: r for r in written(tmp_path)}.items() if number in kept} == kept
+    groups = [row["group"] for row in written(tmp_path) if row["sample"] == 0]
+    assert len(groups) == len(set(groups)) == 18
+
+
+# ---- several processes ---------------------------------------------------------------------------------------------------
+
+WINDOWS = {"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 2, "max_staleness": 16}
+
+
+def on_two(folder, **options):
+    def train(rank):
+        if options.get("fsdp"):
+            fsdp_on_cpu.allow()
+        run(folder, per_device_train_batch_size=8, dataset_cache_dir=f"{folder}-cache-{rank}", **WINDOWS, **options)
+        dist.destroy_process_group()
+
+    children = start_group(2, train, folder / "rank")
+    assert wait_for_group(children) == [0, 0], "\n".join(child.output() for child in children)
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+@pytest.mark.parametrize("lead", [0, 1])
+def test_two_processes_write_what_one_does(tmp_path, lead, fsdp):
+    ahead = {"async_rollouts": True, "async_order": "in_order", "async_lead": lead}
+    run(tmp_path / "one", per_device_train_batch_size=16, **WINDOWS, **ahead)
+    on_two(tmp_path / "two", **ahead, **{"fsdp": True} if fsdp else {})
+    key = lambda row: (row["step"], row["group"], row["sample"])  # noqa: E731
+    one, two = (sorted(written(tmp_path / name), key=key) for name in ("one", "two"))
+    assert [key(row) for row in one] == [key(row) for row in two]
+    assert [row["completion_ids"] for row in one] == [row["completion_ids"] for row in two]
+    assert [row["policy_version"] for row in one] == [row["policy_version"] for row in two]
+    np.testing.assert_allclose(*([row["advantage"] for row in rows] for rows in (one, two)), atol=1e-6)
+
+
+def test_a_group_on_two_processes_is_refused(tmp_path, monkeypatch):
+    made = trainer(tmp_path, odd_sums, **NATIVE)
+    monkeypatch.setattr(type(made.args.schedule()), "splits_groups", True)
+    with pytest.raises(ValueError, match="some lie on several processes"):
+        refuse_async(made)

@@ -1,0 +1,148 @@
+"""Rollout workers as processes: they write what a thread would, and whatever happens to them, every prompt is trained once."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from posttrain.rollout.feed import processes
+from tests.trainer.test_async import LORA, odd_sums, run, trainer, weights, written
+
+EXACT = {"async_rollouts": True, "async_order": "in_order", "async_lead": 2, "max_steps": 8}
+
+
+class Attack(TrainerCallback):
+    """Beside the training, `attack` is called with the workers again and again; steps take long enough to be met by it."""
+
+    def __init__(self, attack, seconds=0.3, every=0.2):
+        self.attack, self.seconds, self.every, self.over = attack, seconds, every, threading.Event()
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.thread = threading.Thread(target=self._go)
+        self.thread.start()
+
+    def _go(self):
+        while not self.over.wait(self.every):
+            ahead = self.trainer.ahead
+            if ahead is not None and ahead.processes is not None:
+                self.attack(ahead.processes.children)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        time.sleep(self.seconds)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.over.set()
+        self.thread.join()
+
+
+def attacked(folder, attack, *, every=0.2, **options):
+    callback = Attack(attack, every=every)
+    made = trainer(
+        folder,
+        odd_sums,
+        **{"rollout_engine": "native", "learning_rate": 0.05, "seed": 7},
+        **options,
+        callbacks=[callback],
+    )
+    callback.trainer = made
+    try:
+        made.train()
+    finally:
+        callback.over.set()
+        made.close()
+    return made
+
+
+def no_children():
+    return not [
+        child
+        for child in psutil.Process().children(recursive=True)
+        if "rollout.feed.child" in " ".join(child.cmdline())
+    ]
+
+
+@pytest.fixture(scope="module")
+def inline(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("inline")
+    return weights(run(folder, **EXACT)), written(folder)
+
+
+def same(made, folder, inline):
+    assert all(torch.equal(left, right) for left, right in zip(inline[0].values(), weights(made).values()))
+    assert written(folder) == inline[1]
+    assert no_children()
+
+
+def test_two_processes_write_what_a_thread_does(tmp_path, inline):
+    same(run(tmp_path, rollout_workers=2, **EXACT), tmp_path, inline)
+
+
+@pytest.mark.slow
+def test_adapters_and_frozen_weights_reach_a_process(tmp_path):
+    options = {**EXACT, **LORA, "max_steps": 4}
+    wanted = weights(run(tmp_path / "thread", **options))
+    found = weights(run(tmp_path / "process", rollout_workers=1, **options))
+    assert all(torch.equal(left, right) for left, right in zip(wanted.values(), found.values()))
+
+
+@pytest.mark.slow
+def test_workers_that_are_killed_at_any_time_are_replaced(tmp_path, inline):
+    rng, killed = random.Random(0), []
+
+    def kill(children):
+        busy = [child for child in children if child.has_begun and child.process.poll() is None]
+        if busy and len(killed) < 6:
+            time.sleep(rng.random() * 0.2)
+            killed.append(rng.choice(busy).process.pid)
+            os.kill(killed[-1], signal.SIGKILL)
+
+    made = attacked(tmp_path, kill, rollout_workers=2, **EXACT)
+    assert len(killed) == 6
+    same(made, tmp_path, inline)
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_is_noticed_and_its_late_results_are_refused(tmp_path, inline, monkeypatch):
+    monkeypatch.setattr(processes, "SILENT_SECONDS", 2.0)
+    stopped = []
+
+    def stop(children):
+        if not stopped and children[0].has_begun:
+            stopped.append(children[0].process.pid)
+            os.kill(stopped[0], signal.SIGSTOP)
+
+    made = attacked(tmp_path, stop, rollout_workers=2, **EXACT)
+    assert stopped
+    same(made, tmp_path, inline)
+
+
+@pytest.mark.slow
+def test_a_worker_that_cannot_live_ends_the_run_with_a_sentence(tmp_path):
+    def kill(children):
+        for child in children:
+            if child.process.poll() is None:
+                os.kill(child.process.pid, signal.SIGKILL)
+
+    with pytest.raises(RuntimeError, match=r"Rollout worker-0 ended 3 times in a row, the last time with -9"):
+        attacked(tmp_path, kill, every=0.05, rollout_workers=1, **EXACT)
+    assert no_children()
+
+
+@pytest.mark.slow
+def test_a_mistake_in_a_worker_is_shown_where_the_trainer_waits(tmp_path, monkeypatch):
+    def broken(rows, requests, params):
+        raise KeyError("a bug of mine")
+
+    made = trainer(tmp_path, odd_sums, rollout_engine="native", rollout_workers=1, **EXACT)
+    made.collector.writer.episodes = broken
+    with pytest.raises(RuntimeError, match=r"(?s)Rollout worker-0 failed:.*a bug of mine"):
+        made.train()
+    assert no_children()
