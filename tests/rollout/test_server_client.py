@@ -97,7 +97,9 @@ def changed(**fields):
 
 def test_a_right_answer_is_taken_as_it_is(serve):
     client = ServerClient(serve(answers(http(json.dumps(RIGHT).encode()))).url, TOKEN, SOON)
-    assert client.generate(REQUEST) == ServerCompletion([3, 4], [-1.0, -2.0], "stop", 5, "processed_logprobs")
+    assert client.generate(REQUEST) == ServerCompletion(
+        [3, 4], [-1.0, -2.0], "stop", 5, "processed_logprobs", spans=((2, 5),)
+    )
 
 
 @pytest.mark.parametrize(

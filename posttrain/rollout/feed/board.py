@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from posttrain.models.sharding import whole
 from posttrain.rollout.engines.gathered_engine import GatheredEngine
+from posttrain.rollout.feed.worker import ReadInPlace
 
 Buffer = list[Tensor]
 NEWEST = -1  # no label: whatever is newest
@@ -94,7 +95,7 @@ def trained_weights(model: nn.Module, gathered: GatheredEngine | None = None) ->
     return {name: weight for name, weight in model.named_parameters() if weight.requires_grad and name in names}
 
 
-class Shadow:
+class Shadow(ReadInPlace):
     """A copy of the model. Weights that are not trained (the base of an adapter) are shared with it, unless they lie in pieces."""
 
     def __init__(self, model: nn.Module, board: Board, gathered: GatheredEngine | None = None) -> None:

@@ -27,7 +27,7 @@ from posttrain.rollout.engines.protocol import RolloutEngine
 from posttrain.rollout.feed.arena import Arena, Layout
 from posttrain.rollout.feed.board import NEWEST
 from posttrain.rollout.feed.group import Work, rollouts_tree
-from posttrain.rollout.feed.worker import CONTINUE, RolloutWorker, Writing
+from posttrain.rollout.feed.worker import CONTINUE, ReadInPlace, RolloutWorker, Writing
 from posttrain.rollout.prompt_rows import PromptRow
 from posttrain.rollout.rollout import Request, Rollout
 
@@ -107,7 +107,7 @@ class FeedOverSocket:
             threading.Event().wait(BEAT_SECONDS)
 
 
-class Mapped:
+class Mapped(ReadInPlace):
     """Weights that are copied out of the memory in which the trainer publishes them."""
 
     def __init__(self, feed: FeedOverSocket, own: list[Tensor], arenas: list[Arena]) -> None:

@@ -26,12 +26,25 @@ class Weights(Protocol):
 
     label: int
 
+    def begin(self, engine: RolloutEngine) -> None:
+        """Before a session: the engine is awake, and its version is `label`."""
+
     def load(self, label: int) -> int:
         """Between two looks: another label that was published, this one or a newer."""
 
 
-class TrainersOwn:
-    """Weights that are read in place: nobody trains while a worker writes."""
+class ReadInPlace:
+    """Weights of this process that an engine reads."""
+
+    label: int
+
+    def begin(self, engine: RolloutEngine) -> None:
+        engine.load_weights(None, self.label)
+        engine.wake()
+
+
+class TrainersOwn(ReadInPlace):
+    """The trainer's own: nobody trains while a worker writes."""
 
     def __init__(self, state: Any) -> None:
         self.state = state
@@ -39,6 +52,24 @@ class TrainersOwn:
     @property
     def label(self) -> int:
         return self.state.global_step
+
+    def load(self, label: int) -> int:
+        """They are there already."""
+        return self.label
+
+
+class SentByTrainer:
+    """Those of an engine that is another program: the trainer sends them, between two of its steps."""
+
+    def __init__(self, engine: RolloutEngine) -> None:
+        self.engine = engine
+
+    @property
+    def label(self) -> int:
+        return self.engine.version
+
+    def begin(self, engine: RolloutEngine) -> None:
+        """It has them, and never sleeps."""
 
     def load(self, label: int) -> int:
         """They are there already."""
@@ -121,8 +152,7 @@ class RolloutWorker:
 
     def _write(self) -> None:
         """One session, until there is nothing left to do: memory for keys and values is given back then."""
-        self.engine.load_weights(None, self.weights.label)
-        self.engine.wake()
+        self.weights.begin(self.engine)
         try:
             with self.engine.session(self.writing.params) as session:
                 running = RunningEpisodes(session)

@@ -25,6 +25,7 @@ from posttrain.models.sharding import reshard
 from posttrain.rewards.reward_set import RewardSet
 from posttrain.rollout.collector import RolloutCollector, Written
 from posttrain.rollout.engines.protocol import RolloutEngine, SamplingParams
+from posttrain.rollout.engines.weight_sync import WeightSync
 from posttrain.rollout.episodes.writing import AnyRows
 from posttrain.rollout.feed.board import Board, Shadow, trained_weights
 from posttrain.rollout.feed.feed import Feed
@@ -33,12 +34,13 @@ from posttrain.rollout.feed.journal import Journal
 from posttrain.rollout.feed.judging import Judge
 from posttrain.rollout.feed.pacing import IN_ORDER, MASK
 from posttrain.rollout.feed.processes import WorkerProcesses
-from posttrain.rollout.feed.worker import CONTINUE, KEEP, RolloutWorker, TrainersOwn, Writing
+from posttrain.rollout.feed.worker import CONTINUE, KEEP, RolloutWorker, SentByTrainer, TrainersOwn, Writing
 from posttrain.rollout.prompt_rows import PromptRow, StreamedPrompts
 from posttrain.rollout.rollout import DATASET, POLICY, POLICY_VERSIONS, Request, Rollout
 from posttrain.rollout.schedule import Schedule
 from posttrain.trainer.online.agents import Agents
 from posttrain.trainer.options.online import OnlineConfig
+from posttrain.trainer.options.vllm import COLOCATE
 
 NAME = "inline"
 STOP_SECONDS = 60.0
@@ -55,6 +57,7 @@ class WrittenAhead(Protocol):
     rewards: RewardSet
     rollout_func: Any
     shown_pixels: Any
+    weight_sync: WeightSync
     agents: Agents | None
     is_fully_sharded: bool
 
@@ -86,6 +89,7 @@ class AsyncRollouts(TrainerCallback):
         self._reading = threading.Lock()
         self.is_resumed = False
         self._last_window = 0.0  # when the last one was taken
+        self._sent: dict[str, float] = {}  # what it took to send weights to other programs, the last time
 
     def _prompt(self, number: int) -> tuple[int, int]:
         """Each process writes the groups that it trains on, as without a lead."""
@@ -117,7 +121,7 @@ class AsyncRollouts(TrainerCallback):
         written = joined_groups(groups, self.feed.waited)
         masks = self.run.args.on_stale == MASK
         masked = {"async/masked_old_tokens": float(sum(map(self._mask_old, written.rollouts)))} if masks else {}
-        written.numbers = self._numbers(groups) | masked
+        written.numbers = self._numbers(groups) | masked | self._sent
         return written
 
     def state(self) -> dict[str, Any]:
@@ -145,14 +149,20 @@ class AsyncRollouts(TrainerCallback):
         how = {"in_flight": args.update_in_flight, "keeps_cache": args.kv_after_update == KEEP}
         if args.rollout_workers is not None:
             return self._start_processes(writing, judge, how)
-        if self.is_ahead or run.is_fully_sharded:  # an engine that gathers would do so when it likes
+        if not args.use_vllm and (
+            self.is_ahead or run.is_fully_sharded
+        ):  # an engine that gathers would do so when it likes
             gathered = run.engine if run.is_fully_sharded else None
             dtype = args.compute_dtype if run.is_fully_sharded else None
             self.board = Board([*trained_weights(run.model, gathered).values()], sharded_dtype=dtype)
             self._publish(step)
         for number in range(self._labels_at_once()):
             weights, engine = TrainersOwn(run.state), run.engine
-            if self.board is not None:
+            if args.use_vllm:
+                engine.labels_tokens = args.update_in_flight == CONTINUE
+                self._sent = run.weight_sync.ready(step)
+                weights = SentByTrainer(engine)
+            elif self.board is not None:
                 weights = Shadow(run.model, self.board, gathered)
                 engine = run.local_engine(weights.model)
                 engine.labels_tokens = args.update_in_flight == CONTINUE
@@ -198,6 +208,8 @@ class AsyncRollouts(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.board is not None and state.global_step % args.weight_sync_steps == 0:
             self._publish(state.global_step)
+        if args.use_vllm and self.threads and state.global_step % args.weight_sync_steps == 0:
+            self._sent = self.run.weight_sync.ready(state.global_step)
         self.feed.trained(state.global_step)
 
     def _publish(self, step: int) -> None:
@@ -271,8 +283,19 @@ def refuse_async(run: WrittenAhead) -> None:
     args = run.args
     if run.rollout_func is not None:
         raise ValueError("`rollout_func` is given the trainer, which trains meanwhile: leave `async_rollouts` out.")
-    if args.use_vllm:
-        raise ValueError("`async_rollouts` has no engine but ours yet: leave `use_vllm` out.")
+    if args.use_vllm and args.vllm_mode == COLOCATE:
+        raise ValueError(
+            "vLLM in this process takes turns with the training: `vllm_mode='server'` writes beside it, and so does our own engine."
+        )
+    if args.use_vllm and args.rollout_workers is not None:
+        raise ValueError(
+            "`rollout_workers` are processes of our own engine, and `use_vllm` says that vLLM writes: leave one out."
+        )
+    if args.use_vllm and args.async_order == IN_ORDER and args.async_lead:
+        raise ValueError(
+            "In order, a group is written by the weights of exactly `async_lead` steps before, and servers have the newest alone: "
+            "take `async_order='window'`, or our own engine."
+        )
     if args.rollout_workers is not None and run.shown_pixels is not None:
         raise ValueError("Worker processes are shown no images yet: leave `rollout_workers` out, and a thread writes.")
     if args.rollout_workers is not None and run.agents is not None and run.agents.environments is not None:

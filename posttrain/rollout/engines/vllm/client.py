@@ -32,8 +32,8 @@ MARGIN_SECONDS = 10.0
 IMAGE_TRIES = 5
 NO_ROOM = 507
 """The status of a refusal that this client makes itself: the server does not keep images for as long as a prompt needs them."""
-DRAIN, ABORT = "drain", "abort"
-"""What a commit does with requests that still run: let them end first, or end them."""
+DRAIN, CONTINUE, ABORT = "drain", "continue", "abort"
+"""What a commit does with requests that still run: let them end first, continue them with the new weights, or end them."""
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,9 @@ class GenerateRequest:
     seed: int
     max_tokens: int
     params: SamplingParams
-    version: int  # of the weights that must write it, as the servers count
+    version: int  # of the weights that must write it, or begin it, as the servers count
     images: SentImages | None = None
+    may_change: bool = False  # newer weights, which come while it is being written, may continue it
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,9 @@ class ServerCompletion:
     version: int | None
     logprobs_mode: str
     error: str | None = None
+    spans: tuple[tuple[int, int], ...] | None = (
+        None  # (one past the last token, version); None: the server does not say
+    )
 
 
 class Client:
@@ -224,7 +228,7 @@ class ServerClient(Client):
             "request_id": request.request_id,
             "prompts": [{"ids": list(request.ids), "seeds": [request.seed], "max_tokens": request.max_tokens}],
             "sampling": sampling_fields(request.params),
-            "accept": {"min": request.version, "max": request.version},
+            "accept": {"min": request.version} | ({} if request.may_change else {"max": request.version}),
             "deadline_s": seconds,
         }
         if request.images is not None:
@@ -376,17 +380,26 @@ def _written(fields: Any, request: GenerateRequest) -> ServerCompletion:
     reason = completion["finish_reason"]
     if reason not in (STOP, LENGTH, ABORTED) or (not ids and reason != ABORTED):
         raise ValueError(f"it ends with {str(reason)[:60]!r} after {len(ids)} tokens")
-    end = 0
-    for first, last, version in completion["spans"]:
-        if first != end or version != request.version:
-            raise ValueError(f"tokens {first} to {last} are of version {version}, and {request.version} was asked for")
-        end = last
-    if end != len(ids):
-        raise ValueError(f"it says which weights wrote {end} of {len(ids)} tokens")
+    spans = _spans(completion["spans"], len(ids), request)
     mode = fields["logprobs_mode"]
     return ServerCompletion(
-        ids, [float(x) for x in logps], reason, completion["version"], str(mode), completion["error"]
+        ids, [float(x) for x in logps], reason, completion["version"], str(mode), completion["error"], spans
     )
+
+
+def _spans(said: Any, tokens: int, request: GenerateRequest) -> tuple[tuple[int, int], ...]:
+    """Which version wrote which tokens: all of them, without a gap, and by weights that were asked for."""
+    end, newest, found = 0, request.version, []
+    for first, last, version in said:
+        if not isinstance(version, int) or first != end or last <= first or not newest <= version:
+            raise ValueError(f"tokens {first} to {last} are of version {version}, after {end} tokens up to {newest}")
+        if version != request.version and not request.may_change:
+            raise ValueError(f"tokens {first} to {last} are of version {version}, and {request.version} was asked for")
+        end, newest = last, version
+        found.append((last, version))
+    if end != tokens:
+        raise ValueError(f"it says which weights wrote {end} of {tokens} tokens")
+    return tuple(found)
 
 
 def check_tokens(ids: Any, logps: Any, most: int) -> None:

@@ -61,6 +61,7 @@ class Fleet:
             raise ValueError(f"The servers {names} are not all different.")
         self.members, self.deadlines, self.bucket_bytes = list(members), deadlines, bucket_bytes
         self.target = Target(None, None)
+        self.labels: dict[int, int] = {}  # version, as the servers count -> what the trainer calls it
         self.asleep = False
         self.recoveries = 0
         self._watch_seconds = watch_seconds
@@ -348,6 +349,7 @@ class Fleet:
         """
         self._next_version += 1
         before = self.target
+        self.labels[self._next_version] = label  # before anything is written with it
         target = Target(self._next_version, kept.fingerprint, label, kept, specs=kept.specs)
         members = self._recipients()
         with ExitStack() as held:
@@ -368,6 +370,15 @@ class Fleet:
             raise
         return target
 
+    def label_of(self, version: int) -> int:
+        """What the trainer calls a version that a server wrote with. Of one that another process of this run has just sent, this
+        one hears in a moment."""
+        with self._changed:
+            known = self._changed.wait_for(lambda: version in self.labels, self.deadlines.commit)
+        if not known:
+            raise ServerError(f"A server wrote with version {version} of the weights, which this trainer has not sent.")
+        return self.labels[version]
+
     def can_stream(self, device: torch.device) -> bool:
         """Whether weights there can go straight into the engines of all servers that are up."""
         members = self._recipients()
@@ -382,6 +393,7 @@ class Fleet:
         no server can be counted on to serve it: the caller stages the version instead.
         """
         self._next_version += 1
+        self.labels[self._next_version] = label
         members = self._recipients()
         with ExitStack() as held:
             for member in members:
@@ -455,6 +467,7 @@ class Fleet:
         """Wait until the servers serve what another process of this run has sent."""
         with self._changed:
             self.target = Target(target.version, target.fingerprint, target.label, follows=True)
+            self.labels[target.version] = target.label
             for member in self.members:
                 member.why = f"it was not seen with version {target.version} yet."
                 self._clear_failures(member)

@@ -29,7 +29,15 @@ from posttrain.core.transport import ServerError, ServerRefused, ServerSlow
 from posttrain.rollout.engines.protocol import ERROR as ENDED_BY_ERROR
 from posttrain.rollout.engines.protocol import Completion, Prompt, SamplingParams
 from posttrain.rollout.engines.request import Request, request_or_error
-from posttrain.rollout.engines.vllm.client import ABORT, ABORTED, DRAIN, NOT_OFFERED, GenerateRequest, ServerCompletion
+from posttrain.rollout.engines.vllm.client import (
+    ABORT,
+    ABORTED,
+    CONTINUE,
+    DRAIN,
+    NOT_OFFERED,
+    GenerateRequest,
+    ServerCompletion,
+)
 from posttrain.rollout.engines.vllm.fleet import Fleet
 from posttrain.rollout.engines.vllm.fleet_members import AnyClient, Member, Target
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights, common_checksum, spec_of
@@ -102,6 +110,9 @@ class ServedVLLM:
         self._copying: Future[None] | None = None
         self._is_repeatable = True
         self._abandoned = False
+        self.labels_tokens = (
+            False  # whether running completions continue with new weights, and say which token is whose
+        )
 
     def show(self, pictures: Pictures | None) -> None:
         """From now on prompts may have images, which `pictures` opens; None: they are texts."""
@@ -178,7 +189,7 @@ class ServedVLLM:
 
     @property
     def _in_flight(self) -> str:
-        return ABORT if self._abandoned else DRAIN
+        return ABORT if self._abandoned else CONTINUE if self.labels_tokens else DRAIN
 
     def _stream(
         self, weights: Weights, device: torch.device, version: int
@@ -362,7 +373,7 @@ class ServedSession:
         return len(self._waiting) + len(self._sent) + len(self._finished)
 
     def advance(self) -> list[tuple[int, Completion]]:
-        while not self._finished and self.in_flight:
+        if not self._finished and self.in_flight:
             self._send_waiting()
             self._collect()
             self._fleet.raise_if_unrecoverable()
@@ -393,7 +404,9 @@ class ServedSession:
         ids = ticket.request.prompt.ids.tolist()
         ticket.label = target.label
         request_id = f"{self._id}-{number}-{ticket.attempt}"
-        request = GenerateRequest(request_id, ids, ticket.seed, ticket.request.limit, self._params, target.version)
+        may_change = self._engine.labels_tokens
+        asked = (ids, ticket.seed, ticket.request.limit, self._params, target.version)
+        request = GenerateRequest(request_id, *asked, may_change=may_change)
         tokens, came, release = ticket.tokens, self._outcomes, self._fleet.release
         prompt, pictures = ticket.request.prompt, self._engine.pictures
 
@@ -438,6 +451,11 @@ class ServedSession:
 
     def _complete(self, ticket: _Ticket, written: ServerCompletion) -> None:
         request, version, self._last_finished = ticket.request, ticket.label, time.monotonic()
+        spans = None
+        if self._engine.labels_tokens:
+            said = written.spans or ((len(written.ids), None),)  # a server that does not say keeps what it began with
+            spans = tuple((end, version if v is None else self._fleet.label_of(v)) for end, v in said)
+            version = spans[0][1]
         if any(math.isnan(logp) for logp in written.logps):
             sentence = f"The logits after prompt {request.prompt.key} are not numbers: the weights are broken."
             self._finished.append((request.ticket, Completion.failed(sentence, version)))
@@ -449,7 +467,9 @@ class ServedSession:
         sampling, policy = completion_logps(self._params, written.logprobs_mode, written.logps[:cut])
         seconds = request.completion(reason, version).seconds
         ids = np.asarray(written.ids[:cut], np.int32)
-        completion = Completion(ids, sampling, policy, reason, error, seconds, version)
+        if spans is not None and cut is not None:
+            spans = tuple((min(end, cut), label) for end, label in spans)
+        completion = Completion(ids, sampling, policy, reason, error, seconds, version, spans)
         self._finished.append((request.ticket, completion))
 
     def _resend(self, ticket: _Ticket, member: Member, why: str) -> None:
