@@ -1,10 +1,11 @@
-"""Runs that FSDP2 on two processes must end as one process without it does.
+"""Runs that FSDP2 on two processes, and HSDP on four, must end as one process without it does.
 
-`main` runs once alone and once in two processes; each run leaves its final model, its log and its checkpoints in FOLDER/CELL.
+`main` runs once alone and once in several processes; each run leaves its final model, its log and its checkpoints in FOLDER/CELL.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import traceback
@@ -14,16 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
+import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from posttrain.core import faults
 from posttrain.methods.table import METHODS
 from tests import tiny
+from tests.forked import Child, start_group
 from tests.trainer import fsdp_on_cpu, resumable_run
 
 STEPS, SAVED = 4, 2
-ROWS = 11  # 4 + 4 + 3: the last window is uneven over two processes
+ROWS = 11  # 4 + 4 + 3: the last window is uneven over two processes, and leaves one of four without a row
+FOUR, COPIES = 4, 2
+"""Four processes are two copies of two shards."""
+HSDP_LAUNCHED = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(COPIES),
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(FOUR // COPIES),
+}
 LAUNCHED = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -41,6 +53,12 @@ PPO = {"max_completion_length": 5, "reward_workers": 0, "num_ppo_epochs": 2, "ad
 GKD = {"max_completion_length": 5, "lmbda": 0.5, "beta": 0.3}
 SDFT = {"max_completion_length": 5, "num_generations": 2}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+COMPARED = (
+    "loss", "eval_loss", "grad_norm", "num_tokens", "entropy", "reward", "reward_std", "aux_loss", "kl", "eval_kl", "delta",
+    "rewards/margins", "eval_rewards/margins", "nll_loss", "log_odds_ratio", "accuracy", "eval_accuracy",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -135,6 +153,7 @@ def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
             "bf16": False,
             "dataset_cache_dir": str(folder.parent / "cache"),
             **({"fsdp": True, "fsdp_config": dict(cell.fsdp)} if world > 1 and not cell.launched else {}),
+            **({"dp_replicate_size": COPIES} if world == FOUR and not cell.launched else {}),
             **cell.options,
             **changes,
         }
@@ -167,19 +186,23 @@ def _cut(method: str, world: int) -> dict[str, int]:
 
 
 class IsSharded(TrainerCallback):
-    """No comparison below would notice that nothing was sharded."""
+    """No comparison below would notice that nothing was sharded, or that each process had a quarter and no copy."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         assert isinstance(model, FSDPModule), f"{type(model).__name__} is not sharded"
+        shards = [p for p in model.parameters() if hasattr(p, "device_mesh")]  # others are gathered at the moment
+        meshes = {tuple(shard.device_mesh.shape) for shard in shards}
+        assert meshes == {(COPIES, FOUR // COPIES) if args.world_size == FOUR else (args.world_size,)}, meshes
 
 
 @contextmanager
 def environment(cell: Cell, world: int, rank: int) -> Any:
     """The variables of a launch, and of faults, while a cell runs. accelerate leaves some behind."""
     before = dict(os.environ)
-    os.environ.update(LAUNCHED if cell.launched and world > 1 else {})
+    if cell.launched and world > 1:
+        os.environ.update(LAUNCHED | (HSDP_LAUNCHED if world == FOUR else {}))
     faults.arm(cell.fault if rank == world - 1 else None)
     try:
         yield
@@ -204,6 +227,14 @@ def run(cell: Cell, folder: Path) -> None:
     again.save_model(str(resumed / "final"))
 
 
+def start(processes: int, home: Path, names: list[str]) -> list[Child]:
+    """`main` in so many processes."""
+    home.mkdir()
+    model_of(CELLS["sft-launched"]).save_pretrained(home / "model")
+    tiny.tokenizer().save_pretrained(home / "model")
+    return start_group(processes, lambda rank: main(home, names), home / "rank")
+
+
 def main(home: Path, names: list[str]) -> None:
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     fsdp_on_cpu.allow()
@@ -214,3 +245,48 @@ def main(home: Path, names: list[str]) -> None:
             except Exception:
                 (home / f"{name}-{rank}.error").write_text(traceback.format_exc())
                 raise
+
+
+# ---- what is seen of them ------------------------------------------------------------------------------------------------
+
+
+def final(home: Path, name: str) -> dict[str, torch.Tensor]:
+    folder = home / name / "final"
+    if not folder.exists():
+        errors = [path.read_text() for path in home.glob("*.error")]
+        pytest.fail("\n".join(errors) or (home / "rank-0.log").read_text()[-3000:])
+    return load_file(next(folder.glob("*model.safetensors")))
+
+
+def logged(home: Path, name: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (home / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_ends_alike(name: str, alone: Path, together: Path) -> None:
+    """Weights to 1e-5, and what was logged."""
+    one, many = final(alone, name), final(together, name)
+    assert one.keys() == many.keys()
+    for key, tensor in one.items():
+        torch.testing.assert_close(many[key], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+    seen = set()
+    for line, other in zip(logged(alone, name), logged(together, name), strict=True):
+        for key in {*COMPARED} & line.keys():
+            seen.add(key)
+            near_zero = 1e-5 if "rewards" in key else 1e-6  # a reward is a difference of two sums of about 100
+            assert other[key] == pytest.approx(line[key], rel=1e-4, abs=near_zero), key
+    assert {"loss", "grad_norm"} <= seen
+
+
+def assert_resumed_exactly(name: str, home: Path, processes: int) -> None:
+    """Weights, shards of every process and logged numbers, to the bit."""
+    whole, resumed = final(home, name), final(home, f"{name}-resumed")
+    assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
+    last = f"checkpoint-{STEPS}"
+    for rank in range(processes):
+        kept = [load_file(home / run / last / f"optimizer_{rank}.safetensors") for run in (name, f"{name}-resumed")]
+        assert kept[0].keys() == kept[1].keys()
+        assert all(torch.equal(kept[1][key], tensor) for key, tensor in kept[0].items())
+    lines = {run: [line for line in logged(home, run) if "loss" in line] for run in (name, f"{name}-resumed")}
+    for line, other in zip(lines[name][SAVED:], lines[f"{name}-resumed"], strict=True):
+        for key in COMPARED:
+            assert other.get(key) == line.get(key), key

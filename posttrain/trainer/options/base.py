@@ -21,6 +21,7 @@ from posttrain.core.console import NORMAL, VERBOSITIES
 from posttrain.core.options import default_of, is_ours, is_refused, option, refused
 from posttrain.core.secrets import without_secrets
 from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
+from posttrain.trainer.options.processes import lay_out_processes
 
 STEPS_WORTH_COMPILING_FOR = 300
 """Compiling costs about as much time as it saves in a few dozen steps."""
@@ -116,6 +117,13 @@ class BaseConfig(TrainingArguments):
         "memory allows.",
     )
 
+    # ---- several processes
+    dp_replicate_size: int = option(
+        1,
+        "FSDP: whole copies of the model, each in shards on neighbouring processes (HSDP). With one copy a machine, weights are "
+        "gathered inside of a machine.",
+    )
+
     # ---- trust
     max_skipped_steps: int = option(3, "Stop after this many optimizer steps in a row whose gradient was not finite.")
     resume_allow_changes: list[str] = option(
@@ -143,6 +151,7 @@ class BaseConfig(TrainingArguments):
         if self.sharding is None and not self.fp16:
             self.mixed_precision = "no"
         self._check_shared_options()
+        lay_out_processes(self)
 
     # ---- precision -----------------------------------------------------------------------------------------------
 
