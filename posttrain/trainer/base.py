@@ -62,6 +62,9 @@ class BaseTrainer(transformers.Trainer):
     task: ClassVar[str] = CAUSAL_LM
     token_stats: ClassVar[tuple[str, ...]] = ("entropy", "is_most_likely")
     paper: ClassVar[Paper | None] = None
+    shares_rows: ClassVar[bool] = False
+    """Whether `sequence_parallel_size` is known to the method: it asks about trained tokens alone, and rows have no twins."""
+
     loads_more: ClassVar[bool] = False
     """Whether the constructor of a derived class puts more on the device after this one's, and calls `fit_memory` itself."""
 
@@ -92,6 +95,8 @@ class BaseTrainer(transformers.Trainer):
         name = type(self).__name__
         self.args = args = construction.config_of(args, self.config_class, model, name, self.method)
         self.check_options(args, getattr(self, "custom_loss", None))
+        if args.sequence_parallel_size > 1 and not self.shares_rows:
+            raise ValueError(f"{name} trains on whole rows: leave `sequence_parallel_size` at 1.")
         if optimizers[0] is not None and getattr(args, "vision_learning_rate", None) is not None:
             raise ValueError(
                 "`vision_learning_rate` is set, and `optimizers` brings rates of its own: leave one of them out."
@@ -144,6 +149,11 @@ class BaseTrainer(transformers.Trainer):
     def pixels(self) -> Pixels | None:
         """Who makes the pixels of images; None: there are none."""
         return None if self.vision is None else self.vision.pixels
+
+    @property
+    def row_collator(self) -> Collator:
+        """Lays out batches of which this process computes its part; `data_collator` lays out whole ones."""
+        return replace(self.data_collator, part=self.args.row_part)
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -234,7 +244,8 @@ class BaseTrainer(transformers.Trainer):
 
     def count_tokens(self, batch: TokenBatch) -> None:
         """Add a batch that is trained on to the tokens of the run."""
-        self.metrics.count("num_tokens", batch.num_tokens)
+        if batch.part is None or batch.part.rank == 0:  # the others of its row have the same batch
+            self.metrics.count("num_tokens", batch.num_tokens)
 
     def batch_limits(self) -> tuple[int, int]:
         """Tokens of the largest micro-batch and of the longest unit, where the data does not tell."""
@@ -274,7 +285,7 @@ class BaseTrainer(transformers.Trainer):
     def get_train_dataloader(self) -> UnitLoader:
         if self.train_dataset is None:
             raise ValueError(f"{type(self).__name__}.train() needs a `train_dataset`.")
-        collator = replace(self.data_collator, max_tokens=self.args.max_tokens_per_pass)
+        collator = replace(self.row_collator, max_tokens=self.args.max_tokens_per_pass)
         order = (self.args.train_sampling_strategy, self.args.dataloader_drop_last, self.partners(is_training=True))
         is_augmented = getattr(self.args, "image_augmentation", None) is not None
         how = (collator, self._train_batch_size, *order, is_augmented)
@@ -283,7 +294,7 @@ class BaseTrainer(transformers.Trainer):
     def get_eval_dataloader(self, eval_dataset: Any = None) -> UnitLoader:
         rows, args = self.evaluation_rows(eval_dataset), self.args
         order = ("sequential", False, self.partners(is_training=False))
-        return construction.unit_loader(rows, args, self.data_collator, args.eval_batch_size, *order)
+        return construction.unit_loader(rows, args, self.row_collator, args.eval_batch_size, *order)
 
     def get_test_dataloader(self, test_dataset: Any) -> UnitLoader:
         return self.get_eval_dataloader(test_dataset)
@@ -312,7 +323,7 @@ class BaseTrainer(transformers.Trainer):
         self.guard.rows = list(dict.fromkeys(row for part in passes for row in part.rows))
         totals = step_totals(passes, self.args)
         self.before_step(passes)
-        sharding.even_out(batch_samples, self.data_collator, self.args)
+        sharding.even_out(batch_samples, self.row_collator, self.args)
         faults.fault_point("data")
         return totals
 
@@ -333,7 +344,8 @@ class BaseTrainer(transformers.Trainer):
         output, policy = self._loss_output(model, inputs, "train")  # evaluation goes through `prediction_step`
         totals = inputs.totals() if num_items_in_batch is None else num_items_in_batch
         faults.fault_point("forward")
-        loss = output.reduce(totals, 1 if num_items_in_batch is None else self.args.world_size)
+        # Processes that share a row have the same loss, and each the gradient of its own tokens times their number.
+        loss = output.reduce(totals, 1 if num_items_in_batch is None else self.args.readers)
         if faults.armed():
             loss.register_hook(faults.in_backward)
         return (loss, policy) if return_outputs else loss
@@ -433,11 +445,16 @@ class BaseTrainer(transformers.Trainer):
     def floating_point_ops(self, inputs: TokenBatch | Passes) -> int:
         if not hasattr(self, "_parameter_count"):
             self._parameter_count = sum(p.numel() for p in self.model.parameters())
-        return 6 * inputs.num_tokens * self._parameter_count
+        return 6 * inputs.num_tokens * self._parameter_count // self.args.sequence_parallel_size
 
     def _track_num_input_tokens(self, inputs: TokenBatch | Passes) -> None:
         if self.args.include_num_input_tokens_seen != "no":
-            self.state.num_input_tokens_seen += int(over_processes(inputs.num_tokens, self.args))
+            seen = over_processes(inputs.num_tokens, self.args) / self.args.sequence_parallel_size
+            self.state.num_input_tokens_seen += int(seen)
+
+    def get_total_train_batch_size(self, args: BaseConfig) -> int:
+        """Rows of an optimizer step."""
+        return self._train_batch_size * args.gradient_accumulation_steps * args.readers
 
     # ---- the run -----------------------------------------------------------------------------------------------------
 

@@ -124,6 +124,12 @@ class BaseConfig(TrainingArguments):
         "gathered inside of a machine.",
     )
 
+    sequence_parallel_size: int = option(
+        1,
+        "Neighbouring processes that share each row, a part of its tokens each: for sequences whose activations one device cannot "
+        "hold. The batch sizes are those of so many processes together.",
+    )
+
     # ---- trust
     max_skipped_steps: int = option(3, "Stop after this many optimizer steps in a row whose gradient was not finite.")
     resume_allow_changes: list[str] = option(
@@ -176,6 +182,22 @@ class BaseConfig(TrainingArguments):
         asked = {FSDP: self.fsdp, DEEPSPEED: self.deepspeed}
         launched = {name: os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true" for name in asked}
         return next((name for name in asked if asked[name] or launched[name]), None)
+
+    @property
+    def row_part(self) -> tuple[int, int] | None:
+        """(which part of a row this process computes, of how many); None where it computes whole rows."""
+        size = self.sequence_parallel_size
+        return None if size == 1 else (self.process_index % size, size)
+
+    @property
+    def readers(self) -> int:
+        """How many processes, or groups of processes that share their rows, read different rows."""
+        return self.world_size // self.sequence_parallel_size
+
+    @property
+    def reader(self) -> int:
+        """Which of them this process is, or belongs to."""
+        return self.process_index // self.sequence_parallel_size
 
     @property
     def load_dtype(self) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""What each process of a run is to the others: a copy of the model, a shard of one."""
+"""What each process of a run is to the others: another copy of the model, another shard of it, another part of the same row."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ class ProcessOptions(Protocol):
     world_size: int
     sharding: str | None
     dp_replicate_size: int
+    sequence_parallel_size: int
     parallelism_config: ParallelismConfig | None
 
 
 def lay_out_processes(args: ProcessOptions) -> None:
-    """Make one of our option and of accelerate's `ParallelismConfig`, given as an option or by `accelerate launch`."""
+    """Make one of our options and of accelerate's `ParallelismConfig`, given as an option or by `accelerate launch`."""
     given = args.parallelism_config
     if given is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
         given = ParallelismConfig()
@@ -33,7 +34,8 @@ def lay_out_processes(args: ProcessOptions) -> None:
             "model, each in shards on several processes, need `fsdp=True` and a number of processes that they share evenly. For "
             "whole copies without shards leave both out."
         )
-    args.parallelism_config = None
+    _check_shared_rows(args)
+    args.parallelism_config = None  # accelerate's own sequence parallelism is DeepSpeed's
     if copies > 1:
         args.parallelism_config = ParallelismConfig(dp_replicate_size=copies, dp_shard_size=processes // copies)
 
@@ -48,12 +50,33 @@ def _take_over(args: Any, given: ParallelismConfig) -> None:
     if given.total_size not in (1, args.world_size):
         raise ValueError(
             f"`parallelism_config` is for {given.total_size} processes ({given.dp_replicate_size} copies x {given.dp_shard_size} "
-            f"shards), and there are {args.world_size}."
+            f"shards x {given.sp_size} parts of a row), and there are {args.world_size}."
         )
+    sizes = {"sequence_parallel_size": given.sp_size}
     if given.dp_shard_size > 1:  # without shards, copies are what several processes have anyway
-        if args.dp_replicate_size not in (1, given.dp_replicate_size):
-            raise ValueError(
-                f"`dp_replicate_size` is {args.dp_replicate_size}, and `parallelism_config` has {given.dp_replicate_size}: "
-                "set one of them."
-            )
-        args.dp_replicate_size = given.dp_replicate_size
+        sizes["dp_replicate_size"] = given.dp_replicate_size
+    for name, size in sizes.items():
+        own = getattr(args, name)
+        if own not in (1, size):
+            raise ValueError(f"`{name}` is {own}, and `parallelism_config` has {size}: set one of them.")
+        setattr(args, name, size)
+
+
+def _check_shared_rows(args: Any) -> None:
+    size, processes = args.sequence_parallel_size, args.world_size
+    if size == 1:
+        return
+    if size < 1 or processes % size:
+        raise ValueError(
+            f"`sequence_parallel_size` is {size}, with {processes} process{'es' * (processes > 1)}: so many share a row, and all "
+            "processes must be in such groups. Start a multiple of it with torchrun, or lower it."
+        )
+    if args.sharding == "deepspeed":
+        raise ValueError("`sequence_parallel_size` is for whole models and for FSDP2; under DeepSpeed leave it at 1.")
+    if args.padding_free is False or args.neftune_noise_alpha is not None:
+        raise ValueError(
+            "`sequence_parallel_size` cuts ragged rows; `padding_free=False` and `neftune_noise_alpha` need padded ones. Leave "
+            "one of them out."
+        )
+    if getattr(args, "async_rollouts", False):
+        raise ValueError("`sequence_parallel_size` is not known to `async_rollouts` yet: leave one of them out.")
