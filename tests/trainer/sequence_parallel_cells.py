@@ -119,8 +119,11 @@ def trainer(cell: Cell, folder: Path, size: int) -> Any:
     more: dict[str, Any] = {"reward_funcs": checksum} if cell.method in ("grpo", "rloo") else {}
     if cell.lora:
         more["peft_config"] = peft.LoraConfig(**LORA)
-    made = METHODS[cell.method].trainer_class(
-        model=tiny.with_exact_norms(tiny.causal_lm(dtype=torch.float64, **cell.model)),
+    model = tiny.with_exact_norms(tiny.causal_lm(dtype=torch.float64, **cell.model))
+    if cell.model.get("family") == "qwen3_moe":
+        model.set_experts_implementation("eager")  # the grouped kernel has no float64
+    return METHODS[cell.method].trainer_class(
+        model=model,
         args=args,
         train_dataset=Dataset.from_list(data),
         eval_dataset=Dataset.from_list(data[:5]),
@@ -128,7 +131,6 @@ def trainer(cell: Cell, folder: Path, size: int) -> Any:
         callbacks=[KeptGradients(folder / "gradients")],
         **more,
     )
-    return made
 
 
 def run(cell: Cell, folder: Path, size: int) -> None:

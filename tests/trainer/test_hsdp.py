@@ -78,7 +78,13 @@ def test_every_method_resumes_exactly(name, homes):
 
 
 def options(processes=4, sharding="fsdp", copies=1, given=None):
-    return SimpleNamespace(world_size=processes, sharding=sharding, dp_replicate_size=copies, parallelism_config=given)
+    return SimpleNamespace(
+        world_size=processes,
+        sharding=sharding,
+        dp_replicate_size=copies,
+        sequence_parallel_size=1,
+        parallelism_config=given,
+    )
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,7 @@ from posttrain.models.vision.parts import adapter_on_language_model, without_vis
 
 logger = logging.getLogger(__name__)
 
+PADDED_NOTE = "Batches are padded, not ragged"
 ROUTER_LOSS = "router_aux_loss_coef"  # of the configuration of a mixture of experts
 AUTO_CLASSES = {
     CAUSAL_LM: AutoModelForCausalLM,
@@ -175,7 +176,7 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
     if options.share_prefixes and layout == RAGGED:
         layout = _shared_if_possible(model, innermost, options, router_loss_weight, notes)
     if options.row_part is not None:
-        _refuse_shared_rows(model, innermost, options, layout, router_loss_weight, name)
+        _refuse_shared_rows(model, innermost, options, layout, router_loss_weight, name, notes)
     if options.sharded:
         kernels = _choose_kernels(model, innermost, options, notes)
     return LoadedModel(model, layout, name, notes, router_loss_weight, kernels, options.image_probe)
@@ -419,7 +420,7 @@ def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions,
         return RAGGED
     if options.layout == RAGGED:
         raise ValueError(f"`padding_free=True` cannot be honoured: {reason}. Set it to False or leave it out.")
-    notes.append(f"Batches are padded, not ragged: {reason}.")
+    notes.append(f"{PADDED_NOTE}: {reason}.")
     return PADDED
 
 
@@ -438,11 +439,17 @@ def _shared_if_possible(
 
 
 def _refuse_shared_rows(
-    model: nn.Module, innermost: nn.Module, options: LoadOptions, layout: str, router_loss_weight: float, name: str
+    model: nn.Module,
+    innermost: nn.Module,
+    options: LoadOptions,
+    layout: str,
+    router_loss_weight: float,
+    name: str,
+    notes: list[str],
 ) -> None:
     """Where rows cannot be cut into parts, each on a process of its own."""
     if layout == PADDED:
-        reason = "its batches are padded"
+        reason = next((note for note in notes if note.startswith(PADDED_NOTE)), PADDED_NOTE).rstrip(".")
     elif options.image_probe is not None:
         reason = "features of images are handed over to whole rows"
     elif router_loss_weight:
