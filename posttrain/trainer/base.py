@@ -34,7 +34,7 @@ from posttrain.trainer import construction
 from posttrain.trainer.checkpoints import hub, run_state, sharding
 from posttrain.trainer.checkpoints.checkpoint import refuse_unwritable
 from posttrain.trainer.checkpoints.persistence import RunLifecycle
-from posttrain.trainer.checkpoints.saving import Checkpoints
+from posttrain.trainer.checkpoints.saving import Checkpoints, is_whole
 from posttrain.trainer.checkpoints.skipped import SkippedSteps
 from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig, ReferenceConfig
 from posttrain.trainer.options.images import unused_rate
@@ -463,7 +463,16 @@ class BaseTrainer(transformers.Trainer):
     ) -> Any:
         """Train. `resume_from_checkpoint=True` takes the newest checkpoint that verifies, or starts afresh with none."""
         with self.lifecycle.running(resume_from_checkpoint) as checkpoint:
+            if checkpoint is not None and self.is_fully_sharded and is_whole(Path(checkpoint)):
+                self._load_before_sharding(checkpoint)
             return super().train(checkpoint, trial, ignore_keys_for_eval)
+
+    def _load_before_sharding(self, checkpoint: str) -> None:
+        """The weights of a run without shards: with shards, Trainer would look for FSDP's own files."""
+        self.is_fsdp_enabled = False
+        load = super()._load_from_checkpoint
+        self.checkpoints.load_weights(lambda: load(checkpoint, self.model), Path(checkpoint))
+        self.is_fsdp_enabled = True
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -173,7 +173,7 @@ def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
         train_dataset=Dataset.from_list(data),
         eval_dataset=Dataset.from_list(data[:5]),
         processing_class=tiny.tokenizer(),
-        callbacks=[IsSharded()] if world > 1 else None,
+        callbacks=[IsSharded()] if args.sharding is not None else None,
         **more,
     )
 
@@ -194,7 +194,8 @@ class IsSharded(TrainerCallback):
         assert isinstance(model, FSDPModule), f"{type(model).__name__} is not sharded"
         shards = [p for p in model.parameters() if hasattr(p, "device_mesh")]  # others are gathered at the moment
         meshes = {tuple(shard.device_mesh.shape) for shard in shards}
-        assert meshes == {(COPIES, FOUR // COPIES) if args.world_size == FOUR else (args.world_size,)}, meshes
+        copies = args.dp_replicate_size
+        assert meshes == {(copies, args.world_size // copies) if copies > 1 else (args.world_size,)}, meshes
 
 
 @contextmanager
