@@ -97,6 +97,11 @@ class BaseTrainer(transformers.Trainer):
         self.check_options(args, getattr(self, "custom_loss", None))
         if args.sequence_parallel_size > 1 and not self.shares_rows:
             raise ValueError(f"{name} trains on whole rows: leave `sequence_parallel_size` at 1.")
+        if args.sequence_parallel_size > 1 and compute_metrics is not None:
+            raise ValueError(
+                "`compute_metrics` would see each row once for every process that shares it: leave it out, or "
+                "`sequence_parallel_size` at 1."
+            )
         if optimizers[0] is not None and getattr(args, "vision_learning_rate", None) is not None:
             raise ValueError(
                 "`vision_learning_rate` is set, and `optimizers` brings rates of its own: leave one of them out."

@@ -5,10 +5,12 @@ In float64: whatever is not rounding is seen.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -65,7 +67,9 @@ CELLS = {
     "cpo": Cell("cpo", {"loss_type": "simpo"}),
     "orpo": Cell("orpo"),
     "tpo": Cell("tpo"),
-    "grpo-sequences": Cell("grpo", ONLINE | {"importance_sampling_level": "sequence", "top_entropy_quantile": 0.6}),
+    "grpo-sequences": Cell("grpo", ONLINE | {"importance_sampling_level": "sequence"}),
+    # The quantile is that of a micro-batch over all processes, whose samples depend on the accumulation.
+    "grpo-quantile": Cell("grpo", ONLINE | {"top_entropy_quantile": 0.6, "gradient_accumulation_steps": 1}),
     "grpo-entropy": Cell("grpo", ONLINE | {"entropy_coef": 0.01, "max_tokens_per_pass": 30}),
     "grpo-windows": Cell("grpo", ONLINE | {"steps_per_generation": 4, "shuffle_dataset": True}, resumes=True),
     "grpo-fsdp": Cell("grpo", ONLINE, fsdp=True),
@@ -89,6 +93,23 @@ class KeptGradients(TrainerCallback):
             self.folder.mkdir(parents=True, exist_ok=True)
             save_file(found, self.folder / f"gradient-{state.global_step}.safetensors")
         assert bool(sequence_parallel._groups) == (args.world_size > 1)
+
+
+@contextmanager
+def kept_bytes(model: torch.nn.Module, found: list[int]) -> Iterator[None]:
+    """Adds to `found` what autograd keeps for a backward, weights left out, each memory counted once."""
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        yield
+    found.append(sum(kept.values()))
 
 
 def trainer(cell: Cell, folder: Path, size: int) -> Any:
@@ -135,7 +156,16 @@ def trainer(cell: Cell, folder: Path, size: int) -> Any:
 
 def run(cell: Cell, folder: Path, size: int) -> None:
     made = trainer(cell, folder, size)
+    kept, compute = [], made.compute_loss
+
+    def measured(model: Any, *given: Any, **named: Any) -> Any:
+        with kept_bytes(model, kept):
+            return compute(model, *given, **named)
+
+    made.compute_loss = measured
     made.train()
+    if made.is_world_process_zero():
+        (folder / "kept_bytes.json").write_text(json.dumps(kept))
     made.save_model(str(folder / "final"))
     if not cell.resumes or size == 1:
         return

@@ -102,6 +102,13 @@ def test_two_processes_have_the_gradient_of_one(name, quick):
     assert_same_log(*(home / name for home in quick))
 
 
+@pytest.mark.parametrize("name", QUICK)
+def test_each_of_two_processes_keeps_half_of_the_activations(name, quick):
+    one, two = (json.loads((home / name / "kept_bytes.json").read_text()) for home in quick)
+    for alone, shared in zip(one, two, strict=True):
+        assert shared < 0.6 * alone  # both count and weigh all trained tokens
+
+
 @pytest.mark.parametrize("name", [name for name in QUICK if CELLS[name].resumes])
 def test_two_processes_resume_exactly(name, quick):
     assert_resumed(quick[1], name)
