@@ -52,6 +52,8 @@ ONLINE = {
 PPO = {"max_completion_length": 5, "reward_workers": 0, "num_ppo_epochs": 2, "adap_kl_ctrl": True}
 GKD = {"max_completion_length": 5, "lmbda": 0.5, "beta": 0.3}
 SDFT = {"max_completion_length": 5, "num_generations": 2}
+REWARDED = ("grpo", "ppo", "rloo", "online_dpo", "xpo", "nash_md", "a2po", "sdpo")
+TAUGHT = ("gkd", "distillation", "iw_opd", "minillm", "gold")
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
 
 
@@ -59,6 +61,10 @@ COMPARED = (
     "loss", "eval_loss", "grad_norm", "num_tokens", "entropy", "reward", "reward_std", "aux_loss", "kl", "eval_kl", "delta",
     "rewards/margins", "eval_rewards/margins", "nll_loss", "log_odds_ratio", "accuracy", "eval_accuracy",
 )  # fmt: skip
+
+
+def without(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,7 @@ class Cell:
     fault: str = ""  # of the last process
     fsdp: dict[str, Any] = field(default_factory=dict)
     resumes: bool = False
+    whole: bool = False  # its reference writes, which takes whole weights
 
 
 CELLS = {
@@ -106,6 +113,18 @@ CELLS = {
     "gkd-lora": Cell("gkd", {**GKD, "lmbda": 0.0, "chunk_tokens": 7}, LORA),
     "sdft": Cell("sdft", SDFT | {"distillation_mode": "full_logits", "teacher_model_kind": "live"}),
     "sdft-lora": Cell("sdft", SDFT | {"distillation_topk": 5, "steps_per_generation": 4}, LORA),
+    "rloo": Cell("rloo", ONLINE),
+    # Of one weight the gradient is hardly more than rounding, which Adam would divide by itself.
+    "online_dpo": Cell("online_dpo", without(ONLINE, "num_generations") | {"adam_epsilon": 1e-5}),
+    "xpo": Cell("xpo", without(ONLINE, "num_generations"), whole=True),
+    "nash_md": Cell("nash_md", without(ONLINE, "num_generations", "num_iterations"), whole=True),
+    "a2po": Cell("a2po", without(ONLINE, "beta")),
+    "distillation": Cell("distillation", {"max_completion_length": 5, "beta": 1.0}),
+    "iw_opd": Cell("iw_opd", {"max_completion_length": 5, "lmbda": 0.5}),
+    "minillm": Cell("minillm", ONLINE | {"num_iterations": 1}),
+    "gold": Cell("gold", {"max_completion_length": 5, "lmbda": 0.5}),
+    "sdpo": Cell("sdpo", ONLINE | {"success_reward_threshold": 8.0, "teacher_model_kind": "live"}),
+    "ssd": Cell("ssd", {"max_completion_length": 5}),
     "grpo-lora": Cell("grpo", ONLINE | {"max_tokens_per_pass": 40}, LORA, fsdp={"activation_checkpointing": True}),
 }
 
@@ -125,7 +144,9 @@ def triples(rows: int) -> list[dict[str, Any]]:
 
 DATA = {
     "sft": tiny.chats, "grpo": prompts, "ppo": prompts, "tpo": triples, "kto": resumable_run.rated, "bco": resumable_run.rated,
-    "prm": tiny.steps, "gkd": resumable_run.DATA["gkd"], "sdft": resumable_run.DATA["sdft"],
+    "prm": tiny.steps, "sdft": resumable_run.DATA["sdft"],
+    **dict.fromkeys(("rloo", "online_dpo", "xpo", "nash_md", "a2po", "minillm", "sdpo", "ssd"), prompts),
+    **dict.fromkeys(("gkd", "distillation", "iw_opd", "gold"), resumable_run.DATA["gkd"]),
 }  # fmt: skip
 """The others read pairs."""
 
@@ -159,8 +180,8 @@ def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
         }
     )
     data = DATA.get(cell.method, tiny.pairs)(ROWS)
-    more: dict[str, Any] = {"reward_funcs": checksum} if cell.method in ("grpo", "ppo") else {}
-    if cell.method == "gkd":
+    more: dict[str, Any] = {"reward_funcs": checksum} if cell.method in REWARDED else {}
+    if cell.method in TAUGHT:
         teacher = tiny.causal_lm(1, family="llama")
         more = {"teacher_model": teacher, "teacher_processing_class": tiny.tokenizer()}
     if cell.method == "bco":
@@ -180,7 +201,7 @@ def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
 
 def _cut(method: str, world: int) -> dict[str, int]:
     """Eight rows a step; the same micro-batches on one process as on two (the routers' loss depends on them)."""
-    if method in ("grpo", "ppo", "gkd", "sdft"):  # which rollouts come together depends on the accumulation
+    if method in (*REWARDED, *TAUGHT, "sdft", "ssd"):  # which rollouts come together depends on the accumulation
         return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 2}
     return {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // world}
 
@@ -213,8 +234,8 @@ def environment(cell: Cell, world: int, rank: int) -> Any:
         os.environ.update(before)
 
 
-def run(cell: Cell, folder: Path) -> None:
-    made = trainer(cell, folder)
+def run(cell: Cell, folder: Path, **changes: Any) -> None:
+    made = trainer(cell, folder, **changes)
     made.train()
     made.save_model(str(folder / "final"))
     if not cell.resumes:
@@ -223,26 +244,27 @@ def run(cell: Cell, folder: Path) -> None:
     if made.is_world_process_zero():
         shutil.copytree(folder / f"checkpoint-{SAVED}", resumed / f"checkpoint-{SAVED}")
     made.accelerator.wait_for_everyone()
-    again = trainer(cell, resumed)
+    again = trainer(cell, resumed, **changes)
     again.train(resume_from_checkpoint=True)
     again.save_model(str(resumed / "final"))
 
 
-def start(processes: int, home: Path, names: list[str]) -> list[Child]:
-    """`main` in so many processes."""
+def start(processes: int, home: Path, names: list[str], **changes: Any) -> list[Child]:
+    """`main` in so many processes, with changed options."""
     home.mkdir()
     model_of(CELLS["sft-launched"]).save_pretrained(home / "model")
     tiny.tokenizer().save_pretrained(home / "model")
-    return start_group(processes, lambda rank: main(home, names), home / "rank")
+    return start_group(processes, lambda rank: main(home, names, **changes), home / "rank")
 
 
-def main(home: Path, names: list[str]) -> None:
+def main(home: Path, names: list[str], **changes: Any) -> None:
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    fsdp_on_cpu.allow()
+    if changes.get("fsdp", True):
+        fsdp_on_cpu.allow()
     for name in names:
         with environment(CELLS[name], world, rank):
             try:
-                run(CELLS[name], home / name)
+                run(CELLS[name], home / name, **changes)
             except Exception:
                 (home / f"{name}-{rank}.error").write_text(traceback.format_exc())
                 raise
@@ -283,8 +305,10 @@ def assert_resumed_exactly(name: str, home: Path, processes: int) -> None:
     whole, resumed = final(home, name), final(home, f"{name}-resumed")
     assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
     last = f"checkpoint-{STEPS}"
-    for rank in range(processes):
-        kept = [load_file(home / run / last / f"optimizer_{rank}.safetensors") for run in (name, f"{name}-resumed")]
+    states = sorted(path.name for path in (home / name / last).glob("optimizer*.safetensors"))
+    assert len(states) in (1, processes)  # whole, or of each process
+    for state in states:
+        kept = [load_file(home / run / last / state) for run in (name, f"{name}-resumed")]
         assert kept[0].keys() == kept[1].keys()
         assert all(torch.equal(kept[1][key], tensor) for key, tensor in kept[0].items())
     lines = {run: [line for line in logged(home, run) if "loss" in line] for run in (name, f"{name}-resumed")}

@@ -1,4 +1,4 @@
-"""HSDP: two copies of two shards, on four processes, end where one process does; what they save is whole, and resumes exactly."""
+"""Four processes end where one does: two copies of two shards (HSDP), four shards (FSDP2), four copies (DDP)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ from tests.trainer.fsdp_cells import (
 )
 
 OF_EACH_METHOD = {cell.method: name for name, cell in reversed(CELLS.items()) if not cell.lora and not cell.fault}
-TRIED = [*OF_EACH_METHOD.values(), "sft", "sft-launched", "sft-lora", "sft-passes", "grpo-lora", "sft-nonfinite"]
+MORE = ["sft", "sft-launched", "sft-lora", "sft-passes", "grpo-lora"]
+TRIED = list(dict.fromkeys([*OF_EACH_METHOD.values(), *MORE]))
+LAYOUTS = {"hsdp": {}, "fsdp": {"dp_replicate_size": 1}, "ddp": {"fsdp": None, "dp_replicate_size": 1}}
 QUICK = ("sft", "grpo")
 
 
@@ -41,8 +43,24 @@ def quick(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def homes(tmp_path_factory):
-    return runs(tmp_path_factory.mktemp("hsdp"), list(dict.fromkeys(TRIED)))
+def alone(tmp_path_factory):
+    home = tmp_path_factory.mktemp("alone") / "one"
+    wait_for_group(start(1, home, TRIED), 900)
+    return home
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def together(request, tmp_path_factory):
+    """One launch of four processes runs every method in turn."""
+    home = tmp_path_factory.mktemp(request.param) / "four"
+    wait_for_group(start(FOUR, home, tried_by(request.param), **LAYOUTS[request.param]), 900)
+    return request.param, home
+
+
+def tried_by(layout):
+    """`sft-launched` asks for HSDP itself."""
+    cells = {name: CELLS[name] for name in TRIED if layout == "hsdp" or not CELLS[name].launched}
+    return [name for name, cell in cells.items() if layout == "ddp" or not cell.whole]
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -63,15 +81,14 @@ def test_each_copy_has_all_shards(quick):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in dict.fromkeys(TRIED) if not CELLS[name].fault])
-def test_every_method_ends_where_one_process_does(name, homes):
-    assert_ends_alike(name, *homes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in dict.fromkeys(TRIED) if CELLS[name].resumes])
-def test_every_method_resumes_exactly(name, homes):
-    assert_resumed_exactly(name, homes[1], FOUR)
+@pytest.mark.parametrize("name", TRIED)
+def test_every_method_ends_where_one_process_does(name, alone, together):
+    layout, home = together
+    if name not in tried_by(layout):
+        pytest.skip("not of this layout")
+    assert_ends_alike(name, alone, home)
+    if CELLS[name].resumes:
+        assert_resumed_exactly(name, home, FOUR)
 
 
 # ---- how it is asked for -----------------------------------------------------------------------------------------------
