@@ -123,7 +123,9 @@ CELLS = {
     "iw_opd": Cell("iw_opd", {"max_completion_length": 5, "lmbda": 0.5}),
     "minillm": Cell("minillm", ONLINE | {"num_iterations": 1}),
     "gold": Cell("gold", {"max_completion_length": 5, "lmbda": 0.5}),
-    "sdpo": Cell("sdpo", ONLINE | {"success_reward_threshold": 8.0, "teacher_model_kind": "live"}),
+    "sdpo": Cell(
+        "sdpo", ONLINE | {"distillation_weight": 0.5, "success_reward_threshold": 8.0, "teacher_model_kind": "live"}
+    ),
     "ssd": Cell("ssd", {"max_completion_length": 5}),
     "grpo-lora": Cell("grpo", ONLINE | {"max_tokens_per_pass": 40}, LORA, fsdp={"activation_checkpointing": True}),
 }
