@@ -66,6 +66,27 @@ class BatchImages:
         return replace(self, **{f.name: function(getattr(self, f.name)) for f in fields(self)})
 
 
+@dataclass(frozen=True)
+class RowPart:
+    """The part of a row that this process computes, where several share the tokens of one: a run of width / size tokens each."""
+
+    rank: int  # of this process among those that share it
+    size: int  # how many do
+    asked: Tensor  # (n,) which trained tokens are predicted at its positions, as indices into the N of the batch
+
+    @classmethod
+    def of(cls, batch: TokenBatch, rank: int, size: int) -> RowPart:
+        width = batch.input_ids.shape[1] // size
+        return cls(rank, size, (batch.positions // width == rank).nonzero().squeeze(-1))
+
+    def run(self, width: int) -> slice:
+        """Which tokens of a row of `width` they are."""
+        return slice(self.rank * width // self.size, (self.rank + 1) * width // self.size)
+
+    def mapped(self, function: Callable[[Any], Any]) -> RowPart:
+        return replace(self, asked=function(self.asked))
+
+
 def page_locked(tensor: Tensor) -> Tensor:
     """A copy that a GPU can fetch while the host continues."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -108,6 +129,7 @@ class TokenBatch:
     num_tokens: int = 0  # real tokens, padding excluded
     num_trained: int = 0
     twin: TokenBatch | None = None  # the samples' twins, laid out likewise
+    part: RowPart | None = None  # where other processes have the same batch and compute the rest of its row
     share: float = 1.0  # of the trained tokens of its micro-batch, where that is run in several passes
     left_out: tuple[str, ...] = ()  # why samples that were dealt out are not here: sentences about their images
 
@@ -127,7 +149,7 @@ class TokenBatch:
                 return {name: of(item) for name, item in value.items()}
             if isinstance(value, TokenBatch):
                 return value._mapped(function)
-            return value.mapped(of) if isinstance(value, SharedPrefixes | BatchImages) else value
+            return value.mapped(of) if isinstance(value, SharedPrefixes | BatchImages | RowPart) else value
 
         return replace(self, **{f.name: of(getattr(self, f.name)) for f in fields(self)})
 

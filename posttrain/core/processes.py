@@ -9,10 +9,10 @@ import torch.distributed as dist
 T = TypeVar("T")
 
 
-def of_every_process(mine: T, world_size: int) -> list[T]:
-    """What each process has to say, in the order of the processes. Collective when there are several."""
+def of_every_process(mine: T, world_size: int, group: Any = None) -> list[T]:
+    """What each process (of a group) has to say, in the order of the processes. Collective when there are several."""
     if world_size == 1:
         return [mine]
     every: list[Any] = [None] * world_size
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, mine, group=group)
     return every

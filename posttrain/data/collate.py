@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeVar
@@ -10,7 +11,17 @@ from typing import Protocol, TypeVar
 import numpy as np
 import torch
 
-from posttrain.core.batch import PADDED, RAGGED, SHARED, BatchImages, Passes, SharedPrefixes, TokenBatch, passes_of
+from posttrain.core.batch import (
+    PADDED,
+    RAGGED,
+    SHARED,
+    BatchImages,
+    Passes,
+    RowPart,
+    SharedPrefixes,
+    TokenBatch,
+    passes_of,
+)
 from posttrain.core.sample import ImageSpan, Sample, Unit
 from posttrain.core.vision import VisionFamily
 from posttrain.data.images.limits import BadImage
@@ -32,7 +43,8 @@ class Collator:
     """Callable for a DataLoader; `layout` may be changed until the first batch is made.
 
     Units with more than `max_tokens` tokens together become several passes; the step's gradient does not depend on it. A token
-    counts `graphs` times: as often as its activations are kept.
+    counts `graphs` times: as often as its activations are kept. With `part` = (rank, size), a row is shared by so many processes,
+    and a token counts on one of them.
 
     Images are read here, before a step is counted: a unit that is left out because one of its images cannot be read any more is in
     no divisor of the loss, as a row that was never dealt out.
@@ -45,6 +57,7 @@ class Collator:
     max_tokens: int | None = None
     pixels: Pixels | None = None  # None: samples with images are refused
     graphs: int = 1  # passes with gradient that a batch is run in before its backward
+    part: tuple[int, int] | None = None
     twins: tuple[int, Pixels | None] | None = None  # padding and pixels of twins that are another model's tokens
     leaves_out_unreadable: bool = False  # else an image that cannot be read is an error
 
@@ -98,11 +111,17 @@ class Collator:
     @property
     def limit(self) -> int | None:
         """Tokens of a pass."""
-        return None if self.max_tokens is None else max(self.max_tokens // self.graphs, 1)
+        if self.max_tokens is None:
+            return None
+        return max(self.max_tokens // self.graphs, 1) * (1 if self.part is None else self.part[1])
 
     def one_pass(self, units: Sequence[Unit]) -> TokenBatch:
-        how = (self.roles, self.layout, self.pad_token_id, self.pad_to_multiple_of, self.pixels)
-        return collate(units, *how, twins=self.twins)
+        multiple = self.pad_to_multiple_of
+        if self.part is not None:
+            multiple = math.lcm(multiple or 1, self.part[1])
+        how = (self.roles, self.layout, self.pad_token_id, multiple, self.pixels)
+        batch = collate(units, *how, twins=self.twins)
+        return batch if self.part is None else replace(batch, part=RowPart.of(batch, *self.part))
 
 
 def split_by_tokens(

@@ -51,6 +51,7 @@ class CPOTrainer(ReferenceFreePairTrainer):
     """Contrastive preference optimisation (arXiv:2401.08417), SimPO (arXiv:2405.14734) and AlphaPO (arXiv:2501.03884)."""
 
     method, title = "cpo", "contrastive preference optimisation"
+    shares_rows = True
     paper = Paper(
         "xu2024contrastive",
         "Contrastive Preference Optimization: Pushing the Boundaries of LLM Performance in Machine Translation",

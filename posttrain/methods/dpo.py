@@ -30,6 +30,7 @@ class DPOTrainer(PreferenceLosses, PairTrainer):
     """Direct preference optimisation (arXiv:2305.18290) and its relatives."""
 
     method, title = "dpo", "direct preference optimisation"
+    shares_rows = True
     paper = Paper(
         "rafailov2023direct",
         "Direct Preference Optimization: Your Language Model is Secretly a Reward Model",

@@ -103,6 +103,11 @@ class GOLDConfig(TeacherBesideConfig, NoPackingConfig, NoRewardsConfig, Distilli
         weights = (self.uld_hybrid_matched_weight, self.uld_hybrid_unmatched_weight)
         if (None in weights) != (weights == (None, None)):
             raise ValueError("Give both of `uld_hybrid_matched_weight` and `uld_hybrid_unmatched_weight`, or neither.")
+        if self.use_uld_loss and self.sharding is not None:
+            raise ValueError(
+                "`use_uld_loss` reads both heads again in the backward, when FSDP and DeepSpeed have taken them apart: leave it "
+                "out, or start one process per GPU without sharding."
+            )
         if self.use_uld_loss and self.seq_kd:
             raise ValueError(
                 "`seq_kd` with `use_uld_loss`: a teacher with another tokenizer cannot continue the student's prompts. Let the "

@@ -18,6 +18,7 @@ class GRPOTrainer(PolicyGroupTrainer):
     """Group relative policy optimisation (arXiv:2402.03300) and the losses that differ from it in one choice."""
 
     method, title = "grpo", "group relative policy optimisation"
+    shares_rows = True
     paper = Paper(
         "shao2024deepseekmath",
         "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",

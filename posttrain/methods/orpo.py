@@ -37,6 +37,7 @@ class ORPOTrainer(ReferenceFreePairTrainer):
     """Odds ratio preference optimisation (arXiv:2403.07691)."""
 
     method, title = "orpo", "odds ratio preference optimisation"
+    shares_rows = True
     paper = Paper(
         "hong2024orpo",
         "ORPO: Monolithic Preference Optimization without Reference Model",

@@ -57,6 +57,7 @@ class RLOOTrainer(OnlineTrainer):
     """REINFORCE leave-one-out (arXiv:2402.14740), with the divergence from the reference in the reward."""
 
     method, title = "rloo", "REINFORCE with a leave-one-out baseline"
+    shares_rows = True
     paper = Paper(
         "ahmadian2024back",
         "Back to Basics: Revisiting REINFORCE-Style Optimization for Learning from Human Feedback in LLMs",

@@ -80,6 +80,7 @@ class SFTTrainer(BaseTrainer):
     """Supervised fine-tuning on whole texts, conversations, completions or the assistant's turns."""
 
     method, title = "sft", "supervised fine-tuning"
+    shares_rows = True
     config_class = SFTConfig
     formats = (LANGUAGE_MODELLING, PROMPT_COMPLETION, TOKENISED)
     roles = ("text",)

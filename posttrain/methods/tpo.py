@@ -43,6 +43,7 @@ class TPOTrainer(PairTrainer):
     """Triple preference optimisation (arXiv:2405.16681). Its `reference` is a gold answer, not a model."""
 
     method, title = "tpo", "triple preference optimisation"
+    shares_rows = True
     paper = Paper(
         "saeidi2024triple",
         "Triple Preference Optimization: Achieving Better Alignment using a Single Step Optimization",

@@ -8,7 +8,7 @@ with them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,7 +46,10 @@ class RolloutLoader:
         collate: Collator,
         pins: bool = False,
         permutation_seed: int | None = None,
+        made_whole: Callable[[Window], Window] | None = None,
     ) -> None:
+        """`made_whole`: what becomes of a window of which this process has written a part."""
+        self.made_whole = made_whole
         self.source, self.schedule, self.collate = source, schedule, collate
         self.permutation_seed = (
             permutation_seed  # None: every pass over a window has its units in the order of the prompts
@@ -84,7 +87,8 @@ class RolloutLoader:
         while not self._is_over():
             offset = self.position % self.schedule.window
             if offset == 0:
-                self.window = self.source.next_window()
+                window = self.source.next_window()
+                self.window = window if self.made_whole is None else self.made_whole(window)
             batch = self.collate(self._units(*divmod(offset, self.schedule.micro_batches)))
             self.position += 1
             yield batch.pin_memory() if self.pins else batch
@@ -112,6 +116,13 @@ class RolloutLoader:
         self.position = state["position"]
         self.window = [] if state["window"] is None else unpack_units(state["window"])
         self.source.load_state(state)
+
+
+def whole_window(mine: Window, steps: int, of_every: Callable[[Any], list[Any]]) -> Window:
+    """The window of processes that have written a part each, of every step in turn. `of_every`: what each of them has to say."""
+    parts = [unpack_units(packed) for packed in of_every(pack_units(mine))]
+    size = len(mine) // steps
+    return [unit for step in range(steps) for part in parts for unit in part[step * size : (step + 1) * size]]
 
 
 def units_of(window: Window, collate: Collator) -> list[Unit]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,24 @@ class Schedule:
         run = self.batch_size * (self.accumulation if whole_steps else self.micro_batches)  # of a process, in a step
         starts = range(rank * run, self.samples, run * self.world_size)
         return [start + place for start in starts for place in range(run)]
+
+    def written_by(self, size: int) -> Schedule:
+        """The same generation batches where each process is `size` of them, which train on the same samples and write a part each.
+
+        What is one process's here is, step by step, that of its first, its second, ...: see `whole_window`.
+        """
+        if size == 1:
+            return self
+        steps, rest = divmod(self.micro_batches, self.accumulation)
+        steps = 1 if rest else steps
+        if self.share // steps % size:
+            raise ValueError(
+                f"`sequence_parallel_size` is {size}: so many processes train on the same samples, {self.share // steps} a step, "
+                "and each writes as many of them. Make `per_device_train_batch_size` x `gradient_accumulation_steps` a "
+                "multiple of it."
+            )
+        each = self.share // steps // size
+        return replace(self, batch_size=each, world_size=self.world_size * size, accumulation=1, micro_batches=steps)
 
     @property
     def splits_groups(self) -> bool:

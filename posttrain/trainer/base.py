@@ -35,7 +35,7 @@ from posttrain.trainer import construction
 from posttrain.trainer.checkpoints import hub, run_state, sharding
 from posttrain.trainer.checkpoints.checkpoint import refuse_unwritable
 from posttrain.trainer.checkpoints.persistence import RunLifecycle
-from posttrain.trainer.checkpoints.saving import Checkpoints
+from posttrain.trainer.checkpoints.saving import Checkpoints, is_whole
 from posttrain.trainer.checkpoints.skipped import SkippedSteps
 from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig, ReferenceConfig
 from posttrain.trainer.options.images import unused_rate
@@ -65,6 +65,9 @@ class BaseTrainer(transformers.Trainer):
     task: ClassVar[str] = CAUSAL_LM
     token_stats: ClassVar[tuple[str, ...]] = ("entropy", "is_most_likely")
     paper: ClassVar[Paper | None] = None
+    shares_rows: ClassVar[bool] = False
+    """Whether `sequence_parallel_size` is known to the method: it asks about trained tokens alone, and rows have no twins."""
+
     loads_more: ClassVar[bool] = False
     """Whether the constructor of a derived class puts more on the device after this one's, and calls `fit_memory` itself."""
 
@@ -95,6 +98,13 @@ class BaseTrainer(transformers.Trainer):
         name = type(self).__name__
         self.args = args = construction.config_of(args, self.config_class, model, name, self.method)
         self.check_options(args, getattr(self, "custom_loss", None))
+        if args.sequence_parallel_size > 1 and not self.shares_rows:
+            raise ValueError(f"{name} trains on whole rows: leave `sequence_parallel_size` at 1.")
+        if args.sequence_parallel_size > 1 and compute_metrics is not None:
+            raise ValueError(
+                "`compute_metrics` would see each row once for every process that shares it: leave it out, or "
+                "`sequence_parallel_size` at 1."
+            )
         if optimizers[0] is not None and getattr(args, "vision_learning_rate", None) is not None:
             raise ValueError(
                 "`vision_learning_rate` is set, and `optimizers` brings rates of its own: leave one of them out."
@@ -149,6 +159,11 @@ class BaseTrainer(transformers.Trainer):
     def pixels(self) -> Pixels | None:
         """Who makes the pixels of images; None: there are none."""
         return None if self.vision is None else self.vision.pixels
+
+    @property
+    def row_collator(self) -> Collator:
+        """Lays out batches of which this process computes its part; `data_collator` lays out whole ones."""
+        return replace(self.data_collator, part=self.args.row_part)
 
     @property
     def is_fully_sharded(self) -> bool:
@@ -240,7 +255,8 @@ class BaseTrainer(transformers.Trainer):
 
     def count_tokens(self, batch: TokenBatch) -> None:
         """Add a batch that is trained on to the tokens of the run."""
-        self.metrics.count("num_tokens", batch.num_tokens)
+        if batch.part is None or batch.part.rank == 0:  # the others of its row have the same batch
+            self.metrics.count("num_tokens", batch.num_tokens)
 
     def batch_limits(self) -> tuple[int, int]:
         """Tokens of the largest micro-batch and of the longest unit, where the data does not tell."""
@@ -294,7 +310,7 @@ class BaseTrainer(transformers.Trainer):
     @property
     def offline_collator(self) -> Collator:
         """That of rows of a dataset, which `on_bad_rows` is about."""
-        return replace(self.data_collator, leaves_out_unreadable=self.args.on_bad_rows == DROP)
+        return replace(self.row_collator, leaves_out_unreadable=self.args.on_bad_rows == DROP)
 
     def get_test_dataloader(self, test_dataset: Any) -> UnitLoader:
         return self.get_eval_dataloader(test_dataset)
@@ -325,7 +341,7 @@ class BaseTrainer(transformers.Trainer):
             self.metrics.count(UNREADABLE, left_out)
         totals = step_totals(passes, self.args)
         self.before_step(passes)
-        sharding.even_out(batch_samples, self.data_collator, self.args)
+        sharding.even_out(batch_samples, self.row_collator, self.args)
         faults.fault_point("data")
         return totals
 
@@ -346,7 +362,8 @@ class BaseTrainer(transformers.Trainer):
         output, policy = self._loss_output(model, inputs, "train")  # evaluation goes through `prediction_step`
         totals = inputs.totals() if num_items_in_batch is None else num_items_in_batch
         faults.fault_point("forward")
-        loss = output.reduce(totals, 1 if num_items_in_batch is None else self.args.world_size)
+        # Processes that share a row have the same loss, and each the gradient of its own tokens times their number.
+        loss = output.reduce(totals, 1 if num_items_in_batch is None else self.args.readers)
         if faults.armed():
             loss.register_hook(faults.in_backward)
         return (loss, policy) if return_outputs else loss
@@ -456,11 +473,17 @@ class BaseTrainer(transformers.Trainer):
             self._parameter_count -= 0 if self._tower is None else self._tower.parameters
         shown = [] if self._tower is None else [part.images for part in passes_of(inputs) if part.images is not None]
         of_images = sum(self._tower.training(images.tiles, images.num_features) for images in shown)
-        return 6 * inputs.num_tokens * self._parameter_count + int(of_images)
+        of_texts = 6 * inputs.num_tokens * self._parameter_count // self.args.sequence_parallel_size
+        return of_texts + int(of_images)
 
     def _track_num_input_tokens(self, inputs: TokenBatch | Passes) -> None:
         if self.args.include_num_input_tokens_seen != "no":
-            self.state.num_input_tokens_seen += int(over_processes(inputs.num_tokens, self.args))
+            seen = over_processes(inputs.num_tokens, self.args) / self.args.sequence_parallel_size
+            self.state.num_input_tokens_seen += int(seen)
+
+    def get_total_train_batch_size(self, args: BaseConfig) -> int:
+        """Rows of an optimizer step."""
+        return self._train_batch_size * args.gradient_accumulation_steps * args.readers
 
     # ---- the run -----------------------------------------------------------------------------------------------------
 
@@ -469,7 +492,16 @@ class BaseTrainer(transformers.Trainer):
     ) -> Any:
         """Train. `resume_from_checkpoint=True` takes the newest checkpoint that verifies, or starts afresh with none."""
         with self.lifecycle.running(resume_from_checkpoint) as checkpoint:
+            if checkpoint is not None and self.is_fully_sharded and is_whole(Path(checkpoint)):
+                self._load_before_sharding(checkpoint)
             return super().train(checkpoint, trial, ignore_keys_for_eval)
+
+    def _load_before_sharding(self, checkpoint: str) -> None:
+        """The weights of a run without shards: with shards, Trainer would look for FSDP's own files."""
+        self.is_fsdp_enabled = False
+        load = super()._load_from_checkpoint
+        self.checkpoints.load_weights(lambda: load(checkpoint, self.model), Path(checkpoint))
+        self.is_fsdp_enabled = True
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -247,6 +247,7 @@ def load_options(
         router_aux_loss_coef=args.router_aux_loss_coef,
         device=args.device,
         sharded=args.sharding is not None,
+        row_part=args.row_part,
         **seen,
     )
 
@@ -255,7 +256,7 @@ def _steps_ahead(args: BaseConfig, train_dataset: Any) -> int:
     """Optimizer steps of the run, as far as they can be known before the model is there."""
     if args.max_steps > 0 or not hasattr(train_dataset, "__len__"):
         return max(args.max_steps, 0)
-    rows_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    rows_a_step = args.train_batch_size * args.gradient_accumulation_steps * args.readers
     return int(args.num_train_epochs * len(train_dataset) / rows_a_step)
 
 
@@ -347,7 +348,7 @@ def unit_loader(
         step |= {"accumulation": args.gradient_accumulation_steps} if partners is not None else {}
         if is_augmented:  # a thread of its own would take the generators away from under the training step
             dataset, step["reads_ahead"] = DrawnStream(dataset, seed_of_rows(args)), False
-        stream = StreamBatches(dataset, batch_size, args.process_index, args.world_size, collator, **step)
+        stream = StreamBatches(dataset, batch_size, args.reader, args.readers, collator, **step)
         return UnitLoader(stream, batch_size=1, collate_fn=first_of, **workers)
     batches = epoch_batches(dataset, args, batch_size, order, drop_last, partners)
     dataset = dataset if partners is None else PartneredRows(dataset, partners)
@@ -368,8 +369,8 @@ def epoch_batches(
     return (EpochBatches if partners is None else PartneredBatches)(
         len(dataset),
         batch_size,
-        rank=args.process_index,
-        world_size=args.world_size,
+        rank=args.reader,
+        world_size=args.readers,
         accumulation=len(dataset) if whole else args.gradient_accumulation_steps,
         seed=seed_of_rows(args),
         order=order,

@@ -542,4 +542,10 @@ class OnlineTrainer(BaseTrainer):
 
     def load_state_files(self, folder: Path) -> None:
         super().load_state_files(folder)
+        written_by = len(list(folder.glob(ROLLOUTS_FILE.format(rank="*") + ".json")))
+        if written_by != self.args.world_size:
+            raise ValueError(
+                f"{folder} has the rollouts of {written_by} process{'es' * (written_by > 1)}, there are {self.args.world_size}: "
+                "a run that writes its own rows is resumed on as many as it was saved by. Or start a new run from its model."
+            )
         self.load_rollout_state(files.load_tree(folder / ROLLOUTS_FILE.format(rank=self.args.process_index)))

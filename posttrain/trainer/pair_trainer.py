@@ -138,7 +138,7 @@ class PreferenceLosses:
         with torch.no_grad():
             pairs = [self._pair_without_gradient(batch) for batch in batches]
         mine = Pair.gathered(pairs)
-        whole, start = gathered_rows(mine, self.args.world_size)
+        whole, start = gathered_rows(mine, self.args)
         for name in coupled:
             function = partial(call, PREFERENCE_LOSSES[name].function, options=self.loss_options())
             coupling = coupled_coefficients(function, whole)

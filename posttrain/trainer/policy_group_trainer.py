@@ -228,7 +228,7 @@ class PolicyGroupTrainer(OnlineTrainer):
 
     def _threshold_of(self, entropies: Tensor) -> Tensor:
         """Over the micro-batches of all processes."""
-        every = gathered_values(entropies, self.args.world_size)
+        every = gathered_values(entropies, self.args)
         return entropy_threshold(every, self.args.top_entropy_quantile)
 
     # ---- the entropy's controller ------------------------------------------------------------------------------------
@@ -236,7 +236,7 @@ class PolicyGroupTrainer(OnlineTrainer):
     def before_step(self, batches: list[TokenBatch]) -> None:
         """Tell the controller how undecided the policy was in the step before."""
         if self.entropy is not None and self._step_entropy:
-            entropies = gathered_values(torch.cat(self._step_entropy), self.args.world_size)
+            entropies = gathered_values(torch.cat(self._step_entropy), self.args)
             self._step_entropy = []
             if len(entropies):
                 self.entropy.observe(entropies.mean().item())

@@ -91,6 +91,7 @@ def test_one_tokenizer_is_gkd_at_the_sampling_temperature(tmp_path):
         ({"uld_skip_student_eos": False}, "both are skipped or neither"),
         ({"uld_hybrid_matched_weight": 0.5}, "Give both of `uld_hybrid_matched_weight`"),
         ({"seq_kd": True}, "cannot continue the student's prompts"),
+        ({"fsdp": True}, "reads both heads again in the backward"),
         ({"use_uld_loss": False}, "GOLD is for two"),
     ],
 )

@@ -41,13 +41,13 @@ class BaselineTrainer(BaseTrainer):
     def before_step(self, batches: list[TokenBatch]) -> None:
         seen: list[Tensor] = getattr(self, "_seen", [])
         if seen:
-            nll = gathered_values(torch.cat(seen), self.args.world_size).double().mean().item()
+            nll = gathered_values(torch.cat(seen), self.args).double().mean().item()
             self.mean = self.args.decay * self.mean + (1 - self.args.decay) * nll
         self._seen = []
 
     def method_state(self) -> dict[str, Any]:
         seen = torch.cat(self._seen) if getattr(self, "_seen", None) else torch.zeros(0)
-        return {"mean": self.mean, "seen": gathered_values(seen, self.args.world_size)}
+        return {"mean": self.mean, "seen": gathered_values(seen, self.args)}
 
     def load_method_state(self, state: dict[str, Any]) -> None:
         self.mean, self._seen = state["mean"], [state["seen"]]

@@ -1,10 +1,11 @@
-"""Runs that FSDP2 on two processes must end as one process without it does.
+"""Runs that FSDP2 on two processes, and HSDP on four, must end as one process without it does.
 
-`main` runs once alone and once in two processes; each run leaves its final model, its log and its checkpoints in FOLDER/CELL.
+`main` runs once alone and once in several processes; each run leaves its final model, its log and its checkpoints in FOLDER/CELL.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import traceback
@@ -14,16 +15,27 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
+import torch
 from datasets import Dataset
+from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from posttrain.core import faults
 from posttrain.methods.table import METHODS
 from tests import tiny
+from tests.forked import Child, start_group
 from tests.trainer import fsdp_on_cpu, resumable_run
 
 STEPS, SAVED = 4, 2
-ROWS = 11  # 4 + 4 + 3: the last window is uneven over two processes
+ROWS = 11  # 4 + 4 + 3: the last window is uneven over two processes, and leaves one of four without a row
+FOUR, COPIES = 4, 2
+"""Four processes are two copies of two shards."""
+HSDP_LAUNCHED = {
+    "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    "PARALLELISM_CONFIG_DP_REPLICATE_SIZE": str(COPIES),
+    "PARALLELISM_CONFIG_DP_SHARD_SIZE": str(FOUR // COPIES),
+}
 LAUNCHED = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_VERSION": "2",
@@ -40,7 +52,19 @@ ONLINE = {
 PPO = {"max_completion_length": 5, "reward_workers": 0, "num_ppo_epochs": 2, "adap_kl_ctrl": True}
 GKD = {"max_completion_length": 5, "lmbda": 0.5, "beta": 0.3}
 SDFT = {"max_completion_length": 5, "num_generations": 2}
+REWARDED = ("grpo", "ppo", "rloo", "online_dpo", "xpo", "nash_md", "a2po", "sdpo")
+TAUGHT = ("gkd", "distillation", "iw_opd", "minillm", "gold")
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj", "down_proj"]}
+
+
+COMPARED = (
+    "loss", "eval_loss", "grad_norm", "num_tokens", "entropy", "reward", "reward_std", "aux_loss", "kl", "eval_kl", "delta",
+    "rewards/margins", "eval_rewards/margins", "nll_loss", "log_odds_ratio", "accuracy", "eval_accuracy",
+)  # fmt: skip
+
+
+def without(options: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in names}
 
 
 @dataclass(frozen=True)
@@ -53,6 +77,7 @@ class Cell:
     fault: str = ""  # of the last process
     fsdp: dict[str, Any] = field(default_factory=dict)
     resumes: bool = False
+    whole: bool = False  # its reference writes, which takes whole weights
 
 
 CELLS = {
@@ -88,6 +113,20 @@ CELLS = {
     "gkd-lora": Cell("gkd", {**GKD, "lmbda": 0.0, "chunk_tokens": 7}, LORA),
     "sdft": Cell("sdft", SDFT | {"distillation_mode": "full_logits", "teacher_model_kind": "live"}),
     "sdft-lora": Cell("sdft", SDFT | {"distillation_topk": 5, "steps_per_generation": 4}, LORA),
+    "rloo": Cell("rloo", ONLINE),
+    # Of one weight the gradient is hardly more than rounding, which Adam would divide by itself.
+    "online_dpo": Cell("online_dpo", without(ONLINE, "num_generations") | {"adam_epsilon": 1e-5}),
+    "xpo": Cell("xpo", without(ONLINE, "num_generations"), whole=True),
+    "nash_md": Cell("nash_md", without(ONLINE, "num_generations", "num_iterations"), whole=True),
+    "a2po": Cell("a2po", without(ONLINE, "beta")),
+    "distillation": Cell("distillation", {"max_completion_length": 5, "beta": 1.0}),
+    "iw_opd": Cell("iw_opd", {"max_completion_length": 5, "lmbda": 0.5}),
+    "minillm": Cell("minillm", ONLINE | {"num_iterations": 1}),
+    "gold": Cell("gold", {"max_completion_length": 5, "lmbda": 0.5}),
+    "sdpo": Cell(
+        "sdpo", ONLINE | {"distillation_weight": 0.5, "success_reward_threshold": 8.0, "teacher_model_kind": "live"}
+    ),
+    "ssd": Cell("ssd", {"max_completion_length": 5}),
     "grpo-lora": Cell("grpo", ONLINE | {"max_tokens_per_pass": 40}, LORA, fsdp={"activation_checkpointing": True}),
 }
 
@@ -107,7 +146,9 @@ def triples(rows: int) -> list[dict[str, Any]]:
 
 DATA = {
     "sft": tiny.chats, "grpo": prompts, "ppo": prompts, "tpo": triples, "kto": resumable_run.rated, "bco": resumable_run.rated,
-    "prm": tiny.steps, "gkd": resumable_run.DATA["gkd"], "sdft": resumable_run.DATA["sdft"],
+    "prm": tiny.steps, "sdft": resumable_run.DATA["sdft"],
+    **dict.fromkeys(("rloo", "online_dpo", "xpo", "nash_md", "a2po", "minillm", "sdpo", "ssd"), prompts),
+    **dict.fromkeys(("gkd", "distillation", "iw_opd", "gold"), resumable_run.DATA["gkd"]),
 }  # fmt: skip
 """The others read pairs."""
 
@@ -135,13 +176,14 @@ def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
             "bf16": False,
             "dataset_cache_dir": str(folder.parent / "cache"),
             **({"fsdp": True, "fsdp_config": dict(cell.fsdp)} if world > 1 and not cell.launched else {}),
+            **({"dp_replicate_size": COPIES} if world == FOUR and not cell.launched else {}),
             **cell.options,
             **changes,
         }
     )
     data = DATA.get(cell.method, tiny.pairs)(ROWS)
-    more: dict[str, Any] = {"reward_funcs": checksum} if cell.method in ("grpo", "ppo") else {}
-    if cell.method == "gkd":
+    more: dict[str, Any] = {"reward_funcs": checksum} if cell.method in REWARDED else {}
+    if cell.method in TAUGHT:
         teacher = tiny.causal_lm(1, family="llama")
         more = {"teacher_model": teacher, "teacher_processing_class": tiny.tokenizer()}
     if cell.method == "bco":
@@ -154,32 +196,37 @@ def trainer(cell: Cell, folder: Path, **changes: Any) -> Any:
         train_dataset=Dataset.from_list(data),
         eval_dataset=Dataset.from_list(data[:5]),
         processing_class=tiny.tokenizer(),
-        callbacks=[IsSharded()] if world > 1 else None,
+        callbacks=[IsSharded()] if args.sharding is not None else None,
         **more,
     )
 
 
 def _cut(method: str, world: int) -> dict[str, int]:
     """Eight rows a step; the same micro-batches on one process as on two (the routers' loss depends on them)."""
-    if method in ("grpo", "ppo", "gkd", "sdft"):  # which rollouts come together depends on the accumulation
+    if method in (*REWARDED, *TAUGHT, "sdft", "ssd"):  # which rollouts come together depends on the accumulation
         return {"per_device_train_batch_size": 4 // world, "gradient_accumulation_steps": 2}
     return {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4 // world}
 
 
 class IsSharded(TrainerCallback):
-    """No comparison below would notice that nothing was sharded."""
+    """No comparison below would notice that nothing was sharded, or that each process had a quarter and no copy."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         from torch.distributed.fsdp import FSDPModule
 
         assert isinstance(model, FSDPModule), f"{type(model).__name__} is not sharded"
+        shards = [p for p in model.parameters() if hasattr(p, "device_mesh")]  # others are gathered at the moment
+        meshes = {tuple(shard.device_mesh.shape) for shard in shards}
+        copies = args.dp_replicate_size
+        assert meshes == {(copies, args.world_size // copies) if copies > 1 else (args.world_size,)}, meshes
 
 
 @contextmanager
 def environment(cell: Cell, world: int, rank: int) -> Any:
     """The variables of a launch, and of faults, while a cell runs. accelerate leaves some behind."""
     before = dict(os.environ)
-    os.environ.update(LAUNCHED if cell.launched and world > 1 else {})
+    if cell.launched and world > 1:
+        os.environ.update(LAUNCHED | (HSDP_LAUNCHED if world == FOUR else {}))
     faults.arm(cell.fault if rank == world - 1 else None)
     try:
         yield
@@ -189,8 +236,8 @@ def environment(cell: Cell, world: int, rank: int) -> Any:
         os.environ.update(before)
 
 
-def run(cell: Cell, folder: Path) -> None:
-    made = trainer(cell, folder)
+def run(cell: Cell, folder: Path, **changes: Any) -> None:
+    made = trainer(cell, folder, **changes)
     made.train()
     made.save_model(str(folder / "final"))
     if not cell.resumes:
@@ -199,18 +246,74 @@ def run(cell: Cell, folder: Path) -> None:
     if made.is_world_process_zero():
         shutil.copytree(folder / f"checkpoint-{SAVED}", resumed / f"checkpoint-{SAVED}")
     made.accelerator.wait_for_everyone()
-    again = trainer(cell, resumed)
+    again = trainer(cell, resumed, **changes)
     again.train(resume_from_checkpoint=True)
     again.save_model(str(resumed / "final"))
 
 
-def main(home: Path, names: list[str]) -> None:
+def start(processes: int, home: Path, names: list[str], **changes: Any) -> list[Child]:
+    """`main` in so many processes, with changed options."""
+    home.mkdir()
+    model_of(CELLS["sft-launched"]).save_pretrained(home / "model")
+    tiny.tokenizer().save_pretrained(home / "model")
+    return start_group(processes, lambda rank: main(home, names, **changes), home / "rank")
+
+
+def main(home: Path, names: list[str], **changes: Any) -> None:
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    fsdp_on_cpu.allow()
+    if changes.get("fsdp", True):
+        fsdp_on_cpu.allow()
     for name in names:
         with environment(CELLS[name], world, rank):
             try:
-                run(CELLS[name], home / name)
+                run(CELLS[name], home / name, **changes)
             except Exception:
                 (home / f"{name}-{rank}.error").write_text(traceback.format_exc())
                 raise
+
+
+# ---- what is seen of them ------------------------------------------------------------------------------------------------
+
+
+def final(home: Path, name: str) -> dict[str, torch.Tensor]:
+    folder = home / name / "final"
+    if not folder.exists():
+        errors = [path.read_text() for path in home.glob("*.error")]
+        pytest.fail("\n".join(errors) or (home / "rank-0.log").read_text()[-3000:])
+    return load_file(next(folder.glob("*model.safetensors")))
+
+
+def logged(home: Path, name: str) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (home / name / "metrics.jsonl").read_text().splitlines()]
+
+
+def assert_ends_alike(name: str, alone: Path, together: Path) -> None:
+    """Weights to 1e-5, and what was logged."""
+    one, many = final(alone, name), final(together, name)
+    assert one.keys() == many.keys()
+    for key, tensor in one.items():
+        torch.testing.assert_close(many[key], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
+    seen = set()
+    for line, other in zip(logged(alone, name), logged(together, name), strict=True):
+        for key in {*COMPARED} & line.keys():
+            seen.add(key)
+            near_zero = 1e-5 if "rewards" in key else 1e-6  # a reward is a difference of two sums of about 100
+            assert other[key] == pytest.approx(line[key], rel=1e-4, abs=near_zero), key
+    assert {"loss", "grad_norm"} <= seen
+
+
+def assert_resumed_exactly(name: str, home: Path, processes: int) -> None:
+    """Weights, shards of every process and logged numbers, to the bit."""
+    whole, resumed = final(home, name), final(home, f"{name}-resumed")
+    assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
+    last = f"checkpoint-{STEPS}"
+    states = sorted(path.name for path in (home / name / last).glob("optimizer*.safetensors"))
+    assert len(states) in (1, processes)  # whole, or of each process
+    for state in states:
+        kept = [load_file(home / run / last / state) for run in (name, f"{name}-resumed")]
+        assert kept[0].keys() == kept[1].keys()
+        assert all(torch.equal(kept[1][key], tensor) for key, tensor in kept[0].items())
+    lines = {run: [line for line in logged(home, run) if "loss" in line] for run in (name, f"{name}-resumed")}
+    for line, other in zip(lines[name][SAVED:], lines[f"{name}-resumed"], strict=True):
+        for key in COMPARED:
+            assert other.get(key) == line.get(key), key

@@ -7,6 +7,8 @@ renamed before accelerate looks at it; everything after that is accelerate's and
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import PartialState
@@ -23,3 +25,14 @@ def allow() -> None:
             self.distributed_type = DistributedType.MULTI_GPU
 
     PartialState.__init__ = init
+
+
+@contextmanager
+def allowed() -> Iterator[None]:
+    """As `allow`, for a while: DDP between CPU processes cannot be set up meanwhile."""
+    made = PartialState.__init__
+    allow()
+    try:
+        yield
+    finally:
+        PartialState.__init__ = made

@@ -314,7 +314,7 @@ def test_what_will_happen_to_a_reward_model(tmp_path, capsys):
 
 
 def test_batch_arithmetic_of_many_processes():
-    args = SimpleNamespace(gradient_accumulation_steps=2, world_size=4)
+    args = SimpleNamespace(gradient_accumulation_steps=2, readers=4)
     trainer = SimpleNamespace(args=args, _train_batch_size=8, roles=("text",))
     assert (
         batch_arithmetic(trainer, 1200)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -16,59 +15,26 @@ from posttrain.models.sharding import call_inside, is_sharded_module, plain_clas
 from posttrain.trainer.checkpoints import checkpoint as files
 from posttrain.trainer.checkpoints.sharding import set_up_fsdp
 from tests import tiny
-from tests.forked import Child, start_group, wait_for_group
-from tests.trainer import fsdp_cells
-from tests.trainer.fsdp_cells import CELLS, SAVED, STEPS, model_of
+from tests.forked import wait_for_group
+from tests.trainer.fsdp_cells import CELLS, STEPS, assert_ends_alike, assert_resumed_exactly, final, start
 
 pytestmark = pytest.mark.slow  # whole runs of several processes, or with every fault
 
-COMPARED = (
-    "loss", "eval_loss", "grad_norm", "num_tokens", "entropy", "reward", "reward_std", "aux_loss", "kl", "eval_kl", "delta",
-    "rewards/margins", "eval_rewards/margins", "nll_loss", "log_odds_ratio", "accuracy", "eval_accuracy",
-)  # fmt: skip
-
-
-def start(processes: int, home: Path) -> list[Child]:
-    home.mkdir()
-    model_of(CELLS["sft-launched"]).save_pretrained(home / "model")
-    tiny.tokenizer().save_pretrained(home / "model")
-    return start_group(processes, lambda rank: fsdp_cells.main(home, list(CELLS)), home / "rank")
+TRIED = [name for name, cell in CELLS.items() if not cell.whole]
 
 
 @pytest.fixture(scope="module")
 def homes(tmp_path_factory):
     """(of one process, of two): where the cells have left their runs."""
     home = tmp_path_factory.mktemp("fsdp")
-    for group in [start(1, home / "one"), start(2, home / "two")]:
+    for group in [start(1, home / "one", TRIED), start(2, home / "two", TRIED)]:
         wait_for_group(group)
     return home / "one", home / "two"
 
 
-def final(home: Path, name: str) -> dict[str, torch.Tensor]:
-    folder = home / name / "final"
-    if not folder.exists():
-        errors = [path.read_text() for path in home.glob("*.error")]
-        pytest.fail("\n".join(errors) or (home / "rank-0.log").read_text()[-3000:])
-    return load_file(next(folder.glob("*model.safetensors")))
-
-
-def logged(home: Path, name: str) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (home / name / "metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if not cell.fault])
+@pytest.mark.parametrize("name", [name for name in TRIED if not CELLS[name].fault])
 def test_ends_where_one_process_does(name, homes):
-    one, two = (final(home, name) for home in homes)
-    assert one.keys() == two.keys()
-    for key, tensor in one.items():
-        torch.testing.assert_close(two[key], tensor, rtol=1e-5, atol=1e-6, msg=lambda m, key=key: f"{key}: {m}")
-    seen = set()
-    for line, other in zip(*(logged(home, name) for home in homes), strict=True):
-        for key in {*COMPARED} & line.keys():
-            seen.add(key)
-            near_zero = 1e-5 if "rewards" in key else 1e-6  # a reward is a difference of two sums of about 100
-            assert other[key] == pytest.approx(line[key], rel=1e-4, abs=near_zero), key
-    assert {"loss", "grad_norm"} <= seen
+    assert_ends_alike(name, *homes)
 
 
 @pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.method == "ppo"])
@@ -83,18 +49,7 @@ def test_a_critic_is_saved_whole_and_apart(name, homes):
 
 @pytest.mark.parametrize("name", [name for name, cell in CELLS.items() if cell.resumes])
 def test_resumes_exactly(name, homes):
-    _, two = homes
-    whole, resumed = final(two, name), final(two, f"{name}-resumed")
-    assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
-    last = f"checkpoint-{STEPS}"
-    for rank in range(2):
-        kept = [load_file(two / run / last / f"optimizer_{rank}.safetensors") for run in (name, f"{name}-resumed")]
-        assert kept[0].keys() == kept[1].keys()
-        assert all(torch.equal(kept[1][key], tensor) for key, tensor in kept[0].items())
-    lines = {run: [line for line in logged(two, run) if "loss" in line] for run in (name, f"{name}-resumed")}
-    for line, other in zip(lines[name][SAVED:], lines[f"{name}-resumed"], strict=True):
-        for key in COMPARED:
-            assert other.get(key) == line.get(key), key
+    assert_resumed_exactly(name, homes[1], 2)
 
 
 def test_checkpoints_are_ours_and_verify(homes):

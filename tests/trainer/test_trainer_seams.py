@@ -38,6 +38,7 @@ SEAMS = {
     "get_train_dataloader": "",
     "get_eval_dataloader": "eval_dataset",
     "get_test_dataloader": "test_dataset",
+    "get_total_train_batch_size": "args",
     # evaluation and logs
     "prediction_step": "model inputs prediction_loss_only ignore_keys",
     "evaluation_loop": "dataloader description prediction_loss_only ignore_keys metric_key_prefix",

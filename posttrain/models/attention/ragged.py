@@ -7,6 +7,7 @@ varlen flash kernel on CUDA, with one SDPA call per segment elsewhere. Without b
 
 Samples that begin alike (the two answers to one prompt) may share their beginning: see `models/attention/prefix`. A call that
 carries `kv_cache` is one of the rollout engine, which keeps keys and values itself: see `rollout/engines/native`. A call that
+carries `row_part` has a part of the row's tokens: see `models/attention/sequence_parallel`. A call that
 carries `image_blocks` has images that see themselves whole: see `models/attention/image_blocks`.
 
 transformers would build a dense mask from position ids that restart. It returns a mask of four dimensions as it is, so a ragged
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from posttrain.core.batch import SharedPrefixes
+from posttrain.core.batch import RowPart, SharedPrefixes
 from posttrain.models.attention.image_blocks import ImageBlocks, seen_whole
 from posttrain.models.attention.prefix import shared_prefix_flash, shared_prefix_loop
+from posttrain.models.attention.sequence_parallel import to_heads, to_tokens
 
 RAGGED_ATTENTION = "posttrain_ragged"
 
@@ -79,9 +81,14 @@ def ragged_attention(
     shared_prefixes: SharedPrefixes | None = None,
     kv_cache: KeyValueCache | None = None,
     image_blocks: ImageBlocks | None = None,
+    row_part: RowPart | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """(1, heads, tokens, dim) -> (1, tokens, heads, dim), segments apart where bounds are given."""
+    if row_part is not None:
+        heads, bounds = to_heads(query, key, value, row_part), (cu_seq_lens_q, max_length_q)
+        how = (attention_mask, dropout, scaling, *bounds, sliding_window, shared_prefixes, kv_cache, image_blocks)
+        return to_tokens(ragged_attention(module, *heads, *how, **kwargs)[0], row_part), None
     if image_blocks is not None and (kv_cache is not None or shared_prefixes is not None):
         raise NotImplementedError("Images that see themselves whole are known to the ragged layout only.")
     if kv_cache is not None:

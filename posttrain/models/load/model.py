@@ -61,6 +61,7 @@ from posttrain.models.scoring.heads import (
 from posttrain.models.scoring.probe import (
     ImageProbe,
     why_images_fail,
+    why_not_in_parts,
     why_not_its_own_labels,
     why_not_ragged,
     why_not_shared,
@@ -70,6 +71,7 @@ from posttrain.models.vision.parts import adapter_on_language_model, without_vis
 
 logger = logging.getLogger(__name__)
 
+PADDED_NOTE = "Batches are padded, not ragged"
 ROUTER_LOSS = "router_aux_loss_coef"  # of the configuration of a mixture of experts
 AUTO_CLASSES = {
     CAUSAL_LM: AutoModelForCausalLM,
@@ -101,6 +103,7 @@ class LoadOptions:
     router_aux_loss_coef: float | None = None
     device: torch.device | None = None  # None: the model stays where it is
     sharded: bool = False  # FSDP or DeepSpeed will place the weights
+    row_part: tuple[int, int] | None = None  # (rank, size) where processes share the tokens of a row; None: whole rows
     vision: VisionFamily | None = None  # None: the model reads texts only, whatever it could see
     image_probe: ImageProbe | None = None  # for data with images: is the model asked about them in the right way?
     lora_vision: bool = False  # adapters on tower and projector too, where their pattern matches there
@@ -172,6 +175,8 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
     layout = _choose_layout(model, innermost, options, notes)
     if options.share_prefixes and layout == RAGGED:
         layout = _shared_if_possible(model, innermost, options, router_loss_weight, notes)
+    if options.row_part is not None:
+        _refuse_shared_rows(model, innermost, options, layout, router_loss_weight, name, notes)
     if options.sharded:
         kernels = _choose_kernels(model, innermost, options, notes)
     return LoadedModel(model, layout, name, notes, router_loss_weight, kernels, options.image_probe)
@@ -415,7 +420,7 @@ def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions,
         return RAGGED
     if options.layout == RAGGED:
         raise ValueError(f"`padding_free=True` cannot be honoured: {reason}. Set it to False or leave it out.")
-    notes.append(f"Batches are padded, not ragged: {reason}.")
+    notes.append(f"{PADDED_NOTE}: {reason}.")
     return PADDED
 
 
@@ -431,6 +436,28 @@ def _shared_if_possible(
         return SHARED
     notes.append(f"A prompt is computed once for each of its answers: {reason}.")
     return RAGGED
+
+
+def _refuse_shared_rows(
+    model: nn.Module,
+    innermost: nn.Module,
+    options: LoadOptions,
+    layout: str,
+    router_loss_weight: float,
+    name: str,
+    notes: list[str],
+) -> None:
+    """Where rows cannot be cut into parts, each on a process of its own."""
+    if layout == PADDED:
+        reason = next((note for note in notes if note.startswith(PADDED_NOTE)), PADDED_NOTE).rstrip(".")
+    elif options.image_probe is not None:
+        reason = "features of images are handed over to whole rows"
+    elif router_loss_weight:
+        reason = "the routers' loss is about all tokens of a row; `router_aux_loss_coef=0` switches it off"
+    else:
+        reason = why_not_in_parts(model, innermost, options.row_part, options.sharded)
+    if reason is not None:
+        raise ValueError(f"`sequence_parallel_size` cannot be honoured for {name}: {reason}. Leave it at 1.")
 
 
 def _of_the_first_process(reason: str | None, options: LoadOptions) -> str | None:

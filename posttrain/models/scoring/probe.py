@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from posttrain.core.batch import PADDED, RAGGED, SHARED, SharedPrefixes, TokenBatch
+from posttrain.core.batch import PADDED, RAGGED, SHARED, RowPart, SharedPrefixes, TokenBatch
+from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Sample, Unit
 from posttrain.models.attention.ragged import RAGGED_ATTENTION
 from posttrain.models.scoring.heads import CAUSAL_LM, SEQUENCE_REWARD, TOKEN_LABELS, LabelsQuestion, score_sequences
@@ -89,6 +91,40 @@ def why_not_shared(
     if reason is None and image_probe is not None:
         reason = _why_images_apart(model, innermost, task, image_probe, SHARED, "sdpa")
     return reason
+
+
+def why_not_in_parts(
+    model: nn.Module, innermost: nn.Module, part: tuple[int, int], is_sharded: bool = False
+) -> str | None:
+    """None when processes that share a row give the answers of one that has all of it; else the reason. Collective.
+
+    A layer that mixes tokens elsewhere than in attention (a convolution, a recurrence) would see the tokens of its process alone.
+    """
+    name, size, heads = type(innermost).__name__, part[1], innermost.config.get_text_config().num_attention_heads
+    if heads % size:
+        return f"{name} has {heads} attention heads, which {size} processes cannot have equally many of"
+    with _asked_calmly(model):
+        asked = _asked(innermost, CAUSAL_LM)
+        batch = _probe_batch(asked, RAGGED)
+        whole = score_tokens(model, batch.to(next(model.parameters()).device)).logps
+        parts = score_tokens(model, _in_parts(batch, *part).to(whole.device)).logps
+    if is_sharded and any(other != whole.tolist() for other in of_every_process(whole.tolist(), dist.get_world_size())):
+        return None  # the first process alone has read the weights: the others' answers say nothing
+    difference = _difference(whole, parts, innermost)
+    return (
+        None if difference is None else f"{name} answers differently where processes share a row (by {difference:.2g})"
+    )
+
+
+def _in_parts(batch: TokenBatch, rank: int, size: int) -> TokenBatch:
+    """A ragged batch, filled up to a multiple of `size` by a segment that nobody attends to, and the part of one process."""
+    width = batch.input_ids.shape[1]
+    missing = -width % size
+    filled = {name: nn.functional.pad(getattr(batch, name), (0, missing)) for name in ("input_ids", "position_ids")}
+    if missing:
+        filled["cu_segments"] = torch.cat([batch.cu_segments, batch.cu_segments[-1:] + missing])
+    batch = replace(batch, **filled)
+    return replace(batch, part=RowPart.of(batch, rank, size))
 
 
 def why_images_fail(model: nn.Module, innermost: nn.Module, task: str, image_probe: ImageProbe) -> str | None:

@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
-from posttrain.core.batch import PADDED, TokenBatch
+from posttrain.core.batch import PADDED, RowPart, TokenBatch
 from posttrain.core.results import TokenScores
 from posttrain.models.attention.ragged import segment_kwargs
+from posttrain.models.attention.sequence_parallel import put_together
 from posttrain.models.scoring.float32_head import head_input
 from posttrain.models.scoring.fused_head import can_fuse, summed_nll, token_logps
 from posttrain.models.sharding import call_inside, is_sharded_module, plain_class
@@ -79,6 +80,15 @@ class TokenQuestion:
     label_smoothing: float = 0.0  # only with `summed`
     keep_logits: bool = False  # for the backward, where they are not needed in the forward: memory for time
     vocabulary: int | None = None  # words beyond it are padding: in no normaliser, no statistic and no measure
+
+    def of_part(self, part: RowPart, start: int) -> TokenQuestion:
+        """What is asked at the positions of a part of the row, which begins at `start`."""
+        measures = {
+            name: replace(measure, aligned=tuple(tensor[part.asked] for tensor in measure.aligned))
+            for name, measure in self.measures.items()
+        }
+        asked = {"positions": self.positions[part.asked] - start, "targets": self.targets[part.asked]}
+        return replace(self, **asked, measures=measures)
 
     def answer(self, model: nn.Module, rows: Tensor) -> dict[str, Tensor]:
         head = model.get_output_embeddings()
@@ -228,11 +238,26 @@ def targets_within(batch: TokenBatch, vocabulary: int | None) -> Tensor:
 
 
 def ask(model: nn.Module, batch: TokenBatch, *questions: Question, router_loss: bool = False) -> TokenScores:
-    """The answers to all questions, from one forward pass."""
-    request = ScoreRequest(questions, batch.input_ids.shape[1], router_loss)
+    """The answers to all questions, from one forward pass; of a row that processes share, to those of all of them."""
+    width, part = batch.input_ids.shape[1], batch.part
+    if part is not None:
+        questions = _questions_of_part(questions, part, width)
+        width //= part.size
+    request = ScoreRequest(questions, width, router_loss)
     answer = model(**forward_kwargs(batch), use_cache=False, score=request)
+    if part is not None:
+        answer = {name: put_together(values, part, batch.num_trained) for name, values in answer.items()}
     known = {f.name: answer.pop(f.name) for f in fields(TokenScores) if f.name in answer}
     return TokenScores(**known, stats=answer)
+
+
+def _questions_of_part(questions: tuple[Question, ...], part: RowPart, width: int) -> tuple[Question, ...]:
+    unknown = [type(question).__name__ for question in questions if not hasattr(question, "of_part")]
+    if unknown:
+        raise NotImplementedError(
+            f"{unknown[0]} is asked about whole rows, and this one lies on {part.size} processes."
+        )
+    return tuple(question.of_part(part, part.run(width).start) for question in questions)
 
 
 def forward_kwargs(batch: TokenBatch) -> dict[str, Any]:
@@ -242,7 +267,11 @@ def forward_kwargs(batch: TokenBatch) -> dict[str, Any]:
         kwargs["images"] = batch.images
     if batch.layout == PADDED:
         return kwargs | {"attention_mask": batch.attention_mask}
-    return kwargs | segment_kwargs(batch.cu_segments, batch.longest, batch.prefixes)
+    kwargs |= segment_kwargs(batch.cu_segments, batch.longest, batch.prefixes)
+    if batch.part is not None:
+        mine = batch.part.run(batch.input_ids.shape[1])
+        kwargs |= {name: kwargs[name][..., mine] for name in ("input_ids", "position_ids")} | {"row_part": batch.part}
+    return kwargs
 
 
 def install_scores(model: nn.Module) -> None:

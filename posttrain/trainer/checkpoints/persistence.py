@@ -230,9 +230,9 @@ class RunLifecycle(TrainerCallback):
 
     def _restore_sums(self, folder: Path) -> None:
         run, state = self.run, self.checkpoints.run_state
-        metrics, loss = load_sums(folder, self.args.process_index)
-        run.metrics.load_state(metrics)
-        run._tr_loss = torch.tensor(loss, device=self.args.device, dtype=run._tr_loss.dtype)
+        saved = load_sums(folder, self.args.process_index, self.args.world_size)
+        run.metrics.load_state(*(metrics for metrics, _ in saved))
+        run._tr_loss = torch.tensor(sum(loss for _, loss in saved), device=self.args.device, dtype=run._tr_loss.dtype)
         run._total_loss_scalar = state.loss_total
         run._globalstep_last_logged = state.last_logged_step
         run._initial_global_step = 0  # the mean loss of the run is over all of its steps, not since the resume

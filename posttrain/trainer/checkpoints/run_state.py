@@ -184,9 +184,16 @@ def save_sums(folder: Path, rank: int, metrics: dict[str, Any], loss: float) -> 
     write_json(Path(folder) / SUMS_FILE.format(rank=rank), {"metrics": metrics, "loss": loss})
 
 
-def load_sums(folder: Path, rank: int) -> tuple[dict[str, Any], float]:
-    raw = json.loads((Path(folder) / SUMS_FILE.format(rank=rank)).read_text(encoding="utf-8"))
-    return raw["metrics"], raw["loss"]
+def load_sums(folder: Path, rank: int, world_size: int) -> list[tuple[dict[str, Any], float]]:
+    """Of this process; of none or several where another number of them has saved: each sum is taken over once.
+
+    A logged loss is the mean over the processes, hence its factor.
+    """
+    saved = len(list(Path(folder).glob(SUMS_FILE.format(rank="*"))))
+    found = [
+        json.loads((Path(folder) / SUMS_FILE.format(rank=n)).read_text("utf-8")) for n in range(rank, saved, world_size)
+    ]
+    return [(raw["metrics"], raw["loss"] * world_size / saved) for raw in found]
 
 
 def save_method_state(folder: Path, state: dict[str, Any], rank: int, world_size: int) -> None:
@@ -228,6 +235,9 @@ def save_rng(folder: Path, rank: int) -> None:
 
 
 def load_rng(folder: Path, rank: int) -> None:
+    """A process that the checkpoint did not have keeps the numbers that it has begun with."""
+    if not (Path(folder) / RNG_FILE.format(rank=rank)).with_suffix(".json").exists():
+        return
     state = load_tree(Path(folder) / RNG_FILE.format(rank=rank))
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))

@@ -32,8 +32,15 @@ from posttrain.trainer.checkpoints.background_save import (
     state_bytes,
     write_checkpoint,
 )
-from posttrain.trainer.checkpoints.run_state import RunState, save_rng, save_sums
-from posttrain.trainer.checkpoints.sharding import load_shard_tree, load_shards, shard_tree
+from posttrain.trainer.checkpoints.run_state import RNG_FILE, RunState, save_rng, save_sums
+from posttrain.trainer.checkpoints.sharding import (
+    load_shard_tree,
+    load_shards,
+    part_of_tree,
+    shard_tree,
+    shards_of_a_copy,
+    whole_tree,
+)
 from posttrain.trainer.checkpoints.skipped import NonFiniteTraining
 from posttrain.trainer.checkpoints.snapshot import Snapshot, capturing, is_capturing, write_content
 from posttrain.trainer.options.base import DEEPSPEED, FSDP, BaseConfig
@@ -340,9 +347,9 @@ class Checkpoints:
         """Of the optimizer and its schedule, in our own formats; under FSDP the trained weights, too."""
         run = self.run
         if self.args.sharding == FSDP:
-            load_shard_tree(run.model, run.optimizer, files.load_tree(self._shards_file(folder)))
+            load_shard_tree(run.model, run.optimizer, self._saved_shard(folder))
         else:
-            tree = files.load_tree(folder / OPTIMIZER)
+            tree = self._saved_whole(folder)
             run.optimizer.load_state_dict(tree["optimizer"])
             if run.guard.masters is not None:
                 with torch.no_grad():
@@ -351,6 +358,29 @@ class Checkpoints:
                 run.guard.masters.publish()
         run.lr_scheduler.load_state_dict(files.load_tree(folder / SCHEDULER))
         take_rates_of(run.lr_scheduler)
+
+    def _saved_shard(self, folder: Path) -> dict[str, Any]:
+        """This process's state: its own file, or its part of what another number of processes, or one without shards, has saved."""
+        shards, processes = (
+            shards_of_a_copy(self.run.optimizer),
+            len(list(folder.glob(RNG_FILE.format(rank="*") + ".json"))),
+        )
+        if processes == self.args.world_size and not is_whole(folder):
+            tree = files.load_tree(self._shards_file(folder))
+            if tree.get("shards", processes) == shards:
+                return tree
+        return part_of_tree(self._saved_whole(folder), self.run.optimizer)
+
+    def _saved_whole(self, folder: Path) -> dict[str, Any]:
+        """The state as one process without shards would have saved it; from shards, where there are such."""
+        if is_whole(folder):
+            return files.load_tree(folder / OPTIMIZER)
+        first = files.load_tree(folder / SHARDS.format(rank=0))
+        processes = len(list(folder.glob(SHARDS.format(rank="*") + ".json")))
+        others = [
+            files.load_tree(folder / SHARDS.format(rank=rank)) for rank in range(1, first.get("shards", processes))
+        ]
+        return whole_tree([first, *others], self.run.optimizer)
 
     def load_weights(self, load: Callable[[], None], folder: Path) -> None:
         """Of `folder`, by `load`, which is Trainer's. peft's `load_adapter` turns adapters into float32: they stay as they were."""
@@ -367,12 +397,16 @@ class Checkpoints:
         run = self.run
         self.settle(wait=True)
         if self.args.sharding == FSDP:
-            best = files.load_tree(self._shards_file(Path(run.state.best_model_checkpoint)))
-            load_shards(run.model, run.optimizer, best)
+            load_shards(run.model, run.optimizer, self._saved_shard(Path(run.state.best_model_checkpoint)))
             return
         self.load_weights(load, Path(run.state.best_model_checkpoint))
         if run.guard.masters is not None:
             run.guard.masters.reload()
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a checkpoint was written by processes that each had the whole state."""
+    return (folder / OPTIMIZER).with_suffix(".json").exists()
 
 
 def load_renamed(innermost: Any, folder: Path) -> None:

@@ -9,7 +9,7 @@ accelerate on its own rounds what the model returns to bfloat16 as well, log-pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -109,18 +109,80 @@ def _is_written(model: nn.Module) -> Callable[[str], bool]:
 
 
 def shard_tree(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """This process's part of an optimizer's state and of the float32 weights that it works on."""
+    """This process's part of an optimizer's state and of the float32 weights that it works on, and how many parts there are."""
     return {
         "optimizer": _mapped(optimizer.state_dict(), local_part),
         "masters": [p.detach() for p in _shards(optimizer)],
+        "shards": shards_of_a_copy(optimizer),
     }
+
+
+def shards_of_a_copy(optimizer: torch.optim.Optimizer) -> int:
+    """Processes that have a whole copy of the weights between them: the last dimension of the mesh (HSDP has copies before it)."""
+    sizes = {p.device_mesh.shape[-1] for p in _parameters(optimizer) if hasattr(p, "placements")}
+    return max(sizes, default=1)
+
+
+def whole_tree(trees: list[dict[str, Any]], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """From `shard_tree` of all processes of a copy: the state that one process without shards would have, and masters."""
+    shapes = [parameter.shape for parameter in _parameters(optimizer)]
+    state = {
+        number: {
+            name: _joined([tree["optimizer"]["state"][number][name] for tree in trees], shapes[number])
+            for name in entries
+        }
+        for number, entries in trees[0]["optimizer"]["state"].items()
+    }
+    masters = [
+        _joined(list(parts), shape)
+        for parts, shape in zip(zip(*(tree["masters"] for tree in trees)), shapes, strict=True)
+    ]
+    return {"optimizer": {**trees[0]["optimizer"], "state": state}, "masters": masters}
+
+
+def part_of_tree(tree: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """From the state of one process: what `shard_tree` of this one would have been."""
+    parameters = list(_parameters(optimizer))
+    state = {
+        number: {name: _part_as(parameters[number], value) for name, value in entries.items()}
+        for number, entries in tree["optimizer"]["state"].items()
+    }
+    found: dict[str, Any] = {"optimizer": {**tree["optimizer"], "state": state}}
+    if "masters" in tree:
+        found["masters"] = [_part_as(like, master) for like, master in zip(parameters, tree["masters"], strict=True)]
+    return found
+
+
+def _joined(parts: list[Any], shape: torch.Size) -> Any:
+    """A tensor of `shape` from its parts: FSDP2 cuts along the first dimension. What every process has whole is taken once."""
+    if not isinstance(parts[0], Tensor) or not parts[0].dim():
+        return parts[0]
+    if sum(len(part) for part in parts) == shape[0] and parts[0].shape[1:] == shape[1:]:
+        return torch.cat(parts)
+    if parts[0].shape == shape:
+        return parts[0]
+    sizes = [tuple(part.shape) for part in parts]
+    raise ValueError(
+        f"A state of the optimizer is in parts of {sizes}, of which no tensor of {tuple(shape)} can be made: resume on as many "
+        "processes as the checkpoint was written by."
+    )
+
+
+def _part_as(like: Tensor, value: Any) -> Any:
+    if not hasattr(like, "placements") or not isinstance(value, Tensor) or value.shape != like.shape:
+        return value
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(like.shape, like.device_mesh, like.placements)
+    return value[tuple(slice(start, start + size) for start, size in zip(offset, shape))]
 
 
 @torch.no_grad()
 def load_shard_tree(model: nn.Module, optimizer: torch.optim.Optimizer, tree: dict[str, Any]) -> None:
-    """What `shard_tree` gave, on the same number of processes."""
-    load_shards(model, optimizer, tree)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    """What `shard_tree` gave on the same mesh, or `part_of_tree` on another."""
+    if "masters" in tree:  # else the weights are there already
+        load_shards(model, optimizer, tree)
+    parameters = list(_parameters(optimizer))
     state = tree["optimizer"]
     for number, entries in state["state"].items():
         like = parameters[number]
@@ -140,7 +202,12 @@ def load_shards(model: nn.Module, optimizer: torch.optim.Optimizer, tree: dict[s
 
 def _shards(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The optimizer's parameters are the shards, also while the model's are gathered."""
-    return [local_part(parameter.detach()) for group in optimizer.param_groups for parameter in group["params"]]
+    return [local_part(parameter.detach()) for parameter in _parameters(optimizer)]
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """In the order of its state."""
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _sharded_as(like: Tensor, part: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,10 @@ import transformers.trainer
 from torch import Tensor
 
 from posttrain.core.batch import TokenBatch
+from posttrain.core.processes import of_every_process
 from posttrain.core.sample import Sample
 from posttrain.data.collate import Collator, as_units, split_by_tokens
+from posttrain.models.attention.sequence_parallel import neighbours
 from posttrain.models.load.reference import ModelReference, Precomputed
 from posttrain.models.memory.fit import tokens_without_gradient
 from posttrain.rollout.collector import RolloutCollector
@@ -22,9 +25,10 @@ from posttrain.rollout.engines.protocol import SamplingParams
 from posttrain.rollout.episodes.writing import AnyRows
 from posttrain.rollout.eval_loader import EvalRolloutLoader
 from posttrain.rollout.group_filter import GroupFilter
-from posttrain.rollout.loader import RolloutLoader
+from posttrain.rollout.loader import RolloutLoader, Window, whole_window
 from posttrain.rollout.prompt_rows import PromptRows, StreamedPrompts, StreamOrder
 from posttrain.rollout.replay_buffer import ReplayBuffer
+from posttrain.rollout.schedule import Schedule
 from posttrain.rollout.source import FedSource, Prompts, PromptStream, RolloutSource, WindowsOfGroups
 from posttrain.trainer.options.online import OnlineConfig
 
@@ -80,17 +84,29 @@ def rollout_loader(
         order = StreamOrder()
     else:
         order = PromptStream(len(rows), args.seed, args.shuffle_dataset)
-    schedule = args.schedule()
-    prompts = Prompts(order, schedule, args.process_index)
+    schedule, written = args.schedule(), args.writing_schedule()
+    prompts = Prompts(order, written, args.process_index)
     how = (collector, rules, replay, group_filter)
     source: Any = prompts
     if collector is not None and ahead is None:
         source = RolloutSource(prompts, rows, params, *how)
     elif collector is not None:
         source = FedSource(prompts, rows, params, *how, groups=ahead(rows, params, order.row))
-    collator = replace(collator, max_tokens=args.max_tokens_per_pass)
+    collator = replace(collator, max_tokens=args.max_tokens_per_pass, part=args.row_part)
     pins = args.dataloader_pin_memory and args.device.type == "cuda"
-    return RolloutLoader(source, schedule, collator, pins, args.seed if args.permutes_windows else None)
+    seed = args.seed if args.permutes_windows else None
+    return RolloutLoader(source, schedule, collator, pins, seed, _made_whole(args.sequence_parallel_size, written))
+
+
+def _made_whole(size: int, written: Schedule) -> Callable[[Window], Window] | None:
+    """How processes that share their rows get each other's samples."""
+    if size == 1:
+        return None
+    return lambda mine: whole_window(mine, written.micro_batches, partial(_of_neighbours, size=size))
+
+
+def _of_neighbours(mine: Any, size: int) -> list[Any]:
+    return of_every_process(mine, size, neighbours(size))
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ from posttrain.core.console import NORMAL, VERBOSITIES
 from posttrain.core.options import default_of, is_ours, is_refused, option, refused
 from posttrain.core.secrets import without_secrets
 from posttrain.models.layers.kernels import COMPILED, LIGER, PLAIN
+from posttrain.trainer.options.processes import lay_out_processes
 
 STEPS_WORTH_COMPILING_FOR = 300
 """Compiling costs about as much time as it saves in a few dozen steps."""
@@ -118,6 +119,19 @@ class BaseConfig(TrainingArguments):
         "memory allows.",
     )
 
+    # ---- several processes
+    dp_replicate_size: int = option(
+        1,
+        "FSDP: whole copies of the model, each in shards on neighbouring processes (HSDP). With one copy a machine, weights are "
+        "gathered inside of a machine.",
+    )
+
+    sequence_parallel_size: int = option(
+        1,
+        "Neighbouring processes that share each row, a part of its tokens each: for sequences whose activations one device cannot "
+        "hold. The batch sizes are those of so many processes together.",
+    )
+
     # ---- trust
     max_skipped_steps: int = option(3, "Stop after this many optimizer steps in a row whose gradient was not finite.")
     resume_allow_changes: list[str] = option(
@@ -145,6 +159,7 @@ class BaseConfig(TrainingArguments):
         if self.sharding is None and not self.fp16:
             self.mixed_precision = "no"
         self._check_shared_options()
+        lay_out_processes(self)
 
     # ---- precision -----------------------------------------------------------------------------------------------
 
@@ -169,6 +184,22 @@ class BaseConfig(TrainingArguments):
         asked = {FSDP: self.fsdp, DEEPSPEED: self.deepspeed}
         launched = {name: os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true" for name in asked}
         return next((name for name in asked if asked[name] or launched[name]), None)
+
+    @property
+    def row_part(self) -> tuple[int, int] | None:
+        """(which part of a row this process computes, of how many); None where it computes whole rows."""
+        size = self.sequence_parallel_size
+        return None if size == 1 else (self.process_index % size, size)
+
+    @property
+    def readers(self) -> int:
+        """How many processes, or groups of processes that share their rows, read different rows."""
+        return self.world_size // self.sequence_parallel_size
+
+    @property
+    def reader(self) -> int:
+        """Which of them this process is, or belongs to."""
+        return self.process_index // self.sequence_parallel_size
 
     @property
     def load_dtype(self) -> torch.dtype:

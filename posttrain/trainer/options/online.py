@@ -211,12 +211,12 @@ class OnlineConfig(
             raise ValueError(
                 "`drop_zero_variance` and `replay_buffer_size` both replace groups that teach nothing: choose one."
             )
-        if (self.drop_zero_variance or self.replay_buffer_size) and self.schedule().share % self.num_generations:
+        written = self.writing_schedule()
+        if (self.drop_zero_variance or self.replay_buffer_size) and written.share % self.num_generations:
             raise ValueError(
-                f"Groups are replaced as a whole, so each process must hold whole ones: its {self.schedule().share} samples of a "
+                f"Groups are replaced as a whole, so each process must hold whole ones: its {written.share} samples of a "
                 f"generation are not a multiple of `num_generations`={self.num_generations}."
             )
-        self.schedule()
         self.check_async_options()
         self.sampling(())
         self.reward_options()
@@ -246,12 +246,16 @@ class OnlineConfig(
         return Schedule.of(
             num_generations=self.num_generations,
             batch_size=self.samples_of(self.per_device_train_batch_size),
-            world_size=self.world_size,
+            world_size=self.readers,
             accumulation=self.gradient_accumulation_steps,
             num_iterations=self.num_iterations,
             generation_batch_size=self.generation_batch_size,
             steps_per_generation=self.steps_per_generation,
         )
+
+    def writing_schedule(self) -> Schedule:
+        """As `schedule`, but each process is one that writes: those that share their rows train on the same samples."""
+        return self.schedule().written_by(self.sequence_parallel_size)
 
     def samples_of(self, batch_size: int) -> int:
         """Completions of a micro-batch whose size is this by the options."""
@@ -259,7 +263,7 @@ class OnlineConfig(
 
     def refuse_lone_completions(self, judge: str) -> None:
         """Where a judge, which compares the completions of a prompt, would not see them together."""
-        if self.schedule().splits_groups:
+        if self.writing_schedule().splits_groups:
             raise ValueError(
                 f"{judge} compares the completions of a prompt, which here lie on several processes: make "
                 "`per_device_train_batch_size` x `gradient_accumulation_steps` a multiple of `num_generations`."

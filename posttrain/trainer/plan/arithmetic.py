@@ -130,14 +130,14 @@ class Counted(Collator):
 
 def counting_loaders(side: BaseTrainer, loader: Any, rollouts: Rollouts | None) -> list[Any]:
     """The loaders of all processes, of the kind of `loader`, with a collator that counts."""
-    args, dataset, ranks = side.args, side.train_dataset, range(side.args.world_size)
-    collate = Counted(**vars(side.data_collator) | {"max_tokens": args.max_tokens_per_pass})
+    args, dataset, ranks = side.args, side.train_dataset, range(side.args.readers)
+    collate = Counted(**vars(side.row_collator) | {"max_tokens": args.max_tokens_per_pass})
     if rollouts is not None:
         prompts = [Prompts(loader.source.order, loader.schedule, rank) for rank in ranks]
         how = (loader.schedule, collate, False, loader.permutation_seed)
         return [RolloutLoader(PlannedWindows(mine, side, rollouts), *how) for mine in prompts]
     if isinstance(dataset, IterableDataset):
-        return [StreamBatches(dataset, args.train_batch_size, rank, args.world_size, collate) for rank in ranks]
+        return [StreamBatches(dataset, args.train_batch_size, rank, args.readers, collate) for rank in ranks]
     known = np.array([collate([dataset[row]]) for row in range(len(dataset))])  # once, however many epochs there are
 
     def counted(rows: list[int]) -> list[int]:
@@ -235,7 +235,7 @@ def walk(side: BaseTrainer, loaders: list[Any], events: Events, epochs: int, upd
     accumulation = args.gradient_accumulation_steps
     last = micro_batches % accumulation or accumulation
     is_stream = isinstance(side.train_dataset, IterableDataset)
-    unknown = [args.train_batch_size * args.world_size, math.nan, math.nan, math.nan, args.world_size]
+    unknown = [args.train_batch_size * args.readers, math.nan, math.nan, math.nan, args.readers]
     for epoch in range(epochs):
         for loader in loaders:
             loader.set_epoch(epoch)
@@ -338,5 +338,5 @@ def _refuse_no_batch(args: Any, dataset: Any, loader: Any) -> None:
     if hasattr(dataset, "__len__") and not len(loader):
         raise ValueError(
             f"`dataloader_drop_last` leaves no batch: {len(dataset)} rows are fewer than the {args.train_batch_size} x "
-            f"{args.world_size} of `per_device_train_batch_size` and the processes. Lower it, or keep the last batch."
+            f"{args.readers} of `per_device_train_batch_size` and the processes. Lower it, or keep the last batch."
         )

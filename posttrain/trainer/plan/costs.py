@@ -149,7 +149,7 @@ class RunMemory:
         self.level, self.offload = chosen.checkpointing or NONE, bool(chosen.offload)
         self.in_one_pass = self.args.steps_in_one_pass
         if self.scores:  # all rollouts of a generation, in passes that need no more memory than an update
-            whole, _ = side.batch_limits(self.args.schedule().share)
+            whole, _ = side.batch_limits(self.args.writing_schedule().share)
             most = memory.tokens_without_gradient(torch.device("cuda"))
             self.scored = min(whole, most, self.args.max_tokens_per_pass or most)
 

@@ -183,7 +183,7 @@ def plan(run: ShownRun, step: int, max_steps: int) -> list[str]:
 def batch_arithmetic(run: ShownRun, max_steps: int) -> str:
     """What one optimizer step is made of, in one sentence."""
     args, noun = run.args, _noun(run)
-    rows, accumulation, processes = run._train_batch_size, args.gradient_accumulation_steps, args.world_size
+    rows, accumulation, processes = run._train_batch_size, args.gradient_accumulation_steps, args.readers
     return (
         f"{rows} {noun} x {accumulation} accumulation x {several(processes, 'process')} = {rows * accumulation * processes} {noun} "
         f"an optimizer step, {several(max_steps, 'step')}"

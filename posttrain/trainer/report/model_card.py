@@ -240,7 +240,7 @@ def procedure(run: DescribedRun) -> str:
     if run.paper:
         what += f", [{run.paper.title}](https://arxiv.org/abs/{run.paper.arxiv})"
     args, state = run.args, run.state
-    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
+    rows = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.readers
     dtype = str(args.compute_dtype).removeprefix("torch.")
     lines = [f"{what}.", f"{state.global_step:,} optimizer steps of {rows:,} rows, in {dtype}."]
     if (teacher := run.teacher_name) is not None:

@@ -44,26 +44,27 @@ def step_totals(passes: list[TokenBatch], args: BaseConfig) -> StepTotals:
     if args.world_size > 1:
         counts = torch.tensor(list(totals.counts.values()), dtype=torch.float64, device=args.device)
         dist.all_reduce(counts)
+        counts /= args.sequence_parallel_size  # as many have counted the same rows
         totals = StepTotals(dict(zip(totals.counts, counts.unbind())))
     return totals
 
 
-def gathered_rows(record: T, world_size: int) -> tuple[T, int]:
+def gathered_rows(record: T, args: BaseConfig) -> tuple[T, int]:
     """(a dataclass of (U,) tensors with the rows of all processes, index of this process's first row in it)."""
-    if world_size == 1:
+    if args.world_size == 1:
         return record, 0
     tensors = {f.name: getattr(record, f.name) for f in fields(record) if isinstance(getattr(record, f.name), Tensor)}
     first = next(iter(tensors.values()))
-    sizes = _sizes(first, world_size)
-    whole = {name: _gather(tensor, sizes) for name, tensor in tensors.items()}
-    return replace(record, **whole), sum(sizes[: dist.get_rank()])
+    sizes, each = _sizes(first, args.world_size), args.sequence_parallel_size
+    whole = {name: _gather(tensor, sizes, each) for name, tensor in tensors.items()}
+    return replace(record, **whole), sum(sizes[: args.reader * each : each])
 
 
-def gathered_values(values: Tensor, world_size: int) -> Tensor:
+def gathered_values(values: Tensor, args: BaseConfig) -> Tensor:
     """(n,) of this process -> those of all processes, whatever their numbers."""
-    if world_size == 1:
+    if args.world_size == 1:
         return values
-    return _gather(values, _sizes(values, world_size))
+    return _gather(values, _sizes(values, args.world_size), args.sequence_parallel_size)
 
 
 def _sizes(tensor: Tensor, world_size: int) -> list[int]:
@@ -73,10 +74,10 @@ def _sizes(tensor: Tensor, world_size: int) -> list[int]:
     return [int(count) for count in counts]
 
 
-def _gather(tensor: Tensor, sizes: list[int]) -> Tensor:
-    """Processes may hold different numbers of rows; all send as many as the longest."""
+def _gather(tensor: Tensor, sizes: list[int], each: int) -> Tensor:
+    """Processes may hold different numbers of rows; all send as many as the longest. `each` of them hold the same."""
     filled = tensor.new_zeros(max(sizes), *tensor.shape[1:])
     filled[: len(tensor)] = tensor
     parts = [torch.empty_like(filled) for _ in sizes]
     dist.all_gather(parts, filled)
-    return torch.cat([part[:size] for part, size in zip(parts, sizes)])
+    return torch.cat([part[:size] for part, size in zip(parts[::each], sizes[::each])])

@@ -176,15 +176,17 @@ def batch_tokens(run: FittedRun) -> memory.BatchTokens:
     can_split = args.sharding != DEEPSPEED
     lengths = getattr(run.train_dataset, "unit_lengths", None)
     if lengths is None or len(lengths) == 0:
-        return memory.BatchTokens(*(tokens * run.graphs for tokens in run.batch_limits()), can_split)
-    lengths = np.asarray(lengths) * laid_out_share(run)
+        limits = (-(-tokens * run.graphs // args.sequence_parallel_size) for tokens in run.batch_limits())
+        return memory.BatchTokens(*limits, can_split)
+    # Of a row that processes share, each computes a part.
+    lengths = np.asarray(lengths) * laid_out_share(run) / args.sequence_parallel_size
     order = (args.train_sampling_strategy, args.dataloader_drop_last)
     batches = epoch_batches(run.train_dataset, args, args.per_device_train_batch_size, *order)
     largest = 0
     for epoch in range(min(int(np.ceil(args.num_train_epochs)), EPOCHS_LOOKED_AT)):
         batches.set_epoch(epoch)
         largest = max(largest, *(int(lengths[rows].sum()) for rows in batches))
-    return memory.BatchTokens(largest, int(lengths.max()), can_split)
+    return memory.BatchTokens(largest, int(np.ceil(lengths.max())), can_split)
 
 
 def laid_out_share(run: FittedRun) -> float:

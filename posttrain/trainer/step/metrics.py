@@ -84,16 +84,18 @@ class MetricStore:
             "totals": dict(self.totals),
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._sums["train"] = {
-            name: torch.tensor(pair, dtype=getattr(torch, state["dtypes"][name]))
-            for name, pair in state["train"].items()
-        }
-        self._largest["train"] = {
-            (name, sign): torch.tensor(-math.inf if value is None else value, dtype=torch.float64)
-            for name, sign, value in state["extrema"]
-        }
-        self.totals = dict(state["totals"])
+    def load_state(self, *states: dict[str, Any]) -> None:
+        """What processes have saved, as if it had been added here: of this one, or of none or several of another number of them."""
+        sums, largest, self.totals = {}, {}, {}
+        for state in states:
+            for name, pair in state["train"].items():
+                sums[name] = sums.get(name, 0) + torch.tensor(pair, dtype=getattr(torch, state["dtypes"][name]))
+            for name, sign, value in state["extrema"]:
+                found = torch.tensor(-math.inf if value is None else value, dtype=torch.float64)
+                largest[name, sign] = torch.maximum(largest.get((name, sign), found), found)
+            for name, amount in state["totals"].items():
+                self.count(name, amount)
+        self._sums["train"], self._largest["train"] = sums, largest
 
 
 def _at(stored: Tensor, new: Tensor) -> Tensor:
