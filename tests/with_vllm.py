@@ -6,9 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 PYTHON = os.environ.get("POSTTRAIN_VLLM_PYTHON")
 where_vllm_is = pytest.mark.skipif(
@@ -19,6 +21,8 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_
 SERVED = ("--dtype", "float32", "--context-length", "384", "--engine-args", '{"max_num_seqs": 16}')
 """Arguments of a server for the tiny models of these tests."""
 ROOT = Path(__file__).parents[1]
+ONE_AT_A_TIME = Path(tempfile.gettempdir()) / "posttrain-vllm-on-two-ranks.lock"
+"""vLLM on the CPU names the memory that ranks share by their numbers alone where a launcher started them: two runs would meet."""
 
 
 def run_pytest(file: Path, seconds: float, **environment: str) -> None:
@@ -34,14 +38,15 @@ def run_on_two_ranks(module: str, *words: str, seconds: float = 400) -> None:
     """A module as two processes of one run; each must say that it "is content"."""
     command = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module, *words]
     environment = os.environ | ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
-        output, _ = process.communicate(timeout=seconds)
-    finally:  # the ranks too: they outlive a launcher that is killed
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    with FileLock(ONE_AT_A_TIME):
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, cwd=ROOT,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=seconds)
+        finally:  # the ranks too: they outlive a launcher that is killed
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
     assert process.returncode == 0, output[-6000:]
     assert output.count("is content") == 2, output[-6000:]

@@ -12,15 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoModelForImageTextToText
 
-from posttrain.core.batch import passes_of
 from posttrain.rollout.store import read_rollouts
 from tests.forked import start_group, wait_for_group
 from tests.tiny_vision import model_alone
 from tests.trainer import fsdp_on_cpu
 from tests.trainer.resumable_run import KillAfter, RowOrder, checksum
+from tests.trainer.vision_processes import train_and_save
 from tests.trainer.vision_runs import chats, trainer_of
 from tests.trust.runs import differences
 
@@ -66,7 +65,7 @@ CELLS = QUICK | SLOW
 
 
 def main(folder: Path, cell: Cell, kill_after: int | None = None, resume: bool = False, **more: Any) -> None:
-    """In each process: train, save the model, and leave a list of which passes had images."""
+    """In each process."""
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     options = SHARED | cell.options | more
     options["gradient_accumulation_steps"] = 2 // world
@@ -80,19 +79,7 @@ def main(folder: Path, cell: Cell, kill_after: int | None = None, resume: bool =
     trainer = order.trainer = trainer_of(
         cell.method, cell.family, folder, torch.float32, train_dataset=prompts, reward_funcs=checksum, **options
     )
-    seen: list[bool] = []
-    step = trainer.training_step
-
-    def training_step(model: Any, inputs: Any, *args: Any) -> Any:
-        seen.extend(part.images is not None for part in passes_of(inputs))
-        return step(model, inputs, *args)
-
-    trainer.training_step = training_step
-    trainer.train(resume_from_checkpoint=resume)
-    trainer.save_model(str(folder / "final"))
-    (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    train_and_save(trainer, folder, rank, resume)
 
 
 def run(processes: int, folder: Path, cell: Cell, code: int = 0, **more: Any) -> None:

@@ -53,6 +53,11 @@ def main(folder: Path, method: str, family: str, dtype: torch.dtype, sharded: bo
     trainer = trainer_of(
         method, family, folder, dtype, train_dataset=[rows[number] for number in ORDER], **shared | options
     )
+    train_and_save(trainer, folder, rank)
+
+
+def train_and_save(trainer: Any, folder: Path, rank: int, resume: bool = False) -> None:
+    """In each process: train, save the model, and leave a list of which passes had images."""
     seen: list[bool] = []
     step = trainer.training_step
 
@@ -61,7 +66,7 @@ def main(folder: Path, method: str, family: str, dtype: torch.dtype, sharded: bo
         return step(model, inputs, *args)
 
     trainer.training_step = training_step
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / "final"))
     (folder / f"seen-{rank}.json").write_text(json.dumps(seen))
     if dist.is_initialized():
