@@ -5,7 +5,8 @@ tokens (a token is a byte here). Images are smooth noise, made once and stored a
 and cut the same pictures: of SFT 64 rows a step, of DPO 32 pairs, of GRPO eight prompts with eight completions of 128 tokens, which
 each library writes itself. TRL as it comes has float32 weights, checkpoints and no workers for its data; tuned: bfloat16, no
 checkpoints where they fit, workers, `max_length=None`, fused AdamW. `--tiny` is the model of the tests, with small images. TRL's
-GRPO fails on prompts of different lengths with this family (transformers 5.19; `image-uneven-prompts` in the differences).
+GRPO fails on prompts of different lengths with this family (transformers 5.19; `image-uneven-prompts` in the differences), so all
+images of GRPO have 600 x 600 pixels. `ours padded` and `ours unshared` are ours without ragged batches and without shared prompts.
 
 `first_loss` is that of the same rows and weights. transformers gives Qwen2.5-VL no count of a step's tokens, so that TRL's loss of
 SFT in several micro-batches is a mean of their means, and differs; `matched` sizes of one micro-batch agree to 1e-5 by `--tiny`.
@@ -30,18 +31,23 @@ ROWS = {"sft_images": 64, "dpo_images": 32, "grpo_images": 64}
 SETTINGS: dict[str, dict[str, list[dict[str, int]]]] = {
     "sft_images": {
         "ours": [{"samples": 64, "micro": 64}, {"samples": 64, "micro": 16}],
-        "tuned": [{"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}, {"samples": 64, "micro": 4}],
+        "tuned": [{"samples": 64, "micro": 8}, {"samples": 64, "micro": 4}],
         "default": [{"samples": 64, "micro": 8}, {"samples": 64, "micro": 4}],
+        "ours padded": [{"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}],
     },
     "dpo_images": {
         "ours": [{"samples": 32, "micro": 32}, {"samples": 32, "micro": 8}],
-        "tuned": [{"samples": 32, "micro": 8}, {"samples": 32, "micro": 4}, {"samples": 32, "micro": 2}],
-        "default": [{"samples": 32, "micro": 8}, {"samples": 32, "micro": 2}],
+        "tuned": [{"samples": 32, "micro": 4}, {"samples": 32, "micro": 2}],
+        "default": [{"samples": 32, "micro": 4}, {"samples": 32, "micro": 2}],
+        "ours padded": [{"samples": 32, "micro": 8}, {"samples": 32, "micro": 4}],
+        "ours unshared": [{"samples": 32, "micro": 32}, {"samples": 32, "micro": 8}],
     },
     "grpo_images": {
         "ours": [{"samples": 64, "micro": 64}, {"samples": 64, "micro": 16}],
-        "tuned": [{"samples": 64, "micro": 32}, {"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}],
+        "tuned": [{"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}],
         "default": [{"samples": 64, "micro": 8}],
+        "ours padded": [{"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}],
+        "ours unshared": [{"samples": 64, "micro": 64}, {"samples": 64, "micro": 16}],
     },
 }
 
@@ -68,9 +74,9 @@ def real_pixels() -> dict[str, int]:
     return {"min_pixels": 56 * 56, "max_pixels": 1600 * 1600}
 
 
-def picture(rng: np.random.Generator, is_tiny: bool) -> bytes:
+def picture(rng: np.random.Generator, is_tiny: bool, spread: float = 0.5) -> bytes:
     """Smooth noise as a JPEG of quality 90."""
-    height, width = np.clip(np.exp(rng.normal(np.log(600), 0.5, 2)), 224, 1600).astype(int) // (8 if is_tiny else 1)
+    height, width = np.clip(np.exp(rng.normal(np.log(600), spread, 2)), 224, 1600).astype(int) // (8 if is_tiny else 1)
     coarse = rng.integers(0, 256, (max(height // 16, 2), max(width // 16, 2), 3), dtype=np.uint8)
     stored = io.BytesIO()
     Image.fromarray(coarse).resize((int(width), int(height)), Image.Resampling.BICUBIC).save(stored, "JPEG", quality=90)
@@ -93,7 +99,8 @@ def rows_of(method: str, samples: int, steps: int, is_tiny: bool) -> Any:
 
     made = []
     for _ in range(max(samples // each, 1) * steps):
-        row = {"images": [{"bytes": picture(rng, is_tiny), "path": None}], "prompt": said("user", 40)}
+        shown = picture(rng, is_tiny, spread=0.0 if method == "grpo_images" else 0.5)
+        row = {"images": [{"bytes": shown, "path": None}], "prompt": said("user", 40)}
         for column in {"sft_images": ["completion"], "dpo_images": ["chosen", "rejected"]}.get(method, []):
             row[column] = said("assistant", int(rng.integers(low, high)))
         made.append(row)
@@ -107,12 +114,16 @@ def options_of(method: str, setting: str, shared: dict[str, Any], steps: int) ->
     made |= {} if on_gpu else {"bf16": False, "dataloader_num_workers": 0}
     if method == "grpo_images":
         made |= {"max_completion_length": WRITTEN if on_gpu else 16, "num_generations": GROUP, "temperature": 1.0}
-    elif setting != "ours":
+    elif not setting.startswith("ours"):
         made |= {"max_length": None}
     if method == "sft_images":
         made |= {"completion_only_loss": True}
-    made |= {"shuffle_dataset": False} if setting == "ours" else {"train_sampling_strategy": "sequential"}
-    return made
+    if setting in ("ours padded", "ours unshared") and method != "sft_images":
+        made |= {"share_prompts": False}
+    made |= {"padding_free": False} if setting == "ours padded" else {}
+    return made | (
+        {"shuffle_dataset": False} if setting.startswith("ours") else {"train_sampling_strategy": "sequential"}
+    )
 
 
 def length_reward(completions: list[Any], **columns: Any) -> list[float]:
@@ -123,12 +134,12 @@ def trainer_of(
     method: str, setting: str, sizes: dict[str, int], shared: dict[str, Any], steps: int, dtype: torch.dtype,
     is_tiny: bool, callbacks: list[Any],
 ) -> Any:  # fmt: skip
-    library = importlib.import_module("posttrain" if setting == "ours" else "trl")
+    library = importlib.import_module("posttrain" if setting.startswith("ours") else "trl")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, processor = model_and_processor(is_tiny, dtype, device)
     config = getattr(library, f"{NAMES[method]}Config")(**options_of(method, setting, shared, steps))
     more = {"reward_funcs": length_reward} if method == "grpo_images" else {}
-    if method == "dpo_images" and setting != "ours":  # TRL would look for its reference on the hub
+    if method == "dpo_images" and not setting.startswith("ours"):  # TRL would look for its reference on the hub
         more["ref_model"] = copy.deepcopy(model)
     return getattr(library, f"{NAMES[method]}Trainer")(
         model=model,

@@ -19,6 +19,20 @@ FILE_FLAG = "--config"
 SWITCHES = {"true": True, "false": False}
 
 
+def number_or_name(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
+OR_A_NAME: dict[frozenset[type], dict[str, Any]] = {
+    frozenset({str, bool}): {"nargs": "?", "const": True, "type": lambda word: SWITCHES.get(word.lower(), word)},
+    frozenset({str, float}): {"type": number_or_name},
+}
+"""How options of ours are read that are a name, or a switch or a number."""
+
+
 class TrlParser(HfArgumentParser):
     """HfArgumentParser with `--config FILE`: the file's values are defaults, the command line goes before them."""
 
@@ -40,8 +54,7 @@ class TrlParser(HfArgumentParser):
     def _parse_dataclass_field(parser: ArgumentParser, field: dataclasses.Field) -> None:
         """As HfArgumentParser, which takes one kind a field, and the wrong one where text is among several of an option of ours."""
         kinds = [kind for kind in get_args(field.type) if kind is not type(None)] if is_ours(field) else []
-        if set(kinds) == {str, bool}:  # a name or a switch: HfArgumentParser reads the default, too, as a switch
-            more = {"nargs": "?", "const": True, "type": lambda word: SWITCHES.get(word.lower(), word)}
+        if more := OR_A_NAME.get(frozenset(kinds)):  # HfArgumentParser reads the default, too, as a switch or a number
             parser.add_argument(
                 f"--{field.name}", f"--{field.name.replace('_', '-')}", default=field.default, **more, **field.metadata
             )

@@ -151,3 +151,25 @@ def test_a_rotary_embedding_that_works_in_place_does_not_spoil_kept_products(mon
     if selective:  # without copies it is wrong, and nobody says so
         monkeypatch.setattr(modeling_qwen2, "apply_rotary_pos_emb", InPlace.apply)
         assert (gradient() - expected).norm() > 0.01 * expected.norm()
+
+
+def test_generating_with_a_cache_compiles_nothing(monkeypatch):
+    graphs = []
+
+    def counted(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    monkeypatch.setattr(layer_kernels, "recomputing_inductor", counted)
+    model = tiny.causal_lm()
+    ids = torch.tensor([[5, 6, 7]])
+    wanted = model.generate(ids, max_new_tokens=4, do_sample=False)
+    layer_kernels.compile_layers(model)
+    try:
+        model(ids, use_cache=False)
+        assert graphs
+        graphs.clear()
+        assert torch.equal(model.generate(ids, max_new_tokens=4, do_sample=False), wanted)
+        assert not graphs
+    finally:
+        layer_kernels.uncompile_layers(model)

@@ -38,6 +38,7 @@ COMMANDS = {
     ),
     "chat": ("chat", "talk to a model in the terminal"),
     "launch": ("launch", "write, and submit, the job of a run for Slurm, SkyPilot or Kubernetes"),
+    "replay": ("replay", "train an asynchronous run once more, from its journal, and compare the weights"),
     "rollouts": ("rollouts", "what a run of GRPO or RLOO has written, as rows for SFT or DPO"),
     "run": ("run", "run a script written for TRL, its imports answered by posttrain"),
     "vllm-serve": (

@@ -83,6 +83,16 @@ class Journal:
             self._file.close()
             self._file = None
 
+    def remove_before(self, number: int) -> None:
+        """Remove segments whose groups all have lower numbers, but for the one that is being written."""
+        newest: dict[Path, int] = {}
+        for one, (segment, _) in self.places.items():
+            newest[segment] = max(one, newest.get(segment, one))
+        newest.pop(Path(self._file.name) if self._file is not None else None, None)
+        for segment in [segment for segment, last in newest.items() if last < number]:
+            self.places = {one: place for one, place in self.places.items() if place[0] != segment}
+            segment.unlink()
+
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def read(self, number: int) -> bytes | None:

@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -34,6 +35,7 @@ from posttrain.rollout.feed.journal import Journal
 from posttrain.rollout.feed.judging import Judge
 from posttrain.rollout.feed.pacing import IN_ORDER, MASK
 from posttrain.rollout.feed.processes import WorkerProcesses
+from posttrain.rollout.feed.replay import ReplayFeed
 from posttrain.rollout.feed.worker import CONTINUE, KEEP, RolloutWorker, SentByTrainer, TrainersOwn, Writing
 from posttrain.rollout.prompt_rows import PromptRow, StreamedPrompts
 from posttrain.rollout.rollout import DATASET, POLICY, POLICY_VERSIONS, Request, Rollout
@@ -79,8 +81,7 @@ class AsyncRollouts(TrainerCallback):
         args = run.args
         self.own = own_groups(args.schedule(), args.process_index)
         self.journal = Journal(args.output_dir, args.process_index)
-        patience = args.heartbeat_stale_after_s
-        self.feed = Feed(args.pace(), args.lead(), self._prompt, self._row, self.journal, patience=patience)
+        self.feed = self._feed()
         self.row_of = row_of
         self.board: Board | None = None
         self.threads: list[threading.Thread] = []
@@ -90,6 +91,14 @@ class AsyncRollouts(TrainerCallback):
         self.is_resumed = False
         self._last_window = 0.0  # when the last one was taken
         self._sent: dict[str, float] = {}  # what it took to send weights to other programs, the last time
+        self._needed: dict[int, int] = {}  # step of a checkpoint -> the oldest number that it needs of the journal
+
+    def _feed(self) -> Feed | ReplayFeed:
+        args = self.run.args
+        how = (args.pace(), args.lead())
+        if args.replay_from is not None:
+            return ReplayFeed(args.replay_from, args.process_index, args.world_size, *how, self._row)
+        return Feed(*how, self._prompt, self._row, self.journal, patience=args.heartbeat_stale_after_s)
 
     def _prompt(self, number: int) -> tuple[int, int]:
         """Each process writes the groups that it trains on, as without a lead."""
@@ -109,7 +118,7 @@ class AsyncRollouts(TrainerCallback):
     # ---- as groups of a source ---------------------------------------------------------------------------------------
 
     def next_window(self) -> Written:
-        if not self.threads and self.processes is None:
+        if not self.threads and self.processes is None and not self.is_replay:
             self._start()
         groups = self.feed.next_window()
         for group in groups:
@@ -128,11 +137,21 @@ class AsyncRollouts(TrainerCallback):
         """What weights that no checkpoint has must write is written first: a resumed run could not."""
         if self.feed.pace.order == IN_ORDER:
             self.feed.wait_until_written(self.run.state.global_step)
+        self._needs()
         return self.feed.state()
+
+    def _needs(self) -> None:
+        ledger = self.feed.ledger
+        self._needed[self.run.state.global_step] = min(ledger.live, default=ledger.begun)
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.is_resumed = True
         self.feed.load_state(state)
+        self._needs()
+
+    @property
+    def is_replay(self) -> bool:
+        return self.run.args.replay_from is not None
 
     # ---- the thread --------------------------------------------------------------------------------------------------
 
@@ -205,7 +224,16 @@ class AsyncRollouts(TrainerCallback):
 
     # ---- as a callback -----------------------------------------------------------------------------------------------
 
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Of the journal, what no checkpoint needs may go. One that an earlier start left may need all."""
+        names = (path.name.removeprefix("checkpoint-") for path in Path(args.output_dir).glob("checkpoint-*"))
+        kept = [int(name) for name in names if name.isdigit()]  # and not those that are being written
+        if kept and not args.keep_journal and not self.is_replay and self._needed.keys() >= {*kept}:
+            self.journal.remove_before(min(self._needed[step] for step in kept))
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.is_replay and state.global_step >= self.feed.steps:  # it was stopped there
+            control.should_training_stop = True
         if self.board is not None and state.global_step % args.weight_sync_steps == 0:
             self._publish(state.global_step)
         if args.use_vllm and self.threads and state.global_step % args.weight_sync_steps == 0:

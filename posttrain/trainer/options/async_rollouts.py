@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from posttrain.core.options import option
 from posttrain.rollout.feed.pacing import DROP, FIRST_FINISHED, IN_ORDER, MASK, WAIT, WINDOW, Lead, Pace
@@ -59,6 +60,15 @@ class AsyncConfig:
         "Seconds without a finished group after which a trainer that waits ends the run, and says for whom it waited.",
     )
     weight_sync_steps: int = option(1, "Optimizer steps from one update of the rollout weights to the next.")
+    keep_journal: bool = option(
+        False,
+        "Keep every finished group in `OUTPUT/rollout_journal`, so that the whole run can be replayed. False: those that a "
+        "checkpoint needs.",
+    )
+    replay_from: str | None = option(
+        None,
+        "Folder of an earlier run: train on the groups of its journal, in its order. Nothing is written anew.",
+    )
 
     def check_async_options(self) -> None:
         """Raise for what cannot be, and for options that were set and would have no effect."""
@@ -75,6 +85,10 @@ class AsyncConfig:
         check_range("max_staleness", self.max_staleness, 0)
         check_range("weight_sync_steps", self.weight_sync_steps, 1)
         check_range("heartbeat_stale_after_s", self.heartbeat_stale_after_s, 0, open_low=True)
+        if self.replay_from is not None and Path(self.replay_from).resolve() == Path(self.output_dir).resolve():
+            raise ValueError(
+                f"`replay_from` and `output_dir` are both {self.output_dir}: write the replay somewhere else."
+            )
         share = self.schedule().share
         if self.queue_maxsize < share:
             raise ValueError(

@@ -1,0 +1,78 @@
+"""ReplayFeed: the windows that an earlier run took, from its journal, in their order. Nothing is written or judged anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from posttrain.rollout.feed.group import Group
+from posttrain.rollout.feed.journal import FOLDER, Journal
+from posttrain.rollout.feed.ledger import DROPPED, FINISHED, TAKEN, Ledger
+from posttrain.rollout.feed.pacing import Lead, Pace
+
+
+class ReplayFeed:
+    """In the place of a Feed, for one process of the run that repeats `run`."""
+
+    def __init__(
+        self, run: str | Path, process: int, processes: int, pace: Pace, lead: Lead, row_of: Callable[[int], Any]
+    ) -> None:
+        self.folder = Path(run) / FOLDER
+        found = len([*self.folder.glob("process-*")])
+        if not found:
+            raise ValueError(
+                f"There is no journal in {self.folder}: `replay_from` names the folder of a run with `async_rollouts`."
+            )
+        if found != processes:
+            raise ValueError(
+                f"The run of {self.folder} had {found} processes, and this one has {processes}: start as many."
+            )
+        self.journal = Journal(run, process)
+        self._taken = self.journal.windows()
+        self.pace, self.lead, self.row_of = pace, lead, row_of
+        self.ledger, self.groups = Ledger(), {}
+        self.windows, self.waited = 0, 0.0
+
+    def next_window(self) -> list[Group]:
+        entry = self._taken.get(self.windows)
+        if entry is None:
+            raise ValueError(f"The journal in {self.folder} ends after {self.windows} windows, and another was asked for.")
+        self.windows += 1
+        for reason in entry["dropped"].values():
+            self.ledger.totals[DROPPED + reason] += 1
+        for fate in (FINISHED, TAKEN):
+            self.ledger.totals[fate] += len(entry["numbers"])
+        return [self._group(number) for number in entry["numbers"]]
+
+    def _group(self, number: int) -> Group:
+        content = self.journal.read(number)
+        if content is None:
+            raise ValueError(
+                f"The group of prompt {number} is not in {self.journal.folder}: a run that is to be replayed keeps all of its "
+                "journal with `keep_journal=True`."
+            )
+        return Group.from_bytes(content, self.row_of)
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps whose groups are known."""
+        windows = 0
+        while windows in self._taken:
+            windows += 1
+        return windows * self.pace.steps
+
+    # ---- what a Feed has besides, and a replay has no need of --------------------------------------------------------
+
+    def trained(self, step: int) -> None: ...
+
+    def wait_until_written(self, label: int) -> None: ...
+
+    def stop(self, error: BaseException | None = None) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {"windows": self.windows, "totals": dict(self.ledger.totals)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.windows = state["windows"]
+        self.ledger.totals.update(state["totals"])
