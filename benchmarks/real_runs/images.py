@@ -16,8 +16,9 @@ about drawn scenes; descriptions are trained beside them, and teach the words. S
 colour and shape that it was never shown; with the images of other rows of the same kind, and with white ones, at most 0.5, where
 chance is a third. GRPO on counting starts where the SFT counted right in half of the held-out scenes, and is paid 1 for the right
 number and 0.5 for one beside it. Counting becomes right more often by at least 0.1. Control: images shuffled in the dataset.
-Scenes of one and of four shapes are twice as frequent as the others, so that whoever does not look earns 5/12, whatever number it
-says, and less if it says none; the mean of the last steps is at most 0.05 above that.
+Whoever does not look earns most, 0.5, by saying two or three; the mean of the control's last steps is at most 0.05 above that.
+(With one and four twice as frequent, which makes all blind answers equal, whoever can tell few from many says one or four, and
+stays there: reward 0.85, right in 0.45, where it began at 0.67. A learning rate of 1e-3 unlearnt counting on the H200.)
 From scratch, because a text model this narrow has nothing to unlearn, answers in one token and runs thousands of steps in the
 time in which the grafted one runs hundreds; and each image token shows one cell of the grid: what is left to learn is to look.
 """
@@ -52,10 +53,10 @@ BATCH = 64
 TEXT_WIDTH, TEXT_LAYERS, TOWER_WIDTH = 256, 6, 128
 SCENES, HELD_OUT_SCENES, COUNTED = 30_000, 1_200, 8_000
 SCENE_BATCH, GROUPS, GROUP = 128, 32, 8
-GRPO_SHARE, CONTROL_SHARE = 1 / 20, 1 / 40  # of the steps of the SFT
-LOOKS, LOOKED_AT = 300, 150  # how often the SFT is asked to count, and in how many scenes: it learns that at once
-BLIND = 5 / 12
-GRPO_RATE = 1e-3
+GRPO_SHARE, CONTROL_SHARE = 1 / 10, 1 / 40  # of the steps of the SFT
+LOOKS, LOOKED_AT = 600, 150  # how often the SFT is asked to count, and in how many scenes: it learns that at once
+BLIND = 1 / 2
+GRPO_RATE = 1e-4
 WINDOW = 10  # steps at the end of a run whose rewards are averaged
 
 
@@ -207,7 +208,7 @@ def by_kind(model: Any, reader: Any, rows: Sequence[Row]) -> dict[str, float]:
 def counting(start: str, folder: Path, steps: int, seed: int, asked: Sequence[Row]) -> dict[str, Any]:
     """GRPO with the images of the rows, and with shuffled ones."""
     draw = random.Random(seed + 2)
-    rows = [scenes.count(draw, scenes.TRAINING, weights=(2, 1, 1, 2)) for _ in range(COUNTED)]
+    rows = [scenes.count(draw, scenes.TRAINING) for _ in range(COUNTED)]
     found: dict[str, Any] = {}
     for kind, data, length in (("own", rows, GRPO_SHARE), ("shuffled", shuffled(rows), CONTROL_SHARE)):
         trainer = rewarded(start, data, folder / kind, max(round(steps * length), 1), seed)

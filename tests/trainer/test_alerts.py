@@ -155,6 +155,10 @@ DISEASES = {
     "reward_falling": lambda: changed("online", reward=lambda i, v: v if i < 100 else v - (i - 100) / 50),
     "reward_hacked": lambda: changed("online", **{"completions/mean_length": lambda i, v: v * (1 + i / 20)}),
     "kl_growing": lambda: changed("online", kl=lambda i, v: 0.01 * math.exp(i / 8)),
+    "rollouts_wait": lambda: changed("online", async__trainer_idle=lambda i, v: 0.4 + 0.01 * i),
+    "rollouts_at_the_bound": lambda: changed("online", async__bound_used=lambda i, v: min(0.5 + 0.01 * i, 1.0)),
+    "few_samples_count": lambda: changed("online", sampling__effective_sample_size=lambda i, v: 0.9 - 0.01 * i),
+    "old_tokens_masked": lambda: changed("online", async__masked_share=lambda i, v: 0.002 * i),
     "rate_zero": lambda: changed("sft", learning_rate=lambda i, v: v if i < 30 else 0.0),
     "overfitting": overfitted,
 }

@@ -37,7 +37,9 @@ class ReplayFeed:
     def next_window(self) -> list[Group]:
         entry = self._taken.get(self.windows)
         if entry is None:
-            raise ValueError(f"The journal in {self.folder} ends after {self.windows} windows, and another was asked for.")
+            raise ValueError(
+                f"The journal in {self.folder} ends after {self.windows} windows, and another was asked for."
+            )
         self.windows += 1
         for reason in entry["dropped"].values():
             self.ledger.totals[DROPPED + reason] += 1

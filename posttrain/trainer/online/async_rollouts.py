@@ -125,12 +125,12 @@ class AsyncRollouts(TrainerCallback):
             self._rows.pop(group.written.rollouts[0].request.row, None)
         now = time.monotonic()
         since, self._last_window = now - self._last_window, now
+        idle = self.feed.waited / max(since, 1e-9)
         if self.feed.windows > 1:  # nobody can write ahead of the first
-            self.feed.lead.after_window(self.feed.waited / max(since, 1e-9))
+            self.feed.lead.after_window(idle)
         written = joined_groups(groups, self.feed.waited)
-        masks = self.run.args.on_stale == MASK
-        masked = {"async/masked_old_tokens": float(sum(map(self._mask_old, written.rollouts)))} if masks else {}
-        written.numbers = self._numbers(groups) | masked | self._sent
+        masked = self._mask_old(written.rollouts) if self.run.args.on_stale == MASK else {}
+        written.numbers = self._numbers(groups) | {"async/trainer_idle": min(idle, 1.0)} | masked | self._sent
         return written
 
     def state(self) -> dict[str, Any]:
@@ -248,26 +248,33 @@ class AsyncRollouts(TrainerCallback):
 
     # ---- ages --------------------------------------------------------------------------------------------------------
 
-    def _mask_old(self, rollout: Rollout) -> int:
+    def _mask_old(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """Tokens that are too old for the last step of their window are not trained."""
-        sample, pace = rollout.sample, self.feed.pace
+        pace, masked, trained = self.feed.pace, 0, 0
         oldest = (self.feed.windows - 1) * pace.steps + pace.steps - 1 - pace.max_staleness
-        is_old = sample.trained & (versions_of(rollout) < oldest)
-        sample.trained = sample.trained & ~is_old
-        return int(is_old.sum())
+        for rollout in rollouts:
+            sample = rollout.sample
+            is_old = sample.trained & (versions_of(rollout) < oldest)
+            masked, trained = masked + int(is_old.sum()), trained + int(sample.trained.sum())
+            sample.trained = sample.trained & ~is_old
+        return {"async/masked_old_tokens": float(masked), "async/masked_share": masked / max(trained, 1)}
 
     def _numbers(self, groups: Sequence[Group]) -> dict[str, float]:
         step, totals = (self.feed.windows - 1) * self.feed.pace.steps, self.feed.ledger.totals
         rollouts = [rollout for group in groups for rollout in group.written.rollouts if not rollout.is_given]
         tokens = [step - versions_of(rollout)[rollout.sample.trained] for rollout in rollouts]
         ages = np.concatenate(tokens) if tokens else np.zeros(1)
+        seconds = [group.seconds for group in groups]
         return {
             "async/lead": self.feed.lead.value,
             "async/wait_s": self.feed.waited,
             "async/token_age/mean": float(ages.mean()) if len(ages) else 0.0,
+            "async/token_age/p95": float(np.percentile(ages, 95)) if len(ages) else 0.0,
             "async/token_age/max": float(ages.max(initial=0)),
+            "async/bound_used": float(ages.max(initial=0)) / max(self.feed.pace.max_staleness, 1),
             "async/group_age/max": float(max((step - group.label for group in groups), default=0)),
-            "async/group_seconds/max": max(group.seconds for group in groups),
+            "async/group_seconds/p50": float(np.median(seconds)),
+            "async/group_seconds/max": max(seconds),
             "async/in_flight": len(self.feed.ledger.live) - len(self.feed.groups),
             "async/waiting": len(self.feed.groups),
             **{f"async/{name}": float(count) for name, count in totals.items()},

@@ -53,6 +53,10 @@ class Thresholds:
     reward_fall_errors: float = 8.0  # reward this many errors below its best window
     kl_level: float = 1.0  # ... the median KL is above this; it grows where it is so ...
     kl_growth: float = 3.0  # ... and this many times that of the logs before
+    waiting_share: float = 0.5  # of the time, in which the trainer waits for rollouts written beside it
+    bound_used: float = 1.0  # age of the oldest tokens, in shares of `max_staleness`
+    sample_size: float = 0.3  # effective share of the sampled tokens that count, below which few decide
+    masked_share: float = 0.1  # of tokens that are too old to be trained
     rate_zero_logs: int = 3  # logs in a row with a learning rate of exactly 0
     overfit_share: float = 0.05  # evaluation loss this share above its best ...
     overfit_evaluations: int = 2  # ... for so many evaluations in a row
@@ -296,6 +300,34 @@ def kl_growing(history: History) -> Seen:
     return None
 
 
+def _median_beyond(history: History, name: str, limit: float, *, below: bool = False) -> Seen:
+    """Where the median of the last window is at or beyond a limit."""
+    latest = history.values(name)[-history.limits.window :]
+    if len(latest) < history.limits.window:
+        return None
+    now = median(latest)
+    if (now > limit) if below else (now < limit):
+        return None
+    side = "below" if below else "above"
+    return f"the median of {name} over the last {len(latest)} logs is {number(now)}, {side} {number(limit)} or there"
+
+
+def rollouts_wait(history: History) -> Seen:
+    return _median_beyond(history, "async/trainer_idle", history.limits.waiting_share)
+
+
+def rollouts_at_the_bound(history: History) -> Seen:
+    return _median_beyond(history, "async/bound_used", history.limits.bound_used)
+
+
+def few_samples_count(history: History) -> Seen:
+    return _median_beyond(history, "sampling/effective_sample_size", history.limits.sample_size, below=True)
+
+
+def old_tokens_masked(history: History) -> Seen:
+    return _median_beyond(history, "async/masked_share", history.limits.masked_share)
+
+
 def rate_zero(history: History) -> Seen:
     latest = history.values("learning_rate")[-history.limits.rate_zero_logs :]
     if history.steps_left and len(latest) == history.limits.rate_zero_logs and not any(latest):
@@ -405,6 +437,27 @@ RULES: dict[str, Rule] = {
         kl_growing,
         "the policy runs away from the reference",
         "raise `beta`, lower `learning_rate`, or stop earlier",
+    ),
+    "rollouts_wait": Rule(
+        rollouts_wait,
+        "rollouts are the slow side, and the trainer waits for them",
+        "give them more workers or GPUs, shorten `max_completion_length`, bound episodes with `episode_timeout`, or raise "
+        "`async_lead` where it is a number",
+    ),
+    "rollouts_at_the_bound": Rule(
+        rollouts_at_the_bound,
+        "every step trains on tokens as old as `max_staleness` allows",
+        "lower `async_lead` where it is a number, give rollouts more workers, or raise `max_staleness` if learning is as good",
+    ),
+    "few_samples_count": Rule(
+        few_samples_count,
+        "the policy has moved far from the weights that wrote the completions, and few tokens decide the step",
+        "lower `max_staleness`, `num_iterations` or `learning_rate`",
+    ),
+    "old_tokens_masked": Rule(
+        old_tokens_masked,
+        "long completions lose the tokens that they began with",
+        "raise `max_staleness`, or take `on_stale='wait'`",
     ),
     "rate_zero": Rule(
         rate_zero,
