@@ -19,6 +19,13 @@ FILE_FLAG = "--config"
 SWITCHES = {"true": True, "false": False}
 
 
+def _number_or_word(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word
+
+
 class TrlParser(HfArgumentParser):
     """HfArgumentParser with `--config FILE`: the file's values are defaults, the command line goes before them."""
 
@@ -40,8 +47,11 @@ class TrlParser(HfArgumentParser):
     def _parse_dataclass_field(parser: ArgumentParser, field: dataclasses.Field) -> None:
         """As HfArgumentParser, which takes one kind a field, and the wrong one where text is among several of an option of ours."""
         kinds = [kind for kind in get_args(field.type) if kind is not type(None)] if is_ours(field) else []
-        if set(kinds) == {str, bool}:  # a name or a switch: HfArgumentParser reads the default, too, as a switch
-            more = {"nargs": "?", "const": True, "type": lambda word: SWITCHES.get(word.lower(), word)}
+        more = {
+            (bool, str): {"nargs": "?", "const": True, "type": lambda word: SWITCHES.get(word.lower(), word)},
+            (float, str): {"type": _number_or_word},
+        }.get(tuple(sorted(kinds, key=str)))
+        if more is not None:  # a name or another kind: HfArgumentParser reads the default, too, as that kind
             parser.add_argument(
                 f"--{field.name}", f"--{field.name.replace('_', '-')}", default=field.default, **more, **field.metadata
             )
