@@ -48,7 +48,8 @@ class AsyncGRPOConfig(TrlAsyncConfig, PolicyGroupConfig):
         super().__post_init__()
         if "fork_threshold_tokens" in self.set_by_user():
             logger.warning(
-                "`fork_threshold_tokens` decides nothing: turns are appended as token ids, and no conversation is tokenised again."
+                f"`fork_threshold_tokens`={self.fork_threshold_tokens} decides nothing: turns are appended as token ids, and no "
+                "conversation is tokenised again."
             )
 
 

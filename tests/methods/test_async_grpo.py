@@ -80,7 +80,7 @@ def test_arguments_are_in_trl_s_order():
 def test_options_of_trl_s_have_their_effect(tmp_path, caplog):
     made = config(tmp_path, token_budget=64, dtype="bfloat16", ignore_data_skip=True, fork_threshold_tokens=5)
     assert (made.max_tokens_per_pass, made.model_init_kwargs) == (64, {"dtype": "bfloat16"})
-    assert "`fork_threshold_tokens` decides nothing" in caplog.text
+    assert "`fork_threshold_tokens`=5 decides nothing" in caplog.text
     assert config(tmp_path, token_budget=0).max_tokens_per_pass is None
     served = config(tmp_path, request_timeout=7, weight_sync_timeout=9)
     assert (served.use_vllm, served.vllm_mode) == (True, "server")

@@ -66,14 +66,14 @@ class TrlAsyncConfig:
             self.model_init_kwargs = {"dtype": self.dtype, **(self.model_init_kwargs or {})}
 
     def _take_timeouts(self, chosen: set[str]) -> None:
-        for theirs, ours in TIMEOUTS.items():
-            check_range(theirs, getattr(self, theirs), 0, open_low=True)
+        for (theirs, ours), seconds in zip(TIMEOUTS.items(), (self.request_timeout, self.weight_sync_timeout)):
+            check_range(theirs, seconds, 0, open_low=True)
             if theirs in chosen and self.use_vllm is False:
                 raise ValueError(f"`{theirs}` is set, but `use_vllm` is False: it would have no effect.")
-            if {theirs, ours} <= chosen and getattr(self, theirs) != getattr(self, ours):
+            if {theirs, ours} <= chosen and seconds != getattr(self, ours):
                 raise ValueError(f"`{theirs}` is TRL's name of `{ours}`, and they differ: give one of them.")
             if ours not in chosen:
-                setattr(self, ours, float(getattr(self, theirs)))
+                setattr(self, ours, float(seconds))
 
     def look_for_servers(self) -> str:
         """Decides `use_vllm` where nobody has, by the first process's look; what the plan of the run says of it."""
