@@ -41,11 +41,13 @@ def scripted(rng: np.random.Generator, group: int, version: int, advantage: floa
 
 
 class ScriptedWorker:
-    """Puts `per_version` groups of `size` samples into its buffer at the start and after each update."""
+    """Puts `groups` of `size` samples into its buffer at the start, `ahead` times as many, and after each update."""
 
-    def __init__(self, groups: int = 2, size: int = 4, seed: int = 0, sample: Any = scripted, late: int = 0) -> None:
+    def __init__(
+        self, groups: int = 2, size: int = 4, seed: int = 0, sample: Any = scripted, late: int = 0, ahead: int = 1
+    ) -> None:
         self.rollout_buffer, self.metrics_queue = queue.Queue(), queue.Queue()
-        self.groups, self.size, self.sample, self.late = groups, size, sample, late
+        self.groups, self.size, self.sample, self.late, self.ahead = groups, size, sample, late, ahead
         self.rng, self.calls, self.put, self.version, self.number = np.random.default_rng(seed), [], [], 0, 0
 
     def _fill(self) -> None:
@@ -59,7 +61,8 @@ class ScriptedWorker:
 
     def start(self) -> None:
         self.calls.append("start")
-        self._fill()
+        for _ in range(self.ahead):
+            self._fill()
 
     def stop(self) -> None:
         self.calls.append("stop")

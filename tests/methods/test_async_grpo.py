@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
 
+from benchmarks.parity import async_grpo
 from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer, GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig
 from posttrain.core.options import default_of
 from posttrain.rollout.rollout import ADVANTAGES
@@ -207,6 +210,18 @@ def test_the_gradient_is_that_of_the_oracle(tmp_path):
     clipped_loss(model, worker.put[:8]).backward()
     for (name, wanted), found in zip(model.named_parameters(), made.model.parameters()):
         np.testing.assert_allclose(keep.kept[0][name] - found.detach().double(), wanted.grad, atol=2e-6, err_msg=name)
+
+
+RECORDED = json.loads(Path(__file__).with_name("trl_async_recorded.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("variant", async_grpo.VARIANTS)
+def test_trl_itself_says_the_same_of_the_same_worker(variant):
+    """Recorded by benchmarks/parity/async_grpo.py from TRL 1.16.0: losses, weights, and how worker and transfer were called."""
+    found, theirs = async_grpo.played(AsyncGRPOTrainer, AsyncGRPOConfig, variant), RECORDED[variant]
+    assert found["losses"] == pytest.approx(theirs["losses"], abs=1e-6)
+    assert found["norms"] == pytest.approx(theirs["norms"], abs=1e-5)
+    assert found["calls"] == theirs["calls"]
 
 
 @pytest.mark.parametrize("steps", [1, 2])
