@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from datasets import Dataset
 from peft import LoraConfig
 from transformers import TrainerCallback
@@ -21,7 +22,9 @@ from posttrain.rollout.rollout import ADVANTAGES
 from posttrain.rollout.store import read_rollouts
 from posttrain.trainer.options import trl_async
 from tests import tiny
+from tests.forked import start_group, wait_for_group
 from tests.methods.scripted_worker import RecordingTransfer, ScriptedWorker, scripted
+from tests.trainer import fsdp_on_cpu
 from tests.trainer.test_online import Peek, logged, numbered, rows
 from tests.trainer.test_online import trainer as online_trainer
 
@@ -270,6 +273,33 @@ def test_samples_that_are_too_old_are_dropped_and_counted(tmp_path):
     fresh = ScriptedWorker(sample=lambda rng, group, version: scripted(rng, group, version - 5 * (group % 2)), groups=4)
     played(tmp_path / "half", worker=fresh, max_staleness=2)
     assert [line["async/dropped/stale"] for line in logged(tmp_path / "half") if "loss" in line] == [4.0, 12.0, 20.0]
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_two_processes_share_what_the_first_one_reads(tmp_path, fsdp):
+    """Only the first process's worker and transfer are used; under FSDP whole weights are sent."""
+    _, _, transfer = played(tmp_path / "one")
+
+    def train(rank):
+        if fsdp:
+            fsdp_on_cpu.allow()
+        more = {"fsdp": True} if fsdp else {}
+        _, worker, sent = played(
+            tmp_path / "two", per_device_train_batch_size=4, dataset_cache_dir=str(tmp_path / f"{rank}"), **more
+        )
+        assert bool(worker.calls) == bool(sent.calls) == (rank == 0)
+        if rank == 0:
+            torch.save(sent.sent[-1], tmp_path / "sent.pt")
+        dist.destroy_process_group()
+
+    children = start_group(2, train, tmp_path / "rank")
+    assert wait_for_group(children) == [0, 0], "\n".join(child.output() for child in children)
+    found, wanted = ([line["loss"] for line in logged(tmp_path / name) if "loss" in line] for name in ("two", "one"))
+    assert found == pytest.approx(wanted, abs=1e-6)
+    sent = torch.load(tmp_path / "sent.pt")
+    assert sent.keys() == transfer.sent[-1].keys()
+    for name, tensor in sent.items():
+        torch.testing.assert_close(tensor, transfer.sent[-1][name], atol=1e-5, rtol=0)
 
 
 def test_forked_rows_of_any_number_and_length_make_a_step(tmp_path):
