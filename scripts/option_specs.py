@@ -22,6 +22,9 @@ PLAIN = {bool: "bool", int: "int", float: "float", str: "str", dict: "dict", typ
 ARGUMENTS = {"reward_model_name_or_path": "reward_funcs"}
 """Option of the group `rewards` -> the trainer's argument that it becomes a part of, where that has another name."""
 
+TWICE = {"dtype"}
+"""Options of TRL's asynchronous configs that the command line has for every method, with the same effect."""
+
 
 def written() -> str:
     """The text of the file."""
@@ -54,7 +57,7 @@ def specs_of(method: Method) -> Iterator[dict[str, Any]]:
             if group != "rewards" or ARGUMENTS.get(field.name, field.name) in arguments:
                 found[group].append(spec_of(field, kinds[field.name], group))
     for field in dataclasses.fields(config):
-        if not field.init or field.name.startswith("_"):
+        if not field.init or field.name.startswith("_") or field.name in TWICE:
             continue
         if is_refused(field):
             group = "refused"

@@ -85,13 +85,13 @@ def scene(draw: random.Random, pieces: Sequence[Combination]) -> Scene:
 # ---- questions -------------------------------------------------------------------------------------------------------------
 
 
-def counted(draw: random.Random, pool: Pool, weights: Sequence[int] = (1, 1, 1, 1)) -> tuple[int, Scene]:
-    number = draw.choices((1, 2, 3, 4), weights)[0]
+def counted(draw: random.Random, pool: Pool) -> tuple[int, Scene]:
+    number = draw.randint(1, 4)
     return number, scene(draw, [draw.choice(pool.must), *draw.choices(pool.may, k=number - 1)])
 
 
-def count(draw: random.Random, pool: Pool, weights: Sequence[int] = (1, 1, 1, 1)) -> Row:
-    number, made = counted(draw, pool, weights)
+def count(draw: random.Random, pool: Pool) -> Row:
+    number, made = counted(draw, pool)
     return row([made.drawn(draw)], "how many shapes are there?", NUMBERS[number - 1], kind="count", number=number)
 
 

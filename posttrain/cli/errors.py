@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from posttrain.methods.table import PLANNED
-
 EXIT_CODE = 2
 PACKAGE = str(Path(__file__).resolve().parents[1])
 T = TypeVar("T")
@@ -18,12 +16,6 @@ T = TypeVar("T")
 
 class UsageError(Exception):
     """Something that was typed cannot be done; the message is a sentence with key, value and remedy."""
-
-
-def planned(name: str) -> str | None:
-    """Of a method that is to come: the sentence that says so."""
-    title, instead = PLANNED.get(name.lower().replace("-", "_"), (None, None))
-    return None if title is None else f"{title} is planned and not there yet. {instead}"
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -6,7 +6,7 @@ import importlib
 import sys
 
 from posttrain.cli.commands import TRAIN, commands
-from posttrain.cli.errors import EXIT_CODE, UsageError, nearest, planned
+from posttrain.cli.errors import EXIT_CODE, UsageError, nearest
 from posttrain.core.secrets import hidden_text
 
 INTERRUPTED = 130
@@ -24,9 +24,6 @@ def main(words: list[str] | None = None) -> int:
         print(__version__)
         return 0
     known = commands()
-    if sentence := planned(words[0]):
-        print(f"posttrain {words[0]}: {sentence}", file=sys.stderr)
-        return EXIT_CODE
     if words[0] not in known and words[0].replace("-", "_") in known:
         words = [words[0].replace("-", "_"), *words[1:]]  # online-dpo
     if words[0] not in known:

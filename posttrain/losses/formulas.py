@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from posttrain.losses.advantages import EPSILON
 from posttrain.losses.policy import CISPO_CAP, POLICY_LOSSES, chosen_level, clip_range, trust_radius
 
 SUPERVISED_FORMULAS = {
@@ -151,9 +152,9 @@ ADVANTAGE_FORMULAS = {
 """Value of `scale_rewards` (or the name of another rule) -> the advantage A; `std` is the sample's."""
 
 
-def advantage_formula(rule: str, std: str) -> str:
+def advantage_formula(rule: str, std: str, epsilon: float = EPSILON) -> str:
     """With another standard deviation than the sample's, the line says so."""
-    line = ADVANTAGE_FORMULAS[rule]
+    line = ADVANTAGE_FORMULAS[rule].replace("1e-4", number(epsilon)) if epsilon != EPSILON else ADVANTAGE_FORMULAS[rule]
     return line if std == "sample" else line.replace("std_", f"{std}_std_")
 
 
@@ -217,7 +218,13 @@ def policy_formula(name: str, args: Any, totals: Totals, advantage: str) -> Form
         NORMALISERS[loss.normaliser.__name__], totals | {"max_completion_length": args.max_completion_length}
     )
     names = (("rho", RATIO_FORMULAS[level]), ("A", advantage))
-    return Formula((surrogate_line(name, args),), (divided,), names)
+    return Formula((surrogate_line(name, args),), (divided,), names + old_policy_names(args))
+
+
+def old_policy_names(args: Any) -> tuple[tuple[str, str], ...]:
+    """Whose p_old is, where the step does not begin with it."""
+    on_sampler = getattr(args, "centres_on_sampler", False)
+    return (("p_old", "probability under the weights that wrote the token"),) if on_sampler else ()
 
 
 def surrogate_line(name: str, args: Any) -> str:

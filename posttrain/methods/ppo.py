@@ -15,7 +15,7 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.results import LossOutput, LossTerm, TokenScores
 from posttrain.core.sample import Sample, Unit
 from posttrain.data.rows.formats import PROMPT_ONLY, TOKENISED_PROMPT
-from posttrain.losses.formulas import PPO_FORMULAS, Formula, Totals, filled, number
+from posttrain.losses.formulas import PPO_FORMULAS, Formula, Totals, filled, number, old_policy_names
 from posttrain.losses.gae import (
     KL_ESTIMATORS,
     KLController,
@@ -241,7 +241,7 @@ class PPOTrainer(OnlineTrainer):
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         nothing = torch.zeros_like(policy.logps.detach())
         column = {name: batch.per_token.get(name, nothing) for name in (ADVANTAGES, RETURNS, VALUES)}
-        old_logps = batch.per_token.get(OLD_LOGPS, policy.logps.detach())
+        old_logps = self.proximal_logps(batch, policy.logps)
         age = self.age_weights(batch, old_logps)
         tokens = PolicyTokens(batch, policy.logps, old_logps, column[ADVANTAGES], age)
         ratios = token_ratios(tokens)
@@ -277,7 +277,7 @@ class PPOTrainer(OnlineTrainer):
         )
         divided = f"sum over tokens / {totals['tokens']} trained tokens of the optimizer step"
         terms = tuple(filled(PPO_FORMULAS[name], values) for name in ("policy", "value"))
-        return Formula(terms, (divided,), names)
+        return Formula(terms, (divided,), names + old_policy_names(args))
 
     # ---- the log, and what is remembered -----------------------------------------------------------------------------
 

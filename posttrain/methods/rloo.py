@@ -40,6 +40,8 @@ class RLOOConfig(GroupConfig):
         None, "Clamp the summed reward to (low, high). None: no clamp."
     )
 
+    clips_ratios = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_range("epsilon", self.epsilon, 0, 1)
@@ -92,12 +94,12 @@ class RLOOTrainer(OnlineTrainer):
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         logps = policy.logps
-        old_logps = batch.per_token.get(OLD_LOGPS, logps.detach())
+        old_logps = self.proximal_logps(batch, logps)
         advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))
         tokens = PolicyTokens(batch, logps, old_logps, advantages, self.age_weights(batch, old_logps))
         output = policy_loss("rloo", tokens, self.args)
         if reference is not None:  # of a token, as GRPO logs it; the reward has the sum over a completion
-            kl = k1(old_logps, reference.logps)
+            kl = k1(batch.per_token.get(OLD_LOGPS, logps.detach()), reference.logps)
             if (bound := self.args.kl_clip) is not None:
                 output.metrics["kl_clip_ratio"] = (kl.abs() > bound).to(kl.dtype)
                 kl = kl.clamp(-bound, bound)

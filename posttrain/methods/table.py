@@ -45,6 +45,12 @@ METHODS: dict[str, Method] = {
     "grpo": Method(
         "posttrain.methods.grpo", "GRPOTrainer", "GRPOConfig", "Group relative policy optimisation, 10 losses"
     ),
+    "async_grpo": Method(
+        "posttrain.methods.async_grpo",
+        "AsyncGRPOTrainer",
+        "AsyncGRPOConfig",
+        "GRPO whose completions are written beside training, under TRL's names",
+    ),
     "papo": Method(
         "posttrain.methods.papo",
         "PAPOTrainer",
@@ -112,6 +118,12 @@ METHODS: dict[str, Method] = {
         "ServerDistillationConfig",
         "On-policy distillation from the likeliest tokens of a teacher on a server",
     ),
+    "async_distillation": Method(
+        "posttrain.methods.async_distillation",
+        "AsyncDistillationTrainer",
+        "AsyncDistillationConfig",
+        "Distillation from a teacher's server, with completions that are written beside training",
+    ),
     "gold": Method(
         "posttrain.methods.gold",
         "GOLDTrainer",
@@ -132,9 +144,3 @@ METHODS: dict[str, Method] = {
     ),
     "ssd": Method("posttrain.methods.ssd", "SSDTrainer", "SSDConfig", "Simple self-distillation on own completions"),
 }
-
-PLANNED: dict[str, tuple[str, str]] = {
-    "async_grpo": ("AsyncGRPO", "`posttrain grpo` takes turns: it generates, then it trains."),
-    "async_distillation": ("AsyncDistillation", "`posttrain server_distillation` asks a teacher's server in turns."),
-}
-"""Methods of TRL's that are to come: name -> (what it is called, what is there instead)."""

@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 import posttrain
-from posttrain.methods.table import PLANNED
 
 PLACES: dict[str, str] = {
     "DatasetConfig": "posttrain.migration.script_arguments",
@@ -90,16 +89,9 @@ def found(name: str, module: str = ROOT) -> Any:
         return getattr(importlib.import_module(PLACES[name]), RENAMED.get(name, name))
     if name in posttrain.__all__:
         return getattr(posttrain, name)
-    why = UNSUPPORTED.get(name) or _planned(name)
+    why = UNSUPPORTED.get(name)
     hint = f": {why}" if why else ". docs/differences-from-trl.md lists what is there"
     raise UnsupportedByPosttrain(f"The script imports {name} from {module}, which posttrain does not have{hint}.")
-
-
-def _planned(name: str) -> str | None:
-    """Of the trainer or config of a method that is to come: KTOTrainer, OnlineDPOConfig."""
-    plain = name.removesuffix("Trainer").removesuffix("Config").lower()
-    found = next((entry for method, entry in PLANNED.items() if method.replace("_", "") == plain), None)
-    return None if found is None else f"{found[0]} is planned. {found[1].rstrip('.')}"
 
 
 def install() -> None:

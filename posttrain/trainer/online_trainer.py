@@ -145,7 +145,7 @@ class OnlineTrainer(BaseTrainer):
         self.engine = engine if engine is not None else self._make_engine()
         if engine is not None and self.shown_images is not None:
             show_images(engine, self.shown_images)
-        if self.corrects_sampler:
+        if self.corrects_sampler or self.args.centres_on_sampler:
             refuse_correction_without_logps(self.engine, self.args.sampling(self.stop_ids))
         self.weight_sync = WeightSync(
             self.engine,
@@ -209,11 +209,21 @@ class OnlineTrainer(BaseTrainer):
     @property
     def needs_old_logps(self) -> bool:
         """Whether the trainer's own log-probs at the time of generation are computed in a pass of their own."""
-        return not self.args.schedule().is_on_policy or self.replay is not None
+        is_older = not self.args.schedule().is_on_policy or self.replay is not None
+        return is_older and not self.args.centres_on_sampler
+
+    def proximal_logps(self, batch: TokenBatch, logps: Tensor) -> Tensor:
+        """(N,) at the centre of the clip: of the weights that the step begins with, or of those that wrote each token."""
+        own = batch.per_token.get(OLD_LOGPS, logps.detach())
+        if not self.args.centres_on_sampler:
+            return own
+        drawn = batch.per_token.get(POLICY_LOGPS, own)
+        return drawn.where(~drawn.isnan(), own)
 
     def age_weights(self, batch: TokenBatch, old_logps: Tensor) -> Tensor | None:
         """(N,) weights of tokens that older weights than those of `old_logps` wrote; None where there are none."""
-        if not self.args.trains_on_older_tokens or POLICY_LOGPS not in batch.per_token:
+        args = self.args
+        if not args.trains_on_older_tokens or args.centres_on_sampler or POLICY_LOGPS not in batch.per_token:
             return None
         return age_correction(old_logps, batch.per_token[POLICY_LOGPS], batch)
 
@@ -472,9 +482,13 @@ class OnlineTrainer(BaseTrainer):
 
     def _write_ahead(self, *given: Any) -> AsyncRollouts:
         self._end_writing()
-        self.ahead = AsyncRollouts(self, *given)
+        self.ahead = self.rollouts_ahead(*given)
         self.add_callback(self.ahead)
         return self.ahead
+
+    def rollouts_ahead(self, *given: Any) -> AsyncRollouts:
+        """Whoever writes while this trains."""
+        return AsyncRollouts(self, *given)
 
     def _end_writing(self) -> None:
         if self.ahead is not None:

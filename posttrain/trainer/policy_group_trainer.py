@@ -76,12 +76,18 @@ class PolicyGroupTrainer(OnlineTrainer):
     def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
         if self.args.multi_objective_aggregation == "normalize_then_sum":
             weights = torch.tensor(self.rewards.weights, dtype=torch.float64)
-            return normalised_then_summed(table.rewards, table.groups, weights, table.masked, ddof=self.args.ddof)
-        return group_normalised(totals, table.groups, self.args.scale_rewards, ddof=self.args.ddof)
+            return normalised_then_summed(table.rewards, table.groups, weights, table.masked, *self._scaling)
+        return group_normalised(totals, table.groups, self.args.scale_rewards, *self._scaling)
+
+    @property
+    def _scaling(self) -> tuple[float, int]:
+        return self.args.advantage_epsilon, self.args.ddof
 
     @property
     def corrects_sampler(self) -> bool:
         args = self.args
+        if args.centres_on_sampler:
+            return False
         if args.vllm_importance_sampling_correction is not None:
             return args.vllm_importance_sampling_correction
         return getattr(self.engine, "is_foreign", False) or args.trains_on_older_tokens
@@ -143,12 +149,13 @@ class PolicyGroupTrainer(OnlineTrainer):
 
     def loss(self, batch: TokenBatch, policy: TokenScores, reference: TokenScores | None) -> LossOutput:
         logps = policy.logps
-        old_logps = batch.per_token.get(OLD_LOGPS, logps.detach())
+        old_logps = self.proximal_logps(batch, logps)
         advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))  # a pass without tokens has none
         # Truncated sampling is not age: an unchanged policy has a ratio of 1 to its own untruncated log-probs.
         drawn = POLICY_LOGPS if self.args.trains_on_older_tokens else SAMPLING_LOGPS
         sampling_logps = batch.per_token.get(drawn, logps.detach())
-        correction, mismatch = self._correction(batch, old_logps, sampling_logps)
+        own_logps = batch.per_token.get(OLD_LOGPS, logps.detach())
+        correction, mismatch = self._correction(batch, own_logps, sampling_logps)
         drawn_logps = sampling_logps.where(~sampling_logps.isnan(), old_logps)  # where it is unknown, the trainer's own
         keep = self._kept_tokens(batch, policy, drawn_logps, advantages)
         likeliest = (self._sampler(batch)[1], policy.stats[LIKELIEST]) if self.args.compares_likeliest else None
@@ -265,7 +272,8 @@ class PolicyGroupTrainer(OnlineTrainer):
         credit = (
             args.scale_rewards if args.multi_objective_aggregation == "sum_then_normalize" else "normalize_then_sum"
         )
-        made = policy_formula(args.loss_type, args, totals, advantage_formula(credit, args.advantage_std))
+        advantage = advantage_formula(credit, args.advantage_std, args.advantage_epsilon)
+        made = policy_formula(args.loss_type, args, totals, advantage)
         terms, names, divided = list(made.terms), list(made.names), list(made.divided_by)
         if args.beta:
             factor = "rho * " if args.use_bias_correction_kl else ""

@@ -29,8 +29,19 @@ RATED = [
     {"prompt": f"What is {i}?", "completion": f" {i}." if i % 2 else " No.", "label": i % 2 == 1} for i in range(24)
 ]
 QUESTIONS = [{"prompt": f"What is {i}?", "answer": str(i)} for i in range(24)]
-ONLINE_METHODS = {"grpo": 4, "rloo": 4, "online_dpo": 2, "xpo": 2, "nash_md": 2, "ppo": 1, "a2po": 1, "sdpo": 4}
+ONLINE_METHODS = {
+    "grpo": 4,
+    "async_grpo": 4,
+    "rloo": 4,
+    "online_dpo": 2,
+    "xpo": 2,
+    "nash_md": 2,
+    "ppo": 1,
+    "a2po": 1,
+    "sdpo": 4,
+}
 """Method -> completions of a prompt."""
+SERVED = ("server_distillation", "async_distillation")
 ROWS = {
     "sft": [{"prompt": f"What is {i}?", "completion": f" It is {i}."} for i in range(24)],
     **dict.fromkeys(("dpo", "reward", "cpo", "orpo"), PAIRS),
@@ -38,7 +49,7 @@ ROWS = {
     **dict.fromkeys(("kto", "bco"), RATED),
     "prm": tiny.steps(24),
     "papo": [{"image": data_url(i), "prompt": [{"role": "user", "content": f"What is {i}?"}]} for i in range(4)],
-    **dict.fromkeys((*ONLINE_METHODS, "distillation", "server_distillation", "iw_opd", "minillm", "ssd"), QUESTIONS),
+    **dict.fromkeys((*ONLINE_METHODS, "distillation", *SERVED, "iw_opd", "minillm", "ssd"), QUESTIONS),
 }
 ROWS["gkd"] = ROWS["gold"] = ROWS["sft"]
 ROWS["sdft"] = [{**row, "privileged_context": f"It is {row['answer']}."} for row in QUESTIONS]
@@ -88,7 +99,7 @@ def options_of(method: str) -> dict:
         if method in ONLINE_METHODS
         else UNREWARDED.get(method, {})
     )
-    if method == "server_distillation":
+    if method in SERVED:
         teacher = tiny.causal_lm(1, vocab_size=320)  # as many rows as the student gets for its tokenizer
         teacher.save_pretrained("teacher")
         own = {**model_server.started(Path("teacher"), Path())[1], "max_completion_length": 6}

@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 
 from posttrain.cli.running.output import write_json
-from posttrain.methods.table import METHODS, PLANNED
-from posttrain.migration.trl_names import UnsupportedByPosttrain, found
 from tests.cli.runs import posttrain
 
 SCRIPT = """
@@ -63,33 +61,6 @@ def test_json_goes_into_a_folder_that_is_made(folder):
     assert (folder / "new/folder/found.json").read_text() == '{\n "a": 1\n}\n'
 
 
-@pytest.mark.parametrize("name", [*PLANNED, "Async-GRPO"])
-def test_a_planned_method_says_that_it_is_planned(capsys, name):
-    assert posttrain(name, "--model_name_or_path", "x") == 2
-    said = capsys.readouterr().err
-    title, instead = PLANNED[name.lower().replace("-", "_")]
-    assert said == f"posttrain {name}: {title} is planned and not there yet. {instead}\n"
-
-
-@pytest.mark.parametrize("command", ["check", "explain"])
-def test_other_commands_say_so_too(capsys, command):
-    assert posttrain(command, "async_grpo", "--beta", "0.1") == 2
-    assert capsys.readouterr().err.startswith(f"posttrain {command}: AsyncGRPO is planned and not there yet.")
-
-
 def test_a_method_may_be_written_with_a_hyphen(capsys):
     assert posttrain("online-dpo", "--help") == 0
     assert "missing_eos_penalty" in capsys.readouterr().out
-
-
-def test_planned_methods_are_none_that_are_there():
-    assert not set(PLANNED) & set(METHODS)
-
-
-@pytest.mark.parametrize(
-    ("name", "title"),
-    [("AsyncGRPOConfig", "AsyncGRPO"), ("AsyncGRPOTrainer", "AsyncGRPO")],
-)
-def test_a_script_that_imports_a_planned_method_is_answered_likewise(name, title):
-    with pytest.raises(UnsupportedByPosttrain, match=f"{name} from trl.*{title} is planned"):
-        found(name)

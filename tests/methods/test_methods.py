@@ -347,6 +347,11 @@ def test_every_option_has_a_help_text_and_trl_names_are_there(method):
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
         "vllm_importance_sampling_clip_min off_policy_mask_threshold use_bias_correction_kl log_completions "
         "num_completions_to_print log_unique_prompts vllm_importance_sampling_cap router_aux_loss_coef",
+        "async_grpo": "dtype num_generations max_completion_length epsilon epsilon_high max_staleness queue_maxsize "
+        "max_inflight_tasks weight_sync_steps heartbeat_stale_after_s request_timeout weight_sync_timeout token_budget "
+        "fork_threshold_tokens vllm_server_base_url max_tool_calling_iterations ignore_data_skip router_aux_loss_coef",
+        "async_distillation": "dtype beta teacher_server_urls teacher_temperature teacher_top_k add_tail_bucket max_staleness "
+        "queue_maxsize weight_sync_steps request_timeout weight_sync_timeout token_budget log_completions_steps",
         "papo": "perception_loss_weight mask_ratio mask_type der_loss_weight1 der_loss_weight2 beta loss_type num_generations",
         "rloo": "disable_dropout num_generations max_completion_length steps_per_generation temperature beta num_iterations "
         "epsilon epsilon_high reward_weights normalize_advantages reward_clip_range mask_truncated_completions sync_ref_model "

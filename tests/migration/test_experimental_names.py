@@ -16,6 +16,8 @@ HOMES = {
     "grpo_with_replay_buffer": ("GRPOWithReplayBufferTrainer", "GRPOWithReplayBufferConfig"),
     "kto": ("KTOTrainer", "KTOConfig"),
     "papo": ("PAPOTrainer", "PAPOConfig"),
+    "async_grpo": ("AsyncGRPOTrainer", "AsyncGRPOConfig"),
+    "async_distillation": ("AsyncDistillationTrainer", "AsyncDistillationConfig"),
     "gspo_token": ("GRPOTrainer",),
     "bema_for_ref_model": ("DPOTrainer", "BEMACallback"),
 }

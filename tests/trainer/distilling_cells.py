@@ -63,6 +63,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "between_renormalised": {"beta": 0.3, "loss_add_tail": False},
         "written": {"beta": 1.0},
     },
+    "async_distillation": {"top_2_and_written": {"beta": 0.0, "teacher_top_k": 2}},
 }
 for _variant in (*OPTIONS["sdft"].values(), *OPTIONS["sdpo"].values()):
     _variant.setdefault("distillation_is_clip", None)
@@ -71,6 +72,7 @@ for _variant in OPTIONS["sdpo"].values():
     _variant.setdefault("distillation_alpha", 1.0)
 """Method -> variant -> its options."""
 SELF_TAUGHT = ("sdft", "sdpo")
+SERVED = ("server_distillation", "async_distillation")
 TEMPERATURE = {"tempered": 0.7, "iw_opd": 0.7}
 MORE_WORDS = 3
 
@@ -90,7 +92,7 @@ def resembles_others(method: str, loss: str) -> bool:
 
 def arguments(method: str, loss: str, dtype: torch.dtype) -> dict[str, Any]:
     """What the constructor of the trainer wants besides."""
-    if method == "server_distillation":
+    if method in SERVED:
         return {"teacher": NotAsked()}
     if method == "sdpo":
         return {"reward_funcs": lambda completions, **columns: [0.0] * len(completions)}
@@ -124,7 +126,7 @@ def units(method: str, texts: list[Unit]) -> list[Unit]:
         return [(with_teachers_prompt(sample, method == "sdpo"),) for (sample,) in texts]
     made = [replace(sample, scalars={ON_POLICY: float(sample.row % 2)}) for (sample,) in texts]
     more = {"gold": with_teachers_tokens, "iw_opd": with_logps, "minillm": with_logps}
-    more["server_distillation"] = with_likeliest_tokens
+    more |= dict.fromkeys(SERVED, with_likeliest_tokens)
     return [(more.get(method, lambda sample: sample)(sample),) for sample in made]
 
 
@@ -196,7 +198,7 @@ def step_loss(
         return taught + (1 - weight) * clipped_policy(rows, own) if weight < 1 else taught
     if method == "minillm":
         return minillm_loss(OPTIONS[method][loss], rows, own, theirs)
-    if method == "server_distillation":
+    if method in SERVED:
         return served_loss(OPTIONS[method][loss], rows, own)
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     heat, options = TEMPERATURE.get(loss, 1.0), OPTIONS[method][loss]
@@ -304,8 +306,9 @@ def served_loss(options: dict[str, Any], rows: list[Unit], own: Callable[..., An
         columns = [sample.read_trained(name) for name in (TEACHER_LOGPS, TEACHER_TOP_IDS, TEACHER_TOP_LOGPS)]
         for row, target, written, ids, top in zip(*own(sample), *columns, strict=True):
             named = dict(zip(ids.tolist(), top.tolist()))
-            likeliest = dict(list(named.items())[: options.get("loss_top_k", 1)]) if beta < 1 else {}
-            compared = likeliest | ({int(target): float(written)} if beta > 0 else {})
+            k = options.get("teacher_top_k", options.get("loss_top_k", 1))
+            likeliest = dict(list(named.items())[:k]) if beta < 1 else {}
+            compared = likeliest | ({int(target): float(written)} if beta > 0 or "teacher_top_k" in options else {})
             p = torch.stack([row[token].exp() for token in compared])
             q = torch.tensor(list(compared.values()), dtype=torch.float64).exp()
             if options.get("loss_add_tail", True):

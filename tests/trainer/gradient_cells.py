@@ -36,7 +36,7 @@ TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 SMOOTHING = {"exo_pair": 0.1, "robust": 0.1, "aot": 0.1, "aot_unpaired": 0.1}
 SFT_LOSSES = ("nll", "dft", "smoothed")
 REWARD_LOSSES = ("plain", "margin", "centred")
-POLICY_METHODS = ("grpo", "rloo", "nash_md")
+POLICY_METHODS = ("grpo", "rloo", "nash_md", "async_grpo")
 ONLINE_PAIRS = {"online_dpo": ("sigmoid", "ipo", "aot"), "xpo": ("sigmoid",)}
 """Method of pairs that the policy writes -> losses; the reference's log-probs travel with the samples."""
 XPO_ALPHA = 0.03
@@ -98,6 +98,7 @@ def variants() -> list[tuple[str, str]]:
         ("prm", "steps"),
         *(("grpo", loss) for loss in policy_cells.GRPO_VARIANTS),
         ("rloo", "rloo"),
+        ("async_grpo", "sampler"),
         ("a2po", "regression"),
         *((method, loss) for method, losses in ONLINE_PAIRS.items() for loss in losses),
         *(("nash_md", level) for level in policy_cells.NASH_LEVELS),
@@ -617,6 +618,7 @@ ORACLES = {
     "prm": _prm_oracle,
     "grpo": _policy_oracle,
     "rloo": _policy_oracle,
+    "async_grpo": _policy_oracle,
     "a2po": _a2po_oracle,
     **dict.fromkeys(ONLINE_PAIRS, _dpo_oracle),
     "nash_md": _nash_oracle,

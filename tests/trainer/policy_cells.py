@@ -14,7 +14,7 @@ from posttrain.data.collate import Collator
 from posttrain.losses.policy import POLICY_LOSSES, PolicyTokens
 from posttrain.models.load.reference import PRECOMPUTED
 from posttrain.rollout.loader import units_of
-from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, SAMPLING_LOGPS
+from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, POLICY_LOGPS, SAMPLING_LOGPS
 from posttrain.trainer.policy_group_trainer import LIKELIEST
 from tests.losses.policy_oracle import naive_loss, token_batch
 
@@ -53,6 +53,8 @@ GRPO_VARIANTS: dict[str, dict[str, Any]] = {
     "correction_vespo": {"loss_type": "vespo", **TOKEN_CORRECTED},
 }
 """Name of a variant -> options of GRPOConfig."""
+ON_SAMPLER = {"loss_type": "dapo", "proximal_policy": "sampler"}
+"""Of AsyncGRPO, whose ratios are those to the policy that wrote."""
 NASH_LEVELS = ("to_go", "sequence", "token")
 NASH_BETA = 0.1
 DEPEND_ON_THE_CUT = ("bnpo", "top_entropy")
@@ -62,7 +64,8 @@ DEPEND_ON_THE_CUT = ("bnpo", "top_entropy")
 def options(method: str, loss: str) -> dict[str, Any]:
     if method == "nash_md":
         return {**SHARED_OPTIONS, "kl_level": loss, "beta": NASH_BETA}
-    return {**SHARED_OPTIONS, **({"beta": 0.0} if method == "rloo" else GRPO_VARIANTS[loss])}
+    own = {"rloo": {"beta": 0.0}, "async_grpo": ON_SAMPLER}
+    return {**SHARED_OPTIONS, **(own[method] if method in own else GRPO_VARIANTS[loss])}
 
 
 def arguments() -> dict[str, Any]:
@@ -96,6 +99,7 @@ def groups(policy_scores: Any, reference_scores: Any) -> list[Unit]:
             _write(sample, PRECOMPUTED, reference.astype(np.float64))
             _write(sample, ADVANTAGES, np.full(len(own), rng.normal()))
             _write(sample, LIKELIEST, _likeliest(policy_scores(sample)[0], more))
+            _write(sample, POLICY_LOGPS, own + 0.3 * more.normal(size=len(own)))
             unit.append(sample)
         made.append(tuple(unit))
     return made
@@ -190,7 +194,7 @@ def _whole(
     tokens = PolicyTokens(
         token_batch([len(own) for own in logps]),
         torch.cat(logps),
-        columns[OLD_LOGPS],
+        columns[POLICY_LOGPS if "proximal_policy" in o else OLD_LOGPS],
         columns[ADVANTAGES],
         correction,
         keep,

@@ -135,6 +135,27 @@ def test_in_order_each_window_is_written_by_the_weights_of_its_label(tmp_path, m
     assert versions == {(step, max(step - 1 - lead, 0)) for step in range(1, 9)}
 
 
+SEEDS = [pytest.param(seed, marks=pytest.mark.trust if seed else pytest.mark.slow) for seed in range(20)]
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_in_order_any_number_of_workers_under_any_delays_writes_the_plain_loop(
+    tmp_path, monkeypatch, seed, workers, jitter
+):
+    """Each worker sleeps half a second before some of its groups, others than those of other seeds."""
+    rng = random.Random(seed)
+    slow = {rng.randrange(1, 8) for _ in range(3)}
+    options = {"seed": seed, "max_steps": 6}
+    wanted = run(tmp_path / "wanted", cls=Delayed, **options)
+    monkeypatch.setenv("POSTTRAIN_FAULTS", ",".join(f"slow:generate:{count}" for count in slow))
+    exact = {"async_rollouts": True, "async_lead": 2, "async_order": "in_order", "rollout_workers": workers}
+    found = run(tmp_path / "found", **exact, **options)
+    for (name, left), right in zip(weights(wanted).items(), weights(found).values()):
+        assert torch.equal(left, right), name
+    assert written(tmp_path / "found") == written(tmp_path / "wanted")
+
+
 @pytest.mark.parametrize("order", ["window", "first_finished"])
 @pytest.mark.parametrize("update", ["continue", "finish", "restart"])
 @pytest.mark.parametrize("on_stale", ["wait", "mask", "drop"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.cli.errors import UsageError, nearest, planned
+from posttrain.cli.errors import UsageError, nearest
 from posttrain.cli.options.run import ALIASES
 from posttrain.cli.options.table import MethodTable, OptionSpec, method_names, table_of
 from posttrain.cli.options.values import value_of, words_value
@@ -140,8 +140,6 @@ def config_named(words: list[str], command: str) -> RunConfig:
         raise UsageError(
             f"Name a method ({', '.join(method_names())}) or a file of options that has the key `{METHOD_KEY}`."
         )
-    if sentence := planned(words[0]):
-        raise UsageError(sentence)
     try:
         method = read_config(words[0])[0].get(METHOD_KEY)
     except ConfigFileError as error:

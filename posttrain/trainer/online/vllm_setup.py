@@ -173,7 +173,8 @@ def _served(
     from posttrain.rollout.engines.vllm.transport import Deadlines
 
     wait = args.vllm_server_timeout
-    deadlines = Deadlines(completion=args.vllm_completion_timeout, start=wait, back=wait)
+    commit = args.vllm_commit_timeout
+    deadlines = Deadlines(completion=args.vllm_completion_timeout, commit=commit, start=wait, back=wait)
     token = _token(args.vllm_server_token_file)
     folder = Path(args.vllm_server_adapter_folder) if args.vllm_server_adapter_folder else None
     clients = [

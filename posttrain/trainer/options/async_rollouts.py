@@ -11,6 +11,7 @@ from posttrain.rollout.feed.worker import CONTINUE, FINISH, KEEP, RECOMPUTE, RES
 from posttrain.trainer.options.base import check_choice, check_range
 
 AUTO = "auto"
+STEP_START, SAMPLER = "step_start", "sampler"
 
 
 @dataclass
@@ -46,6 +47,11 @@ class AsyncConfig:
         RECOMPUTE,
         "With 'continue', keys and values of the old weights: 'recompute' or 'keep' them, for running completions only.",
     )
+    proximal_policy: str = option(
+        STEP_START,
+        "Centre of the clip: 'step_start', the weights that a step begins with, where tokens of older ones are weighed; or "
+        "'sampler', the weights that wrote the token.",
+    )
     rollout_workers: int | None = option(
         None,
         "Child processes that write, for each training process: on GPUs that no training process has, where there are such. None: "
@@ -70,6 +76,8 @@ class AsyncConfig:
         "Folder of an earlier run: train on the groups of its journal, in its order. Nothing is written anew.",
     )
 
+    clips_ratios = False  # whether the loss bounds how far the policy moves away from an earlier one
+
     def check_async_options(self) -> None:
         """Raise for what cannot be, and for options that were set and would have no effect."""
         if not self.async_rollouts:
@@ -82,6 +90,12 @@ class AsyncConfig:
         check_choice("async_order", self.async_order, (IN_ORDER, WINDOW, FIRST_FINISHED))
         check_choice("on_stale", self.on_stale, (WAIT, MASK, DROP))
         check_choice("kv_after_update", self.kv_after_update, (RECOMPUTE, KEEP))
+        check_choice("proximal_policy", self.proximal_policy, (STEP_START, SAMPLER))
+        if self.proximal_policy == SAMPLER and not self.clips_ratios:
+            raise ValueError(
+                f"`proximal_policy` is 'sampler', and the loss of {type(self).__name__} clips no ratio of two policies that could "
+                "be centred on it: leave it out."
+            )
         check_range("max_staleness", self.max_staleness, 0)
         check_range("weight_sync_steps", self.weight_sync_steps, 1)
         check_range("heartbeat_stale_after_s", self.heartbeat_stale_after_s, 0, open_low=True)
@@ -116,6 +130,11 @@ class AsyncConfig:
             raise ValueError("`drop_zero_variance` is not there with `async_rollouts` yet: leave one of them out.")
         pace = self.pace()
         pace.check(0 if self.async_lead == AUTO else self.async_lead)
+
+    @property
+    def centres_on_sampler(self) -> bool:
+        """Whether ratios are taken to the weights that wrote a token, and not to those that its step begins with."""
+        return self.async_rollouts and self.proximal_policy == SAMPLER
 
     @property
     def trains_on_older_tokens(self) -> bool:

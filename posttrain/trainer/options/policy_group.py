@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from posttrain.losses.advantages import REWARD_SCALES
+from posttrain.losses.advantages import EPSILON, REWARD_SCALES
 from posttrain.losses.importance import AGE_CAP, AGE_MODE, check_correction
 from posttrain.losses.policy import POLICY_LOSSES, TRUST_DIVERGENCES, check_policy_loss
 from posttrain.trainer.options.base import check_choice, check_range, option
@@ -95,6 +95,9 @@ class PolicyGroupConfig(AgentConfig, GroupConfig):
     vllm_importance_sampling_clip_min: float | None = option(None, "Smallest ratio. None: any.")
     vllm_importance_sampling_cap: float | None = option(None, "Old name of `vllm_importance_sampling_clip_max`.")
 
+    clips_ratios = True
+    advantage_epsilon = EPSILON  # added to a standard deviation before advantages are divided by it
+
     def __post_init__(self) -> None:
         if isinstance(self.scale_rewards, bool):
             self.scale_rewards = "group" if self.scale_rewards else "none"
@@ -135,6 +138,13 @@ class PolicyGroupConfig(AgentConfig, GroupConfig):
         if self.loss_type == "dppo" and corrections and self.vllm_importance_sampling_correction is not False:
             raise ValueError(
                 f"dppo weighs tokens by their ratio to the sampler, as `clip_ratio_c` says: leave `{corrections[0]}` out."
+            )
+        if self.centres_on_sampler and self.loss_type == "dppo":
+            raise ValueError("dppo measures from the sampler whatever `proximal_policy` is: leave it out.")
+        if self.centres_on_sampler and corrections and self.vllm_importance_sampling_correction is not False:
+            raise ValueError(
+                f"`proximal_policy` is 'sampler': the ratio itself is to the sampler, and `{corrections[0]}` would correct for it "
+                "twice. Leave it out, or take `proximal_policy='step_start'`."
             )
         is_scaled = self.scale_rewards != "none" or self.multi_objective_aggregation == "normalize_then_sum"
         if not is_scaled and "advantage_std" in self.set_by_user():

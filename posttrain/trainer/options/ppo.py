@@ -114,6 +114,7 @@ class PPOConfig(AgentConfig, OnlineConfig):
     smallest_group = 1
     reference_weight = "kl_coef"
     permutes_windows = True
+    clips_ratios = True
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in DERIVED}

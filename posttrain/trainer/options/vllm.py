@@ -100,6 +100,8 @@ class VLLMConfig:
         "sides can. All are verified by checksums.",
     )
 
+    vllm_commit_timeout = 600.0  # seconds until running requests of a server have ended and new weights are loaded
+
     def check_vllm_options(self) -> None:
         """Raise for what cannot be, and for options that were set and would have no effect."""
         if isinstance(self.vllm_engine_args, str):
@@ -124,7 +126,7 @@ class VLLMConfig:
         changed = [name for name in VLLMConfig.__dataclass_fields__ if name in chosen]
         if not self.use_vllm:
             # That one is read for every engine with weights of its own, also one that is handed to the trainer: see WeightSync.
-            if changed := [name for name in changed if name != "vllm_sync_tolerance"]:
+            if changed := [name for name in changed if name not in ("vllm_sync_tolerance", "use_vllm")]:
                 raise ValueError(f"`{changed[0]}` is set, but `use_vllm` is not: it would have no effect.")
             return
         others = ONLY_SERVED if self.vllm_mode == COLOCATE else ONLY_COLOCATED
