@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +172,7 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace, make: Callable[[argparse.Namespace], Engine]) -> None:
     try:
         import uvicorn  # noqa: F401 - that it is there is known before the model is loaded
 
@@ -192,7 +192,7 @@ def _run(args: argparse.Namespace) -> None:
     bound = bind(args.host, args.port)
     token, origin = read_token(args.token_file, bound.getsockname()[1])
     timer = _give_up_after(args.start_seconds)
-    server = RolloutServer(make_engine(args), _options(args))
+    server = RolloutServer(make(args), _options(args))
     timer.cancel()
     server.start()
     try:
@@ -250,11 +250,12 @@ def _stop_at_sigterm(server: RolloutServer) -> None:
         signal.signal(signal.SIGTERM, stop)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, make: Callable[[argparse.Namespace], Engine] | None = None) -> int:
+    """`make`: of another engine than vLLM."""
     args = parser().parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        _run(args)
+        _run(args, make or make_engine)
     except StartError as error:
         print(f"The server does not start: {error}", file=sys.stderr)
         return REFUSED

@@ -389,7 +389,16 @@ def _outcome(running: _Running, finish_reason: str, error: str | None) -> Outcom
     top = [list(place) for place in progress.top]
     first = running.marks[0][1]
     return Outcome(
-        running.job.job_id, ids, list(progress.logps), finish_reason, spans, top, progress.stop_reason, error, first
+        running.job.job_id,
+        ids,
+        list(progress.logps),
+        finish_reason,
+        spans,
+        top,
+        progress.stop_reason,
+        error,
+        first,
+        list(progress.policy_logps),
     )
 
 

@@ -406,7 +406,8 @@ class ServedSession:
         request_id = f"{self._id}-{number}-{ticket.attempt}"
         may_change = self._engine.labels_tokens
         asked = (ids, ticket.seed, ticket.request.limit, self._params, target.version)
-        request = GenerateRequest(request_id, *asked, may_change=may_change)
+        noise = (ticket.request.base, ticket.request.prompt.first_token)
+        request = GenerateRequest(request_id, *asked, may_change=may_change, noise=noise)
         tokens, came, release = ticket.tokens, self._outcomes, self._fleet.release
         prompt, pictures = ticket.request.prompt, self._engine.pictures
 
@@ -465,6 +466,8 @@ class ServedSession:
         if cut is not None:
             reason, error = ENDED_BY_ERROR, placeholder_sentence(request.prompt, written.ids[cut])
         sampling, policy = completion_logps(self._params, written.logprobs_mode, written.logps[:cut])
+        if written.policy_logps is not None:
+            policy = np.asarray(written.policy_logps[:cut], np.float32)
         seconds = request.completion(reason, version).seconds
         ids = np.asarray(written.ids[:cut], np.int32)
         if spans is not None and cut is not None:
