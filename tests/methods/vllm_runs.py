@@ -93,7 +93,9 @@ def assert_same_answers(made: Any) -> None:
         np.testing.assert_allclose(one.policy_logps, other.policy_logps, atol=1e-4)
 
 
-def check_tokens_beside_training(update: str, urls: list[str], output: Path, monkeypatch: Any, atol: float = 1e-3) -> None:
+def check_tokens_beside_training(
+    update: str, urls: list[str], output: Path, monkeypatch: Any, atol: float = 1e-3
+) -> None:
     """Servers write beside the training: every token has its log-prob under the weights of the version that it names."""
     made = trainer(
         "grpo", output, vllm_mode="server", vllm_server_base_url=urls, async_rollouts=True, async_lead=1,
