@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from transformers import TrainerCallback
 
 from posttrain.models.load.weight_export import exported_weights
 from posttrain.rollout.engines.vllm.launcher import TOKEN_VARIABLE, ServerProcess

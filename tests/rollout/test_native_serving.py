@@ -125,7 +125,7 @@ def test_weights_that_do_not_fit_are_named():
     with pytest.raises(EngineFailed, match=f"no tensor {name} of the shape"):
         engine.load_weights((whole | {name: torch.zeros(3)}).items())
     with pytest.raises(EngineFailed, match=f"1 tensors were not sent, {name} first"):
-        engine.load_weights((one for one in whole.items() if one[0] != name))
+        engine.load_weights(one for one in whole.items() if one[0] != name)
 
 
 @pytest.mark.parametrize(
