@@ -133,16 +133,16 @@ def test_greedy_and_truncated_log_probs_follow_what_vllm_knows(attach):
     assert np.isnan(cut.policy_logps).all()
 
 
-def test_prompts_are_spread_by_tokens_in_flight(start):
+def test_prompts_are_spread_and_groups_stay_together(start):
     engine = start(*SLOW_STEPS, count=2)
-    with engine.session(SamplingParams(64)) as session:
+    with engine.session(SamplingParams(8)) as session:
         for i in range(40):
-            session.add(Prompt([1], max_tokens=60 if i % 2 else 4))
-        loads = [member.load for member in engine.fleet.members]
-        assert abs(loads[0] - loads[1]) <= 61
+            session.add(Prompt([1], key=i // 4, sample=i % 4))
+        loads = engine.fleet.balancer.loads.values()
+        assert [load.in_flight for load in loads] == [20, 20]
         while session.in_flight:
             session.advance()
-    assert [member.load for member in engine.fleet.members] == [0, 0]
+    assert [(load.in_flight, load.work) for load in loads] == [(0, 0.0)] * 2
 
 
 def test_the_same_version_again_is_not_sent_twice_and_changed_weights_are(attach):

@@ -398,10 +398,10 @@ def _spans(said: Any, tokens: int, request: GenerateRequest) -> tuple[tuple[int,
     """Which version wrote which tokens: all of them, without a gap, and by weights that were asked for."""
     end, newest, found = 0, request.version, []
     for first, last, version in said:
-        if not isinstance(version, int) or first != end or last <= first or not newest <= version:
-            raise ValueError(f"tokens {first} to {last} are of version {version}, after {end} tokens up to {newest}")
         if version != request.version and not request.may_change:
             raise ValueError(f"tokens {first} to {last} are of version {version}, and {request.version} was asked for")
+        if not isinstance(version, int) or first != end or last <= first or not newest <= version:
+            raise ValueError(f"tokens {first} to {last} are of version {version}, after {end} tokens up to {newest}")
         end, newest = last, version
         found.append((last, version))
     if end != tokens:

@@ -19,6 +19,8 @@ from typing import TypeVar
 import torch
 
 from posttrain.core.transport import ServerAnswer, ServerError, ServerGone, ServerRefused, ServerSlow
+from posttrain.rollout.engines.protocol import Prompt
+from posttrain.rollout.engines.vllm.balance import Balancer, Placed
 from posttrain.rollout.engines.vllm.client import DRAIN, NOT_OFFERED, ServerInfo
 from posttrain.rollout.engines.vllm.fleet_members import Member, Target
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights
@@ -64,6 +66,7 @@ class Fleet:
         self.labels: dict[int, int] = {}  # version, as the servers count -> what the trainer calls it
         self.asleep = False
         self.recoveries = 0
+        self.balancer = Balancer()  # used under the lock
         self._watch_seconds = watch_seconds
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -156,21 +159,18 @@ class Fleet:
         with self._changed:
             return [member for member in self.members if member.is_up]
 
-    def take(self, tokens: int, most: int) -> tuple[Member, Target] | None:
-        """The least loaded server that is up and has fewer than `most` requests, and what it serves."""
+    def take(self, prompt: Prompt, limit: int, most: int) -> tuple[Member, Target, Placed] | None:
+        """Who writes up to `limit` tokens after this prompt, and what it serves; None: nobody yet. `most`: requests at a server."""
         with self._changed:
-            free = [member for member in self.members if member.is_up and member.in_flight < most]
-            if not free:
-                return None
-            member = min(free, key=lambda one: one.load)
-            member.load += tokens
-            member.in_flight += 1
-            return member, self.target
+            up = {member.name: member for member in self.members if member.is_up}
+            free = [name for name in up if self.balancer.in_flight(name) < most]
+            placed = self.balancer.place(prompt, limit, free, [*up], time.monotonic()) if free else None
+            return None if placed is None else (up[placed.server], self.target, placed)
 
-    def release(self, member: Member, tokens: int) -> None:
+    def release(self, placed: Placed, length: int | None) -> None:
+        """`length`: tokens of the completion; None: it did not come."""
         with self._changed:
-            member.load -= tokens
-            member.in_flight -= 1
+            self.balancer.finished(placed, length, time.monotonic())
 
     def report(self, member: Member, why: str, hangs: bool = False) -> None:
         """This server is not used until its watcher has recovered it."""
@@ -448,6 +448,7 @@ class Fleet:
     def _set_target(self, target: Target, served_by: Sequence[Member]) -> None:
         with self._changed:
             first, self.target = self.target.version is None, target  # before the first version no server counts as up
+            self.balancer.forget()  # what was cached is gone with the weights
             for member in self.members:
                 if member in served_by and (member.is_up or first):
                     member.is_up = True
@@ -467,6 +468,7 @@ class Fleet:
         """Wait until the servers serve what another process of this run has sent."""
         with self._changed:
             self.target = Target(target.version, target.fingerprint, target.label, follows=True)
+            self.balancer.forget()
             self.labels[target.version] = target.label
             for member in self.members:
                 member.why = f"it was not seen with version {target.version} yet."

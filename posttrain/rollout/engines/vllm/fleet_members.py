@@ -46,8 +46,6 @@ class Member:
     unrecoverable: ServerError | None = None  # coming back failed in a way that will not change
     failed_starts: int = 0  # in a row, as the next one
     refusals: int = 0
-    load: int = 0  # tokens in flight there, prompt and allowance
-    in_flight: int = 0
     wakeup: threading.Event = field(default_factory=threading.Event)  # wakes its watcher
     weights: threading.Lock = field(default_factory=threading.Lock)  # held by whoever sends it weights
 

@@ -29,6 +29,7 @@ from posttrain.core.transport import ServerError, ServerRefused, ServerSlow
 from posttrain.rollout.engines.protocol import ERROR as ENDED_BY_ERROR
 from posttrain.rollout.engines.protocol import Completion, Prompt, SamplingParams
 from posttrain.rollout.engines.request import Request, request_or_error
+from posttrain.rollout.engines.vllm.balance import Placed
 from posttrain.rollout.engines.vllm.client import (
     ABORT,
     ABORTED,
@@ -57,6 +58,8 @@ PER_SERVER = 256
 MAX_TRIES = 20
 POLL_SECONDS = 0.1
 BUSY_SECONDS = 0.2
+LOOK_AHEAD = 16
+"""Prompts that wait and are tried, where the first has to wait for a server that is full."""
 MAX_PAUSE_SECONDS = 5.0
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -332,10 +335,6 @@ class _Ticket:
     refused_since: float | None = None  # because servers were busy
     attempt: int = 0  # counts answers that were no completion: those are kept by the server under the old id
 
-    @property
-    def tokens(self) -> int:
-        return len(self.request.prompt.ids) + self.request.limit
-
 
 Outcome = ServerCompletion | Exception
 
@@ -387,15 +386,18 @@ class ServedSession:
     # out ------------------------------------------------------------------------------------------------------------
 
     def _send_waiting(self) -> None:
-        while self._waiting and time.monotonic() >= self._pause_until:
-            ticket = self._waiting[0]
-            found = self._fleet.take(ticket.tokens, self._engine.options.per_server)
+        place = 0  # of those before it each waits for its own server
+        while place < min(len(self._waiting), LOOK_AHEAD) and time.monotonic() >= self._pause_until:
+            request = self._waiting[place].request
+            found = self._fleet.take(request.prompt, request.limit, self._engine.options.per_server)
             if found is None:
-                return
-            self._waiting.popleft()
+                place += 1
+                continue
+            ticket = self._waiting[place]
+            del self._waiting[place]
             self._send(ticket, *found)
 
-    def _send(self, ticket: _Ticket, member: Member, target: Target) -> None:
+    def _send(self, ticket: _Ticket, member: Member, target: Target, placed: Placed) -> None:
         number = ticket.request.ticket
         self._sent[number] = ticket
         ticket.sent_at = time.monotonic()
@@ -408,7 +410,7 @@ class ServedSession:
         asked = (ids, ticket.seed, ticket.request.limit, self._params, target.version)
         noise = (ticket.request.base, ticket.request.prompt.first_token)
         request = GenerateRequest(request_id, *asked, may_change=may_change, noise=noise)
-        tokens, came, release = ticket.tokens, self._outcomes, self._fleet.release
+        came, release = self._outcomes, self._fleet.release
         prompt, pictures = ticket.request.prompt, self._engine.pictures
 
         def call() -> None:
@@ -417,7 +419,8 @@ class ServedSession:
                 outcome: Outcome = member.client.generate(replace(request, images=images))
             except Exception as error:  # judged in the caller's thread
                 outcome = error
-            release(member, tokens)
+            is_whole = isinstance(outcome, ServerCompletion) and outcome.finish_reason != ABORTED
+            release(placed, len(outcome.ids) if is_whole else None)
             came.put((number, member, outcome))
 
         in_background(call, "completions")
