@@ -75,13 +75,14 @@ def longest_first(lengths, rates):
 
 @pytest.mark.parametrize("tables", [4, pytest.param(200, marks=pytest.mark.slow)])
 def test_four_servers_of_which_one_is_half_as_fast(tables):
-    """Nobody says how fast they are, nor how long anything will be."""
+    """Nobody says how fast they are, nor how long anything will be. (With 16 slots each, a twentieth of the tables takes more
+    than 10 % longer than by somebody who knows: more is in flight when the last are begun.)"""
     found = []
     for seed in range(tables):
-        servers, (prompts, lengths) = Servers(RATES, slots=16), table(np.random.default_rng(seed))
+        servers, (prompts, lengths) = Servers(RATES, slots=8), table(np.random.default_rng(seed))
         found.append(servers.seconds(prompts, lengths) / longest_first(lengths, RATES))
-    assert np.mean(found) < 1.06, np.mean(found)
-    assert np.mean(np.array(found) < 1.10) >= 0.8, sorted(found)  # whose longest come last cannot be known
+    assert np.mean(found) < 1.05, np.mean(found)
+    assert max(found) < 1.10, sorted(found)[-5:]
 
 
 def test_turns_of_episodes_find_their_cache():

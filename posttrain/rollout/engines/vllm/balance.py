@@ -1,7 +1,7 @@
 """Who gets the next prompt: the server that would be done with it first. No threads, no clock, no servers: times are handed in.
 
     length that is expected of a completion   mean of those that finished last, or its allowance where that is less
-    time of a server                          what is expected in flight there, with the prompt to be placed, / its tokens per second
+    time of a server                          what is expected there, the prompt to be placed included, / its tokens per second
 
 An allowance says little: with one of 2,048 and answers of 300 it would be off by seven times. Samples of one group go to one
 server, which computes their prompt once. A later turn of an episode goes where its earlier turns are cached, unless that server
