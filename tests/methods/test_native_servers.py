@@ -6,11 +6,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from posttrain.rollout.engines.vllm.launcher import TOKEN_VARIABLE
+from posttrain.trainer.online.vllm_setup import SERVERS_FILE
 from tests import tiny
 from tests.methods import vllm_runs
 from tests.rollout.served import ForkedNativeProcess, needs_uvicorn
+from tests.waiting import eventually
 
 pytestmark = needs_uvicorn
 TOKEN = "a-token-of-this-test"
@@ -74,7 +77,7 @@ def test_two_servers(method, transport, urls, tmp_path):
         made.close()
 
 
-@pytest.mark.parametrize("update", ["continue", "finish"])
+@pytest.mark.parametrize("update", ["continue", pytest.param("finish", marks=pytest.mark.slow)])
 def test_servers_write_beside_the_training(update, urls, tmp_path, monkeypatch):
     vllm_runs.check_tokens_beside_training(update, urls, tmp_path, monkeypatch, atol=1e-5)
 
@@ -94,3 +97,23 @@ def test_servers_write_what_the_engine_writes_in_the_trainers_process(options, u
         np.testing.assert_allclose(one["sampling_logps"], other["sampling_logps"], atol=1e-5)
     for name, tensor in weights.items():
         torch.testing.assert_close(others[name], tensor, rtol=0, atol=1e-5)
+
+
+def test_a_server_joins_a_run_by_a_line_in_its_folder(urls, tmp_path):
+    made = vllm_runs.trainer("grpo", tmp_path, vllm_mode="server", vllm_server_base_url=urls[:1])
+    fleet, seen = made.engine.fleet, []
+
+    class Adds(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                (tmp_path / SERVERS_FILE).write_text(f"{urls[1]}\n")
+                eventually(lambda: len(fleet.up()) == 2, 60)
+
+    made.add_callback(Adds())
+    for_all = fleet.take
+    fleet.take = lambda *asked: (found := for_all(*asked)) and (seen.append(found[0].name) or found)
+    try:
+        vllm_runs.check_run(made, tmp_path)
+    finally:
+        made.close()
+    assert set(seen) == set(urls)

@@ -96,8 +96,9 @@ async def _once(
 
 def _jobs(server: RolloutServer, i: int, prompt: Prompt, request: Generate) -> list[Job]:
     seeds, noise = prompt.seeds or (None,) * prompt.n, prompt.noise or (None,) * prompt.n
-    if len(seeds) != prompt.n or len(noise) != prompt.n:
-        raise FieldError(f"Prompt {i} has n = {prompt.n}, {len(seeds)} seeds and {len(noise)} entries of `noise`.")
+    for what, given in (("seeds", seeds), ("entries of `noise`", noise)):
+        if len(given) != prompt.n:
+            raise FieldError(f"Prompt {i} has n = {prompt.n} and {len(given)} {what}.")
     if prompt.noise and not server.engine.info.capabilities.get("counted_noise"):
         raise FieldError(f"Prompt {i} says where its noise begins; this engine draws by seeds.")
     context = server.engine.info.context_length

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from posttrain.core.transport import ServerError
 from posttrain.rollout.engines.vllm.client import ServerClient, ServerInfo
@@ -27,6 +28,7 @@ class Target:
     kept: KeptWeights | None = None
     follows: bool = False  # another process of this run sends it
     specs: tuple[TensorSpec, ...] = ()  # what was sent
+    probe: tuple[Any, Any] | None = None  # (tokens, their log-probs) as servers that have it say
 
     def is_served(self, info: ServerInfo) -> bool:
         return (info.version, info.fingerprint) == (self.version, self.fingerprint)
@@ -40,6 +42,7 @@ class Member:
     process: ServerProcess | None = None  # where it is ours to restart
     info: ServerInfo | None = None
     is_up: bool = False
+    stops: bool = False  # it takes nothing new, and ends what it has
     hangs: bool = False  # it did not answer: a process of ours is restarted without asking it once more
     why: str = "it was not asked yet."
     down_since: float = field(default_factory=time.monotonic)

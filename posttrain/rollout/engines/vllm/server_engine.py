@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -45,6 +47,7 @@ from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeight
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.params import completion_logps, refuse_unknown_to_vllm, request_seed
 from posttrain.rollout.engines.vllm.pictures import Pictures, placeholder_in, placeholder_sentence
+from posttrain.rollout.engines.vllm.roster import Connect, Roster
 from posttrain.rollout.engines.vllm.sync_probe import BOUNDS
 from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.weight_stream import VersionStream
@@ -75,6 +78,7 @@ class ServedOptions:
     per_server: int = PER_SERVER  # completions in flight at one server
     watch_seconds: float = 1.0  # between two looks at a server that is up
     bucket_bytes: int = BUCKET_BYTES  # of one part of the weights
+    servers_file: Path | None = None  # addresses of servers that join while the run lasts
     sleep_level: int = 0  # 0: servers have GPUs of their own and stay awake while the trainer works
 
 
@@ -95,16 +99,24 @@ class ServedVLLM:
         vocabulary: int | None = None,
         options: ServedOptions | None = None,
         pictures: Pictures | None = None,
+        connect: Connect | None = None,
     ) -> None:
+        """`connect`: makes the client of an address in `servers_file`."""
         self.show(pictures)
         self.options = options or ServedOptions()
         self._export, self._adapter_export = export, adapter_export
         members = [Member(s.client, s) if isinstance(s, ServerProcess) else Member(s) for s in servers]
         self.fleet = Fleet(members, self.options.deadlines, self.options.watch_seconds, self.options.bucket_bytes)
         self.fleet.attach()
+        file = self.options.servers_file
+        self._roster = Roster(file, self.fleet, connect) if file is not None and connect is not None else None
+        if self._roster is not None:
+            self._roster.start()
         # An engine that is no longer referenced must not send its weights over those of a later one. In a thread, because garbage
         # may be collected in any, at any moment, with any of the locks held that closing needs.
-        self._when_dropped = weakref.finalize(self, in_background, self.fleet.close, "close servers")
+        self._when_dropped = weakref.finalize(
+            self, in_background, partial(_close, self.fleet, self._roster), "close servers"
+        )
         self._when_dropped.atexit = False
         info = members[0].info
         self.context, self.logprobs_mode = info.context_length, info.logprobs_mode
@@ -144,7 +156,7 @@ class ServedVLLM:
     def close(self) -> None:
         """End the watch, and the server processes that are this trainer's own; free the weights."""
         self._when_dropped.detach()
-        self.fleet.close()
+        _close(self.fleet, self._roster)
 
     def __enter__(self) -> ServedVLLM:
         return self
@@ -301,7 +313,8 @@ class ServedVLLM:
         compared: list[Callable[[int], list[str]] | None] = [
             self.differing_tensors
         ]  # one version was sent to all of them
-        scored = self.scores_by_server(sequences).values()
+        version, scored = self.fleet.target.version, self.scores_by_server(sequences).values()
+        self.fleet.remember_scores(sequences, next(iter(scored)), version)
         return list(zip(scored, compared + [None] * (len(scored) - 1)))
 
     def sleep(self) -> None:
@@ -312,6 +325,12 @@ class ServedVLLM:
     def wake(self) -> None:
         if self.options.sleep_level:
             self.fleet.wake()
+
+
+def _close(fleet: Fleet, roster: Roster | None) -> None:
+    if roster is not None:
+        roster.close()
+    fleet.close()
 
 
 def _peeked(weights: Weights) -> tuple[Weights, torch.device]:
@@ -488,7 +507,7 @@ class ServedSession:
 
     def _report_and_resend(self, ticket: _Ticket, member: Member, error: ServerError) -> None:
         """The server is gone, silent, answers wrongly or lost its weights: its watcher recovers it, the prompt is sent again."""
-        self._fleet.report(member, str(error))
+        self._fleet.report(member, error)
         self._resend(ticket, member, str(error))
 
     def _fail(self, ticket: _Ticket, member: Member, error: ServerRefused) -> None:
