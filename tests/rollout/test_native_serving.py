@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from posttrain.models.load.weight_export import exported_weights
+from posttrain.rollout.engines.native import serving
 from posttrain.rollout.engines.native.engine import NativeEngine
 from posttrain.rollout.engines.native.serving import ServedNative, make_engine
 from posttrain.rollout.engines.noise import noise_base
@@ -102,7 +103,9 @@ def test_scores_and_completions_are_those_of_a_plain_forward():
     np.testing.assert_allclose(finished["draw"].logps, wanted, atol=1e-5)
 
 
-@pytest.mark.parametrize("changes", [{}, {"family": "llama"}, {"tie_word_embeddings": True}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"family": "llama"}, {"tie_word_embeddings": True}, {"family": "qwen3_moe"}], ids=str
+)
 def test_new_weights_by_the_names_of_checkpoints(changes):
     new = tiny.causal_lm(1, **changes)
     engine = served(tiny.causal_lm(0, **changes))
@@ -112,10 +115,11 @@ def test_new_weights_by_the_names_of_checkpoints(changes):
     assert run(engine, [job("a", tokens=20)])["a"].ids == written_here([job("a", tokens=20)], new)[0]
 
 
-def test_experts_that_are_fused_when_they_are_loaded_cannot_be_replaced_and_that_is_said():
-    info = served(tiny.causal_lm(0, family="qwen3_moe")).info
+def test_weights_that_are_no_part_of_a_parameter_cannot_be_replaced_and_that_is_said(monkeypatch):
+    monkeypatch.setattr(serving, "weights_in_place", lambda model: {"a.weight": None})
+    info = served().info
     assert not info.capabilities["weights"]
-    assert "experts.0.gate_proj.weight is made of others when it is sent" in info.notes[0]
+    assert "a.weight is made of others when it is sent" in info.notes[0]
 
 
 def test_weights_that_do_not_fit_are_named():

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from posttrain.models.attention.ragged import install_ragged_attention
 from posttrain.models.inference import evaluating, inference
 from posttrain.models.load.model import LoadOptions, load_pretrained, load_tokenizer, locate
-from posttrain.models.load.weight_export import exported_weights
+from posttrain.models.load.weight_export import exported_weights, weights_in_place
 from posttrain.rollout.engines.native.engine import NativeEngine, NativeSession
 from posttrain.rollout.engines.noise import noise_base
 from posttrain.rollout.engines.protocol import ERROR as ENDED_BY_ERROR
@@ -55,8 +55,8 @@ class ServedNative:
         if reason := self.engine.why_not():
             raise StartError(f"{name} is not served by the native engine: {reason}. Use vLLM (leave --engine out).")
         self._load, self._seeds = load, (noise_base(seed, number, 0) for number in itertools.count())
-        self._own = dict(exported_weights(self.model))  # views of the model's own memory, by the names that travel
-        homeless = _not_in_place(self.model, self._own)
+        self._own = weights_in_place(self.model)  # by the names that travel
+        homeless = [name for name, tensor in self._own.items() if tensor is None]
         self._waiting: deque[tuple[SamplingParams, GenerateJob]] = deque()
         self._scores: deque[ScoreJob] = deque()
         self._jobs: dict[int, GenerateJob] = {}  # of the open session, by ticket
@@ -204,6 +204,7 @@ class ServedNative:
         return {
             name: TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
             for name, tensor in self._own.items()
+            if tensor is not None
         }
 
     def optional_tensors(self) -> frozenset[str]:
@@ -236,12 +237,6 @@ class ServedNative:
 
     def close(self) -> None:
         self._close_session()
-
-
-def _not_in_place(model: nn.Module, exported: dict[str, Tensor]) -> list[str]:
-    """Names whose numbers are a copy: what is written there would not reach the model."""
-    storages = {tensor.untyped_storage().data_ptr() for tensor in itertools.chain(model.parameters(), model.buffers())}
-    return [name for name, tensor in exported.items() if tensor.untyped_storage().data_ptr() not in storages]
 
 
 # ---- the program -----------------------------------------------------------------------------------------------------
