@@ -1,11 +1,13 @@
 """Who gets the next prompt: the server that would be done with it first. No threads, no clock, no servers: times are handed in.
 
     length that is expected of a completion   mean of those that finished last, or its allowance where that is less
-    time of a server                          what is expected there, the prompt to be placed included, / its tokens per second
+    speed of a server                         tokens that it writes in a second of one request
+    time of a server                          what is expected there, the prompt to be placed included, / its speed
 
-An allowance says little: with one of 2,048 and answers of 300 it would be off by seven times. Samples of one group go to one
-server, which computes their prompt once. A later turn of an episode goes where its earlier turns are cached, unless that server
-is overloaded.
+Speed is that of a request and not of the whole server: a server that is asked for little writes little and is not slow. An
+allowance says little: with one of 2,048 and answers of 300 it would be off by seven times. Samples of one group go to one server,
+which computes their prompt once. A later turn of an episode goes where its earlier turns are cached, unless that server is
+overloaded.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ REMEMBERED = 1 << 16
 MEMORY_SECONDS = 300.0
 """After which a measurement counts for 1/e: servers get neighbours, and lose them."""
 LEAST_SECONDS = 1.0
-"""Of work, before a server's speed counts as measured."""
-TRUSTED_CROWD = 0.5
-"""Of the mean number in flight, under which a server's tokens per second say how little it was asked for, not how fast it is."""
+"""Of requests, before a server's speed counts as measured."""
+TOO_SLOW = 1.5
+"""A server that would need so many times what everybody needs for all that is left is given nothing more."""
 
 
 @dataclass
@@ -41,9 +43,8 @@ class Load:
 
     work: float = 0.0  # of all that is in flight, in completions of usual length
     in_flight: int = 0
-    written: float = 0.0  # tokens, with the weight of MEMORY_SECONDS; so the next two
-    busy: float = 0.0  # seconds with something in flight
-    crowded: float = 0.0  # in flight times seconds
+    written: float = 0.0  # tokens; older ones count for less
+    crowded: float = 0.0  # in flight times seconds; as above
     at: float = 0.0  # until when these are counted
 
     def pass_time(self, now: float) -> None:
@@ -52,12 +53,11 @@ class Load:
             return
         kept = 1 / (1 + passed / MEMORY_SECONDS)
         self.written *= kept
-        self.busy = self.busy * kept + passed
         self.crowded = self.crowded * kept + passed * self.in_flight
 
     @property
     def is_measured(self) -> bool:
-        return self.busy >= LEAST_SECONDS and self.written > 0
+        return self.crowded >= LEAST_SECONDS and self.written > 0
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,11 @@ class Balancer:
     _sum: int = 0  # of the lengths
     _homes: Recent[Hashable, tuple[str, int]] = field(default_factory=lambda: Recent(REMEMBERED, REMEMBERED))
 
-    def place(self, prompt: Prompt, limit: int, free: Collection[str], up: Sequence[str], now: float) -> Placed | None:
-        """On one of `free`, which are among those that are `up`; None: it is done earlier if it waits for another."""
+    def place(
+        self, prompt: Prompt, limit: int, free: Collection[str], up: Sequence[str], waiting: int, now: float
+    ) -> Placed | None:
+        """On one of `free`, which are among those that are `up`; None: it is done earlier if it waits for another. `waiting`: how
+        many prompts have no place yet, this one included."""
         for name in up:
             self.loads.setdefault(name, Load(at=now)).pass_time(now)
         speeds, cost = self._speeds(up), self.cost(prompt, limit)
@@ -87,9 +90,9 @@ class Balancer:
         self.samples = max(self.samples, prompt.sample + 1)
         home, count = self._homes.get(group if is_first else episode) or (None, 0)
         if home not in up or (is_first and count >= self.samples):  # more of them than a group has: equal prompts
-            count, home = 0, self._soonest(cost * self.samples if is_first else cost, free, up, speeds)
+            count, home = 0, self._soonest(cost * self.samples if is_first else cost, free, waiting, speeds)
         elif not (is_first and home in free) and self._is_overloaded(home, cost, up, speeds):
-            home = self._soonest(cost, free, up, speeds)
+            home = self._soonest(cost, free, waiting, speeds)
         if home not in free:
             return None
         for known in (group, episode) if is_first else (episode,):
@@ -121,23 +124,21 @@ class Balancer:
         usual = self._sum / len(self.lengths) if self._sum else limit
         return (min(usual, limit) + PREFILL * len(prompt.ids)) / usual
 
-    def _soonest(self, cost: float, free: Collection[str], up: Sequence[str], speeds: dict[str, float]) -> str | None:
-        """A slow server is not filled because it has room: what it is given last would be done last."""
-        times = {name: (self.loads[name].work + cost) / speeds[name] for name in up}
-        home = min(free, key=times.__getitem__, default=None)
-        return None if home is None or times[home] > min(times.values()) + cost / speeds[home] else home
+    def _soonest(self, cost: float, free: Collection[str], waiting: int, speeds: dict[str, float]) -> str | None:
+        """A slow server is used while much is left, and not given the last: those would be done last."""
+        home = min(free, key=lambda name: (self.loads[name].work + cost) / speeds[name], default=None)
+        running = {name: self.loads[name].in_flight for name in speeds}
+        rate = sum(count * speeds[name] for name, count in running.items())
+        if home is None or not rate or speeds[home] == max(speeds.values()):
+            return home
+        return None if 1 / speeds[home] > TOO_SLOW * (sum(running.values()) + waiting) / rate else home
 
     def _is_overloaded(self, name: str, cost: float, up: Sequence[str], speeds: dict[str, float]) -> bool:
         times = {one: self.loads[one].work / speeds[one] for one in up}
         return times[name] > OVERLOAD * fmean(times.values()) + cost / speeds[name]
 
     def _speeds(self, names: Sequence[str]) -> dict[str, float]:
-        """Tokens per second. A server that was asked for too little to be known counts as those that are."""
-        measured = {name: load for name in names if (load := self.loads[name]).is_measured}
-        if not measured:
-            return dict.fromkeys(names, 1.0)
-        crowds = {name: load.crowded / load.busy for name, load in measured.items()}
-        enough = TRUSTED_CROWD * fmean(crowds.values())
-        known = {name: load.written / load.busy for name, load in measured.items() if crowds[name] >= enough}
-        usual = fmean(known.values())
-        return {name: known.get(name, usual) for name in names}
+        """A server that has done too little to be known counts as those that are."""
+        measured = {name: load.written / load.crowded for name in names if (load := self.loads[name]).is_measured}
+        usual = fmean(measured.values()) if measured else 1.0
+        return {name: measured.get(name, usual) for name in names}

@@ -187,12 +187,12 @@ class Fleet:
         with self._changed:
             return [member for member in self.members if member.is_up]
 
-    def take(self, prompt: Prompt, limit: int, most: int) -> tuple[Member, Target, Placed] | None:
+    def take(self, prompt: Prompt, limit: int, most: int, waiting: int) -> tuple[Member, Target, Placed] | None:
         """Who writes up to `limit` tokens after this prompt, and what it serves; None: nobody yet. `most`: requests at a server."""
         with self._changed:
             up = {member.name: member for member in self.members if member.is_up}
             free = [name for name in up if self.balancer.in_flight(name) < most]
-            placed = self.balancer.place(prompt, limit, free, [*up], time.monotonic()) if free else None
+            placed = self.balancer.place(prompt, limit, free, [*up], waiting, time.monotonic()) if free else None
             return None if placed is None else (up[placed.server], self.target, placed)
 
     def in_flight(self, member: Member) -> int:

@@ -408,7 +408,8 @@ class ServedSession:
         place = 0  # of those before it each waits for its own server
         while place < min(len(self._waiting), LOOK_AHEAD) and time.monotonic() >= self._pause_until:
             request = self._waiting[place].request
-            found = self._fleet.take(request.prompt, request.limit, self._engine.options.per_server)
+            waiting = len(self._waiting)
+            found = self._fleet.take(request.prompt, request.limit, self._engine.options.per_server, waiting)
             if found is None:
                 place += 1
                 continue
