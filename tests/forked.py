@@ -137,6 +137,9 @@ class ForkedProgram:
     def poll(self) -> int | None:
         return self.returncode
 
+    def kill(self) -> None:
+        self._process.kill()
+
     def wait(self, timeout: float | None = None) -> int:
         self._process.join(timeout)
         if self.returncode is None:

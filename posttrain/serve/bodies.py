@@ -126,11 +126,19 @@ class PromptImage(Body):
     stop: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
+class Noise(Body):
+    """Of one completion, for engines whose noise is counted: the same wherever it is written."""
+
+    base: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)]
+    first_token: Annotated[int, Field(ge=0, le=MAX_TOKENS)] = 0
+
+
 class Prompt(Body):
     ids: TokenIds
     images: Annotated[list[PromptImage], Field(max_length=MAX_IMAGES, fail_fast=True)] = []
     n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     seeds: Annotated[list[Seed], Field(max_length=MAX_SAMPLES)] | None = None
+    noise: Annotated[list[Noise], Field(max_length=MAX_SAMPLES)] | None = None
     max_tokens: MaxTokens | None = None
 
 

@@ -77,5 +77,9 @@ class NotReady(ServeError):
     status = 503
 
 
+class Stopping(NotReady):
+    """The server takes nothing new; what it has it still writes, or hands back."""
+
+
 class DeadlinePassed(ServeError):
     status = 504

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +80,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--most-update-gb", type=float, default=1024.0, help="host memory that one staged version may take")
     p.add_argument("--update-idle-seconds", type=float, default=600.0, help="a silent update is dropped after these")
     p.add_argument("--drop-loaded", action="store_true", help="keep no copy of the serving version in host memory")
+    p.add_argument(
+        "--stop-seconds", type=float, default=30.0, help="after SIGTERM, for what runs; the rest is handed back"
+    )
     p.add_argument("--start-seconds", type=float, default=1800.0, help="give up if the model is not loaded by then")
     p.add_argument("--parent", type=int, help="process that started this one; the server ends when it is gone")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
@@ -137,6 +141,7 @@ def _options(args: argparse.Namespace) -> ServerOptions:
         most_bodies_bytes=PARTS_AT_ONCE * (args.most_part_mb << 20) + OTHER_BODIES_BYTES,
         most_image_bytes=MAX_IMAGE_BYTES if args.images else CLOSED_BYTES,
         most_in_flight=args.most_in_flight,
+        stop_seconds=args.stop_seconds,
     )
 
 
@@ -172,7 +177,7 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
-def _run(args: argparse.Namespace) -> None:
+def _run(args: argparse.Namespace, make: Callable[[argparse.Namespace], Engine]) -> None:
     try:
         import uvicorn  # noqa: F401 - that it is there is known before the model is loaded
 
@@ -192,7 +197,7 @@ def _run(args: argparse.Namespace) -> None:
     bound = bind(args.host, args.port)
     token, origin = read_token(args.token_file, bound.getsockname()[1])
     timer = _give_up_after(args.start_seconds)
-    server = RolloutServer(make_engine(args), _options(args))
+    server = RolloutServer(make(args), _options(args))
     timer.cancel()
     server.start()
     try:
@@ -220,6 +225,18 @@ def _serve(server: RolloutServer, app: Any, origin: str, bound: socket.socket, l
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             bound.listen(KERNEL_QUEUE)  # asyncio goes by one number for this and for what it takes at once
+            self.loop = asyncio.get_running_loop()
+
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            """SIGTERM, the first time: who asks is answered until what runs has ended, or been handed back."""
+            if sig != signal.SIGTERM or server.stopping:
+                super().handle_exit(sig, frame)
+                return
+            server.stopping = True
+            self.loop.call_soon_threadsafe(self._stop_gracefully)
+
+        def _stop_gracefully(self) -> None:
+            server.stopper = asyncio.ensure_future(server.stop_gracefully(server.options.stop_seconds))
 
     web = Server(uvicorn.Config(app, timeout_graceful_shutdown=stop, server_header=False, **config))
 
@@ -236,10 +253,8 @@ def _serve(server: RolloutServer, app: Any, origin: str, bound: socket.socket, l
 
 
 def _stop_at_sigterm(server: RolloutServer) -> None:
-    """A clean stop: what runs may end for `stop_seconds`, then everything is closed and the exit status is 0.
-
-    uvicorn has handlers of its own while it serves, and afterwards raises the signal again for the one from before: this one.
-    Without it that would end the process before the engine is closed.
+    """A clean stop before and after uvicorn serves, which has handlers of its own (see `handle_exit`) and afterwards raises again
+    those signals that it took itself: without this one that would end the process before the engine is closed.
     """
 
     def stop(number: int, frame: Any) -> None:
@@ -250,11 +265,12 @@ def _stop_at_sigterm(server: RolloutServer) -> None:
         signal.signal(signal.SIGTERM, stop)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, make: Callable[[argparse.Namespace], Engine] | None = None) -> int:
+    """`make`: of another engine than vLLM."""
     args = parser().parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     try:
-        _run(args)
+        _run(args, make or make_engine)
     except StartError as error:
         print(f"The server does not start: {error}", file=sys.stderr)
         return REFUSED

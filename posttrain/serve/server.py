@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 from .engine.engine_thread import EngineThread
 from .engine.protocol import Engine
 from .engine.versions import Serving, Versions
-from .errors import Conflict, FieldError, NotReady
+from .errors import Conflict, FieldError, Stopping
 from .recent import Recent
 from .weights.adapters import Adapters
 from .weights.transports import Transports
@@ -38,6 +38,8 @@ ENGINE_FACTS = (
     "images",
 )
 """Fields of EngineInfo that /info has as they are."""
+HAND_BACK_SECONDS = 2.0
+"""For the answers to requests that are ended by a stop."""
 PARTS_AT_ONCE = 8
 """Parts of weights whose bodies are held side by side."""
 
@@ -111,7 +113,7 @@ class RolloutServer:
 
     def refuse_if_stopping(self) -> None:
         if self.stopping:
-            raise NotReady("The server is stopping.")
+            raise Stopping("The server is stopping.")
 
     def refuse_images(self, count: int) -> None:
         """Where this engine is not shown so many in a prompt."""
@@ -148,11 +150,14 @@ class RolloutServer:
         }
 
     async def stop_gracefully(self, seconds: float) -> None:
-        """Take nothing new, let running requests end for at most `seconds`, then end the process."""
+        """Take nothing new, let running requests end for at most `seconds`, hand back the rest, then end the process."""
         self.stopping = True
-        end = time.monotonic() + seconds
-        while self.thread.in_flight and time.monotonic() < end:
-            await asyncio.sleep(0.05)
+        for wait in (seconds, HAND_BACK_SECONDS):
+            end = time.monotonic() + wait
+            while self.thread.in_flight and time.monotonic() < end:
+                await asyncio.sleep(0.05)
+            if self.thread.in_flight:
+                self.thread.abort_all("the server is stopping.")
         self.stop_process()
 
 

@@ -9,10 +9,13 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 
+from posttrain.rollout.engines.vllm.client import ServerClient
 from posttrain.rollout.engines.vllm.launcher import free_port
 from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.trainer.online.vllm_setup import client_of
+from tests import tiny
 from tests.forked import ROOT, run_command, run_function
 from tests.rollout.served import EchoProcess, needs_uvicorn
 
@@ -28,6 +31,7 @@ def test_help_lists_the_servers_options_and_our_own():
     said = run("--help").stdout
     assert "--token-file" in said
     assert "--python PYTHON" in said
+    assert "--engine native" in said
 
 
 def test_an_interpreter_that_cannot_serve_is_named():
@@ -76,6 +80,34 @@ def test_it_serves_its_user_alone_and_a_signal_ends_it(tmp_path):
     finally:
         server.kill()
         server.wait()
+
+
+@needs_uvicorn
+def test_our_own_engine_serves_without_vllm_and_its_token_is_nowhere_to_be_read(tmp_path):
+    token, port, log = "only-in-the-environment-31", free_port(), tmp_path / "log"
+    tiny.causal_lm(0).save_pretrained(tmp_path / "model")
+    words = ["--engine", "native", "--model", str(tmp_path / "model"), "--port", str(port), "--log-level", "debug"]
+    with log.open("wb") as file:
+        server = subprocess.Popen(
+            [*COMMAND, *words], stdout=file, stderr=file, env={**os.environ, "POSTTRAIN_SERVE_TOKEN": token}
+        )
+    try:
+        assert status(server, f"http://127.0.0.1:{port}/health") == 401
+        client = ServerClient(f"http://127.0.0.1:{port}", token, Deadlines())
+        assert client.info().engine.startswith("posttrain")
+        assert len(client.score([[1, 2, 3]])[0]) == 2
+        assert token.encode() not in Path(f"/proc/{server.pid}/cmdline").read_bytes()
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(120) == 0
+        assert token not in log.read_text()
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_another_engine_is_named():
+    unknown = run("--engine", "sglang", "--model", "x")
+    assert (unknown.returncode, "there are vllm and native" in unknown.stderr) == (2, True)
 
 
 def status(server, url, method="GET"):

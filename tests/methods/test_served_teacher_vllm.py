@@ -25,7 +25,7 @@ from posttrain.rollout.engines.vllm.launcher import free_port
 from posttrain.rollout.rollout import TEACHER_LOGPS
 from posttrain.trainer.online.served_teacher import TEACHER_TOP_IDS, TEACHER_TOP_LOGPS, ServedTeacher
 from tests import tiny
-from tests.serve.test_vllm_server import PROMPTS, tiny_model
+from tests.serve.test_model_server import PROMPTS, tiny_model
 from tests.with_vllm import ENVIRONMENT, PYTHON, needs_vllm
 
 pytestmark = needs_vllm

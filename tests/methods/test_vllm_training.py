@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 from pathlib import Path
 
-import numpy as np
 import pytest
-import torch
 from transformers import TrainerCallback
 
 from posttrain.models.load.weight_export import exported_weights
 from posttrain.rollout.engines.vllm.launcher import TOKEN_VARIABLE, ServerProcess
 from posttrain.rollout.engines.vllm.server_engine import ServedVLLM
 from posttrain.rollout.engines.vllm.transport import Deadlines
-from posttrain.rollout.rollout import POLICY_LOGPS
-from posttrain.trainer.online.async_rollouts import versions_of
 from tests import tiny
 from tests.methods import vllm_runs
 from tests.with_vllm import ENVIRONMENT, PYTHON, SERVED, needs_vllm, run_on_two_ranks, run_pytest
@@ -79,38 +74,7 @@ def test_servers_write_beside_the_training_and_every_token_is_of_the_version_tha
 ):
     """Scored under the weights of every step: under those that a token names, and where they differ under no others."""
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
-    made = vllm_runs.trainer(
-        "grpo", tmp_path, vllm_mode="server", vllm_server_base_url=addresses(servers), async_rollouts=True, async_lead=1,
-        async_order="first_finished", max_staleness=3, update_in_flight=update,
-    )  # fmt: skip
-    made.args.max_steps, made.args.max_completion_length = 8, 120
-    kept, seen, complete = {0: copy.deepcopy(made.model)}, [], made.collector.complete
-
-    class Keeps(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            kept[state.global_step] = copy.deepcopy(made.model)
-
-    made.add_callback(Keeps())
-    monkeypatch.setattr(made.collector, "complete", lambda written: seen.extend(written.rollouts) or complete(written))
-    try:
-        made.train()
-    finally:
-        made.close()
-    changed = 0
-    for rollout in seen:
-        sample = rollout.sample
-        versions = versions_of(rollout)[sample.trained].astype(int)
-        changed += len(set(versions)) > 1
-        with torch.no_grad():
-            ids = torch.tensor(sample.input_ids).long()[None]
-            scored = [
-                kept[v](input_ids=ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0] for v in kept
-            ]
-        of_token = torch.stack(scored)[versions, torch.tensor(sample.trained[1:]).nonzero()[:, 0]].numpy()
-        np.testing.assert_allclose(sample.per_token[POLICY_LOGPS][sample.trained], of_token, atol=1e-3)
-    assert len(seen) == 64
-    assert (changed > 0) == (update == "continue")
-    assert max(line.get("async/token_age/max", 0) for line in made.state.log_history) <= 3
+    vllm_runs.check_tokens_beside_training(update, addresses(servers), tmp_path, monkeypatch)
 
 
 def test_one_server_that_is_sent_adapters(folder, tmp_path):

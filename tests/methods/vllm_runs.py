@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import peft
 import pyarrow.parquet as pq
 import torch
 from datasets import Dataset
+from transformers import TrainerCallback
 
 from posttrain import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from posttrain.rollout.engines.native.engine import NativeEngine
 from posttrain.rollout.engines.protocol import Prompt, SamplingParams, generate
+from posttrain.rollout.rollout import POLICY_LOGPS
+from posttrain.trainer.online.async_rollouts import versions_of
 from tests import tiny
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -49,7 +53,7 @@ def trainer(method: str, output: Path, peft_config: Any = None, engine: Any = No
         report_to="none",
         use_cpu=True,
         bf16=False,
-        use_vllm=engine is None,
+        use_vllm=options.pop("use_vllm", engine is None),
         reward_workers=0,
         **options,
     )
@@ -87,3 +91,41 @@ def assert_same_answers(made: Any) -> None:
     for one, other in zip(theirs, ours):
         np.testing.assert_array_equal(one.ids, other.ids)
         np.testing.assert_allclose(one.policy_logps, other.policy_logps, atol=1e-4)
+
+
+def check_tokens_beside_training(
+    update: str, urls: list[str], output: Path, monkeypatch: Any, atol: float = 1e-3
+) -> None:
+    """Servers write beside the training: every token has its log-prob under the weights of the version that it names."""
+    made = trainer(
+        "grpo", output, vllm_mode="server", vllm_server_base_url=urls, async_rollouts=True, async_lead=1,
+        async_order="first_finished", max_staleness=3, update_in_flight=update,
+    )  # fmt: skip
+    made.args.max_steps, made.args.max_completion_length = 8, 120
+    kept, seen, complete = {0: copy.deepcopy(made.model)}, [], made.collector.complete
+
+    class Keeps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            kept[state.global_step] = copy.deepcopy(made.model)
+
+    made.add_callback(Keeps())
+    monkeypatch.setattr(made.collector, "complete", lambda written: seen.extend(written.rollouts) or complete(written))
+    try:
+        made.train()
+    finally:
+        made.close()
+    changed = 0
+    for rollout in seen:
+        sample = rollout.sample
+        versions = versions_of(rollout)[sample.trained].astype(int)
+        changed += len(set(versions)) > 1
+        with torch.no_grad():
+            ids = torch.tensor(sample.input_ids).long()[None]
+            scored = [
+                kept[v](input_ids=ids).logits[0].log_softmax(-1)[:-1].gather(1, ids[0, 1:, None])[:, 0] for v in kept
+            ]
+        of_token = torch.stack(scored)[versions, torch.tensor(sample.trained[1:]).nonzero()[:, 0]].numpy()
+        np.testing.assert_allclose(sample.per_token[POLICY_LOGPS][sample.trained], of_token, atol=atol)
+    assert len(seen) == 64
+    assert (changed > 0) == (update == "continue")
+    assert max(line.get("async/token_age/max", 0) for line in made.state.log_history) <= 3

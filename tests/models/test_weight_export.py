@@ -14,6 +14,7 @@ from posttrain.models.load.weight_export import (
     exported_specs,
     exported_weights,
     untied_weights,
+    weights_in_place,
 )
 from posttrain.models.load.weights import weights_fingerprint
 from tests.rollout.families import FAMILIES, model_of
@@ -44,6 +45,19 @@ def test_names_and_bits_of_save_pretrained(family, tmp_path):
     ]
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path)  # its conversions come from the checkpoint
     assert_same(dict(exported_weights(reloaded)), mine)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_written_in_place_is_what_is_exported(family):
+    """Also of experts, which are taken apart when they are sent."""
+    model = model_of(family)
+    places = weights_in_place(model)
+    assert_same(places, dict(exported_weights(model)))
+    with torch.no_grad():
+        for number, tensor in enumerate(places.values()):
+            tensor.fill_(number)
+    for number, (name, tensor) in enumerate(exported_weights(model)):
+        assert (tensor == number).all(), name
 
 
 def test_order_is_the_same_every_time_and_nothing_is_gathered_for_the_specs():

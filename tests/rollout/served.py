@@ -52,14 +52,25 @@ class ForkedEchoProcess(EchoProcess):
         if self.python != sys.executable:
             return super()._spawned(command, environment)
         parent = command.index("--parent")  # a fork server is: ForkedProgram sees to its end
-        arguments = [*command[2:parent], *command[parent + 2 :]]
+        arguments = [*command[1 + len(self.program) : parent], *command[parent + 2 :]]
+        serve = self._serve
+        return ForkedProgram(lambda: sys.exit(serve(arguments)), self.log_file, environment)
 
-        def program() -> None:
-            from posttrain.serve import launch
+    @staticmethod
+    def _serve(arguments: Sequence[str]) -> int:
+        from posttrain.serve import launch
 
-            sys.exit(echo_server.serve(launch, arguments))
+        return echo_server.serve(launch, arguments)
 
-        return ForkedProgram(program, self.log_file, environment)
+
+class ForkedNativeProcess(ForkedEchoProcess):
+    """Our own engine behind the server."""
+
+    @staticmethod
+    def _serve(arguments: Sequence[str]) -> int:
+        from posttrain.rollout.engines.native.serving import main
+
+        return main(arguments)
 
 
 def echo_process(

@@ -133,16 +133,20 @@ def test_greedy_and_truncated_log_probs_follow_what_vllm_knows(attach):
     assert np.isnan(cut.policy_logps).all()
 
 
-def test_prompts_are_spread_by_tokens_in_flight(start):
-    engine = start(*SLOW_STEPS, count=2)
-    with engine.session(SamplingParams(64)) as session:
-        for i in range(40):
-            session.add(Prompt([1], max_tokens=60 if i % 2 else 4))
-        loads = [member.load for member in engine.fleet.members]
-        assert abs(loads[0] - loads[1]) <= 61
-        while session.in_flight:
-            session.advance()
-    assert [member.load for member in engine.fleet.members] == [0, 0]
+def test_prompts_are_spread_and_groups_stay_together(start):
+    engine, homes = start(*SLOW_STEPS, count=2), {}
+    take = engine.fleet.take
+
+    def watched(prompt, *more):
+        if (found := take(prompt, *more)) is not None:
+            homes.setdefault(prompt.key, []).append(found[0].name)
+        return found
+
+    engine.fleet.take = watched
+    generate(engine, [Prompt([1], key=i // 4, sample=i % 4) for i in range(40)], SamplingParams(8))
+    assert [(len(names), len(set(names))) for names in homes.values()] == [(4, 1)] * 10
+    assert len({names[0] for names in homes.values()}) == 2
+    assert [(load.in_flight, load.work) for load in engine.fleet.balancer.loads.values()] == [(0, 0.0)] * 2
 
 
 def test_the_same_version_again_is_not_sent_twice_and_changed_weights_are(attach):

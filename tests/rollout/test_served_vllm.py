@@ -22,7 +22,7 @@ from posttrain.rollout.engines.vllm.sync_probe import SyncProbe, WeightsDiffer, 
 from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.upstream import UpstreamClient
 from tests import tiny
-from tests.serve.test_vllm_server import NEW, PROMPTS, greedy, scores, tiny_model
+from tests.serve.test_model_server import NEW, PROMPTS, greedy, scores, tiny_model
 from tests.with_vllm import ENVIRONMENT, PYTHON, SERVED, needs_vllm
 
 pytestmark = needs_vllm

@@ -6,11 +6,13 @@ import http.client
 import json
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from posttrain.serve.wire.payload import encode_manifest
+from tests.forked import ForkedProgram, read_environment_again
 from tests.serve.serving import update_of
 
 FOLDER = Path(__file__).resolve().parents[2] / "posttrain" / "serve"
@@ -27,14 +29,13 @@ class LiveServer:
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
         }
-        with log.open("wb") as file:
-            self.process = subprocess.Popen(
-                [python, str(ECHO if "echo" in arguments else FOLDER), "--port", "0", *arguments],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env=env,
-            )
+        self.process = self._started(python, ["--port", "0", *arguments], env)
         self.port = 0
+
+    def _started(self, python: str, arguments: list[str], env: dict[str, str]) -> Any:
+        program = str(ECHO if "echo" in arguments else FOLDER)
+        with self.log.open("wb") as file:
+            return subprocess.Popen([python, program, *arguments], stdout=file, stderr=subprocess.STDOUT, env=env)
 
     def wait_until_ready(self, seconds: float, path: str = "/ready") -> None:
         end = time.monotonic() + seconds
@@ -91,3 +92,18 @@ class LiveServer:
     def close(self) -> None:
         self.process.kill()
         self.process.wait(30)
+
+
+class NativeLiveServer(LiveServer):
+    """With our own engine, and without seconds of imports."""
+
+    def _started(self, python: str | None, arguments: list[str], env: dict[str, str]) -> Any:
+        self.log.touch()
+        return ForkedProgram(lambda: sys.exit(_serve_native(arguments)), self.log, env)
+
+
+def _serve_native(arguments: list[str]) -> int:
+    from posttrain.rollout.engines.native.serving import main
+
+    read_environment_again()
+    return main(arguments)

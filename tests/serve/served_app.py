@@ -13,8 +13,9 @@ TOKEN = "a-token-of-the-tests-7c1"
 
 
 class Served:
-    def __init__(self, token=TOKEN, options=None, **engine):
-        self.engine = EchoEngine(numbered_weights(0), **engine)
+    def __init__(self, token=TOKEN, options=None, made=None, **engine):
+        """`made`: an engine, if not one without a model."""
+        self.engine = EchoEngine(numbered_weights(0), **engine) if made is None else made
         self.server = RolloutServer(
             self.engine,
             options

@@ -9,6 +9,7 @@ import sys
 import pytest
 from starlette.requests import Request
 
+from posttrain.rollout.engines.native.serving import ServedNative
 from posttrain.serve.auth import TokenFileError, read_local_token, token_file_of
 from posttrain.serve.errors import TooSlow
 from posttrain.serve.http.app import ENDPOINTS, read_body
@@ -16,6 +17,7 @@ from posttrain.serve.launch import StartError, main, read_token
 from posttrain.serve.server import ServerOptions
 from posttrain.serve.weights.update import UpdateLimits
 from posttrain.serve.wire.payload import encode_manifest
+from tests import tiny
 from tests.serve.echo_engine import numbered_weights
 from tests.serve.served_app import TOKEN, asked
 from tests.serve.serving import update_of
@@ -32,9 +34,14 @@ def test_the_application_has_the_routes_of_the_table_and_no_others(served):
     assert len(ALL) == len(set(ALL)) == 18
 
 
+def native_engine():
+    return ServedNative("tiny", tiny.causal_lm(0), None, None)
+
+
+@pytest.mark.parametrize("engine", [lambda: None, native_engine], ids=["echo", "native"])
 @pytest.mark.parametrize(("method", "path"), [*ALL, ("GET", "/docs"), ("GET", "/openapi.json"), ("POST", "/nowhere")])
-def test_every_route_wants_the_token_bounds_its_body_and_refuses_nonsense(served, method, path):
-    one = served()
+def test_every_route_wants_the_token_bounds_its_body_and_refuses_nonsense(served, method, path, engine):
+    one = served(made=engine())
     rng = random.Random(path)
 
     async def go():
@@ -185,6 +192,9 @@ def test_a_deadline_ends_the_work_and_the_same_id_may_try_again(served):
         ({"prompts": []}, "`prompts` of the body is wrong: list should have at least 1 item"),
         ({"prompts": [{"ids": [1] * 4096}]}, "one token at least must fit"),
         ({"prompts": [{"ids": [1], "n": 2, "seeds": [1]}]}, "n = 2 and 1 seeds"),
+        ({"prompts": [{"ids": [1], "n": 2, "noise": [{"base": 1}]}]}, "n = 2 and 1 entries of `noise`"),
+        ({"prompts": [{"ids": [1], "noise": [{"base": 1}]}]}, "this engine draws by seeds"),
+        ({"prompts": [{"ids": [1], "noise": [{"base": 1 << 63}]}]}, "base"),
         ({"request_id": "../x y"}, "request_id"),
         ({"accept": {"min": -1}}, "min"),
         ({"surprise": 1}, "`surprise` is not a field of the body; known are request_id, accept"),

@@ -50,6 +50,31 @@ def test_sigterm_is_a_clean_stop(start, tmp_path):
     assert list(folder.iterdir()) == []  # and the server was closed
 
 
+def test_after_sigterm_it_answers_takes_nothing_new_and_hands_back_what_it_cannot_end(start):
+    server = start("--stop-seconds", "1.5", "--engine-args", '{"step_seconds": 0.05}')
+    answers = {}
+
+    def ask(name, tokens):
+        body = {"prompts": [{"ids": [1]}], "sampling": {"max_tokens": tokens}}
+        answers[name] = server.ask("POST", "/generate", body)
+
+    asking = [threading.Thread(target=ask, args=one) for one in (("short", 12), ("long", 4000))]
+    for one in asking:
+        one.start()
+    eventually(lambda: server.get("/info")[1]["in_flight"] == 2)
+    server.process.send_signal(signal.SIGTERM)
+    eventually(lambda: server.get("/ready")[0] == 503)
+    assert server.get("/health")[0] == 200
+    ask("late", 4)
+    assert (answers["late"][0], answers["late"][1]["kind"]) == (503, "Stopping")
+    assert server.process.wait(60) == 0
+    for one in asking:
+        one.join(60)
+    (short,), (long,) = (answers[name][1]["completions"][0] for name in ("short", "long"))
+    assert (short["finish_reason"], len(short["ids"])) == ("length", 12)
+    assert (long["finish_reason"], long["error"]) == ("aborted", "the server is stopping.")
+
+
 def test_half_sent_requests_do_not_use_up_the_descriptors(start, tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nulimit -n 256\nexec {sys.executable} "$@"\n')

@@ -43,7 +43,7 @@ COMMANDS = {
     "run": ("run", "run a script written for TRL, its imports answered by posttrain"),
     "vllm-serve": (
         "serve",
-        "write completions for trainers with vLLM, in an environment of its own",
+        "write completions for trainers: with vLLM, in an environment of its own, or with our own engine",
     ),
 }
 

@@ -1,7 +1,8 @@
 """`posttrain vllm-serve`: a server that writes completions for trainers, in whichever environment has vLLM.
 
 The server's folder (posttrain/serve) imports nothing else of posttrain, so that PYTHON may be that of another environment with
-other versions of torch and transformers: `--python`, or the variable POSTTRAIN_VLLM_PYTHON. All other words go to the server.
+other versions of torch and transformers: `--python`, or the variable POSTTRAIN_VLLM_PYTHON. With `--engine native` it is our own
+engine that writes, in this environment. All other words go to the server.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ PYTHON_VARIABLE = "POSTTRAIN_VLLM_PYTHON"
 
 
 def main(words: list[str]) -> int:
-    python, words = _python_of(words)
+    python, words = _taken(words, "--python", os.environ.get(PYTHON_VARIABLE) or sys.executable)
+    engine, words = _taken(words, "--engine", "vllm")
     if any(word in ("-h", "--help") for word in words):
         return _help()
+    if engine == "native":
+        from posttrain.rollout.engines.native.serving import main as serve
+
+        return serve(words)
+    if engine != "vllm":
+        print(f"posttrain vllm-serve: --engine is {engine!r}; there are vllm and native.", file=sys.stderr)
+        return 2
     found = shutil.which(python)
     if found is None:
         print(
@@ -29,7 +38,8 @@ def main(words: list[str]) -> int:
     if not _has_vllm(found):
         print(
             f"posttrain vllm-serve: {found} has no vLLM. Make an environment with it (python -m venv vllm-env; "
-            f"vllm-env/bin/pip install vllm uvicorn) and name its interpreter with --python or {PYTHON_VARIABLE}.",
+            f"vllm-env/bin/pip install vllm uvicorn) and name its interpreter with --python or {PYTHON_VARIABLE}; or serve with "
+            "posttrain's own engine (--engine native).",
             file=sys.stderr,
         )
         return 2
@@ -43,18 +53,17 @@ def server_folder() -> Path:
     return Path(posttrain.serve.__file__).parent
 
 
-def _python_of(words: list[str]) -> tuple[str, list[str]]:
-    """(interpreter, the other words)."""
-    rest, python = [], os.environ.get(PYTHON_VARIABLE) or sys.executable
-    left = iter(words)
+def _taken(words: list[str], option: str, value: str) -> tuple[str, list[str]]:
+    """(what the option says, or `value` where it is not given; the other words)."""
+    rest, left = [], iter(words)
     for word in left:
-        if word == "--python":
-            python = next(left, "")
-        elif word.startswith("--python="):
-            python = word.partition("=")[2]
+        if word == option:
+            value = next(left, "")
+        elif word.startswith(f"{option}="):
+            value = word.partition("=")[2]
         else:
             rest.append(word)
-    return python, rest
+    return value, rest
 
 
 def _has_vllm(python: str) -> bool:
@@ -67,7 +76,8 @@ def _help() -> int:
 
     made = parser()
     made.epilog = (
-        f"--python PYTHON, or the variable {PYTHON_VARIABLE}: the interpreter of the environment that has vLLM."
+        f"--python PYTHON, or the variable {PYTHON_VARIABLE}: the interpreter of the environment that has vLLM. "
+        "--engine native: posttrain's own engine, in this environment, instead of vLLM."
     )
     made.print_help()
     return 0

@@ -25,6 +25,8 @@ from posttrain.models.sharding import reshard, whole
 from posttrain.serve.wire.payload import TensorSpec
 
 Read = Callable[[Source], Tensor]
+SOURCE_STRIDE = 1 << 40
+"""More than any parameter has numbers."""
 
 
 def exported_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -34,6 +36,47 @@ def exported_weights(model: nn.Module, dtype: torch.dtype | None = None) -> Iter
     """
     reshard(model)
     yield from _converted(model, lambda source: _cast(source.read(), source, dtype))
+
+
+def weights_in_place(model: nn.Module) -> dict[str, Tensor | None]:
+    """Every exported tensor as the part of a parameter that it is, so that what is written there is the model's; None: it is none.
+
+    Layers that are taken apart may come as copies. Where the numbers of one come from is then seen by exporting places: number i of
+    source k as k 2^40 + i. Parts that are cut and transposed, and nothing else, are evenly spaced.
+    """
+    storages = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    found: dict[str, Tensor | None] = {}
+    for name, tensor in exported_weights(model):
+        if tensor.untyped_storage().data_ptr() not in storages:
+            break
+        found[name] = tensor
+    else:
+        return found
+    sources: list[Tensor] = []
+
+    def places(source: Source) -> Tensor:
+        sources.append(source.read())
+        return torch.arange(sources[-1].numel()).view(source.shape) + (len(sources) - 1) * SOURCE_STRIDE
+
+    return {name: _part(numbers, sources) for name, numbers in _converted(model, places)}
+
+
+def _part(numbers: Tensor, sources: list[Tensor]) -> Tensor | None:
+    """The view of a source whose number at each place `numbers` says."""
+    if not numbers.numel():
+        return None
+    first = int(numbers.flatten()[0])
+    source, start = sources[first // SOURCE_STRIDE], first % SOURCE_STRIDE
+    strides = [
+        int(numbers.select(d, 1).flatten()[0]) - first if size > 1 else 0 for d, size in enumerate(numbers.shape)
+    ]
+    even = torch.tensor(first)
+    for dimension, (size, stride) in enumerate(zip(numbers.shape, strides)):
+        shape = [size if d == dimension else 1 for d in range(numbers.dim())]
+        even = even + (torch.arange(size) * stride).view(shape)
+    if not source.is_contiguous() or not torch.equal(even.expand_as(numbers), numbers):
+        return None
+    return source.as_strided(numbers.shape, strides, source.storage_offset() + start)
 
 
 def exported_specs(model: nn.Module, dtype: torch.dtype | None = None) -> list[TensorSpec]:

@@ -127,7 +127,7 @@ def request_or_error(
                 "Shorten it, or leave the row out."
             )
         wanted = min(wanted, context - length)
-    base = noise_base(params.seed, prompt.key, prompt.sample)
+    base = noise_base(params.seed, prompt.key, prompt.sample) if prompt.base is None else prompt.base
     return Request(ticket, prompt, wanted, base, time.perf_counter())
 
 

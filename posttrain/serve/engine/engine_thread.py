@@ -139,6 +139,9 @@ class EngineThread:
     def abort(self, job_ids: list[str], why: str) -> None:
         self._send(lambda: self._abort(job_ids, why))
 
+    def abort_all(self, why: str) -> None:
+        self._send(lambda: self._abort([*self._running, *(job.job_id for job, _ in self._held)], why))
+
     def _send(self, command: Callable[[], None]) -> None:
         """For the engine's thread to run. Where that ends just now, and may have looked for the last time, it is refused here:
         otherwise it would never be answered."""
@@ -389,7 +392,16 @@ def _outcome(running: _Running, finish_reason: str, error: str | None) -> Outcom
     top = [list(place) for place in progress.top]
     first = running.marks[0][1]
     return Outcome(
-        running.job.job_id, ids, list(progress.logps), finish_reason, spans, top, progress.stop_reason, error, first
+        running.job.job_id,
+        ids,
+        list(progress.logps),
+        finish_reason,
+        spans,
+        top,
+        progress.stop_reason,
+        error,
+        first,
+        list(progress.policy_logps),
     )
 
 

@@ -58,6 +58,7 @@ class GenerateJob:
     top_logprobs: int = 0
     base_weights: bool = False  # without the adapter that serves
     shown: ShownImages | None = None  # the images that `ids` has tokens for
+    noise: tuple[int, int] | None = None  # (where it begins, number of the first token), of engines that count it
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Progress:
     top: Sequence[Sequence[tuple[int, float]]] = ()  # the most likely tokens at each place, if asked for
     stop_reason: int | str | None = None
     error: str | None = None  # why it cannot be run, where it ended so: finish reason ERROR
+    policy_logps: Sequence[float] = ()  # softmax(logits / temperature), where the engine knows them and they are others
 
 
 @dataclass
@@ -101,6 +103,7 @@ class Outcome:
     stop_reason: int | str | None = None
     error: str | None = None
     version: int | None = None  # that began the job
+    policy_logps: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

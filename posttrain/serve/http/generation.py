@@ -95,9 +95,12 @@ async def _once(
 
 
 def _jobs(server: RolloutServer, i: int, prompt: Prompt, request: Generate) -> list[Job]:
-    seeds = prompt.seeds or (None,) * prompt.n
-    if len(seeds) != prompt.n:
-        raise FieldError(f"Prompt {i} has n = {prompt.n} and {len(seeds)} seeds.")
+    seeds, noise = prompt.seeds or (None,) * prompt.n, prompt.noise or (None,) * prompt.n
+    for what, given in (("seeds", seeds), ("entries of `noise`", noise)):
+        if len(given) != prompt.n:
+            raise FieldError(f"Prompt {i} has n = {prompt.n} and {len(given)} {what}.")
+    if prompt.noise and not server.engine.info.capabilities.get("counted_noise"):
+        raise FieldError(f"Prompt {i} says where its noise begins; this engine draws by seeds.")
     context = server.engine.info.context_length
     room = context - len(prompt.ids)
     if room < 1:
@@ -115,8 +118,9 @@ def _jobs(server: RolloutServer, i: int, prompt: Prompt, request: Generate) -> l
             request.top_logprobs,
             request.base_weights,
             shown,
+            None if begin is None else (begin.base, begin.first_token),
         )
-        for j, seed in enumerate(seeds)
+        for j, (seed, begin) in enumerate(zip(seeds, noise))
     ]
 
 
@@ -185,6 +189,8 @@ def _completion(outcome: Outcome, request: Generate) -> dict[str, Any]:
         "version": outcome.version,
         "error": outcome.error,
     }
+    if outcome.policy_logps:
+        answer["policy_logps"] = outcome.policy_logps
     return answer | {"top": _top(outcome)} if request.top_logprobs else answer
 
 

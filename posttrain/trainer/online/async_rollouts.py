@@ -322,6 +322,8 @@ def refuse_async(run: WrittenAhead) -> None:
         raise ValueError(
             "vLLM in this process takes turns with the training: `vllm_mode='server'` writes beside it, and so does our own engine."
         )
+    if args.use_vllm and args.kv_after_update == KEEP:
+        raise ValueError("Servers compute keys and values of new weights again: leave `kv_after_update` out.")
     if args.use_vllm and args.rollout_workers is not None:
         raise ValueError(
             "`rollout_workers` are processes of our own engine, and `use_vllm` says that vLLM writes: leave one out."

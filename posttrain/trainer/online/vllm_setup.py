@@ -34,6 +34,8 @@ from posttrain.trainer.vision import Vision
 
 UNAUTHORISED, FORBIDDEN, NOT_FOUND = 401, 403, 404
 ASK_SECONDS = 0.5
+SERVERS_FILE = "rollout_servers"
+"""In the output folder: addresses of servers that join while the run lasts, one on each line."""
 LEAST_CONTEXT = 512
 """For the tokens by which the weights are probed, too."""
 MANY_IMAGES = 999
@@ -169,6 +171,7 @@ def _colocated(
 def _served(
     args: OnlineConfig, model: nn.Module, is_fully_sharded: bool, notes: list[str], images: PromptImages | None
 ) -> tuple[RolloutEngine, JointExport | None]:
+    from posttrain.rollout.engines.vllm.client import ServerClient
     from posttrain.rollout.engines.vllm.server_engine import ServedOptions, ServedVLLM
     from posttrain.rollout.engines.vllm.transport import Deadlines
 
@@ -183,8 +186,12 @@ def _served(
     ]
     vocabulary = innermost_model(model).config.get_text_config().vocab_size
     pictures = None if images is None else images.pictures()
-    served = ServedOptions(deadlines=deadlines)
-    engine = ServedVLLM(clients, vocabulary=vocabulary, options=served, pictures=pictures)
+    served = ServedOptions(deadlines=deadlines, servers_file=Path(args.output_dir) / SERVERS_FILE)
+
+    def connect(address: str) -> ServerClient:
+        return ServerClient(address, _token_for(address, token), deadlines, args.vllm_weight_transport)
+
+    engine = ServedVLLM(clients, vocabulary=vocabulary, options=served, pictures=pictures, connect=connect)
     try:
         if images is not None:
             refuse_servers_without_images(engine.fleet.members, images)
@@ -267,9 +274,7 @@ def client_of(
     from posttrain.rollout.engines.vllm.upstream import UpstreamClient
     from posttrain.rollout.engines.vllm.weight_senders import HTTP
 
-    if token is None and is_loopback((at := Address.of(address)).host):
-        read_local_token(at.port)  # a file that others can read is an error before anything is sent
-        token = partial(read_local_token, at.port)
+    token = _token_for(address, token)
     ours = ServerClient(address, token, deadlines, weight_transport)
     end = time.monotonic() + deadlines.start
     while True:
@@ -301,6 +306,15 @@ def client_of(
                 "`posttrain vllm-serve`, or use the native engine (`use_vllm=False`)."
             ) from late
         time.sleep(ASK_SECONDS)
+
+
+def _token_for(address: str, token: str | None) -> Any:
+    from posttrain.core.transport import Address
+
+    if token is not None or not is_loopback((at := Address.of(address)).host):
+        return token
+    read_local_token(at.port)  # a file that others can read is an error before anything is sent
+    return partial(read_local_token, at.port)
 
 
 def _wire_dtype(infos: list[Any]) -> torch.dtype | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -222,6 +222,10 @@ class NativeEngine:
             budget = CPU_KV_BYTES
         return max(budget // program.page_bytes, 3)
 
+    def why_no_room(self, prompt: int, limit: int) -> str | None:
+        """Asked before a session, of an engine whose memory has been measured (by `why_not`)."""
+        return no_room(prompt, limit, self.page_budget())
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]] | None, version: int) -> None:
         if weights is not None:
             raise ValueError("This engine reads the trainer's weights in place: call load_weights(None, version).")
@@ -234,6 +238,16 @@ class NativeEngine:
 
     def wake(self) -> None:
         """Nothing was given back."""
+
+
+def no_room(prompt: int, limit: int, budget: int) -> str | None:
+    """Why a prompt of so many tokens cannot be run on `budget` pages; None: it can."""
+    if 2 + pages_for(prompt - 1 + limit) <= budget:  # wherever its prefix ends after it was put back
+        return None
+    return (
+        f"{prompt} tokens, which may be followed by {limit}, are more than the memory for keys and values holds: "
+        f"{(budget - 1) * PAGE}. Raise `kv_memory`."
+    )
 
 
 class NativeSession:
@@ -269,16 +283,20 @@ class NativeSession:
         refuse_unseen(prompt, self.engine.pixels)
         made = request_or_error(ticket, prompt, self.params, self.engine.context, self.engine.vocabulary)
         if isinstance(made, Request):
-            pages = 2 + pages_for(len(prompt.ids) - 1 + made.limit)  # wherever its prefix ends after it was put back
-            if pages <= self.budget:
+            why_not = no_room(len(prompt.ids), made.limit, self.budget)
+            if why_not is None:
                 self.scheduler.add(made)
                 return ticket
-            made = (
-                f"Prompt {prompt.key} has {len(prompt.ids)} tokens and may write {made.limit}; the memory for keys and values "
-                f"holds {(self.budget - 1) * PAGE}. Raise `kv_memory`."
-            )
+            made = f"Prompt {prompt.key}: {why_not}"
         self._failed.append((ticket, Completion.failed(made, self.engine.version)))
         return ticket
+
+    def cancel(self, tickets: Collection[int]) -> None:
+        """They are handed over no more; what they held is free."""
+        self.scheduler.drop(tickets)
+        self._failed = [(ticket, failed) for ticket, failed in self._failed if ticket not in tickets]
+        for ticket in tickets:
+            self.readers.pop(ticket, None)
 
     @property
     def in_flight(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections import Counter, deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -195,6 +196,17 @@ class Scheduler:
         self.running = [run for run in self.running if id(run) not in gone]
         for run in finished:
             self._give_back(run)
+
+    def drop(self, tickets: Collection[int]) -> None:
+        """Nobody wants these any more."""
+        self.release([run for run in self.running if run.request.ticket in tickets])
+        dropped = [waiting for waiting in self._waiting if waiting.request.ticket in tickets]
+        self._waiting = deque(waiting for waiting in self._waiting if waiting.request.ticket not in tickets)
+        for waiting in dropped:
+            self._wanted[waiting.key] -= 1
+            prefix = self._prefixes.get(waiting.key)
+            if prefix is not None and prefix.users == 0 and not self._wanted[waiting.key]:
+                self._forget(prefix)
 
     def requests(self) -> list[Request]:
         """All that are in flight."""

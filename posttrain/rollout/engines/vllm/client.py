@@ -77,6 +77,7 @@ class GenerateRequest:
     version: int  # of the weights that must write it, or begin it, as the servers count
     images: SentImages | None = None
     may_change: bool = False  # newer weights, which come while it is being written, may continue it
+    noise: tuple[int, int] | None = None  # (base, number of the first token), for servers that draw as our engine does
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class ServerCompletion:
     spans: tuple[tuple[int, int], ...] | None = (
         None  # (one past the last token, version); None: the server does not say
     )
+    policy_logps: list[float] | None = None  # where the server knows them, and they are not `logps`
 
 
 class Client:
@@ -141,7 +143,7 @@ class ServerClient(Client):
         self.channel = WeightChannel(self.name, wire, weight_transport)
         self._transports: dict[str, Any] = {}  # as the server last reported
         self._streamer: Streamer | None = None  # of the version that is on its way
-        self._most_seconds = math.inf
+        self._most_seconds, self._counts_noise = math.inf, False
         self._sending_images = threading.Lock()
         self._sent_images: Recent[str, float] = Recent(KEPT_KEYS, KEPT_KEYS)  # as far as this client knows
 
@@ -170,6 +172,7 @@ class ServerClient(Client):
     def info(self) -> ServerInfo:
         info = self._checked("/info", _info, self._get("/info", self.deadlines.control))
         self._most_seconds, self._transports = info.most_seconds, info.transports
+        self._counts_noise = bool(info.capabilities.get("counted_noise"))
         return info
 
     def sleep(self, level: int) -> str | None:
@@ -231,6 +234,8 @@ class ServerClient(Client):
             "accept": {"min": request.version} | ({} if request.may_change else {"max": request.version}),
             "deadline_s": seconds,
         }
+        if request.noise is not None and self._counts_noise:
+            body["prompts"][0]["noise"] = [dict(zip(("base", "first_token"), request.noise))]
         if request.images is not None:
             body["prompts"][0]["images"] = request.images.entries
             body |= {"image_mark": list(request.images.mark), "image_options": dict(request.images.options)}
@@ -381,10 +386,12 @@ def _written(fields: Any, request: GenerateRequest) -> ServerCompletion:
     if reason not in (STOP, LENGTH, ABORTED) or (not ids and reason != ABORTED):
         raise ValueError(f"it ends with {str(reason)[:60]!r} after {len(ids)} tokens")
     spans = _spans(completion["spans"], len(ids), request)
-    mode = fields["logprobs_mode"]
-    return ServerCompletion(
-        ids, [float(x) for x in logps], reason, completion["version"], str(mode), completion["error"], spans
-    )
+    policy = completion.get("policy_logps")
+    if policy is not None:
+        check_tokens(ids, policy, request.max_tokens)
+        policy = [float(x) for x in policy]
+    mode, error = str(fields["logprobs_mode"]), completion["error"]
+    return ServerCompletion(ids, [float(x) for x in logps], reason, completion["version"], mode, error, spans, policy)
 
 
 def _spans(said: Any, tokens: int, request: GenerateRequest) -> tuple[tuple[int, int], ...]:

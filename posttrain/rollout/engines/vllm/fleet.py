@@ -16,14 +16,19 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TypeVar
 
+import numpy as np
 import torch
 
 from posttrain.core.transport import ServerAnswer, ServerError, ServerGone, ServerRefused, ServerSlow
+from posttrain.rollout.engines.protocol import Prompt
+from posttrain.rollout.engines.vllm.balance import Balancer, Placed
 from posttrain.rollout.engines.vllm.client import DRAIN, NOT_OFFERED, ServerInfo
 from posttrain.rollout.engines.vllm.fleet_members import Member, Target
 from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeights
+from posttrain.rollout.engines.vllm.sync_probe import BOUNDS
 from posttrain.rollout.engines.vllm.transport import Deadlines, in_parallel
 from posttrain.rollout.engines.vllm.weight_stream import VersionStream
+from posttrain.serve.errors import Stopping
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +69,7 @@ class Fleet:
         self.labels: dict[int, int] = {}  # version, as the servers count -> what the trainer calls it
         self.asleep = False
         self.recoveries = 0
+        self.balancer = Balancer()  # used under the lock
         self._watch_seconds = watch_seconds
         self._changed = threading.Condition()
         self._closing = threading.Event()
@@ -82,6 +88,7 @@ class Fleet:
                 self.close()
                 raise found
         infos = [member.info for member in self.members]
+        self._first = infos[0]
         try:
             self._refuse_if_different(infos)
         except ValueError:
@@ -94,9 +101,33 @@ class Fleet:
             for member in self.members:
                 member.is_up = self.target.is_served(member.info) and (self.target.version is not None)
         for member in self.members:
-            watcher = threading.Thread(target=self._watch, args=(member,), name=f"watch {member.name}", daemon=True)
-            self._watchers.append(watcher)
-            watcher.start()
+            self._start_watch(member)
+
+    def _start_watch(self, member: Member) -> None:
+        watcher = threading.Thread(target=self._watch, args=(member,), name=f"watch {member.name}", daemon=True)
+        self._watchers = [one for one in self._watchers if one.is_alive()] + [watcher]
+        watcher.start()
+
+    def join(self, member: Member) -> None:
+        """Its watcher feeds it the target and probes it; only then is it asked. It must be as the others are."""
+        with self._changed:
+            if self._closing.is_set() or any(one.name == member.name for one in self.members):
+                return
+            self.members = [*self.members, member]  # another list: threads walk through the one before
+        log.info("The server %s joins.", member.name)
+        self._start_watch(member)
+
+    def leave(self, name: str) -> None:
+        """It is asked for nothing new; what it writes is waited for."""
+        with self._changed:
+            gone = [member for member in self.members if member.name == name]
+            self.members = [member for member in self.members if member.name != name]
+            for member in gone:
+                member.is_up = False
+                member.wakeup.set()
+            self._changed.notify_all()
+        if gone:
+            log.info("The server %s leaves.", name)
 
     def _connect(self, member: Member) -> None:
         if member.process is not None and not member.process.is_running:
@@ -156,31 +187,35 @@ class Fleet:
         with self._changed:
             return [member for member in self.members if member.is_up]
 
-    def take(self, tokens: int, most: int) -> tuple[Member, Target] | None:
-        """The least loaded server that is up and has fewer than `most` requests, and what it serves."""
+    def take(self, prompt: Prompt, limit: int, most: int, waiting: int) -> tuple[Member, Target, Placed] | None:
+        """Who writes up to `limit` tokens after this prompt, and what it serves; None: nobody yet. `most`: requests at a server."""
         with self._changed:
-            free = [member for member in self.members if member.is_up and member.in_flight < most]
-            if not free:
-                return None
-            member = min(free, key=lambda one: one.load)
-            member.load += tokens
-            member.in_flight += 1
-            return member, self.target
+            up = {member.name: member for member in self.members if member.is_up}
+            free = [name for name in up if self.balancer.in_flight(name) < most]
+            placed = self.balancer.place(prompt, limit, free, [*up], waiting, time.monotonic()) if free else None
+            return None if placed is None else (up[placed.server], self.target, placed)
 
-    def release(self, member: Member, tokens: int) -> None:
+    def in_flight(self, member: Member) -> int:
         with self._changed:
-            member.load -= tokens
-            member.in_flight -= 1
+            return self.balancer.in_flight(member.name)
 
-    def report(self, member: Member, why: str, hangs: bool = False) -> None:
-        """This server is not used until its watcher has recovered it."""
+    def release(self, placed: Placed, length: int | None) -> None:
+        """`length`: tokens of the completion; None: it did not come."""
+        with self._changed:
+            self.balancer.finished(placed, length, time.monotonic())
+
+    def report(self, member: Member, why: str | Exception, hangs: bool = False) -> None:
+        """This server is not used until its watcher has recovered it. One that stops ends what it has, or hands it back."""
+        stops = isinstance(why, ServerRefused) and why.kind == Stopping.__name__
         with self._changed:
             if not member.is_up or self._closing.is_set():
                 return
-            member.is_up, member.why, member.hangs, member.down_since = False, why, hangs, time.monotonic()
+            member.is_up, member.why, member.hangs, member.down_since = False, str(why), hangs, time.monotonic()
+            member.stops = stops
             self._changed.notify_all()
         log.warning("The server %s is down: %s", member.name, why)
-        member.client.cancel_calls(why)
+        if not stops:
+            member.client.cancel_calls(str(why))
         member.wakeup.set()
 
     def raise_if_unrecoverable(self) -> None:
@@ -208,6 +243,11 @@ class Fleet:
 
     def _watch(self, member: Member) -> None:
         while not self._closing.is_set():
+            if member not in self.members:
+                if not self.in_flight(member):
+                    break
+                self._closing.wait(RETRY_SECONDS)
+                continue
             if not member.is_up and self.target.version is not None:
                 self._try_to_recover(member)
                 continue
@@ -218,6 +258,8 @@ class Fleet:
             except Exception as error:  # the watcher must live: without it a server that is down would never come back
                 log.exception("The health check of %s failed.", member.name)
                 self.report(member, f"it cannot be asked ({type(error).__name__}: {error}).")
+        if member not in self.members:
+            member.client.close()
 
     def _check_health(self, member: Member) -> None:
         for missed in range(MISSES):
@@ -229,12 +271,16 @@ class Fleet:
             except ServerGone as error:
                 self.report(member, str(error))
             except ServerRefused as error:
-                self.report(member, str(error), hangs=error.status == 503)
+                self.report(member, error, hangs=error.status == 503)
             except (ServerSlow, ServerAnswer) as error:
                 if missed + 1 == MISSES:
                     self.report(member, f"{MISSES} health checks were not answered: {error}", hangs=True)
 
     def _try_to_recover(self, member: Member) -> None:
+        if member.stops and self.in_flight(member):  # each of these is answered by the server, or ends with it
+            self._closing.wait(RETRY_SECONDS)
+            return
+        member.stops = False
         member.client.cancel_calls(member.why)  # a call may have begun just before the server was known to be down
         try:
             self._ensure_process(member)
@@ -301,9 +347,12 @@ class Fleet:
                 raise ServerGone(
                     f"{member.name} does not serve version {target.version}: {info.not_ready or info.version}"
                 )
+            self._refuse_if_it_computes_otherwise(member, target)
             with self._changed:
                 if self.target is not target:
                     continue  # the trainer has moved on meanwhile
+                if member not in self.members:
+                    return
                 member.info, member.is_up, member.unrecoverable, member.hangs = info, True, None, False
                 member.refusals = 0
                 member.wakeup.clear()
@@ -312,16 +361,40 @@ class Fleet:
             log.info("The server %s is up with version %s.", member.name, target.version)
             return
 
-    @staticmethod
-    def _refuse_if_changed(member: Member, info: ServerInfo) -> None:
-        """The trainer has planned with what the server was when it was found; it may have been restarted with other options."""
+    def _refuse_if_changed(self, member: Member, info: ServerInfo) -> None:
+        """The trainer has planned with what its servers were at the start; one may be restarted with other options, or join."""
+        known = member.info or self._first
         for what in FIXED:
-            before, now = getattr(member.info, what), getattr(info, what)
+            before, now = getattr(known, what), getattr(info, what)
             if before != now:
                 raise ServerRefused(
-                    f"{member.name} was restarted with {what} {now}; this run began with {before}. Start it as it was before.",
+                    f"{member.name} was {'restarted' if member.info else 'added'} with {what} {now}; this run began with {before}. "
+                    "Start it as it was before.",
                     400,
                 )
+        if info.images < known.images:
+            raise ServerRefused(f"{member.name} has --images {info.images}; this run began with {known.images}.", 400)
+
+    def _refuse_if_it_computes_otherwise(self, member: Member, target: Target) -> None:
+        """Against what the others said of the same tokens, where they have been asked (`remember_scores`)."""
+        if target.probe is None:
+            return
+        sequences, wanted = target.probe
+        scored = member.client.score(sequences, target.version)
+        apart = np.abs(np.concatenate(scored) - np.concatenate(wanted))
+        bound = BOUNDS.get(getattr(torch, member.client.info().dtype or "", None), BOUNDS[torch.bfloat16])
+        if not apart.mean() <= bound:
+            raise ServerRefused(
+                f"{member.name} was sent version {target.version} and its log-probs differ from those of the other servers by "
+                f"{apart.mean():.3g} on average; {bound:g} would be rounding.",
+                500,
+            )
+
+    def remember_scores(self, sequences: Sequence[Sequence[int]], scores: Sequence[np.ndarray], version: int) -> None:
+        """What servers say of these tokens; one that comes back or joins must say the same."""
+        with self._changed:
+            if self.target.version == version:
+                self.target.probe = (sequences, scores)
 
     def _send_again(self, member: Member, target: Target, info: ServerInfo) -> None:
         kept = target.kept
@@ -333,6 +406,7 @@ class Fleet:
             if target.specs:
                 raise ServerGone(f"{found}; the weights are not in host memory, or not yet, to be sent again.")
             raise ServerRefused(f"{found}, and this trainer has sent none that it could send again.", 400)
+        member.client.refuse_if_not_offered(kept, info)
         log.info("Sending version %s to %s again (%.1f MB).", target.version, member.name, kept.nbytes / 1e6)
         member.client.stage(kept, target.version, self._bucket(info))
         member.client.commit(kept, target.version, DRAIN)
@@ -436,7 +510,7 @@ class Fleet:
             if refused or not isinstance(error, ServerError):
                 self._roll_back(members, target)
                 raise error
-            self.report(member, str(error))
+            self.report(member, error)
         return done
 
     def _roll_back(self, members: Sequence[Member], target: Target) -> None:
@@ -448,6 +522,7 @@ class Fleet:
     def _set_target(self, target: Target, served_by: Sequence[Member]) -> None:
         with self._changed:
             first, self.target = self.target.version is None, target  # before the first version no server counts as up
+            self.balancer.forget()  # what was cached is gone with the weights
             for member in self.members:
                 if member in served_by and (member.is_up or first):
                     member.is_up = True
@@ -467,6 +542,7 @@ class Fleet:
         """Wait until the servers serve what another process of this run has sent."""
         with self._changed:
             self.target = Target(target.version, target.fingerprint, target.label, follows=True)
+            self.balancer.forget()
             self.labels[target.version] = target.label
             for member in self.members:
                 member.why = f"it was not seen with version {target.version} yet."
@@ -497,7 +573,7 @@ class Fleet:
             if isinstance(answer, ServerRefused) and answer.status in FINAL:
                 raise answer
             if isinstance(answer, ServerError):
-                self.report(member, str(answer))
+                self.report(member, answer)
             elif isinstance(answer, Exception):
                 raise answer
             else:

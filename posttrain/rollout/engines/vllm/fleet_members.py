@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from posttrain.core.transport import ServerError
 from posttrain.rollout.engines.vllm.client import ServerClient, ServerInfo
@@ -27,6 +28,7 @@ class Target:
     kept: KeptWeights | None = None
     follows: bool = False  # another process of this run sends it
     specs: tuple[TensorSpec, ...] = ()  # what was sent
+    probe: tuple[Any, Any] | None = None  # (tokens, their log-probs) as servers that have it say
 
     def is_served(self, info: ServerInfo) -> bool:
         return (info.version, info.fingerprint) == (self.version, self.fingerprint)
@@ -40,14 +42,13 @@ class Member:
     process: ServerProcess | None = None  # where it is ours to restart
     info: ServerInfo | None = None
     is_up: bool = False
+    stops: bool = False  # it takes nothing new, and ends what it has
     hangs: bool = False  # it did not answer: a process of ours is restarted without asking it once more
     why: str = "it was not asked yet."
     down_since: float = field(default_factory=time.monotonic)
     unrecoverable: ServerError | None = None  # coming back failed in a way that will not change
     failed_starts: int = 0  # in a row, as the next one
     refusals: int = 0
-    load: int = 0  # tokens in flight there, prompt and allowance
-    in_flight: int = 0
     wakeup: threading.Event = field(default_factory=threading.Event)  # wakes its watcher
     weights: threading.Lock = field(default_factory=threading.Lock)  # held by whoever sends it weights
 

@@ -28,6 +28,7 @@ log = logging.getLogger(__name__)
 KILL_SECONDS = 30.0
 POLL_SECONDS = 0.1
 TAIL = 2000
+NATIVE = ("-m", "posttrain.rollout.engines.native.serving")
 
 
 class ServerProcess:
@@ -50,7 +51,9 @@ class ServerProcess:
         deadlines: Deadlines | None = None,
         token: str | None = None,
         weight_transport: str = AUTO,
+        engine: str = "vllm",  # or "native": our own, for which `python` needs posttrain and no vLLM
     ) -> None:
+        self.program = NATIVE if engine == "native" else (str(self.PROGRAM),)
         self.arguments, self.log_file, self.python = list(arguments), Path(log_file), python
         self.port = free_port() if port is None else port
         self.deadlines = deadlines or Deadlines()
@@ -94,7 +97,7 @@ class ServerProcess:
     def start(self) -> None:
         """Begin a process, in the place of the one before; `wait_until_healthy` says when it answers."""
         self.kill()  # what is left of the one before
-        command = [self.python, str(self.PROGRAM), *self.arguments]
+        command = [self.python, *self.program, *self.arguments]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--parent", str(os.getpid())]
         with self._lock:
             if self._closed:

@@ -18,7 +18,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -29,6 +31,7 @@ from posttrain.core.transport import ServerError, ServerRefused, ServerSlow
 from posttrain.rollout.engines.protocol import ERROR as ENDED_BY_ERROR
 from posttrain.rollout.engines.protocol import Completion, Prompt, SamplingParams
 from posttrain.rollout.engines.request import Request, request_or_error
+from posttrain.rollout.engines.vllm.balance import Placed
 from posttrain.rollout.engines.vllm.client import (
     ABORT,
     ABORTED,
@@ -44,6 +47,7 @@ from posttrain.rollout.engines.vllm.kept_weights import BUCKET_BYTES, KeptWeight
 from posttrain.rollout.engines.vllm.launcher import ServerProcess
 from posttrain.rollout.engines.vllm.params import completion_logps, refuse_unknown_to_vllm, request_seed
 from posttrain.rollout.engines.vllm.pictures import Pictures, placeholder_in, placeholder_sentence
+from posttrain.rollout.engines.vllm.roster import Connect, Roster
 from posttrain.rollout.engines.vllm.sync_probe import BOUNDS
 from posttrain.rollout.engines.vllm.transport import Deadlines
 from posttrain.rollout.engines.vllm.weight_stream import VersionStream
@@ -57,6 +61,8 @@ PER_SERVER = 256
 MAX_TRIES = 20
 POLL_SECONDS = 0.1
 BUSY_SECONDS = 0.2
+LOOK_AHEAD = 16
+"""Prompts that wait and are tried, where the first has to wait for a server that is full."""
 MAX_PAUSE_SECONDS = 5.0
 
 Weights = Iterable[tuple[str, Tensor]]
@@ -72,6 +78,7 @@ class ServedOptions:
     per_server: int = PER_SERVER  # completions in flight at one server
     watch_seconds: float = 1.0  # between two looks at a server that is up
     bucket_bytes: int = BUCKET_BYTES  # of one part of the weights
+    servers_file: Path | None = None  # addresses of servers that join while the run lasts
     sleep_level: int = 0  # 0: servers have GPUs of their own and stay awake while the trainer works
 
 
@@ -92,16 +99,24 @@ class ServedVLLM:
         vocabulary: int | None = None,
         options: ServedOptions | None = None,
         pictures: Pictures | None = None,
+        connect: Connect | None = None,
     ) -> None:
+        """`connect`: makes the client of an address in `servers_file`."""
         self.show(pictures)
         self.options = options or ServedOptions()
         self._export, self._adapter_export = export, adapter_export
         members = [Member(s.client, s) if isinstance(s, ServerProcess) else Member(s) for s in servers]
         self.fleet = Fleet(members, self.options.deadlines, self.options.watch_seconds, self.options.bucket_bytes)
         self.fleet.attach()
+        file = self.options.servers_file
+        self._roster = Roster(file, self.fleet, connect) if file is not None and connect is not None else None
+        if self._roster is not None:
+            self._roster.start()
         # An engine that is no longer referenced must not send its weights over those of a later one. In a thread, because garbage
         # may be collected in any, at any moment, with any of the locks held that closing needs.
-        self._when_dropped = weakref.finalize(self, in_background, self.fleet.close, "close servers")
+        self._when_dropped = weakref.finalize(
+            self, in_background, partial(_close, self.fleet, self._roster), "close servers"
+        )
         self._when_dropped.atexit = False
         info = members[0].info
         self.context, self.logprobs_mode = info.context_length, info.logprobs_mode
@@ -141,7 +156,7 @@ class ServedVLLM:
     def close(self) -> None:
         """End the watch, and the server processes that are this trainer's own; free the weights."""
         self._when_dropped.detach()
-        self.fleet.close()
+        _close(self.fleet, self._roster)
 
     def __enter__(self) -> ServedVLLM:
         return self
@@ -298,7 +313,8 @@ class ServedVLLM:
         compared: list[Callable[[int], list[str]] | None] = [
             self.differing_tensors
         ]  # one version was sent to all of them
-        scored = self.scores_by_server(sequences).values()
+        version, scored = self.fleet.target.version, self.scores_by_server(sequences).values()
+        self.fleet.remember_scores(sequences, next(iter(scored)), version)
         return list(zip(scored, compared + [None] * (len(scored) - 1)))
 
     def sleep(self) -> None:
@@ -309,6 +325,12 @@ class ServedVLLM:
     def wake(self) -> None:
         if self.options.sleep_level:
             self.fleet.wake()
+
+
+def _close(fleet: Fleet, roster: Roster | None) -> None:
+    if roster is not None:
+        roster.close()
+    fleet.close()
 
 
 def _peeked(weights: Weights) -> tuple[Weights, torch.device]:
@@ -331,10 +353,6 @@ class _Ticket:
     label: int = 0  # of the version that it was sent to, as the trainer counts
     refused_since: float | None = None  # because servers were busy
     attempt: int = 0  # counts answers that were no completion: those are kept by the server under the old id
-
-    @property
-    def tokens(self) -> int:
-        return len(self.request.prompt.ids) + self.request.limit
 
 
 Outcome = ServerCompletion | Exception
@@ -387,15 +405,19 @@ class ServedSession:
     # out ------------------------------------------------------------------------------------------------------------
 
     def _send_waiting(self) -> None:
-        while self._waiting and time.monotonic() >= self._pause_until:
-            ticket = self._waiting[0]
-            found = self._fleet.take(ticket.tokens, self._engine.options.per_server)
+        place = 0  # of those before it each waits for its own server
+        while place < min(len(self._waiting), LOOK_AHEAD) and time.monotonic() >= self._pause_until:
+            request = self._waiting[place].request
+            waiting = len(self._waiting)
+            found = self._fleet.take(request.prompt, request.limit, self._engine.options.per_server, waiting)
             if found is None:
-                return
-            self._waiting.popleft()
+                place += 1
+                continue
+            ticket = self._waiting[place]
+            del self._waiting[place]
             self._send(ticket, *found)
 
-    def _send(self, ticket: _Ticket, member: Member, target: Target) -> None:
+    def _send(self, ticket: _Ticket, member: Member, target: Target, placed: Placed) -> None:
         number = ticket.request.ticket
         self._sent[number] = ticket
         ticket.sent_at = time.monotonic()
@@ -406,8 +428,9 @@ class ServedSession:
         request_id = f"{self._id}-{number}-{ticket.attempt}"
         may_change = self._engine.labels_tokens
         asked = (ids, ticket.seed, ticket.request.limit, self._params, target.version)
-        request = GenerateRequest(request_id, *asked, may_change=may_change)
-        tokens, came, release = ticket.tokens, self._outcomes, self._fleet.release
+        noise = (ticket.request.base, ticket.request.prompt.first_token)
+        request = GenerateRequest(request_id, *asked, may_change=may_change, noise=noise)
+        came, release = self._outcomes, self._fleet.release
         prompt, pictures = ticket.request.prompt, self._engine.pictures
 
         def call() -> None:
@@ -416,7 +439,8 @@ class ServedSession:
                 outcome: Outcome = member.client.generate(replace(request, images=images))
             except Exception as error:  # judged in the caller's thread
                 outcome = error
-            release(member, tokens)
+            is_whole = isinstance(outcome, ServerCompletion) and outcome.finish_reason != ABORTED
+            release(placed, len(outcome.ids) if is_whole else None)
             came.put((number, member, outcome))
 
         in_background(call, "completions")
@@ -465,6 +489,8 @@ class ServedSession:
         if cut is not None:
             reason, error = ENDED_BY_ERROR, placeholder_sentence(request.prompt, written.ids[cut])
         sampling, policy = completion_logps(self._params, written.logprobs_mode, written.logps[:cut])
+        if written.policy_logps is not None:
+            policy = np.asarray(written.policy_logps[:cut], np.float32)
         seconds = request.completion(reason, version).seconds
         ids = np.asarray(written.ids[:cut], np.int32)
         if spans is not None and cut is not None:
@@ -482,7 +508,7 @@ class ServedSession:
 
     def _report_and_resend(self, ticket: _Ticket, member: Member, error: ServerError) -> None:
         """The server is gone, silent, answers wrongly or lost its weights: its watcher recovers it, the prompt is sent again."""
-        self._fleet.report(member, str(error))
+        self._fleet.report(member, error)
         self._resend(ticket, member, str(error))
 
     def _fail(self, ticket: _Ticket, member: Member, error: ServerRefused) -> None:
