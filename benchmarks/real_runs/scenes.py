@@ -86,7 +86,7 @@ def scene(draw: random.Random, pieces: Sequence[Combination]) -> Scene:
 
 
 def counted(draw: random.Random, pool: Pool) -> tuple[int, Scene]:
-    number = draw.randint(1, 4)
+    number = draw.choices((1, 2, 3, 4))[0]
     return number, scene(draw, [draw.choice(pool.must), *draw.choices(pool.may, k=number - 1)])
 
 
