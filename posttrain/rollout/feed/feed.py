@@ -194,6 +194,11 @@ class Feed:
                 self.ledger.give_back(number, self.ledger.live[number].attempt)
             self._changed.notify_all()
 
+    def holds(self, worker: str) -> bool:
+        """Whether it has something that is not finished."""
+        with self._changed:
+            return bool(self.ledger.held_by(worker))
+
     def wanted_label(self, number: int) -> int:
         """In order, block b is written by the weights that `lead` windows before it begin with, whoever writes it and whenever."""
         window = number // self.pace.groups - int(self.lead.value)
