@@ -90,7 +90,7 @@ def _keep_token_private() -> None:
         path = Path(tempfile.mkdtemp(prefix="posttrain-ray-"), "token")
         with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
             file.write(secrets.token_hex(32))
-        os.environ |= {"RAY_AUTH_TOKEN_PATH": str(path), "RAY_AUTH_MODE": "token"}
+        os.environ["RAY_AUTH_TOKEN_PATH"] = str(path)  # for its other processes, too
 
 
 @contextlib.contextmanager
