@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from posttrain.core.options import option
@@ -58,7 +59,7 @@ class AsyncConfig:
         "With `rollout_workers='ray'`: 'auto' or HOST:PORT of a cluster that runs. None: the environment's RAY_ADDRESS, or a "
         "cluster of this machine alone.",
     )
-    worker_resources: dict[str, float] | None = option(
+    worker_resources: dict[str, float] | str | None = option(
         None, "What each actor asks of Ray, such as {'GPU': 1, 'CPU': 4}. None: one GPU where the training has GPUs, else a CPU."
     )
     queue_maxsize: int = option(
@@ -116,6 +117,10 @@ class AsyncConfig:
     def _check_workers(self) -> None:
         if self.rollout_workers == RAY:
             check_range("ray_workers", self.ray_workers, 1)
+            if isinstance(self.worker_resources, str):
+                self.worker_resources = json.loads(self.worker_resources)
+            for name, amount in (self.worker_resources or {}).items():
+                check_range(f"worker_resources[{name!r}]", amount, 0)
             return
         if ignored := sorted({"ray_workers", "ray_address", "worker_resources"} & self.set_by_user()):
             raise ValueError(f"`{ignored[0]}` is set, and `rollout_workers` is not 'ray': it would have no effect.")
