@@ -209,6 +209,33 @@ def test_a_machine_is_lost_and_another_joins(tmp_path, quiet, options, cluster, 
     same(run(tmp_path, {2: lost, 5: joined}, **options(platform)), tmp_path, quiet)
 
 
+ON_A_MACHINE = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+rank = sys.argv[sys.argv.index("--machine_rank") + 1]
+open(f"new-{rank}", "w").write(" ".join(sys.argv[1:]))
+os.rename(f"new-{rank}", f"machine-{rank}")
+time.sleep(0 if "ends" in sys.argv else 300)
+"""
+
+
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("platform", [pytest.param("ray", marks=WITH_RAY)])
+def test_training_processes_are_placed_by_ray_and_asked_to_end(tmp_path, cluster, platform, ends):
+    words = ["2", "0", str(tmp_path), sys.executable, "-c", ON_A_MACHINE, "a word", *(["ends"] if ends else [])]
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+    process = subprocess.Popen([sys.executable, "-m", "posttrain.cli.running.ray_ranks", *words], env=environment)
+    eventually(lambda: len([*tmp_path.glob("machine-*")]) == 2)
+    if not ends:
+        process.terminate()
+    assert process.wait(60) == (0 if ends else 143)
+    for rank in range(2):
+        told = (tmp_path / f"machine-{rank}").read_text()
+        assert told.startswith("a word")
+        assert told.endswith(f"--machine_rank {rank}")
+        assert "--main_process_ip" in told
+
+
 @NEEDS_RAY
 @pytest.mark.parametrize("mode", ["token", "disabled"])
 def test_a_cluster_that_others_reach_must_ask_for_a_token(mode, tmp_path):
