@@ -93,6 +93,11 @@ class Feed:
             self._changed.notify_all()
             return [self.groups.pop(number) for number in numbers]
 
+    def has_window(self) -> bool:
+        """Whether `next_window` would return at once. What is too old is dropped by the question."""
+        with self._changed:
+            return self._choice() is not None
+
     def _nothing_came(self, seconds: float) -> str:
         """Who is waited for, and for how long."""
         now = self.clock()
