@@ -26,7 +26,7 @@ demo: $(STAMP)  ## post-train a real 135M model on embedded data and show what c
 	@$(BIN)/posttrain demo
 
 test: $(STAMP)  ## every test but the slow ones
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not trust" --durations=10 --junitxml=runs/junit/fast.xml
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not trust" -rs --durations=10 --junitxml=runs/junit/fast.xml
 
 test-slow: $(STAMP)  ## tests with the real model, and with vLLM where POSTTRAIN_VLLM_PYTHON names an interpreter that has it
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -rs --durations=10 --junitxml=runs/junit/slow.xml

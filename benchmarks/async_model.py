@@ -28,13 +28,22 @@ ORDERED = [name for name in SETTINGS if name not in ("sync", "window 2+2")]
 
 def measured(setting: str, load: Load, seconds: float) -> dict[str, Any]:
     words = ["--tiny", "--seconds", seconds, "--turn", load.turn, "--sleep", load.sleep, "--sigma", load.sigma]
-    command = [sys.executable, "-m", "benchmarks.speed.sleeping_tools", *map(str, words), "--limit", load.limit, "--one", setting]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.speed.sleeping_tools",
+        *map(str, words),
+        "--limit",
+        load.limit,
+        "--one",
+        setting,
+    ]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def parts_of(load: Load, quick: dict[str, Any]) -> Parts:
-    """From a synchronous run that does not sleep: its longest episodes have six turns, and all of its groups are written at once."""
+    """From a synchronous run that does not sleep: its longest episodes have six turns, and all groups are written at once."""
     writes = quick["seconds_a_step"] * quick["waits"]
     turn = writes / MOST_TURNS
 
@@ -54,7 +63,9 @@ def parts_of(load: Load, quick: dict[str, Any]) -> Parts:
 def predicted(setting: str, parts: Parts, windows: int) -> Forecast:
     """The sync run is the one without a lead."""
     options = {"async_rollouts": True, "async_lead": 0} if setting == "sync" else SETTINGS[setting]
-    config = GRPOConfig(per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP, use_cpu=True, report_to="none", **options)
+    config = GRPOConfig(
+        per_device_train_batch_size=PROMPTS * GROUP, num_generations=GROUP, use_cpu=True, report_to="none", **options
+    )
     return forecast(config.pace(), config.lead(), parts, windows, WARM_UP)
 
 
@@ -83,7 +94,8 @@ def main() -> None:
         off = wanted / got - 1
         worst = max(worst, abs(off))
         print(
-            f"{setting:<20} {found['steps']:>5} {wanted:>6.1f}/s {got:>7.1f}/s  {off:>+7.1%}   {model.waits:.0%} {found['waits']:.0%}",
+            f"{setting:<20} {found['steps']:>5} {wanted:>6.1f}/s {got:>7.1f}/s  {off:>+7.1%}   "
+            f"{model.waits:.0%} {found['waits']:.0%}",
             flush=True,
         )
     print(f"at most {worst:.1%} off: {'within' if worst <= GOAL else 'NOT within'} {GOAL:.0%}")

@@ -65,11 +65,18 @@ NDR = ("4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand")
     ("adapters", "modules", "wanted"),
     [
         ({}, ["nvidia"], [("-", "infiniband", "Ethernet")]),
-        ({"mlx5_0": [NDR]}, ["nvidia", "nvidia_peermem"], [("ok", "mlx5_0", "InfiniBand, 400 Gb/sec"), ("ok", "gpudirect", "")]),
+        (
+            {"mlx5_0": [NDR]},
+            ["nvidia", "nvidia_peermem"],
+            [("ok", "mlx5_0", "InfiniBand, 400 Gb/sec"), ("ok", "gpudirect", "")],
+        ),
         ({"mlx5_0": [NDR]}, ["nvidia"], [("ok", "mlx5_0", ""), ("!", "gpudirect", "modprobe nvidia_peermem")]),
         ({"mlx5_0": [NDR]}, [], [("ok", "mlx5_0", "")]),
         (
-            {"a": [("1: DOWN", "10 Gb/sec", "Ethernet")], "b": [("1: DOWN", "", ""), ("4: ACTIVE", "100 Gb/sec", "Ethernet")]},
+            {
+                "a": [("1: DOWN", "10 Gb/sec", "Ethernet")],
+                "b": [("1: DOWN", "", ""), ("4: ACTIVE", "100 Gb/sec", "Ethernet")],
+            },
             ["nv_peer_mem"],
             [("!", "a", "1: DOWN"), ("ok", "b", "RoCE, 100 Gb/sec"), ("ok", "gpudirect", "nv_peer_mem")],
         ),

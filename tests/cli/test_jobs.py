@@ -525,7 +525,13 @@ def with_writers(folder, scheduler, *words, run=ONLINE):
 
 def check_run(command):
     """What the training processes are asked for."""
-    for part in ("--num_processes 16", "--num_machines 2", "--async_rollouts true", "--rollout_workers ray", "--ray_workers 3"):
+    for part in (
+        "--num_processes 16",
+        "--num_machines 2",
+        "--async_rollouts true",
+        "--rollout_workers ray",
+        "--ray_workers 3",
+    ):
         assert part in command
     assert "'my model'" in command
 
@@ -607,7 +613,9 @@ def test_a_job_of_ray_is_a_script_that_submits_it(folder, monkeypatch):
     check_run(text)
     programs = folder / "bin"
     programs.mkdir()
-    (programs / "ray").write_text(f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open('given', 'w'))\n")
+    (programs / "ray").write_text(
+        f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open('given', 'w'))\n"
+    )
     (programs / "ray").chmod(0o755)
     (folder / "token").write_text("t")
     environment = {"PATH": f"{programs}:{os.environ['PATH']}", "RAY_ADDRESS": "x", "RAY_AUTH_TOKEN_PATH": "token"}

@@ -132,17 +132,23 @@ def network(root: Path = Path("/")) -> list[Line]:
     lines = [_adapter(adapter) for adapter in adapters]
     modules = [name for name in ("nvidia_peermem", "nv_peer_mem") if (root / "sys/module" / name).exists()]
     if modules:
-        lines.append(Line(GOOD, "gpudirect", f"{modules[0]} is loaded: GPUs reach the network without a copy in host memory"))
+        lines.append(
+            Line(GOOD, "gpudirect", f"{modules[0]} is loaded: GPUs reach the network without a copy in host memory")
+        )
     elif (root / "sys/module/nvidia").exists():
         how = "modprobe nvidia_peermem (drivers with open kernel modules can do without, by DMA-BUF)"
-        lines.append(Line(WARNED, "gpudirect", f"nvidia_peermem is not loaded, so data may go through host memory: {how}"))
+        lines.append(
+            Line(WARNED, "gpudirect", f"nvidia_peermem is not loaded, so data may go through host memory: {how}")
+        )
     return lines
 
 
 def _adapter(folder: Path) -> Line:
     """`state` is "4: ACTIVE", `rate` "400 Gb/sec (4X NDR)", `link_layer` "InfiniBand" or "Ethernet" (RoCE)."""
     ports = sorted(folder.glob("ports/*"))
-    state, rate, layer = ([(port / name).read_text().strip() for port in ports] for name in ("state", "rate", "link_layer"))
+    state, rate, layer = (
+        [(port / name).read_text().strip() for port in ports] for name in ("state", "rate", "link_layer")
+    )
     up = [place for place, text in enumerate(state) if "ACTIVE" in text]
     if not up:
         return Line(WARNED, folder.name, f"no port is active ({', '.join(state) or 'it has none'}): ibstat says more")

@@ -316,7 +316,9 @@ def kubernetes(job: argparse.Namespace, words: list[str], config: RunConfig) -> 
             f"it into the Secret {job.name}, whose keys are variables of the job."
         )
     command = command_of(job, words, config, None if job.rollout_nodes else str(PORT))
-    files = shipped_files(job, config) | ({ray_jobs.COMMAND_FILE: f'exec {command} "$@"\n'} if job.rollout_nodes else {})
+    files = shipped_files(job, config) | (
+        {ray_jobs.COMMAND_FILE: f'exec {command} "$@"\n'} if job.rollout_nodes else {}
+    )
     keys = {path: f"{number}-{re.sub(r'[^A-Za-z0-9_.-]', '-', Path(path).name)}" for number, path in enumerate(files)}
     metadata = {"name": job.name}
     shipped = {
@@ -404,7 +406,9 @@ def ray(job: argparse.Namespace, words: list[str], config: RunConfig) -> str:
     """A job of a cluster that runs. Its machines get copies of the working directory, and see the same paths elsewhere."""
     output = Path(config.get("output_dir") or ".")
     if not output.is_absolute() or any(output.is_relative_to(folder) for folder in LOCAL_ONLY):
-        raise UsageError(f"{config.where('output_dir')} is {output}: give an absolute path that all machines of the cluster see.")
+        raise UsageError(
+            f"{config.where('output_dir')} is {output}: give an absolute path that all machines of the cluster see."
+        )
     for where, path in local_files(job, config):
         if os.path.relpath(path).startswith("..") and any(path.is_relative_to(folder) for folder in LOCAL_ONLY):
             raise UsageError(f"{where} is {path}, which is on this machine only: move it into the working directory.")

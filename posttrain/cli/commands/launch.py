@@ -19,7 +19,12 @@ from posttrain.cli.running.processes import PROFILE_ALIASES, SECONDS_TO_SAVE, co
 from posttrain.core.options import resume_request
 from posttrain.core.secrets import hidden_text, named_secret
 
-SUBMIT = {"slurm": ["sbatch"], "skypilot": ["sky", "jobs", "launch", "--yes"], "kubernetes": ["kubectl", "apply", "-f"], "ray": ["bash"]}
+SUBMIT = {
+    "slurm": ["sbatch"],
+    "skypilot": ["sky", "jobs", "launch", "--yes"],
+    "kubernetes": ["kubectl", "apply", "-f"],
+    "ray": ["bash"],
+}
 SUFFIX = {"slurm": "sbatch", "skypilot": "sky.yaml", "kubernetes": "k8s.yaml", "ray": "ray.sh"}
 """Never .yaml alone: `--name sft sft sft.yaml` is a job named sft, of the options in sft.yaml."""
 FIELDS = {
@@ -94,7 +99,12 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--to", required=True, choices=sorted(SUBMIT), help="scheduler")
     add("--nodes", type=int, default=1, help="machines (default: %(default)s)")
-    add("--rollout_nodes", type=int, default=0, help="machines besides, whose GPUs write completions (online methods, by Ray)")
+    add(
+        "--rollout_nodes",
+        type=int,
+        default=0,
+        help="machines besides, whose GPUs write completions (online methods, by Ray)",
+    )
     add("--gpus", type=int, default=8, help="GPUs of each machine (default: %(default)s)")
     add("--cpus", type=int, help="CPU cores of each machine (default: 4 for each GPU)")
     add("--memory", type=int, help="gigabytes of memory of each machine (default: what the scheduler gives)")
@@ -147,7 +157,15 @@ def check_options(job: argparse.Namespace) -> None:
     """Those of `launch` itself, and defaults that depend on others."""
     if job.to == "slurm":
         job.time, job.workdir = job.time or "24:00:00", job.workdir or str(Path.cwd())
-    for name, least in (("nodes", 1), ("rollout_nodes", 0), ("gpus", 1), ("cpus", 1), ("memory", 1), ("grace", 1), ("restarts", 0)):
+    for name, least in (
+        ("nodes", 1),
+        ("rollout_nodes", 0),
+        ("gpus", 1),
+        ("cpus", 1),
+        ("memory", 1),
+        ("grace", 1),
+        ("restarts", 0),
+    ):
         given = getattr(job, name)
         if given is not None and given < least:
             raise UsageError(f"--{name} is {given}; it is at least {least}.")

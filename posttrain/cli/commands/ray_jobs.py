@@ -30,7 +30,7 @@ run=$!
 while kill -0 "$run" 2>/dev/null; do wait "$run" || true; done  # a signal ends `wait`, not the run
 wait "$run\""""
 HAS_RAY = (
-    'command -v ray >/dev/null || { echo "Ray is not installed where this job runs: pip install \'posttrain[ray]\'." >&2; '
+    "command -v ray >/dev/null || { echo \"Ray is not installed where this job runs: pip install 'posttrain[ray]'.\" >&2; "
     f"exit {EXIT_CODE}; }}"
 )
 
@@ -57,7 +57,9 @@ def with_rollouts(job: argparse.Namespace, words: list[str], config: RunConfig) 
         raise UsageError(f"--rollout_nodes: {config.method} writes no completions; leave it out.")
     for name, wanted in (("async_rollouts", True), ("rollout_workers", "ray"), ("use_vllm", False)):
         if name in config.values and config.values[name] != wanted:
-            raise UsageError(f"{config.where(name)} is {config.values[name]!r}, and --rollout_nodes needs {wanted!r}: leave it out.")
+            raise UsageError(
+                f"{config.where(name)} is {config.values[name]!r}, and --rollout_nodes needs {wanted!r}: leave it out."
+            )
     share = -(-job.nodes // job.rollout_nodes)  # training machines for one that writes
     if idle := job.rollout_nodes % job.nodes if share == 1 else 0:
         print(f"# Of {job.rollout_nodes} machines that write {idle} stay idle: take a multiple of --nodes {job.nodes}.")
@@ -65,7 +67,10 @@ def with_rollouts(job: argparse.Namespace, words: list[str], config: RunConfig) 
         "async_rollouts": "true", "rollout_workers": "ray", "ray_workers": str(max(job.rollout_nodes // job.nodes, 1)),
         **({"worker_resources": json.dumps({"GPU": round(1 / share, 4)})} if share > 1 else {}),
     }  # fmt: skip
-    return [*words, *(word for name, value in added.items() if name not in config.values for word in (f"--{name}", value))]
+    return [
+        *words,
+        *(word for name, value in added.items() if name not in config.values for word in (f"--{name}", value)),
+    ]
 
 
 # ---- Slurm, SkyPilot ------------------------------------------------------------------------------------------------------------
@@ -131,16 +136,16 @@ def ray_job(job: argparse.Namespace, command: str, mark: str) -> str:
     runtime = {"env_vars": {**carried(), "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace)}}
     return f"""#!/bin/bash
 {mark}
-# Options, code and small data are those of the working directory, which Ray copies; output and the rest are paths that the machines see.
+# Options, code and small data are those of the working directory, which Ray copies; the rest are paths that the machines see.
 set -euo pipefail
 : "${{RAY_ADDRESS:?is not set: the dashboard of the cluster, such as http://127.0.0.1:8265 after ssh -L 8265:127.0.0.1:8265 HEAD}}"
 : "${{RAY_AUTH_TOKEN_PATH:?is not set: the file with the token of the cluster}}"
 export RAY_AUTH_MODE=token
-[ "$(stat -c %a "$RAY_AUTH_TOKEN_PATH")" = 600 ] || {{ echo "chmod 600 $RAY_AUTH_TOKEN_PATH: others can read the token." >&2; exit 2; }}
+[ "$(stat -c %a "$RAY_AUTH_TOKEN_PATH")" = 600 ] || {{ echo "Others can read it: chmod 600 $RAY_AUTH_TOKEN_PATH" >&2; exit 2; }}
 {HAS_RAY}
 exec ray job submit --no-wait --working-dir . --metadata-json {shlex.quote(json.dumps({"name": job.name}))} \\
   --runtime-env-json {shlex.quote(json.dumps(runtime))} \\
-  -- {ranks_of(job, '.', command)}
+  -- {ranks_of(job, ".", command)}
 """
 
 
@@ -170,5 +175,3 @@ def kubernetes_rayjob(job: argparse.Namespace, pod: dict[str, Any], folder: str)
             },
         },
     }  # fmt: skip
-
-

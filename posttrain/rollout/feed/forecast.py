@@ -1,7 +1,7 @@
 """Forecast: how fast a run with rollouts beside training would be, from the seconds of its parts.
 
-A discrete-event simulation around the feed itself, with a clock that jumps: what begins, what is waited for, what is too old and how
-the lead adapts is decided by the code of the run. `benchmarks/async_model.py` compares it with real runs.
+A discrete-event simulation around the feed itself, with a clock that jumps: what begins, what is waited for, what is too old and
+how the lead adapts is decided by the code of the run. `benchmarks/async_model.py` compares it with real runs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from posttrain.rollout.feed.pacing import IN_ORDER, Lead, Pace
 class Parts:
     """What a run is made of, in seconds."""
 
-    group: Callable[[int], float]  # of the group of a number, from its beginning to its last reward, if nobody else needs the engine
+    group: Callable[
+        [int], float
+    ]  # of the group of a number, from its beginning to its last reward, if nobody else needs the engine
     update: float  # of all optimizer steps of a window, and of what is done between them
     engine: float = 0.0  # of all engines together, for a group: they write no faster than this
 
@@ -69,7 +71,12 @@ class _Run:
         counted = np.array(ages[warm_up:])
         took = max(ends[-1] - began, 1e-9)
         return Forecast(
-            took / windows, sum(waits[warm_up:]) / took, counted.mean(), counted.max(), self.lead.value, self.feed.ledger.dropped
+            took / windows,
+            sum(waits[warm_up:]) / took,
+            counted.mean(),
+            counted.max(),
+            self.lead.value,
+            self.feed.ledger.dropped,
         )
 
     def _next_window(self) -> list[Group]:

@@ -92,7 +92,9 @@ class Threads:
 
     def join(self) -> str:
         if self.board is None:
-            raise ValueError("The one engine that there is writes already: a thread can join where each has a copy of the weights.")
+            raise ValueError(
+                "The one engine that there is writes already: a thread can join where each has a copy of the weights."
+            )
         name = self._make()
         self.threads[name][1].start()
         return name

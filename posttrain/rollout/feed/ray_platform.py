@@ -1,8 +1,9 @@
 """RayWorkers: rollout workers as actors of a Ray cluster, on any of its machines.
 
-Ray places, starts and ends actors, tells of their death, and carries weights to each machine once (its object store). What is begun,
-issued again and refused is decided by the feed, as everywhere. An actor cannot call the trainer, so the trainer calls it: `exchange`
-brings the answer to its last question and fetches the next one, or a sign of life. Ray does not notice an actor that hangs; this does.
+Ray places, starts and ends actors, tells of their death, and carries weights to each machine once (its object store). What is
+begun, issued again and refused is decided by the feed, as everywhere. An actor cannot call the trainer, so the trainer calls it:
+`exchange` brings the answer to its last question and fetches the next one, or a sign of life. Ray does not notice an actor that
+hangs; this does.
 """
 
 from __future__ import annotations
@@ -34,8 +35,10 @@ from posttrain.rollout.feed.remote import OTHERS, Child, RemoteWorkers
 LEAST_VERSION = (2, 59)
 LOCAL, LOOPBACK = "local", ("127.0.0.1", "localhost", "[::1]")
 ASK_SECONDS = 0.02
-"""A question costs a millisecond and more. Whoever was told that there is nothing new asks again after this time, not at each token."""
-A_STRANGER = "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10)"
+"""A question costs a millisecond and more: where there is nothing new, the next one is this much later, not a token later."""
+A_STRANGER = (
+    "import sys; from ray._raylet import GcsClient; GcsClient(address=sys.argv[1]).get_all_node_info(timeout=10)"
+)
 
 
 # ---- the cluster ----------------------------------------------------------------------------------------------------------------
@@ -46,10 +49,14 @@ def ray_module() -> ModuleType:
     try:
         import ray
     except ImportError as error:
-        raise ImportError("`rollout_workers='ray'` needs Ray, which is not installed: pip install 'posttrain[ray]'.") from error
+        raise ImportError(
+            "`rollout_workers='ray'` needs Ray, which is not installed: pip install 'posttrain[ray]'."
+        ) from error
     if tuple(int(part) for part in ray.__version__.split(".")[:2]) < LEAST_VERSION:
         least = ".".join(map(str, LEAST_VERSION))
-        raise ImportError(f"Ray is {ray.__version__}, and its clusters are protected from {least} on: pip install 'posttrain[ray]'.")
+        raise ImportError(
+            f"Ray is {ray.__version__}, and its clusters are protected from {least} on: pip install 'posttrain[ray]'."
+        )
     return ray
 
 
@@ -76,7 +83,9 @@ def refuse_strangers(ray: ModuleType) -> None:
         return
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     environment["RAY_AUTH_MODE"] = "disabled"
-    asked = subprocess.run([sys.executable, "-c", A_STRANGER, address], env=environment, capture_output=True, check=False)
+    asked = subprocess.run(
+        [sys.executable, "-c", A_STRANGER, address], env=environment, capture_output=True, check=False
+    )
     if asked.returncode == 0:
         raise PermissionError(
             f"The Ray cluster at {address} answers without a token, so whoever reaches it can run any code on it. Start it with "

@@ -1,6 +1,7 @@
 """RemoteWorkers: what child processes and actors of Ray have in common, on the trainer's side.
 
-A worker asks (`child.RemoteFeed`), and a thread of the trainer answers it. One that dies is replaced, and what it held issued again.
+A worker asks (`child.RemoteFeed`), and a thread of the trainer answers it. One that dies is replaced, and what it held is issued
+again.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ class RemoteWorkers(ABC):
         spare = list(self.arenas)
         self.board = Board(trained, lambda: spare.pop().tensors)
         said = {name: getattr(writing, name) for name in ("params", "episodes", "generations")}
-        self.plan = Blueprint("", without_weights(model), "", make_engine, said, **how, trained=layout, fixed=Layout.of(fixed))
+        self.plan = Blueprint(
+            "", without_weights(model), "", make_engine, said, **how, trained=layout, fixed=Layout.of(fixed)
+        )
         self.board.publish(feed.step, oldest=feed.step)
         self.devices, self.children, self._begun = devices, [], 0
         self.answers = {
@@ -145,10 +148,10 @@ class RemoteWorkers(ABC):
     def _kill(self, child: Child) -> None:
         """It and all that it started are gone afterwards; `child.ended_with` says how."""
 
-    def _forget(self, child: Child) -> None:
+    def _forget(self, child: Child) -> None:  # noqa: B027 (not every platform has something to do)
         """It has ended, and its thread no longer reads what it says."""
 
-    def _look_after(self, child: Child) -> None:
+    def _look_after(self, child: Child) -> None:  # noqa: B027
         """Again and again."""
 
     # ---- start and end -----------------------------------------------------------------------------------------------
@@ -160,7 +163,9 @@ class RemoteWorkers(ABC):
 
     def join(self) -> str:
         if sum(not child.is_gone for child in self.children) >= self.most:
-            raise ValueError(f"There is room for {self.most} workers, twice as many as the run began with and two more.")
+            raise ValueError(
+                f"There is room for {self.most} workers, twice as many as the run began with and two more."
+            )
         child = Child(Seat(f"worker-{self._begun}", self.feed), self.devices[self._begun % len(self.devices)])
         self._begun += 1
         self.children.append(child)

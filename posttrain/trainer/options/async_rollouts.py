@@ -52,7 +52,8 @@ class AsyncConfig:
         "'ray': actors of a Ray cluster. None: a thread of this process.",
     )
     ray_workers: int = option(
-        1, "With `rollout_workers='ray'`: actors for each training process. Those for which there is no room yet join later."
+        1,
+        "With `rollout_workers='ray'`: actors for each training process. Those for which there is no room yet join later.",
     )
     ray_address: str | None = option(
         None,
@@ -60,7 +61,8 @@ class AsyncConfig:
         "cluster of this machine alone.",
     )
     worker_resources: dict[str, float] | str | None = option(
-        None, "What each actor asks of Ray, such as {'GPU': 1, 'CPU': 4}. None: one GPU where the training has GPUs, else a CPU."
+        None,
+        "What each actor asks of Ray, such as {'GPU': 1, 'CPU': 4}. None: one GPU where the training has GPUs, else a CPU.",
     )
     queue_maxsize: int = option(
         1024, "Completions that are finished and not trained on yet, above which no group begins."
@@ -126,7 +128,9 @@ class AsyncConfig:
             raise ValueError(f"`{ignored[0]}` is set, and `rollout_workers` is not 'ray': it would have no effect.")
         if isinstance(self.rollout_workers, str):
             if not self.rollout_workers.isdecimal():
-                raise ValueError(f"`rollout_workers` is {self.rollout_workers!r}; it is a number of processes, or 'ray'.")
+                raise ValueError(
+                    f"`rollout_workers` is {self.rollout_workers!r}; it is a number of processes, or 'ray'."
+                )
             self.rollout_workers = int(self.rollout_workers)
         if self.rollout_workers is not None:
             check_range("rollout_workers", self.rollout_workers, 1)

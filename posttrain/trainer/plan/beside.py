@@ -94,18 +94,20 @@ class Beside:
         split = ", ".join(f"{self.gpus_for_rollouts(gpus)} of {gpus}" for gpus in GPUS)
         bound = math.ceil(self.wanted_lead) + self.args.pace().steps - 1
         return [
-            f"a group takes {np.mean(timings.groups):.2f} s (the slowest {max(timings.groups):.2f} s), the training of a generation "
-            f"{timings.update:.2f} s, its engine {timings.engine:.2f} s",
+            f"a group takes {np.mean(timings.groups):.2f} s (the slowest {max(timings.groups):.2f} s), the training of a "
+            f"generation {timings.update:.2f} s, its engine {timings.engine:.2f} s",
             f"{'':<22}{'s':>9}{'gain':>8}{'waits':>8}{'age':>8}{'oldest':>8}",
             *(
                 f"{name:<22}{one.seconds:>9.2f}{first / one.seconds:>7.2f}x{one.waits:>8.0%}{one.group_age:>8.1f}{one.oldest:>8}"
                 for name, one in found.items()
             ),
-            f"lead: {self.wanted_lead:.1f} generations under way would keep the trainer from waiting (Little's law); a `max_staleness` "
-            f"of {bound} allows them",
+            f"lead: {self.wanted_lead:.1f} generations under way would keep the trainer from waiting (Little's law); a "
+            f"`max_staleness` of {bound} allows them",
             f"GPUs for rollouts, so that neither side waits: {split} ({self.share_for_rollouts:.0%})",
         ]
 
     def as_json(self) -> dict[str, Any]:
-        forecasts = {name: {key: float(value) for key, value in vars(one).items()} for name, one in self.forecasts().items()}
+        forecasts = {
+            name: {key: float(value) for key, value in vars(one).items()} for name, one in self.forecasts().items()
+        }
         return {"lead": self.wanted_lead, "share_for_rollouts": self.share_for_rollouts, "settings": forecasts}

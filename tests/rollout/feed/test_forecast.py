@@ -44,7 +44,9 @@ def test_nobody_trains_on_more_than_the_engine_writes(update, engine):
 )
 def test_the_bound_holds_in_the_forecast_as_in_the_run(seed, order, stale, adapts):
     drawn = np.random.default_rng(seed).lognormal(0, 1, 5000)
-    found = forecast(Pace(4, max_staleness=4, order=order, on_stale=stale), Lead(2.0, 4.0, adapts), Parts(lambda n: drawn[n], 0.3))
+    found = forecast(
+        Pace(4, max_staleness=4, order=order, on_stale=stale), Lead(2.0, 4.0, adapts), Parts(lambda n: drawn[n], 0.3)
+    )
     assert found.oldest <= 4
     assert (found.dropped > 0) <= (stale == DROP)
 
