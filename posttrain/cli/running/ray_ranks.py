@@ -33,8 +33,14 @@ class Agent:
             return ray.util.get_node_ip_address(), free.getsockname()[1]
 
     def run(self, command: list[str], folder: str) -> int:
+        import ray
+
         there = folder if os.path.isdir(folder) else None  # else Ray's copy of the working directory
-        self.process = subprocess.Popen(command, cwd=there)
+        environment = {
+            **os.environ,
+            "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
+        }  # its rollout workers are here, too
+        self.process = subprocess.Popen(command, cwd=there, env=environment)
         return self.process.wait()
 
     def terminate(self) -> None:

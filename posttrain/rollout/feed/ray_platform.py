@@ -9,6 +9,7 @@ hangs; this does.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import queue
@@ -32,7 +33,10 @@ from posttrain.rollout.feed.child import BEAT_SECONDS, Blueprint, RemoteFeed, ru
 from posttrain.rollout.feed.group import Work
 from posttrain.rollout.feed.remote import OTHERS, Child, RemoteWorkers
 
+logger = logging.getLogger(__name__)
+
 LEAST_VERSION = (2, 59)
+PLACE_SECONDS = 30.0  # without a place, before it is said
 LOCAL, LOOPBACK = "local", ("127.0.0.1", "localhost", "[::1]")
 ASK_SECONDS = 0.02
 """A question costs a millisecond and more: where there is nothing new, the next one is this much later, not a token later."""
@@ -184,6 +188,7 @@ class _Actor:
     asked: Any  # reference to the message that is waited for
     weights: list[Any] = field(default_factory=list)  # reference to those that it reads
     has_answered: bool = False  # before, it may wait for a place
+    is_noted: bool = False  # that it waits
 
 
 class RayWorkers(RemoteWorkers):
@@ -192,7 +197,7 @@ class RayWorkers(RemoteWorkers):
     def __init__(self, *given: Any, ray_address: str | None, resources: dict[str, float], **how: Any) -> None:
         super().__init__(*given, **how)
         self.ray, self.is_ours = connect(ray_address)
-        asked = dict(resources)
+        self.asked, asked = resources, dict(resources)
         options = {"num_cpus": asked.pop("CPU", 1), "num_gpus": asked.pop("GPU", 0), "resources": asked}
         self.actor = self.ray.remote(Writer).options(
             **options, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
@@ -218,6 +223,7 @@ class RayWorkers(RemoteWorkers):
             try:
                 found = self.ray.get(handle.asked, timeout=BEAT_SECONDS)
             except self.ray.exceptions.GetTimeoutError:
+                self._note_waiting(child)
                 is_silent = handle.has_answered and time.monotonic() - child.last_seen > child.patience
                 if is_silent or (child.seat.stopped and not handle.has_answered):
                     child.ended_with = f"no sign of life for {child.patience:.0f} s"
@@ -230,6 +236,17 @@ class RayWorkers(RemoteWorkers):
             if found != b"":
                 return found
             handle.asked = handle.actor.exchange.remote(None, [])
+
+    def _note_waiting(self, child: Child) -> None:
+        """Once, where a worker waits for a place."""
+        handle: _Actor = child.handle
+        if not (handle.has_answered or handle.is_noted) and time.monotonic() - child.last_seen > PLACE_SECONDS:
+            handle.is_noted = True
+            logger.warning(
+                "Rollout %s waits for a place: it asks Ray for %s, and joins when there is room.",
+                child.name,
+                self.asked,
+            )
 
     def _reply(self, child: Child, answer: bytes) -> None:
         child.handle.asked = child.handle.actor.exchange.remote(answer, child.handle.weights)

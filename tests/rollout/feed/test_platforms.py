@@ -18,6 +18,7 @@ import torch
 from transformers import TrainerCallback
 
 from posttrain.rollout.feed import remote
+from tests.cli.runs import flags, folder_with_inputs, options_of
 from tests.trainer.test_async import odd_sums, trainer, weights, written
 from tests.waiting import eventually
 
@@ -192,6 +193,32 @@ def test_a_process_leaves_when_it_is_asked_to_by_a_signal(tmp_path, quiet):
     same(run(tmp_path, {3: left}, **PROCESSES), tmp_path, quiet)
 
 
+HELD = """
+import sys, time
+from pathlib import Path
+from tests.rollout.feed.test_platforms import all_up, run
+
+def hold(workers):
+    all_up(workers, 2)
+    Path(sys.argv[1], "new").write_text(" ".join(str(child.process) for child in workers.children))
+    Path(sys.argv[1], "new").rename(Path(sys.argv[1], "workers"))
+    time.sleep(300)
+
+run(Path(sys.argv[1], "run"), {2: hold}, **eval(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("platform", REMOTE)
+def test_workers_end_with_a_trainer_that_is_killed(tmp_path, options, platform):
+    process = subprocess.Popen([sys.executable, "-c", HELD, str(tmp_path), repr(options(platform))])
+    eventually(lambda: (tmp_path / "workers").exists() or process.poll() is not None)
+    process.kill()
+    process.wait()
+    workers = [int(number) for number in (tmp_path / "workers").read_text().split()]
+    assert len(workers) == 2
+    eventually(lambda: not any(map(psutil.pid_exists, workers)))
+
+
 # ---- Ray alone -------------------------------------------------------------------------------------------------------------------
 
 
@@ -234,6 +261,27 @@ def test_training_processes_are_placed_by_ray_and_asked_to_end(tmp_path, cluster
         assert told.startswith("a word")
         assert told.endswith(f"--machine_rank {rank}")
         assert "--main_process_ip" in told
+
+
+@pytest.mark.parametrize("platform", [pytest.param("ray", marks=WITH_RAY)])
+def test_a_whole_run_of_the_command_line_lives_in_ray(tmp_path, cluster, platform):
+    """One machine trains, the other writes; who is where is Ray's affair."""
+    folder = folder_with_inputs(tmp_path)
+    own = {"async_rollouts": True, "rollout_workers": "ray", "output_dir": "out", "rollout_engine": "native"}
+    command = [
+        sys.executable,
+        "-m",
+        "posttrain.cli.main",
+        "grpo",
+        *flags({**options_of("grpo"), **own}),
+        "--num_machines",
+        "1",
+    ]
+    environment = {**os.environ, "RAY_ADDRESS": cluster.address}
+    words = [sys.executable, "-m", "posttrain.cli.running.ray_ranks", "1", "0", str(folder), *command]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len([line for line in (folder / "out/metrics.jsonl").read_text().splitlines() if "async/taken" in line]) == 2
 
 
 @NEEDS_RAY
