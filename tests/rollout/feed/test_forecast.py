@@ -21,7 +21,7 @@ def fixed(lead):
 @given(group=SECONDS, update=SECONDS, lead=st.integers(0, 4))
 def test_equal_groups_are_limited_by_the_update_or_by_the_way_round(group, update, lead):
     """Window b begins with update b - lead: 1 + lead of them are made in the time of a group and an update."""
-    found = forecast(Pace(4, order=IN_ORDER), fixed(lead), Parts(lambda _: group, update), windows=40, warm_up=20)
+    found = forecast(Pace(4, order=IN_ORDER), fixed(lead), Parts(lambda _: group, update), windows=60, warm_up=20)
     wanted = max(update, (group + update) / (1 + lead))
     assert found.seconds == pytest.approx(wanted, rel=0.02)
     assert found.waits == pytest.approx(1 - update / wanted, abs=0.02)
