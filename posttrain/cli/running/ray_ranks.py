@@ -13,9 +13,7 @@ import subprocess
 import sys
 from typing import Any
 
-from posttrain.rollout.feed.ray_platform import connect
-
-AUTO = "auto"
+from posttrain.rollout.feed.ray_platform import AUTO, connect
 
 
 class Agent:

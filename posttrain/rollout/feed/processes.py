@@ -18,9 +18,7 @@ import cloudpickle
 from posttrain import core
 from posttrain.rewards.runtime.frames import frame, read_frame, write_all
 from posttrain.rollout.feed.child import Blueprint
-from posttrain.rollout.feed.remote import OTHERS, Child, RemoteWorkers
-
-LARGEST_MESSAGE = 2**30  # bytes of a group
+from posttrain.rollout.feed.remote import LARGEST_MESSAGE, OTHERS, Child, RemoteWorkers
 
 
 @dataclass

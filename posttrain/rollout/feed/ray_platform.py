@@ -31,13 +31,13 @@ import numpy as np
 
 from posttrain.rollout.feed.child import BEAT_SECONDS, Blueprint, RemoteFeed, run
 from posttrain.rollout.feed.group import Work
-from posttrain.rollout.feed.remote import OTHERS, Child, RemoteWorkers
+from posttrain.rollout.feed.remote import LARGEST_MESSAGE, OTHERS, Child, RemoteWorkers
 
 logger = logging.getLogger(__name__)
 
 LEAST_VERSION = (2, 59)
 PLACE_SECONDS = 30.0  # without a place, before it is said
-LOCAL, LOOPBACK = "local", ("127.0.0.1", "localhost", "[::1]")
+AUTO, LOCAL, LOOPBACK = "auto", "local", ("127.0.0.1", "localhost", "[::1]")
 ASK_SECONDS = 0.02
 """A question costs a millisecond and more: where there is nothing new, the next one is this much later, not a token later."""
 A_STRANGER = (
@@ -49,7 +49,7 @@ A_STRANGER = (
 
 
 def ray_module() -> ModuleType:
-    """Ray, which is imported nowhere else."""
+    """Ray, for those who ask for it."""
     try:
         import ray
     except ImportError as error:
@@ -64,13 +64,22 @@ def ray_module() -> ModuleType:
     return ray
 
 
+def address_of(given: str | None) -> str:
+    return given or os.environ.get("RAY_ADDRESS") or LOCAL
+
+
 def connect(address: str | None) -> tuple[ModuleType, bool]:
     """Ray, connected, and whether that was done here. None: `RAY_ADDRESS`, or a cluster of this machine for this run alone."""
     ray = ray_module()
     if ray.is_initialized():
+        here = ray.get_runtime_context().gcs_address
+        if address not in (None, AUTO, here):
+            raise ValueError(
+                f"`ray_address` is {address}, and this process has connected itself to {here}: leave one out."
+            )
         refuse_strangers(ray)
         return ray, False
-    address = address or os.environ.get("RAY_ADDRESS") or LOCAL
+    address = address_of(address)
     if address == LOCAL:
         _keep_token_private()
     with _own_sigterm():
@@ -87,12 +96,11 @@ def refuse_strangers(ray: ModuleType) -> None:
         return
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     environment["RAY_AUTH_MODE"] = "disabled"
-    asked = subprocess.run(
-        [sys.executable, "-c", A_STRANGER, address], env=environment, capture_output=True, check=False
-    )
-    if asked.returncode == 0:
+    command = [sys.executable, "-c", A_STRANGER, address]
+    asked = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if "AuthenticationError" not in asked.stderr:  # whatever else it says, nobody was turned away
         raise PermissionError(
-            f"The Ray cluster at {address} answers without a token, so whoever reaches it can run any code on it. Start it with "
+            f"The Ray cluster at {address} does not ask for a token, so whoever reaches it can run any code on it. Start it with "
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE on every machine (docs/async.md), and set both here."
         )
 
@@ -195,6 +203,11 @@ class RayWorkers(RemoteWorkers):
     """Actors for which the cluster has no room yet join when it has."""
 
     def __init__(self, *given: Any, ray_address: str | None, resources: dict[str, float], **how: Any) -> None:
+        if resources.get("GPU") and address_of(ray_address) == LOCAL:
+            raise ValueError(
+                "A Ray cluster of this machine alone would hand out the GPUs that the training has: `rollout_workers=N` starts "
+                "processes on those that are free, and `ray_address` names a cluster of several machines."
+            )
         super().__init__(*given, **how)
         self.ray, self.is_ours = connect(ray_address)
         self.asked, asked = resources, dict(resources)
@@ -233,6 +246,8 @@ class RayWorkers(RemoteWorkers):
                 child.ended_with = f"{type(error).__name__}: {error}"
                 return None
             child.last_seen, handle.has_answered = time.monotonic(), True
+            if found and len(found) > LARGEST_MESSAGE:
+                raise ValueError(f"A message of {len(found):,} bytes came; at most {LARGEST_MESSAGE:,} are read.")
             if found != b"":
                 return found
             handle.asked = handle.actor.exchange.remote(None, [])

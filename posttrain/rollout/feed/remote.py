@@ -34,6 +34,7 @@ from posttrain.rollout.rollout import Request
 
 logger = logging.getLogger(__name__)
 
+LARGEST_MESSAGE = 2**30  # bytes of a group
 SILENT_SECONDS = 10.0  # without a sign of life
 START_SECONDS = 300.0  # to import, and to get the weights
 STOP_SECONDS = 5.0  # to end after it was killed

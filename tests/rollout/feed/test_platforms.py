@@ -297,7 +297,7 @@ def test_a_cluster_that_others_reach_must_ask_for_a_token(mode, tmp_path):
     if mode == "token":
         assert (done.returncode, done.stdout.strip()) == (0, "False")
     else:
-        assert "answers without a token, so whoever reaches it can run any code on it" in done.stderr
+        assert "does not ask for a token, so whoever reaches it can run any code on it" in done.stderr
 
 
 def test_ray_is_imported_by_nobody_who_does_not_ask_for_it():
@@ -309,6 +309,12 @@ def test_ray_is_imported_by_nobody_who_does_not_ask_for_it():
 def test_without_ray_a_run_says_what_to_install(tmp_path):
     with pytest.raises(ImportError, match=r"needs Ray, which is not installed: pip install 'posttrain\[ray\]'"):
         run(Path(tmp_path), rollout_workers="ray")
+
+
+def test_a_cluster_of_one_machine_does_not_hand_out_the_gpus_of_the_training(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ValueError, match="would hand out the GPUs that the training has"):
+        run(tmp_path, rollout_workers="ray", worker_resources={"GPU": 1})
 
 
 @pytest.mark.parametrize(
