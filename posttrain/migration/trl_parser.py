@@ -29,6 +29,7 @@ def number_or_name(word: str) -> float | str:
 OR_A_NAME: dict[frozenset[type], dict[str, Any]] = {
     frozenset({str, bool}): {"nargs": "?", "const": True, "type": lambda word: SWITCHES.get(word.lower(), word)},
     frozenset({str, float}): {"type": number_or_name},
+    frozenset({str, int}): {"type": lambda word: int(word) if word.isdecimal() else word},
 }
 """How options of ours are read that are a name, or a switch or a number."""
 

@@ -46,6 +46,49 @@ def test_versions_that_ci_does_not_test_are_named_with_ci_s(monkeypatch):
     assert "transformers 5.17.0 (CI: 5.19.0)" in line.text
 
 
+def sysfs(root, adapters, modules):
+    """{adapter: [(state, rate, link layer) of each port]}, as the kernel shows them."""
+    for name, ports in adapters.items():
+        for number, texts in enumerate(ports, 1):
+            port = root / "sys/class/infiniband" / name / "ports" / str(number)
+            port.mkdir(parents=True)
+            for file, text in zip(("state", "rate", "link_layer"), texts):
+                (port / file).write_text(f"{text}\n")
+    for name in modules:
+        (root / "sys/module" / name).mkdir(parents=True)
+
+
+NDR = ("4: ACTIVE", "400 Gb/sec (4X NDR)", "InfiniBand")
+
+
+@pytest.mark.parametrize(
+    ("adapters", "modules", "wanted"),
+    [
+        ({}, ["nvidia"], [("-", "infiniband", "Ethernet")]),
+        (
+            {"mlx5_0": [NDR]},
+            ["nvidia", "nvidia_peermem"],
+            [("ok", "mlx5_0", "InfiniBand, 400 Gb/sec"), ("ok", "gpudirect", "")],
+        ),
+        ({"mlx5_0": [NDR]}, ["nvidia"], [("ok", "mlx5_0", ""), ("!", "gpudirect", "modprobe nvidia_peermem")]),
+        ({"mlx5_0": [NDR]}, [], [("ok", "mlx5_0", "")]),
+        (
+            {
+                "a": [("1: DOWN", "10 Gb/sec", "Ethernet")],
+                "b": [("1: DOWN", "", ""), ("4: ACTIVE", "100 Gb/sec", "Ethernet")],
+            },
+            ["nv_peer_mem"],
+            [("!", "a", "1: DOWN"), ("ok", "b", "RoCE, 100 Gb/sec"), ("ok", "gpudirect", "nv_peer_mem")],
+        ),
+    ],
+)
+def test_the_network_between_machines(tmp_path, adapters, modules, wanted):
+    sysfs(tmp_path, adapters, modules)
+    found = doctor.network(tmp_path)
+    assert [(line.mark, line.name) for line in found] == [(mark, name) for mark, name, _ in wanted]
+    assert all(part in line.text for line, (_, _, part) in zip(found, wanted))
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_completion_scripts_name_commands_and_options(shell, capsys):
     assert posttrain("completion", shell) == 0

@@ -719,3 +719,45 @@ def test_a_teacher_on_a_server_is_not_asked_and_not_counted(here, capsys):
     assert (
         "posttrain server_distillation needs a teacher's server: --teacher_model_server_url." in capsys.readouterr().err
     )
+
+
+# ---- rollouts beside training ----------------------------------------------------------------------------------------------
+
+
+def test_a_short_run_says_what_writing_beside_training_would_bring(here, capsys, tmp_path):
+    run = str(tmp_path / "short")
+    words = words_of("grpo", "grpo", {**GROUPS, "rollout_engine": "native"}, run)
+    trainer_of(parse("grpo", words)).train()
+    assert posttrain("explain", "grpo", "--timings", run, "--json", "told.json", *words) == 0
+    shown, told = capsys.readouterr().out, json.loads((here / "told.json").read_text())["beside"]
+    settings = told["settings"]
+    assert [*settings] == [
+        "synchronous",
+        "in order, lead 1",
+        "in order, lead 2",
+        "window, lead auto",
+        "first finished, mask",
+    ]
+    assert (
+        settings["synchronous"]["seconds"]
+        >= settings["in order, lead 1"]["seconds"]
+        >= settings["in order, lead 2"]["seconds"]
+    )
+    assert settings["synchronous"]["oldest"] == 0
+    assert 0 < told["share_for_rollouts"] < 1
+    assert f"lead: {told['lead']:.1f} generations under way" in shown
+    assert "GPUs for rollouts, so that neither side waits: 1 of 2" in shown
+
+
+@pytest.mark.parametrize(
+    ("method", "folder", "said"),
+    [("sft", ".", "sft writes no completions"), ("grpo", "nowhere", "there is no such folder")],
+)
+def test_timings_that_cannot_be(here, capsys, method, folder, said):
+    assert (
+        posttrain(
+            "explain", method, "--timings", folder, *words_of(method, method, SMALL if method == "sft" else GROUPS)
+        )
+        == 2
+    )
+    assert said in capsys.readouterr().err

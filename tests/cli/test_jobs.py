@@ -101,7 +101,7 @@ sys.exit({code})
 """
 
 
-def slurm_script(folder, *words, code=143, waits=True, second=None, environment=None, **programs_given):
+def slurm_script(folder, *words, code=143, waits=True, second=None, environment=None, run=RUN, **programs_given):
     """The job's script at work, with srun, scontrol and posttrain of this test in front of PATH."""
     programs = folder / "bin"
     programs.mkdir()
@@ -116,7 +116,7 @@ def slurm_script(folder, *words, code=143, waits=True, second=None, environment=
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     path = f"{programs}:{os.environ['PATH']}"
-    launched(folder, "slurm", "--setup", f'export PATH="{programs}:$PATH"', *words, *RUN)
+    launched(folder, "slurm", "--setup", f'export PATH="{programs}:$PATH"', *words, *run)
     given = {
         **os.environ,
         "PATH": path,
@@ -511,3 +511,140 @@ def test_a_job_asks_for_the_token_and_does_not_hold_it(folder, capsys, scheduler
         assert "--push_to_hub" in text
         assert "hub_token" not in text
         assert "hub-token" not in text
+
+
+# ---- machines that write, and jobs of Ray ---------------------------------------------------------------------------------------
+
+ONLINE = ["grpo", *RUN[1:], "--reward_funcs", "accuracy_reward"]
+SAFE = ("RAY_AUTH_MODE=token", "RAY_AUTH_TOKEN_PATH")
+
+
+def with_writers(folder, scheduler, *words, run=ONLINE):
+    return launched(folder, scheduler, "--nodes", "2", "--rollout_nodes", "6", "--gpus", "8", *words, *run)
+
+
+def check_run(command):
+    """What the training processes are asked for."""
+    for part in (
+        "--num_processes 16",
+        "--num_machines 2",
+        "--async_rollouts true",
+        "--rollout_workers ray",
+        "--ray_workers 3",
+    ):
+        assert part in command
+    assert "'my model'" in command
+
+
+def test_slurm_gets_a_heterogeneous_job(folder, monkeypatch):
+    monkeypatch.setenv("NCCL_IB_HCA", "mlx5_0,mlx5_1; x")
+    text = with_writers(folder, "slurm", "--partition", "a100")
+    check_shell(text, folder)
+    check_run(text)
+    first, second = text.split("#SBATCH hetjob\n")
+    assert "#SBATCH --nodes=2\n" in first
+    assert "#SBATCH --nodes=6\n" in second
+    assert first.count("--partition=a100") == second.count("--partition=a100") == 1
+    assert "export NCCL_IB_HCA='mlx5_0,mlx5_1; x'\n" in text
+    assert all(part in text for part in (*SAFE, "umask 077", "--dashboard-host=127.0.0.1"))
+    assert text.count("--num-gpus=0") == 2  # nobody writes where the training is
+
+
+SRUN = """#!/bin/bash
+echo "$1 $RAY_ADDRESS $(stat -c %a "$RAY_AUTH_TOKEN_PATH") $(wc -c <"$RAY_AUTH_TOKEN_PATH")" >>srun.log
+group=$1
+while [ "$1" != bash ]; do shift; done
+export SLURM_NODEID=0
+if [ "$group" = --het-group=1 ]; then exit 0; fi
+exec "$@"
+"""
+
+
+def test_slurms_ray_has_a_token_that_only_the_owner_reads(folder):
+    """The script at work: two steps start Ray, one trains, and the token goes with the job."""
+    process = slurm_script(
+        folder, "--rollout_nodes", "1", "--gpus", "1", code=0, waits="not os.path.exists('ray.log')", run=ONLINE,
+        srun=SRUN, ray='#!/bin/bash\necho "$@" >ray.log\n',
+    )  # fmt: skip
+    code, told, _ = ended(process)
+    assert code == 0, told
+    steps = sorted((folder / "srun.log").read_text().splitlines())
+    assert steps == ["--het-group=0 node7:30007 600 64"] * 2 + ["--het-group=1 node7:30007 600 64"]
+    assert "--head --port=30007 --dashboard-host=127.0.0.1" in (folder / "ray.log").read_text()
+    assert not [path for path in folder.rglob("*") if "token" in path.name]
+
+
+def test_skypilot_starts_ray_on_all_machines(folder, monkeypatch):
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    task = yaml.safe_load(with_writers(folder, "skypilot"))
+    check_shell(task["run"], folder)
+    check_run(task["run"])
+    assert task["num_nodes"] == 8
+    assert task["envs"]["NCCL_DEBUG"] == "WARN"
+    token = Path(task["file_mounts"]["/tmp/posttrain/ray-token"])
+    assert token.stat().st_mode & 0o777 == 0o600
+    assert len(token.read_text()) == 64
+    assert token.read_text() not in yaml.safe_dump(task)
+
+
+def test_kubernetes_gets_a_rayjob(folder):
+    parts = kubernetes_parts(with_writers(folder, "kubernetes"))
+    job = parts["RayJob"]["spec"]
+    assert job["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+    (group,) = job["rayClusterSpec"]["workerGroupSpecs"]
+    assert group["replicas"] == 8
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"] == {"nvidia.com/gpu": "8"}
+    head = job["rayClusterSpec"]["headGroupSpec"]["template"]["spec"]["containers"][0]
+    assert "limits" not in head["resources"]
+    assert not {"command", "args"} & head.keys()
+    assert job["entrypoint"].split()[1:] == [
+        "-m", "posttrain.cli.running.ray_ranks", "2", "8", "/etc/posttrain", "bash", "on-each-machine.sh",
+    ]  # fmt: skip
+    (script,) = [text for key, text in parts["ConfigMap"]["data"].items() if key.endswith("on-each-machine.sh")]
+    check_shell(script, folder)
+    check_run(script)
+
+
+def test_a_job_of_ray_is_a_script_that_submits_it(folder, monkeypatch):
+    monkeypatch.setitem(TO, "ray", ["--to", "ray"])
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
+    text = with_writers(folder, "ray")
+    check_shell(text, folder)
+    check_run(text)
+    programs = folder / "bin"
+    programs.mkdir()
+    (programs / "ray").write_text(
+        f"#!{sys.executable}\nimport json, sys\njson.dump(sys.argv[1:], open('given', 'w'))\n"
+    )
+    (programs / "ray").chmod(0o755)
+    (folder / "token").write_text("t")
+    environment = {"PATH": f"{programs}:{os.environ['PATH']}", "RAY_ADDRESS": "x", "RAY_AUTH_TOKEN_PATH": "token"}
+    for mode, wanted in ((0o644, 2), (0o600, 0)):
+        (folder / "token").chmod(mode)
+        assert subprocess.run(["bash", "mine.ray.sh"], env=environment, check=False).returncode == wanted
+    given = json.loads((folder / "given").read_text())
+    assert json.loads(given[given.index("--runtime-env-json") + 1])["env_vars"]["NCCL_SOCKET_IFNAME"] == "eth0"
+    command = given[given.index("--") + 1 :]
+    assert command[:6] == ["python", "-m", "posttrain.cli.running.ray_ranks", "2", "8", "."]
+    assert "my model" in command
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        ([*TO["slurm"], "--rollout_nodes", "1", *RUN], ["--rollout_nodes", "sft writes no completions"]),
+        ([*TO["slurm"], "--rollout_nodes", "1", *ONLINE, "--use_vllm", "true"], ["use_vllm", "--rollout_nodes"]),
+        ([*TO["slurm"], "--rollout_nodes", "-1", *ONLINE], ["--rollout_nodes", "at least 0"]),
+        (["--to", "ray", *ONLINE, "--output_dir", "out"], ["output_dir", "absolute path"]),
+        ([*TO["kubernetes"], "--rollout_nodes", "1", "--setup", "pip install x", *ONLINE], ["--setup", "--image"]),
+    ],
+)
+def test_machines_that_write_where_nothing_is_written(folder, capsys, words, wanted):
+    assert posttrain("launch", *words) == 2
+    told = capsys.readouterr().err
+    assert all(part in told for part in wanted), told
+
+
+def test_fewer_machines_that_write_than_train_share_their_gpus(folder):
+    text = launched(folder, "slurm", "--nodes", "4", "--rollout_nodes", "2", *ONLINE)
+    assert """--ray_workers 1 --worker_resources '{"GPU": 0.5}'""" in text

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from posttrain.rollout.feed import processes
+from posttrain.rollout.feed import remote
 from tests.trainer.test_async import LORA, odd_sums, run, trainer, weights, written
 
 EXACT = {"async_rollouts": True, "async_order": "in_order", "async_lead": 2, "max_steps": 8}
@@ -32,8 +32,8 @@ class Attack(TrainerCallback):
     def _go(self):
         while not self.over.wait(self.every):
             ahead = self.trainer.ahead
-            if ahead is not None and ahead.processes is not None:
-                self.attack(ahead.processes.children)
+            if ahead is not None and ahead.platform is not None:
+                self.attack(ahead.platform.children)
 
     def on_step_end(self, args, state, control, **kwargs):
         time.sleep(self.seconds)
@@ -98,10 +98,10 @@ def test_workers_that_are_killed_at_any_time_are_replaced(tmp_path, inline):
     rng, killed = random.Random(0), []
 
     def kill(children):
-        busy = [child for child in children if child.has_begun and child.process.poll() is None]
+        busy = [child for child in children if child.seat.has_begun and child.handle.popen.poll() is None]
         if busy and len(killed) < 6:
             time.sleep(rng.random() * 0.2)
-            killed.append(rng.choice(busy).process.pid)
+            killed.append(rng.choice(busy).handle.popen.pid)
             os.kill(killed[-1], signal.SIGKILL)
 
     made = attacked(tmp_path, kill, rollout_workers=2, **EXACT)
@@ -111,12 +111,12 @@ def test_workers_that_are_killed_at_any_time_are_replaced(tmp_path, inline):
 
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_is_noticed_and_its_late_results_are_refused(tmp_path, inline, monkeypatch):
-    monkeypatch.setattr(processes, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(remote, "SILENT_SECONDS", 2.0)
     stopped = []
 
     def stop(children):
-        if not stopped and children[0].has_begun:
-            stopped.append(children[0].process.pid)
+        if not stopped and children[0].seat.has_begun:
+            stopped.append(children[0].process)
             os.kill(stopped[0], signal.SIGSTOP)
 
     made = attacked(tmp_path, stop, rollout_workers=2, **EXACT)
@@ -128,8 +128,8 @@ def test_a_worker_that_is_stopped_is_noticed_and_its_late_results_are_refused(tm
 def test_a_worker_that_cannot_live_ends_the_run_with_a_sentence(tmp_path):
     def kill(children):
         for child in children:
-            if child.process.poll() is None:
-                os.kill(child.process.pid, signal.SIGKILL)
+            if child.handle.popen.poll() is None:
+                os.kill(child.handle.popen.pid, signal.SIGKILL)
 
     with pytest.raises(RuntimeError, match=r"Rollout worker-0 ended 3 times in a row, the last time with -9"):
         attacked(tmp_path, kill, every=0.05, rollout_workers=1, **EXACT)

@@ -20,6 +20,7 @@ OPTIONAL = {
     "bitsandbytes": ("4- and 8-bit weights (QLoRA)", "pip install 'posttrain[quant]'"),
     "vllm": ("vLLM in the training process (`vllm_mode='colocate'`)", "pip install 'posttrain[vllm]'"),
     "gguf": ("export to GGUF", "pip install 'posttrain[gguf]'"),
+    "ray": ("rollout workers on several machines (`rollout_workers='ray'`)", "pip install 'posttrain[ray]'"),
     "deepspeed": ("ZeRO-2 and ZeRO-3", "pip install 'posttrain[deepspeed]'"),
     "matplotlib": ("reports as PNG", "pip install 'posttrain[view]'"),
 }
@@ -39,7 +40,7 @@ def main(words: list[str]) -> int:
             "usage: posttrain doctor\n\nSays what works on this machine and what to type next. Exit code 1: something is broken."
         )
         return 0
-    lines = [line for part in (packages, devices, kernels, engines, disk) for line in part()]
+    lines = [line for part in (packages, devices, network, kernels, engines, disk) for line in part()]
     for line in lines:
         print(f"{line.mark:>2}  {line.name:<18} {line.text}")
     broken = [line for line in lines if line.mark == BAD]
@@ -121,6 +122,39 @@ def devices() -> list[Line]:
             Line(GOOD if nccl else BAD, "nccl", "several GPUs can train together" if nccl else "torch has none")
         )
     return lines
+
+
+def network(root: Path = Path("/")) -> list[Line]:
+    """What machines that train together reach each other by: InfiniBand or RoCE, and whether GPUs use it without the host."""
+    adapters = sorted(root.glob("sys/class/infiniband/*"))
+    if not adapters:
+        return [Line(MISSING, "infiniband", "none: several machines would talk over Ethernet (NCCL_SOCKET_IFNAME)")]
+    lines = [_adapter(adapter) for adapter in adapters]
+    modules = [name for name in ("nvidia_peermem", "nv_peer_mem") if (root / "sys/module" / name).exists()]
+    if modules:
+        lines.append(
+            Line(GOOD, "gpudirect", f"{modules[0]} is loaded: GPUs reach the network without a copy in host memory")
+        )
+    elif (root / "sys/module/nvidia").exists():
+        how = "modprobe nvidia_peermem (drivers with open kernel modules can do without, by DMA-BUF)"
+        lines.append(
+            Line(WARNED, "gpudirect", f"nvidia_peermem is not loaded, so data may go through host memory: {how}")
+        )
+    return lines
+
+
+def _adapter(folder: Path) -> Line:
+    """`state` is "4: ACTIVE", `rate` "400 Gb/sec (4X NDR)", `link_layer` "InfiniBand" or "Ethernet" (RoCE)."""
+    ports = sorted(folder.glob("ports/*"))
+    state, rate, layer = (
+        [(port / name).read_text().strip() for port in ports] for name in ("state", "rate", "link_layer")
+    )
+    up = [place for place, text in enumerate(state) if "ACTIVE" in text]
+    if not up:
+        return Line(WARNED, folder.name, f"no port is active ({', '.join(state) or 'it has none'}): ibstat says more")
+    kinds = {"Ethernet": "RoCE"}
+    shown = [f"{kinds.get(layer[place], layer[place])}, {rate[place].partition(' (')[0]}" for place in up]
+    return Line(GOOD, folder.name, "; ".join(shown))
 
 
 def kernels() -> list[Line]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from posttrain.cli.errors import UsageError, as_usage_error
@@ -16,17 +17,18 @@ if TYPE_CHECKING:
     from posttrain.trainer.plan.arithmetic import Rollouts, RunCounts
     from posttrain.trainer.plan.costs import RunMemory
 
-USAGE = """usage: posttrain explain [METHOD] [CONFIG.yaml] [--gpu 24GB] [--json FILE|-] [--option value ...]
+USAGE = """usage: posttrain explain [METHOD] [CONFIG.yaml] [--gpu 24GB] [--timings RUN] [--json FILE|-] [--option value ...]
 
 Says what `posttrain METHOD` would do with the same options: rows, tokens, passes and optimizer steps (counted, by the code that
 will make the batches), the loss with its numbers, the work, and the memory by phase. The data are read; no weights are.
 --gpu SIZE   whether it fits a device of that size, and the largest settings that do
+--timings RUN  online methods: what rollouts beside training would bring, from the seconds of a short run in that folder
 --json FILE  the same as JSON; - is the screen
 Exit code 0: explained; 2: the command cannot be done."""
 LEVELS = {"none": "activations kept", "selective": "selective checkpointing", "full": "full checkpointing"}
 ROW_NAMES = {1: "rows", 2: "pairs", 3: "triples"}
 """Samples of a row -> what rows are called."""
-OWN = {"--gpu": "80GB", "--json": "explained.json"}
+OWN = {"--gpu": "80GB", "--timings": "runs/short", "--json": "explained.json"}
 
 
 def main(words: list[str]) -> int:
@@ -35,7 +37,7 @@ def main(words: list[str]) -> int:
         return 0
     own, words = own_options(words, OWN)
     gpu = None if own["--gpu"] is None else gpu_bytes(own["--gpu"])
-    found = Explained(config_named(words, "explain"), gpu)
+    found = Explained(config_named(words, "explain"), gpu, own["--timings"])
     if own["--json"]:
         write_json(own["--json"], found.as_json())
     if own["--json"] != "-":
@@ -54,8 +56,9 @@ def gpu_bytes(text: str) -> int:
 class Explained:
     """A run's options, data and model shape, and what follows from them."""
 
-    def __init__(self, config: RunConfig, gpu: int | None = None) -> None:
-        self.config, self.gpu = config, gpu
+    def __init__(self, config: RunConfig, gpu: int | None = None, timings: str | None = None) -> None:
+        """`timings`: folder of a run that says what the parts of this one take."""
+        self.config, self.gpu, self.timings, self.beside = config, gpu, timings, None
         no_bars()
         with contextlib.redirect_stdout(io.StringIO()):  # what is said about the data is `posttrain check`'s business
             as_usage_error(self._explain)
@@ -84,8 +87,20 @@ class Explained:
             self.counts = RunCounts(side, evals)
             self.formula = side.formula(self.args, totals_text(self.counts))
             self._explain_model()
+        if self.timings is not None:
+            self._explain_beside(Path(self.timings).expanduser())
         self._note_what_is_missing()
         self._note_needs()
+
+    def _explain_beside(self, folder: Path) -> None:
+        from posttrain.trainer.options.async_rollouts import AsyncConfig
+        from posttrain.trainer.plan.beside import Beside, Timings
+
+        if not isinstance(self.args, AsyncConfig):
+            raise UsageError(f"--timings: {self.config.method} writes no completions; leave it out.")
+        if not folder.is_dir():
+            raise UsageError(f"--timings is {folder}, and there is no such folder; it takes that of a run.")
+        self.beside = Beside(self.args, Timings.of_run(folder, self.args.pace()))
 
     def _explain_model(self) -> None:
         """What follows from the model's shape."""
@@ -188,6 +203,7 @@ class Explained:
             "trained_parameters": self.shape.trained,
             "work": self.work.as_json(),
             "memory": self.memory.as_json(),
+            **({} if self.beside is None else {"beside": self.beside.as_json()}),
         }
 
 
@@ -214,6 +230,7 @@ def show(found: Explained) -> None:
         "the loss": found.formula.lines(),
         "passes of an optimizer step": work_lines(found),
         "memory of one process (estimated)": memory_lines(found.memory),
+        "a generation, written beside training (simulated)": [] if found.beside is None else found.beside.lines(),
         "to know": found.counts.notes,
     }
     for title, lines in sections.items():

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from posttrain.cli.commands import ray_jobs
 from posttrain.cli.errors import EXIT_CODE, PACKAGE, UsageError
 from posttrain.cli.options.arguments import RunConfig
 from posttrain.core import __version__
@@ -52,13 +53,14 @@ def secret_options(config: RunConfig, origin: str) -> list[str]:
     return [name for name, value in given if without_secrets({name: value}) != {name: value}]
 
 
-def command_of(job: argparse.Namespace, words: list[str], config: RunConfig, address: str, port: str) -> str:
-    """The command on each machine, but for its rank."""
+def command_of(job: argparse.Namespace, words: list[str], config: RunConfig, port: str | None) -> str:
+    """The command on each machine, but for its rank. None: nor does it say where processes meet."""
+    meeting = f' --main_process_ip "$ADDRESS_OF_MACHINE_0" --main_process_port {port}' if port else ""
     named = job.profile or (None if config.get("accelerate_config") else default_profile(job))
     profile = ["--accelerate_config", named] if named else []
     counts = ["--num_processes", str(job.nodes * job.gpus), "--num_machines", str(job.nodes)]
-    master = f"--main_process_ip {address} --main_process_port {port}"
-    return f"{shlex.join(['posttrain', *words, *profile, *counts])} {master}"
+    words = ray_jobs.with_rollouts(job, words, config)
+    return f"{shlex.join(['posttrain', *words, *profile, *counts])}{meeting}"
 
 
 def this_package(folder: Path) -> str:
@@ -217,7 +219,8 @@ def slurm(job: argparse.Namespace, words: list[str], config: RunConfig) -> str: 
     requested = {name: getattr(job, name) for name in ("partition", "account", "qos")}
     requested["mem"] = job.memory and f"{job.memory}G"
     extra = "".join(f"#SBATCH --{name}={value}\n" for name, value in requested.items() if value)
-    command = command_of(job, words, config, '"$ADDRESS_OF_MACHINE_0"', '"$PORT_OF_MACHINE_0"')
+    command = command_of(job, words, config, '"$PORT_OF_MACHINE_0"')
+    ray = ray_jobs.slurm_part(job, extra)
     return f"""#!/bin/bash
 {MARK}
 #SBATCH --job-name={job.name}
@@ -231,12 +234,12 @@ def slurm(job: argparse.Namespace, words: list[str], config: RunConfig) -> str: 
 #SBATCH --open-mode=append
 #SBATCH --signal=B:USR1@{job.grace}
 #SBATCH --requeue
-{extra}
+{extra}{ray["header"]}
 # Code, options, data and output are those of the working directory above, which all nodes must see.
 set -eo pipefail
 {setup_of(job)}set -u
 {INSTALLED}
-hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+hosts=$(scontrol show hostnames "${{SLURM_JOB_NODELIST_HET_GROUP_0:-$SLURM_JOB_NODELIST}}")
 export ADDRESS_OF_MACHINE_0=${{hosts%%$'\\n'*}}
 export PORT_OF_MACHINE_0=$((10000 + SLURM_JOB_ID % 20000))  # jobs that share a node have different ones
 export SRUN_CPUS_PER_TASK={job.cpus}  # srun does not take it over from sbatch
@@ -244,7 +247,7 @@ export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={job.grace}
 PID_FILE=$(mktemp)
 export PID_FILE
 trap 'rm -f "$PID_FILE"' EXIT
-
+{ray["before"]}
 # {job.grace} seconds before the limit Slurm sends USR1 to this script alone. The run on this machine, the first, is asked to stop:
 # all processes agree on a step, save and end, the job is requeued, and the same command continues.
 # `scancel --batch --signal=USR1 JOB` does it by hand.
@@ -253,7 +256,7 @@ trap 'again=yes; kill -TERM "$(<"$PID_FILE")" || true' USR1
 trap : TERM  # scancel: Slurm ends the run itself, and the job is not requeued
 
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=1 bash -c '
+{ray["srun"]} --kill-on-bad-exit=1 bash -c '
   set -- "$@" --machine_rank "$SLURM_NODEID"
   if [ "$SLURM_NODEID" -eq 0 ]; then echo "$$" >"$PID_FILE"; exec "$@"; fi
   trap : TERM
@@ -279,11 +282,12 @@ def skypilot(job: argparse.Namespace, words: list[str], config: RunConfig) -> st
     check_output(job, config)
     for where, path in local_files(job, config):
         path_in_folder(job, where, path)
-    command = command_of(job, words, config, '"$ADDRESS_OF_MACHINE_0"', str(PORT))
+    command = command_of(job, words, config, str(PORT))
+    before, token = ray_jobs.skypilot_part(job, Path.cwd())
     run = f"""set -eo pipefail
 {INSTALLED}
 export ADDRESS_OF_MACHINE_0=${{SKYPILOT_NODE_IPS%%$'\\n'*}}
-exec {command} --machine_rank "$SKYPILOT_NODE_RANK"
+{before}{"" if before else "exec "}{command} --machine_rank "$SKYPILOT_NODE_RANK"{ray_jobs.WAIT_FOR_RUN if before else ""}
 """
     resources = {
         "accelerators": f"{job.accelerator}:{job.gpus}", "cpus": f"{job.cpus}+",
@@ -291,9 +295,13 @@ exec {command} --machine_rank "$SKYPILOT_NODE_RANK"
         "job_recovery": {"max_restarts_on_errors": job.restarts},
     }  # fmt: skip
     buckets = {mount: {"source": source, "mode": "MOUNT_CACHED"} for mount, source in job.mounts.items()}
-    environment = {"HF_HOME": f"{next(iter(job.mounts))}/huggingface", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace)}
+    environment = {
+        "HF_HOME": f"{next(iter(job.mounts))}/huggingface", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace),
+        **ray_jobs.carried(),
+    }  # fmt: skip
     task = {
-        "name": job.name, "num_nodes": job.nodes, "resources": resources, "workdir": ".", "file_mounts": buckets | job.wheels,
+        "name": job.name, "num_nodes": job.nodes + job.rollout_nodes, "resources": resources, "workdir": ".",
+        "file_mounts": buckets | job.wheels | token,
         "envs": environment, "setup": setup_of(job), "run": run,
     }  # fmt: skip
     note = "# SkyPilot copies the working directory without what .skyignore, or else .gitignore, names.\n"
@@ -307,7 +315,10 @@ def kubernetes(job: argparse.Namespace, words: list[str], config: RunConfig) -> 
             f"{config.where(secret[0])} holds a secret, and the file becomes a ConfigMap, which others read: take it out, and put "
             f"it into the Secret {job.name}, whose keys are variables of the job."
         )
-    files = shipped_files(job, config)
+    command = command_of(job, words, config, None if job.rollout_nodes else str(PORT))
+    files = shipped_files(job, config) | (
+        {ray_jobs.COMMAND_FILE: f'exec {command} "$@"\n'} if job.rollout_nodes else {}
+    )
     keys = {path: f"{number}-{re.sub(r'[^A-Za-z0-9_.-]', '-', Path(path).name)}" for number, path in enumerate(files)}
     metadata = {"name": job.name}
     shipped = {
@@ -325,9 +336,12 @@ def kubernetes(job: argparse.Namespace, words: list[str], config: RunConfig) -> 
         {"action": "FailJob", "onExitCodes": {"containerName": "posttrain", "operator": "In", "values": [EXIT_CODE]}},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
     ]
-    pod = _pod(job, command_of(job, words, config, '"$ADDRESS_OF_MACHINE_0"', str(PORT)))
+    pod = _pod(job, command)
     pod["volumes"].append({"name": "shipped", "configMap": {"name": job.name, "items": [
         {"key": key, "path": path} for path, key in keys.items()]}})  # fmt: skip
+    if job.rollout_nodes:
+        whole = ray_jobs.kubernetes_rayjob(job, pod, SHIPPED_TO)
+        return f"{MARK}\n" + "---\n".join(_yaml(part) for part in (shipped, whole))
     whole = {
         "apiVersion": "batch/v1", "kind": "Job", "metadata": metadata,
         "spec": {
@@ -349,7 +363,7 @@ exec {command} --machine_rank "$JOB_COMPLETION_INDEX"
     first = next(iter(job.mounts))
     environment = {
         "ADDRESS_OF_MACHINE_0": f"{job.name}-0.{job.name}", "HF_HOME": f"{first}/huggingface",
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace),
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(job.grace), **ray_jobs.carried(),
     }  # fmt: skip
     mounts = {"shipped": SHIPPED_TO, "shm": "/dev/shm"} | {f"volume-{i}": path for i, path in enumerate(job.mounts)}
     container = {
@@ -388,8 +402,22 @@ def _yaml(document: dict[str, Any]) -> str:
     return yaml.dump(document, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000)
 
 
+def ray(job: argparse.Namespace, words: list[str], config: RunConfig) -> str:
+    """A job of a cluster that runs. Its machines get copies of the working directory, and see the same paths elsewhere."""
+    output = Path(config.get("output_dir") or ".")
+    if not output.is_absolute() or any(output.is_relative_to(folder) for folder in LOCAL_ONLY):
+        raise UsageError(
+            f"{config.where('output_dir')} is {output}: give an absolute path that all machines of the cluster see."
+        )
+    for where, path in local_files(job, config):
+        if os.path.relpath(path).startswith("..") and any(path.is_relative_to(folder) for folder in LOCAL_ONLY):
+            raise UsageError(f"{where} is {path}, which is on this machine only: move it into the working directory.")
+    return ray_jobs.ray_job(job, command_of(job, words, config, None), MARK)
+
+
 WRITERS: dict[str, Callable[[argparse.Namespace, list[str], RunConfig], str]] = {
     "slurm": slurm,
     "skypilot": skypilot,
     "kubernetes": kubernetes,
+    "ray": ray,
 }

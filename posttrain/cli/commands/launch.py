@@ -1,4 +1,4 @@
-"""`posttrain launch --to slurm|skypilot|kubernetes METHOD CONFIG ...`: the file of a job, shown, and submitted if asked."""
+"""`posttrain launch --to slurm|skypilot|kubernetes|ray METHOD CONFIG ...`: the file of a job, shown, and submitted if asked."""
 
 from __future__ import annotations
 
@@ -19,8 +19,13 @@ from posttrain.cli.running.processes import PROFILE_ALIASES, SECONDS_TO_SAVE, co
 from posttrain.core.options import resume_request
 from posttrain.core.secrets import hidden_text, named_secret
 
-SUBMIT = {"slurm": ["sbatch"], "skypilot": ["sky", "jobs", "launch", "--yes"], "kubernetes": ["kubectl", "apply", "-f"]}
-SUFFIX = {"slurm": "sbatch", "skypilot": "sky.yaml", "kubernetes": "k8s.yaml"}
+SUBMIT = {
+    "slurm": ["sbatch"],
+    "skypilot": ["sky", "jobs", "launch", "--yes"],
+    "kubernetes": ["kubectl", "apply", "-f"],
+    "ray": ["bash"],
+}
+SUFFIX = {"slurm": "sbatch", "skypilot": "sky.yaml", "kubernetes": "k8s.yaml", "ray": "ray.sh"}
 """Never .yaml alone: `--name sft sft sft.yaml` is a job named sft, of the options in sft.yaml."""
 FIELDS = {
     "name": (r"[a-z]([a-z0-9-]{0,50}[a-z0-9])?", "small letters, digits and dashes, beginning with a letter"),
@@ -39,6 +44,7 @@ ONLY_OF = {
 }  # fmt: skip
 NEEDED = {
     "slurm": {},
+    "ray": {},
     "skypilot": {
         "accelerator": "the kind of GPU, such as H100",
         "volume": "the bucket that outlives the machines, and where it is mounted, such as s3://my-bucket:/data",
@@ -53,6 +59,7 @@ TOKEN_OPTION, TOKEN_VARIABLE = "hub_token", "HF_TOKEN"
 TOKEN_FROM = {
     "slurm": f"`export {TOKEN_VARIABLE}` before `sbatch`, which hands the environment on.",
     "skypilot": f"`export {TOKEN_VARIABLE}`, then `sky jobs launch --secret {TOKEN_VARIABLE}`.",
+    "ray": f"`export {TOKEN_VARIABLE}` where Ray was started, on every machine.",
     "kubernetes": f"`kubectl create secret generic {{name}} --from-literal={TOKEN_VARIABLE}=...` makes it known to the job.",
 }
 ASSIGNMENT = re.compile(r"(\w+)=['\"]?([^\s'\"$;][^\s'\";]*)")
@@ -92,6 +99,12 @@ def make_parser() -> Parser:
     add = parser.add_argument
     add("--to", required=True, choices=sorted(SUBMIT), help="scheduler")
     add("--nodes", type=int, default=1, help="machines (default: %(default)s)")
+    add(
+        "--rollout_nodes",
+        type=int,
+        default=0,
+        help="machines besides, whose GPUs write completions (online methods, by Ray)",
+    )
     add("--gpus", type=int, default=8, help="GPUs of each machine (default: %(default)s)")
     add("--cpus", type=int, help="CPU cores of each machine (default: 4 for each GPU)")
     add("--memory", type=int, help="gigabytes of memory of each machine (default: what the scheduler gives)")
@@ -116,7 +129,7 @@ def make_parser() -> Parser:
     add("--ship", action="append", help=ship)
     setup = "Slurm: this Python environment; SkyPilot: this posttrain is installed; Kubernetes: nothing"
     add("--setup", help=f"commands before the run (default for {setup})")
-    add("--write", help="file to write (default: NAME.sbatch, NAME.sky.yaml or NAME.k8s.yaml)")
+    add("--write", help="file to write (default: NAME.sbatch, NAME.sky.yaml, NAME.k8s.yaml or NAME.ray.sh)")
     add("--submit", action="store_true", help="hand it to the scheduler; without it only the file is written")
     add("method", help="of the run, such as sft or grpo")
     return parser
@@ -144,7 +157,15 @@ def check_options(job: argparse.Namespace) -> None:
     """Those of `launch` itself, and defaults that depend on others."""
     if job.to == "slurm":
         job.time, job.workdir = job.time or "24:00:00", job.workdir or str(Path.cwd())
-    for name, least in (("nodes", 1), ("gpus", 1), ("cpus", 1), ("memory", 1), ("grace", 1), ("restarts", 0)):
+    for name, least in (
+        ("nodes", 1),
+        ("rollout_nodes", 0),
+        ("gpus", 1),
+        ("cpus", 1),
+        ("memory", 1),
+        ("grace", 1),
+        ("restarts", 0),
+    ):
         given = getattr(job, name)
         if given is not None and given < least:
             raise UsageError(f"--{name} is {given}; it is at least {least}.")

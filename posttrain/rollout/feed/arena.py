@@ -5,8 +5,10 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,20 +35,26 @@ class Layout:
             found.append(found[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
         return found
 
+    def over(self, memory: Any) -> list[Tensor]:
+        """The tensors that lie in `memory`, which may be for reading only."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            return [
+                torch.frombuffer(memory, dtype=dtype, count=torch.Size(shape).numel(), offset=start).view(shape)
+                if torch.Size(shape).numel()
+                else torch.empty(shape, dtype=dtype)
+                for shape, dtype, start in zip(self.shapes, self.dtypes, self.starts())
+            ]
+
 
 class Arena:
     """`descriptor` None: a new one."""
 
     def __init__(self, layout: Layout, descriptor: int | None = None) -> None:
-        *starts, size = layout.starts()
-        self.descriptor = _new_memory(max(size, 1)) if descriptor is None else descriptor
-        self._map = mmap.mmap(self.descriptor, max(size, 1))
-        self.tensors = [
-            torch.frombuffer(self._map, dtype=dtype, count=torch.Size(shape).numel(), offset=start).view(shape)
-            if torch.Size(shape).numel()
-            else torch.empty(shape, dtype=dtype)
-            for shape, dtype, start in zip(layout.shapes, layout.dtypes, starts)
-        ]
+        size = max(layout.starts()[-1], 1)
+        self.descriptor = _new_memory(size) if descriptor is None else descriptor
+        self.memory = mmap.mmap(self.descriptor, size)
+        self.tensors = layout.over(self.memory)
 
     def close(self) -> None:
         """The memory lives for as long as some process maps it."""

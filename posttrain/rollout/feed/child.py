@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +38,7 @@ BEAT_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Blueprint:
-    """What a worker is made of. Weights come through memory that both sides map."""
+    """What a worker is made of, but for its weights."""
 
     name: str
     model: nn.Module  # without weights
@@ -47,8 +49,6 @@ class Blueprint:
     keeps_cache: bool
     trained: Layout
     fixed: Layout
-    fixed_arena: int  # descriptor
-    arenas: tuple[int, ...]  # descriptors of what is published
 
 
 def tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -58,24 +58,21 @@ def tensors_of(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return trained, [*others, *model.buffers()]
 
 
-class FeedOverSocket:
-    """As a worker knows the feed."""
+class RemoteFeed(ABC):
+    """As a worker knows the feed of another process."""
 
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor, self.stopped = descriptor, False
+    def __init__(self) -> None:
+        self.stopped = False
         self.rows: dict[int, tuple[PromptRow, list[str]]] = {}  # by number of the work
-        self._writing, self._asking = threading.Lock(), threading.Lock()
+        self._asking = threading.Lock()
 
-    def send(self, message: dict[str, Any]) -> None:
-        with self._writing:
-            write_all(self.descriptor, frame(tree_to_bytes(message)))
+    @abstractmethod
+    def exchange(self, question: bytes) -> bytes:
+        """The trainer's answer."""
 
     def ask(self, call: str, **arguments: Any) -> Any:
         with self._asking:
-            self.send({"call": call, **arguments})
-            answer = read_frame(self.descriptor)
-        if answer is None:
-            os._exit(0)  # the trainer has ended
+            answer = self.exchange(tree_to_bytes({"call": call, **arguments}))
         self.stopped, found = pickle.loads(answer)
         return found
 
@@ -101,23 +98,41 @@ class FeedOverSocket:
         given = [work.number, work.attempt, work.label, work.prompt, work.row]
         self.ask("deliver", work=given, seconds=seconds, **rollouts_tree(rollouts))
 
+
+class FeedOverSocket(RemoteFeed):
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
+        self.descriptor, self.leaves = descriptor, False
+        self._writing = threading.Lock()
+
+    def send(self, message: bytes) -> None:
+        with self._writing:
+            write_all(self.descriptor, frame(message))
+
+    def exchange(self, question: bytes) -> bytes:
+        self.send(question)
+        answer = read_frame(self.descriptor)
+        if answer is None:
+            os._exit(0)  # the trainer has ended
+        return answer
+
     def beat(self) -> None:
         while True:
-            self.send({"call": "beat"})
+            self.send(tree_to_bytes({"call": "beat", "leaves": self.leaves}))
             threading.Event().wait(BEAT_SECONDS)
 
 
-class Mapped(ReadInPlace):
+class Published(ReadInPlace):
     """Weights that are copied out of the memory in which the trainer publishes them."""
 
-    def __init__(self, feed: FeedOverSocket, own: list[Tensor], arenas: list[Arena]) -> None:
-        self.feed, self.own, self.arenas = feed, own, arenas
+    def __init__(self, feed: RemoteFeed, own: list[Tensor], memory_of: Callable[[int], Any], layout: Layout) -> None:
+        self.feed, self.own, self.memory_of, self.layout = feed, own, memory_of, layout
         self.label = self.load(NEWEST)
 
     @torch.no_grad()
     def load(self, label: int) -> int:
         self.label, place = self.feed.ask("reading", label=label)
-        for own, kept in zip(self.own, self.arenas[place].tensors):
+        for own, kept in zip(self.own, self.layout.over(self.memory_of(place))):
             own.copy_(kept)
         if self.own and self.own[0].is_cuda:
             torch.cuda.synchronize()
@@ -140,15 +155,16 @@ def materialise(model: nn.Module, device: str) -> None:
             tensors.update({name: real(tensor) for name, tensor in tensors.items() if tensor is not None})
 
 
-def run(feed: FeedOverSocket, plan: Blueprint) -> None:
+def run(feed: RemoteFeed, plan: Blueprint, fixed_memory: Any, memory_of: Callable[[int], Any]) -> None:
+    """Write until the feed is stopped. `memory_of` a place that the trainer names: where weights lie."""
+    feed.ask("hello", process=os.getpid(), host=socket.gethostname())
     model = plan.model
     materialise(model, plan.device)
     trained, fixed = tensors_of(model)
     with torch.no_grad():
-        for own, kept in zip(fixed, Arena(plan.fixed, plan.fixed_arena).tensors):
+        for own, kept in zip(fixed, plan.fixed.over(fixed_memory)):
             own.copy_(kept)
-    arenas = [Arena(plan.trained, descriptor) for descriptor in plan.arenas]
-    weights = Mapped(feed, trained, arenas)
+    weights = Published(feed, trained, memory_of, plan.trained)
     for parameter in trained:
         parameter.requires_grad_(False)
     install_ragged_attention()
@@ -174,10 +190,13 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to handle
     _die_with(parent)
     feed = FeedOverSocket(descriptor)
+    signal.signal(signal.SIGTERM, lambda *_: setattr(feed, "leaves", True))
     sys.path[:] = pickle.loads(read_frame(descriptor))
     threading.Thread(target=feed.beat, daemon=True).start()
     try:
-        run(feed, pickle.loads(read_frame(descriptor)))
+        plan, fixed, places = pickle.loads(read_frame(descriptor))
+        arenas = [Arena(plan.trained, place) for place in places]
+        run(feed, plan, Arena(plan.fixed, fixed).memory, lambda place: arenas[place].memory)
     except BaseException as error:
         feed.stop(error)
         raise

@@ -93,6 +93,11 @@ class Feed:
             self._changed.notify_all()
             return [self.groups.pop(number) for number in numbers]
 
+    def has_window(self) -> bool:
+        """Whether `next_window` would return at once. What is too old is dropped by the question."""
+        with self._changed:
+            return self._choice() is not None
+
     def _nothing_came(self, seconds: float) -> str:
         """Who is waited for, and for how long."""
         now = self.clock()
@@ -193,6 +198,11 @@ class Feed:
             for number in self.ledger.held_by(worker):
                 self.ledger.give_back(number, self.ledger.live[number].attempt)
             self._changed.notify_all()
+
+    def holds(self, worker: str) -> bool:
+        """Whether it has something that is not finished."""
+        with self._changed:
+            return bool(self.ledger.held_by(worker))
 
     def wanted_label(self, number: int) -> int:
         """In order, block b is written by the weights that `lead` windows before it begin with, whoever writes it and whenever."""

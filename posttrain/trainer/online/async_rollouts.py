@@ -1,4 +1,5 @@
-"""AsyncRollouts: a thread of this process writes groups beside the training, with a shadow of the weights.
+"""AsyncRollouts: groups are written beside the training, by a thread of this process with a shadow of the weights, or by workers
+outside of it (rollout/feed/platform.py).
 
     rollout thread:   pull work -> write -> judge -> finish            (engine on the shadow)
     trainer:          next_window -> credit -> step -> publish weights
@@ -34,6 +35,7 @@ from posttrain.rollout.feed.group import Group, joined_groups
 from posttrain.rollout.feed.journal import Journal
 from posttrain.rollout.feed.judging import Judge
 from posttrain.rollout.feed.pacing import IN_ORDER, MASK
+from posttrain.rollout.feed.platform import Platform, Seat, Threads
 from posttrain.rollout.feed.processes import WorkerProcesses
 from posttrain.rollout.feed.replay import ReplayFeed
 from posttrain.rollout.feed.worker import CONTINUE, KEEP, RolloutWorker, SentByTrainer, TrainersOwn, Writing
@@ -41,10 +43,10 @@ from posttrain.rollout.prompt_rows import PromptRow, StreamedPrompts
 from posttrain.rollout.rollout import DATASET, POLICY, POLICY_VERSIONS, Request, Rollout
 from posttrain.rollout.schedule import Schedule
 from posttrain.trainer.online.agents import Agents
+from posttrain.trainer.options.async_rollouts import RAY
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.options.vllm import COLOCATE
 
-NAME = "inline"
 STOP_SECONDS = 60.0
 
 
@@ -83,9 +85,7 @@ class AsyncRollouts(TrainerCallback):
         self.journal = Journal(args.output_dir, args.process_index)
         self.feed = self._feed()
         self.row_of = row_of
-        self.board: Board | None = None
-        self.threads: list[threading.Thread] = []
-        self.processes: WorkerProcesses | None = None
+        self.platform: Platform | None = None
         self._rows: dict[int, PromptRow] = {}  # of a stream: it is read once
         self._reading = threading.Lock()
         self.is_resumed = False
@@ -118,7 +118,7 @@ class AsyncRollouts(TrainerCallback):
     # ---- as groups of a source ---------------------------------------------------------------------------------------
 
     def next_window(self) -> Written:
-        if not self.threads and self.processes is None and not self.is_replay:
+        if self.platform is None and not self.is_replay:
             self._start()
         groups = self.feed.next_window()
         for group in groups:
@@ -166,41 +166,47 @@ class AsyncRollouts(TrainerCallback):
         writing = Writing(row_of, self.params, episodes, run.author_of, args.num_generations)
         judge = Judge(run.rewards, run.state, self.feed.finish, run.collector.release)
         how = {"in_flight": args.update_in_flight, "keeps_cache": args.kv_after_update == KEEP}
-        if args.rollout_workers is not None:
-            return self._start_processes(writing, judge, how)
-        if not args.use_vllm and (
-            self.is_ahead or run.is_fully_sharded
-        ):  # an engine that gathers would do so when it likes
-            gathered = run.engine if run.is_fully_sharded else None
+        if args.rollout_workers is None:
+            self.platform = self._threads(writing, judge, how)
+        else:
+            given = (run.model, run.engine_maker(), writing, self.feed, judge, self._labels_at_once())
+            self.platform = self._remote_workers(given, how)
+        self._last_window = time.monotonic()
+        self.platform.start()
+
+    def _remote_workers(self, given: tuple[Any, ...], how: dict[str, Any]) -> Platform:
+        args = self.run.args
+        if args.rollout_workers != RAY:
+            return WorkerProcesses(worker_devices(args), *given, **how)
+        from posttrain.rollout.feed.ray_platform import RayWorkers
+
+        asked = args.worker_resources or ({"GPU": 1} if args.device.type == "cuda" else {"CPU": 1})
+        devices = ["cuda" if asked.get("GPU") else "cpu"] * args.ray_workers
+        return RayWorkers(devices, *given, ray_address=args.ray_address, resources=asked, **how)
+
+    def _threads(self, writing: Writing, judge: Judge, how: dict[str, Any]) -> Threads:
+        run, args, board = self.run, self.run.args, None
+        gathered = run.engine if run.is_fully_sharded else None
+        # an engine that gathers would do so when it likes
+        if not args.use_vllm and (self.is_ahead or run.is_fully_sharded):
             dtype = args.compute_dtype if run.is_fully_sharded else None
-            self.board = Board([*trained_weights(run.model, gathered).values()], sharded_dtype=dtype)
-            self._publish(step)
-        for number in range(self._labels_at_once()):
+            board = Board([*trained_weights(run.model, gathered).values()], sharded_dtype=dtype)
+            self._publish(board, run.state.global_step)
+
+        def make_worker(seat: Seat) -> Callable[[], None]:
             weights, engine = TrainersOwn(run.state), run.engine
             if args.use_vllm:
                 engine.labels_tokens = args.update_in_flight == CONTINUE
-                self._sent = run.weight_sync.ready(step)
+                self._sent = run.weight_sync.ready(run.state.global_step)
                 weights = SentByTrainer(engine)
-            elif self.board is not None:
-                weights = Shadow(run.model, self.board, gathered)
+            elif board is not None:
+                weights = Shadow(run.model, board, gathered)
                 engine = run.local_engine(weights.model)
                 engine.labels_tokens = args.update_in_flight == CONTINUE
-            given = (f"{NAME}-{number}", engine, weights, writing, self.feed, judge.add, judge.poll)
-            target = functools.partial(on_own_stream, args.device, RolloutWorker(*given, **how).run)
-            self.threads.append(threading.Thread(target=target, name="posttrain rollouts", daemon=True))
-        self._last_window = time.monotonic()
-        for thread in self.threads:
-            thread.start()
+            worker = RolloutWorker(seat.name, engine, weights, writing, seat, judge.add, judge.poll, **how)
+            return functools.partial(on_own_stream, args.device, worker.run)
 
-    def _start_processes(self, writing: Writing, judge: Judge, how: dict[str, Any]) -> None:
-        run = self.run
-        make_engine = run.engine_maker()
-        devices = worker_devices(run.args)
-        given = (devices, run.model, make_engine, writing, self.feed, judge, self._labels_at_once())
-        self.processes = WorkerProcesses(*given, **how)
-        self.board = self.processes.board
-        self._last_window = time.monotonic()
-        self.processes.start()
+        return Threads(self.feed, board, self._labels_at_once(), make_worker)
 
     def _labels_at_once(self) -> int:
         """In order, window b is written by the label of `lead` windows before: so many are between it and the trainer."""
@@ -214,12 +220,9 @@ class AsyncRollouts(TrainerCallback):
 
     def stop(self) -> None:
         self.feed.stop()
-        for thread in self.threads:
-            thread.join(STOP_SECONDS)
-        self.threads.clear()
-        if self.processes is not None:
-            self.processes.stop(STOP_SECONDS)
-            self.processes = None
+        if self.platform is not None:
+            self.platform.stop(STOP_SECONDS)
+            self.platform = None
         self.journal.close()
 
     # ---- as a callback -----------------------------------------------------------------------------------------------
@@ -234,17 +237,17 @@ class AsyncRollouts(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.is_replay and state.global_step >= self.feed.steps:  # it was stopped there
             control.should_training_stop = True
-        if self.board is not None and state.global_step % args.weight_sync_steps == 0:
-            self._publish(state.global_step)
-        if args.use_vllm and self.threads and state.global_step % args.weight_sync_steps == 0:
-            self._sent = self.run.weight_sync.ready(state.global_step)
+        if self.platform is not None and state.global_step % args.weight_sync_steps == 0:
+            if self.platform.board is not None:
+                self._publish(self.platform.board, state.global_step)
+            if args.use_vllm:
+                self._sent = self.run.weight_sync.ready(state.global_step)
         self.feed.trained(state.global_step)
 
-    def _publish(self, step: int) -> None:
-        reshard(
-            self.run.model
-        )  # so that what is published are the weights, and not what a forward has gathered of them
-        self.board.publish(step, self.feed.oldest_label())
+    def _publish(self, board: Board, step: int) -> None:
+        """The weights, and not what a forward has gathered of them."""
+        reshard(self.run.model)
+        board.publish(step, self.feed.oldest_label())
 
     # ---- ages --------------------------------------------------------------------------------------------------------
 

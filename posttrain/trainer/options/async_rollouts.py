@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from posttrain.rollout.feed.pacing import DROP, FIRST_FINISHED, IN_ORDER, MASK, 
 from posttrain.rollout.feed.worker import CONTINUE, FINISH, KEEP, RECOMPUTE, RESTART
 from posttrain.trainer.options.base import check_choice, check_range
 
-AUTO = "auto"
+AUTO, RAY = "auto", "ray"
 STEP_START, SAMPLER = "step_start", "sampler"
 
 
@@ -52,10 +53,23 @@ class AsyncConfig:
         "Centre of the clip: 'step_start', the weights that a step begins with, where tokens of older ones are weighed; or "
         "'sampler', the weights that wrote the token.",
     )
-    rollout_workers: int | None = option(
+    rollout_workers: int | str | None = option(
         None,
-        "Child processes that write, for each training process: on GPUs that no training process has, where there are such. None: "
-        "a thread of this process.",
+        "Child processes that write, for each training process: on GPUs that no training process has, where there are such; or "
+        "'ray': actors of a Ray cluster. None: a thread of this process.",
+    )
+    ray_workers: int = option(
+        1,
+        "With `rollout_workers='ray'`: actors for each training process. Those for which there is no room yet join later.",
+    )
+    ray_address: str | None = option(
+        None,
+        "With `rollout_workers='ray'`: 'auto' or HOST:PORT of a cluster that runs. None: the environment's RAY_ADDRESS, or a "
+        "cluster of this machine alone.",
+    )
+    worker_resources: dict[str, float] | str | None = option(
+        None,
+        "What each actor asks of Ray, such as {'GPU': 1, 'CPU': 4}. None: one GPU where the training has GPUs, else a CPU.",
     )
     queue_maxsize: int = option(
         1024, "Completions that are finished and not trained on yet, above which no group begins."
@@ -111,8 +125,7 @@ class AsyncConfig:
             )
         if self.max_inflight_tasks != -1:
             check_range("max_inflight_tasks", self.max_inflight_tasks, self.num_generations)
-        if self.rollout_workers is not None:
-            check_range("rollout_workers", self.rollout_workers, 1)
+        self._check_workers()
         is_exact = self.async_order == IN_ORDER
         if self.update_in_flight is None:
             self.update_in_flight = FINISH if is_exact else CONTINUE
@@ -130,6 +143,25 @@ class AsyncConfig:
             raise ValueError("`drop_zero_variance` is not there with `async_rollouts` yet: leave one of them out.")
         pace = self.pace()
         pace.check(0 if self.async_lead == AUTO else self.async_lead)
+
+    def _check_workers(self) -> None:
+        if self.rollout_workers == RAY:
+            check_range("ray_workers", self.ray_workers, 1)
+            if isinstance(self.worker_resources, str):
+                self.worker_resources = json.loads(self.worker_resources)
+            for name, amount in (self.worker_resources or {}).items():
+                check_range(f"worker_resources[{name!r}]", amount, 0)
+            return
+        if ignored := sorted({"ray_workers", "ray_address", "worker_resources"} & self.set_by_user()):
+            raise ValueError(f"`{ignored[0]}` is set, and `rollout_workers` is not 'ray': it would have no effect.")
+        if isinstance(self.rollout_workers, str):
+            if not self.rollout_workers.isdecimal():
+                raise ValueError(
+                    f"`rollout_workers` is {self.rollout_workers!r}; it is a number of processes, or 'ray'."
+                )
+            self.rollout_workers = int(self.rollout_workers)
+        if self.rollout_workers is not None:
+            check_range("rollout_workers", self.rollout_workers, 1)
 
     @property
     def centres_on_sampler(self) -> bool:
