@@ -23,6 +23,7 @@ from posttrain.rollout.store import read_rollouts
 from posttrain.trainer.options import trl_async
 from tests import tiny
 from tests.forked import start_group, wait_for_group
+from tests.methods import model_server
 from tests.methods.scripted_worker import RecordingTransfer, ScriptedWorker, scripted
 from tests.trainer import fsdp_on_cpu
 from tests.trainer.test_online import Peek, logged, numbered, rows
@@ -149,6 +150,31 @@ def test_a_script_in_trl_s_style_runs_without_any_server(tmp_path, capsys):
     assert (
         "NativeEngine; rewards: unique_letters; no server answers, and none was asked for, at http://localhost" in told
     )
+
+
+@pytest.mark.slow
+def test_a_server_that_is_named_writes_and_gets_new_weights(tmp_path):
+    """Our server around the tiny model; with vLLM behind it: tests/methods/test_vllm_training.py."""
+    pytest.importorskip("uvicorn")
+    tiny.causal_lm(vocab_size=320).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    server, options = model_server.started(tmp_path / "model", tmp_path)
+    served = {
+        "vllm_server_base_url": options["teacher_model_server_url"],
+        "vllm_server_token_file": options["teacher_server_token_file"],
+    }
+    try:
+        args = config(tmp_path / "run", max_steps=4, learning_rate=0.05, **served)
+        made = AsyncGRPOTrainer(str(tmp_path / "model"), numbered, args, rows())
+        made.train()
+        made.close()
+    finally:
+        server.end()
+    assert args.use_vllm
+    lines = [line for line in logged(tmp_path / "run") if "loss" in line]
+    assert len(lines) == 4
+    assert max(line["async/token_age/max"] for line in lines) <= 4
+    assert any(row["policy_version"] > 0 for row in read_rollouts(tmp_path / "run").to_pylist())
 
 
 def test_advantages_have_the_population_s_deviation(tmp_path):
