@@ -16,7 +16,17 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from benchmarks.parity import async_grpo
-from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer, GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig
+from posttrain import (
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    OnlineDPOConfig,
+    PPOConfig,
+    PPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from posttrain.core.options import default_of
 from posttrain.rollout.rollout import ADVANTAGES
 from posttrain.rollout.store import read_rollouts
@@ -397,3 +407,29 @@ def test_the_plan_says_whose_ratio_it_is(tmp_path):
     lines = AsyncGRPOTrainer.formula(config(tmp_path), totals).lines()
     assert any("p_old = probability under the weights that wrote the token" in line for line in lines)
     assert any("population_std_group(r) + 1e-08" in line for line in lines)
+
+
+def ppo(model, rewards, args, data, **named):
+    return PPOTrainer(model=model, reward_funcs=rewards, args=args, train_dataset=data, **named)
+
+
+METHODS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig), "ppo": (ppo, PPOConfig)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ratios_are_to_who_wrote(tmp_path, method):
+    """In order, both runs write the same until their weights differ: after the first step that trains on older tokens."""
+    cls, its_config = METHODS[method]
+    own = {"num_ppo_epochs": 1, "num_mini_batches": 1, "num_generations": 1} if method == "ppo" else {}
+    exact = {"async_rollouts": True, "async_order": "in_order", "async_lead": 1, "rollout_engine": "native", **own}
+    found = {}
+    for centre in ("step_start", "sampler"):
+        made = online_trainer(
+            tmp_path / centre, numbered, cls, its_config, proximal_policy=centre, learning_rate=0.5, **exact
+        )
+        made.train()
+        made.close()
+        found[centre] = [line["loss"] for line in logged(tmp_path / centre) if "loss" in line]
+    first, second = found["step_start"], found["sampler"]
+    assert first[0] == pytest.approx(second[0], abs=1e-5)
+    assert abs(first[1] - second[1]) > 1e-4
