@@ -156,6 +156,7 @@ def test_losses_of_scripted_rollouts_are_trl_s(tmp_path, beta, tail):
 # ---- a teacher's server --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_with_a_teacher_s_server_and_our_own_writers(tmp_path, capsys):
     pytest.importorskip("uvicorn")
     tiny.causal_lm(1).save_pretrained(tmp_path / "teacher")

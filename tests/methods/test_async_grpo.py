@@ -16,13 +16,24 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 
 from benchmarks.parity import async_grpo
-from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer, GRPOConfig, OnlineDPOConfig, PPOConfig, RLOOConfig
+from posttrain import (
+    AsyncGRPOConfig,
+    AsyncGRPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    OnlineDPOConfig,
+    PPOConfig,
+    PPOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+)
 from posttrain.core.options import default_of
 from posttrain.rollout.rollout import ADVANTAGES
 from posttrain.rollout.store import read_rollouts
 from posttrain.trainer.options import trl_async
 from tests import tiny
 from tests.forked import start_group, wait_for_group
+from tests.methods import model_server
 from tests.methods.scripted_worker import RecordingTransfer, ScriptedWorker, scripted
 from tests.trainer import fsdp_on_cpu
 from tests.trainer.test_online import Peek, logged, numbered, rows
@@ -149,6 +160,31 @@ def test_a_script_in_trl_s_style_runs_without_any_server(tmp_path, capsys):
     assert (
         "NativeEngine; rewards: unique_letters; no server answers, and none was asked for, at http://localhost" in told
     )
+
+
+@pytest.mark.slow
+def test_a_server_that_is_named_writes_and_gets_new_weights(tmp_path):
+    """Our server around the tiny model; with vLLM behind it: tests/methods/test_vllm_training.py."""
+    pytest.importorskip("uvicorn")
+    tiny.causal_lm(vocab_size=320).save_pretrained(tmp_path / "model")
+    tiny.tokenizer().save_pretrained(tmp_path / "model")
+    server, options = model_server.started(tmp_path / "model", tmp_path)
+    served = {
+        "vllm_server_base_url": options["teacher_model_server_url"],
+        "vllm_server_token_file": options["teacher_server_token_file"],
+    }
+    try:
+        args = config(tmp_path / "run", max_steps=4, learning_rate=0.05, **served)
+        made = AsyncGRPOTrainer(str(tmp_path / "model"), numbered, args, rows())
+        made.train()
+        made.close()
+    finally:
+        server.end()
+    assert args.use_vllm
+    lines = [line for line in logged(tmp_path / "run") if "loss" in line]
+    assert len(lines) == 4
+    assert max(line["async/token_age/max"] for line in lines) <= 4
+    assert any(row["policy_version"] > 0 for row in read_rollouts(tmp_path / "run").to_pylist())
 
 
 def test_advantages_have_the_population_s_deviation(tmp_path):
@@ -371,3 +407,29 @@ def test_the_plan_says_whose_ratio_it_is(tmp_path):
     lines = AsyncGRPOTrainer.formula(config(tmp_path), totals).lines()
     assert any("p_old = probability under the weights that wrote the token" in line for line in lines)
     assert any("population_std_group(r) + 1e-08" in line for line in lines)
+
+
+def ppo(model, rewards, args, data, **named):
+    return PPOTrainer(model=model, reward_funcs=rewards, args=args, train_dataset=data, **named)
+
+
+METHODS = {"grpo": (GRPOTrainer, GRPOConfig), "rloo": (RLOOTrainer, RLOOConfig), "ppo": (ppo, PPOConfig)}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_ratios_are_to_who_wrote(tmp_path, method):
+    """In order, both runs write the same until their weights differ: after the first step that trains on older tokens."""
+    cls, its_config = METHODS[method]
+    own = {"num_ppo_epochs": 1, "num_mini_batches": 1, "num_generations": 1} if method == "ppo" else {}
+    exact = {"async_rollouts": True, "async_order": "in_order", "async_lead": 1, "rollout_engine": "native", **own}
+    found = {}
+    for centre in ("step_start", "sampler"):
+        made = online_trainer(
+            tmp_path / centre, numbered, cls, its_config, proximal_policy=centre, learning_rate=0.5, **exact
+        )
+        made.train()
+        made.close()
+        found[centre] = [line["loss"] for line in logged(tmp_path / centre) if "loss" in line]
+    first, second = found["step_start"], found["sampler"]
+    assert first[0] == pytest.approx(second[0], abs=1e-5)
+    assert abs(first[1] - second[1]) > 1e-4
