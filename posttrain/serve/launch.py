@@ -219,9 +219,11 @@ def _serve(server: RolloutServer, app: Any, origin: str, bound: socket.socket, l
         "ws": "none",
         "lifespan": "on",
     }
-    stop = int(server.options.stop_seconds)
+    stop = max(int(server.options.stop_seconds), 1)  # for answers to leave
 
     class Server(uvicorn.Server):
+        loop: asyncio.AbstractEventLoop | None = None  # from when it serves
+
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             bound.listen(KERNEL_QUEUE)  # asyncio goes by one number for this and for what it takes at once
@@ -229,7 +231,7 @@ def _serve(server: RolloutServer, app: Any, origin: str, bound: socket.socket, l
 
         def handle_exit(self, sig: int, frame: Any) -> None:
             """SIGTERM, the first time: who asks is answered until what runs has ended, or been handed back."""
-            if sig != signal.SIGTERM or server.stopping:
+            if sig != signal.SIGTERM or server.stopping or self.loop is None:
                 super().handle_exit(sig, frame)
                 return
             server.stopping = True

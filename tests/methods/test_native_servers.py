@@ -117,3 +117,23 @@ def test_a_server_joins_a_run_by_a_line_in_its_folder(urls, tmp_path):
     finally:
         made.close()
     assert set(seen) == set(urls)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"kv_after_update": "keep"}, "compute keys and values"),
+        ({"async_order": "in_order"}, "servers have the newest alone"),
+    ],
+)
+def test_what_servers_cannot_do_beside_training_is_refused(options, said, urls, tmp_path):
+    with pytest.raises(ValueError, match=said):
+        vllm_runs.trainer(
+            "grpo",
+            tmp_path,
+            vllm_mode="server",
+            vllm_server_base_url=urls,
+            async_rollouts=True,
+            async_lead=1,
+            **options,
+        )
