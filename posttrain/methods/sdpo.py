@@ -298,7 +298,7 @@ class SDPOTrainer(SelfDistillingTrainer):
         logps = policy.logps if self.weight < 1 else policy.logps.detach()
         old_logps = batch.per_token.get(OLD_LOGPS, logps.detach())
         advantages = batch.per_token.get(ADVANTAGES, torch.zeros_like(logps))  # a pass without tokens has none
-        tokens = PolicyTokens(batch, logps, old_logps, advantages)
+        tokens = PolicyTokens(batch, logps, old_logps, advantages, self.age_weights(batch, old_logps))
         output = policy_loss(self.args.loss_type, tokens, self.args, None if reference is None else reference.logps)
         output.metrics[f"{MEASURED}policy_loss"] = output.metrics.pop("policy_loss")
         terms = [replace(term, weight=term.weight * (1 - self.weight)) for term in output.terms if self.weight < 1]
