@@ -4,9 +4,10 @@ A row shows one image, whose sides are log-normal between 224 and 1600 pixels, a
 tokens (a token is a byte here). Images are smooth noise, made once and stored as JPEG bytes, so that both libraries decode, resize
 and cut the same pictures: of SFT 64 rows a step, of DPO 32 pairs, of GRPO eight prompts with eight completions of 128 tokens, which
 each library writes itself. TRL as it comes has float32 weights, checkpoints and no workers for its data; tuned: bfloat16,
-checkpoints (without them four rows of SFT, or two pairs, do not fit), workers, `max_length=None`, fused AdamW. `--tiny` is the model of the tests, with small images. TRL's
-GRPO fails on prompts of different lengths with this family (transformers 5.19; `image-uneven-prompts` in the differences), so all
-images of GRPO have 600 x 600 pixels. `ours padded` and `ours unshared` are ours without ragged batches and without shared prompts.
+checkpoints (without them four rows of SFT, or two pairs, do not fit), workers, `max_length=None`, fused AdamW. `--tiny` is the
+model of the tests, with small images. TRL's GRPO fails on prompts of different lengths with this family (transformers 5.19;
+`image-uneven-prompts` in the differences), so all images of GRPO have 600 x 600 pixels. `ours padded` and `ours
+unshared` are ours without ragged batches and without shared prompts.
 
 `first_loss` is that of the same rows and weights. transformers gives Qwen2.5-VL no count of a step's tokens, so that TRL's loss of
 SFT in several micro-batches is a mean of their means, and differs; `matched` sizes of one micro-batch agree to 1e-5 by `--tiny`.

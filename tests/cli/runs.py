@@ -99,6 +99,8 @@ def options_of(method: str) -> dict:
         if method in ONLINE_METHODS
         else UNREWARDED.get(method, {})
     )
+    if method == "async_grpo":  # else time decides which group is trained first
+        own |= {"async_order": "in_order", "async_lead": 1}
     if method in SERVED:
         teacher = tiny.causal_lm(1, vocab_size=320)  # as many rows as the student gets for its tokenizer
         teacher.save_pretrained("teacher")

@@ -102,5 +102,6 @@ def test_bash_completes(capsys):
     posttrain("completion", "bash")
     script = capsys.readouterr().out
     ask = 'COMP_WORDS=(posttrain sft --learn); COMP_CWORD=2; _posttrain; echo "${COMPREPLY[@]}"'
-    shown = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True).stdout
+    how = {"capture_output": True, "text": True, "check": True}
+    shown = subprocess.run(["bash"], input=f"{script}\n{ask}", **how).stdout  # it is too long for an argument
     assert shown.split() == ["--learning_rate"]

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from posttrain.methods.table import METHODS
@@ -95,14 +96,19 @@ class KeptGradients(TrainerCallback):
         assert bool(sequence_parallel._groups) == (args.world_size > 1)
 
 
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 @contextmanager
 def kept_bytes(model: torch.nn.Module, found: list[int]) -> Iterator[None]:
     """Adds to `found` what autograd keeps for a backward, weights left out, each memory counted once."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    weights = {local(p).untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         if storage.data_ptr() not in weights:
             kept[storage.data_ptr()] = storage.nbytes()
         return tensor
