@@ -44,4 +44,4 @@ def test_without_a_lead_it_is_the_synchronous_run(tmp_path):
     beside, _ = trained(tmp_path / "beside", async_rollouts=True, async_lead=0, **settings)
     beside.close()
     for one, other in zip(plain.model.parameters(), beside.model.parameters()):
-        torch.testing.assert_close(one, other, rtol=0, atol=2e-2)
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)  # six steps move them by up to 6e-3

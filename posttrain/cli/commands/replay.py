@@ -13,7 +13,7 @@ USAGE = """usage: posttrain replay RUN [--output_dir FOLDER] [--option value ...
 
 Trains RUN, which had `async_rollouts` and `keep_journal`, once more: the same groups in the same order, from its journal. Nothing
 is written or judged anew. On a CPU the weights become the same to the bit, and the command says whether they did.
-FOLDER is RUN-replay unless it is given; other options go before those of RUN. Exit code 1: the weights differ."""
+FOLDER is RUN-replay unless it is given; other options take precedence over those of RUN. Exit code 1: the weights differ."""
 
 
 def main(words: list[str]) -> int:

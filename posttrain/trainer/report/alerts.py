@@ -309,7 +309,7 @@ def _median_beyond(history: History, name: str, limit: float, *, below: bool = F
     if (now > limit) if below else (now < limit):
         return None
     side = "below" if below else "above"
-    return f"the median of {name} over the last {len(latest)} logs is {number(now)}, {side} {number(limit)} or there"
+    return f"the median of {name} over the last {len(latest)} logs is {number(now)}, at or {side} {number(limit)}"
 
 
 def rollouts_wait(history: History) -> Seen:
