@@ -113,6 +113,8 @@ def options_of(method: str, setting: str, shared: dict[str, Any], steps: int) ->
     made.pop("temperature", None)
     on_gpu = torch.cuda.is_available()
     made |= {} if on_gpu else {"bf16": False, "dataloader_num_workers": 0}
+    if method == "grpo_images" and setting not in ("tuned", "default"):
+        made["dataloader_num_workers"] = 0  # ours writes its rollouts in this process
     if method == "grpo_images":
         made |= {"max_completion_length": WRITTEN if on_gpu else 16, "num_generations": GROUP, "temperature": 1.0}
     elif not setting.startswith("ours"):

@@ -41,7 +41,8 @@ from benchmarks.speed.rows import QWEN_05B, Lengths, Row, tiny
 COMPLETIONS = {"ppo": 256, "online_dpo": 256, "gkd": gkd_step.ROWS, **image_step.ROWS}
 EPOCHS, GROUP = 4, 8
 WARM_UP = {"ppo": 1, "online_dpo": 1, "gkd": 2, **dict.fromkeys(image_step.ROWS, 2)}
-"""Steps before those that are timed."""
+"""Steps before those that are timed. (On images only ours compiles; TRL, whose steps take a minute there, warms up for one.)"""
+TRL_SETTINGS = ("tuned", "default")
 TINY_SCALES = {"ppo": 16, "online_dpo": 16, "gkd": 4, **dict.fromkeys(image_step.ROWS, 1)}
 NAMES = {"ppo": "PPO", "online_dpo": "OnlineDPO"}
 SETTINGS: dict[str, dict[str, list[dict[str, Any]]]] = {
@@ -171,17 +172,18 @@ def trainer_of(row: Row, method: str, setting: str, sizes: dict[str, int], steps
 def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_tiny: bool) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     row = row_of(method, is_tiny)
+    warm_up = 1 if method in image_step.ROWS and setting in TRL_SETTINGS else WARM_UP[method]
     with tempfile.TemporaryDirectory() as output:
         if method in image_step.ROWS:
             options = shared_options(row, method, setting, sizes, output)
             dtype = torch.float32 if setting == "default" or device == "cpu" else torch.bfloat16
-            given = (method, setting, sizes, options, timed + WARM_UP[method], dtype, is_tiny)
+            given = (method, setting, sizes, options, timed + warm_up, dtype, is_tiny)
             trainer = image_step.trainer_of(*given, [GenerationMarks(1, device)])
         else:
-            trainer = trainer_of(row, method, setting, sizes, timed + WARM_UP[method], output, device)
+            trainer = trainer_of(row, method, setting, sizes, timed + warm_up, output, device)
         marks = next(one for one in trainer.callback_handler.callbacks if isinstance(one, GenerationMarks))
         trainer.train()
-    ends, whole = marks.marks[WARM_UP[method] - 1 :], COMPLETIONS[method]
+    ends, whole = marks.marks[warm_up - 1 :], COMPLETIONS[method]
     seconds, on_processor = ([after - before for before, after in pairwise(clock)] for clock in zip(*ends))
     return {
         "method": method,
@@ -246,7 +248,7 @@ def main() -> None:
     if asked.trl_path:
         os.environ["PYTHONPATH"] = os.pathsep.join([str(asked.trl_path.resolve()), os.environ.get("PYTHONPATH", "")])
     for setting in asked.settings:
-        timed = 1 if setting in ("tuned", "default") else asked.timed
+        timed = 1 if setting in TRL_SETTINGS else asked.timed
         one_setting(asked.method, setting, timed, asked.tiny, asked.out)
     if asked.out.exists():
         print(asked.out.read_text(encoding="utf-8"))
