@@ -1,16 +1,19 @@
 """Steps on rows with images: SFT, DPO and GRPO of Qwen2.5-VL-3B's shape with random weights. Run by `whole_step.py`.
 
 A row shows one image, whose sides are log-normal between 224 and 1600 pixels, and asks one question; answers have 16 to 256
-tokens (a token is a byte here). Images are smooth noise, made once and stored as JPEG bytes, so that both libraries decode, resize
-and cut the same pictures: of SFT 64 rows a step, of DPO 32 pairs, of GRPO eight prompts with eight completions of 128 tokens, which
-each library writes itself. TRL as it comes has float32 weights, checkpoints and no workers for its data; tuned: bfloat16,
-checkpoints (without them four rows of SFT, or two pairs, do not fit), workers, `max_length=None`, fused AdamW. `--tiny` is the
-model of the tests, with small images. TRL's GRPO fails on prompts of different lengths with this family (transformers 5.19;
-`image-uneven-prompts` in the differences), so all images of GRPO have 600 x 600 pixels. `ours padded` and `ours
-unshared` are ours without ragged batches and without shared prompts.
+tokens (a token is a byte here). Images are smooth noise, made once and stored as JPEG bytes, so that both libraries decode,
+resize and cut the same pictures: of SFT 64 rows a step, of DPO 32 pairs, of GRPO eight prompts with eight completions of 128
+tokens, which each library writes itself. TRL as it comes has float32 weights, checkpoints and no workers for its data; tuned:
+bfloat16, checkpoints (without them four rows of SFT, or two pairs, do not fit), workers, `max_length=None`, fused AdamW; of SFT
+and DPO it is given half of a step's rows, as it comes a quarter, since it takes micro-batches in turn. `tuned flash` is TRL tuned
+with our attention in the tower, as flash-attn would give it, which is not at hand here, and Liger in SFT. `ours checkpoints` has
+TRL's checkpoints and micro-batches. `--tiny` is the model of the tests, with small images. TRL's GRPO fails on prompts of
+different lengths with this family (transformers 5.19; `image-uneven-prompts` in the differences), so all images of GRPO have 600
+x 600 pixels. `ours padded` and `ours unshared` are ours without ragged batches and without shared prompts.
 
-`first_loss` is that of the same rows and weights. transformers gives Qwen2.5-VL no count of a step's tokens, so that TRL's loss of
-SFT in several micro-batches is a mean of their means, and differs; `matched` sizes of one micro-batch agree to 1e-5 by `--tiny`.
+`first_loss` is that of the same rows and weights. transformers gives Qwen2.5-VL no count of a step's tokens, so that TRL's loss
+of SFT in several micro-batches is a mean of their means, and differs; `matched` sizes of one micro-batch agree to 1e-5 by
+`--tiny`.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ import numpy as np
 import torch
 from PIL import Image
 
+from posttrain.data.vision.families import FAMILIES
+from posttrain.models.vision.tower import install_tower_attention
 from tests import tiny_vision
 
 FAMILY, ANSWER_TOKENS, WRITTEN, GROUP = "qwen2_5_vl", (16, 256), 128, 8
@@ -32,20 +37,26 @@ ROWS = {"sft_images": 64, "dpo_images": 32, "grpo_images": 64}
 SETTINGS: dict[str, dict[str, list[dict[str, int]]]] = {
     "sft_images": {
         "ours": [{"samples": 64, "micro": 64}, {"samples": 64, "micro": 16}],
-        "tuned": [{"samples": 64, "micro": 8}, {"samples": 64, "micro": 4}],
-        "default": [{"samples": 64, "micro": 8}, {"samples": 64, "micro": 4}],
+        "tuned": [{"samples": 32, "micro": 8}, {"samples": 32, "micro": 4}],
+        "tuned flash": [{"samples": 32, "micro": 8}, {"samples": 32, "micro": 4}],
+        "default": [{"samples": 16, "micro": 8}, {"samples": 16, "micro": 4}],
+        "ours checkpoints": [{"samples": 64, "micro": 8}],
         "ours padded": [{"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}],
     },
     "dpo_images": {
         "ours": [{"samples": 32, "micro": 32}, {"samples": 32, "micro": 8}],
-        "tuned": [{"samples": 32, "micro": 4}, {"samples": 32, "micro": 2}],
-        "default": [{"samples": 32, "micro": 4}, {"samples": 32, "micro": 2}],
+        "tuned": [{"samples": 16, "micro": 4}, {"samples": 16, "micro": 2}],
+        "tuned flash": [{"samples": 16, "micro": 4}, {"samples": 16, "micro": 2}],
+        "default": [{"samples": 8, "micro": 4}, {"samples": 8, "micro": 2}],
+        "ours checkpoints": [{"samples": 32, "micro": 4}],
         "ours padded": [{"samples": 32, "micro": 8}, {"samples": 32, "micro": 4}],
         "ours unshared": [{"samples": 32, "micro": 32}, {"samples": 32, "micro": 8}],
     },
     "grpo_images": {
         "ours": [{"samples": 64, "micro": 64}, {"samples": 64, "micro": 16}],
         "tuned": [{"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}],
+        "tuned flash": [{"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}],
+        "ours checkpoints": [{"samples": 64, "micro": 16}],
         "default": [{"samples": 64, "micro": 8}],
         "ours padded": [{"samples": 64, "micro": 16}, {"samples": 64, "micro": 8}],
         "ours unshared": [{"samples": 64, "micro": 64}, {"samples": 64, "micro": 16}],
@@ -113,7 +124,7 @@ def options_of(method: str, setting: str, shared: dict[str, Any], steps: int) ->
     made.pop("temperature", None)
     on_gpu = torch.cuda.is_available()
     made |= {} if on_gpu else {"bf16": False, "dataloader_num_workers": 0}
-    if method == "grpo_images" and setting not in ("tuned", "default"):
+    if method == "grpo_images" and setting.startswith("ours"):
         made["dataloader_num_workers"] = 0  # ours writes its rollouts in this process
     if method == "grpo_images":
         made |= {"max_completion_length": WRITTEN if on_gpu else 16, "num_generations": GROUP, "temperature": 1.0}
@@ -121,8 +132,10 @@ def options_of(method: str, setting: str, shared: dict[str, Any], steps: int) ->
         made |= {"max_length": None}
     if method == "sft_images":
         made |= {"completion_only_loss": True}
-    if setting == "tuned":  # without checkpoints four rows, or two pairs, do not fit into 139 GiB
+    if setting in ("tuned", "tuned flash", "ours checkpoints"):  # TRL without: not even four rows, or two pairs, fit
         made |= {"gradient_checkpointing": on_gpu}
+    if (method, setting) == ("sft_images", "tuned flash"):
+        made |= {"use_liger_kernel": on_gpu}
     if setting in ("ours padded", "ours unshared") and method != "sft_images":
         made |= {"share_prompts": False}
     made |= {"padding_free": False} if setting == "ours padded" else {}
@@ -142,6 +155,8 @@ def trainer_of(
     library = importlib.import_module("posttrain" if setting.startswith("ours") else "trl")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, processor = model_and_processor(is_tiny, dtype, device)
+    if setting == "tuned flash":
+        install_tower_attention(model.model, FAMILIES[FAMILY])
     config = getattr(library, f"{NAMES[method]}Config")(**options_of(method, setting, shared, steps))
     more = {"reward_funcs": length_reward} if method == "grpo_images" else {}
     if method == "dpo_images" and not setting.startswith("ours"):  # TRL would look for its reference on the hub

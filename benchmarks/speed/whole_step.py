@@ -42,7 +42,7 @@ COMPLETIONS = {"ppo": 256, "online_dpo": 256, "gkd": gkd_step.ROWS, **image_step
 EPOCHS, GROUP = 4, 8
 WARM_UP = {"ppo": 1, "online_dpo": 1, "gkd": 2, **dict.fromkeys(image_step.ROWS, 2)}
 """Steps before those that are timed. (On images only ours compiles; TRL, whose steps take a minute there, warms up for one.)"""
-TRL_SETTINGS = ("tuned", "default")
+TRL_SETTINGS = ("tuned", "tuned flash", "default")
 TINY_SCALES = {"ppo": 16, "online_dpo": 16, "gkd": 4, **dict.fromkeys(image_step.ROWS, 1)}
 NAMES = {"ppo": "PPO", "online_dpo": "OnlineDPO"}
 SETTINGS: dict[str, dict[str, list[dict[str, Any]]]] = {
@@ -113,7 +113,7 @@ def shared_options(row: Row, method: str, setting: str, sizes: dict[str, int], o
         "gradient_accumulation_steps": sizes["samples"] // sizes["micro"],
         "use_cpu": not torch.cuda.is_available(),
     }
-    if setting == "tuned":
+    if setting.startswith("tuned"):
         made |= {"bf16": False, "optim": "adamw_torch_fused", "gradient_checkpointing": False}
     return made
 
