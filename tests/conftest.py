@@ -22,6 +22,7 @@ import pytest
 from hypothesis import settings
 
 from tests.forked import end_all, freeze
+from tests.long_cells import mark_slow
 
 gc.disable()  # until all tests are collected: nothing that is imported is garbage
 settings.register_profile("posttrain", deadline=None)  # a busy machine may need a second for any example
@@ -45,6 +46,11 @@ def pytest_configure(config: pytest.Config) -> None:
     for absent in (torch.cuda, torch.xpu, torch.mtia):
         if not absent.is_available():
             absent.manual_seed_all = lambda seed: None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow(items)
 
 
 def pytest_collection_finish() -> None:
