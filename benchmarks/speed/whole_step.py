@@ -21,6 +21,7 @@ import argparse
 import importlib
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -182,7 +183,9 @@ def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_ti
         else:
             trainer = trainer_of(row, method, setting, sizes, timed + warm_up, output, device)
         marks = next(one for one in trainer.callback_handler.callbacks if isinstance(one, GenerationMarks))
+        before = host_gib()
         trainer.train()
+        grown = host_gib() - before
     ends, whole = marks.marks[warm_up - 1 :], COMPLETIONS[method]
     seconds, on_processor = ([after - before for before, after in pairwise(clock)] for clock in zip(*ends))
     return {
@@ -193,10 +196,16 @@ def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_ti
         "processor_seconds": on_processor,
         f"seconds_for_{whole}": sum(seconds) / len(seconds) * whole / sizes["samples"],
         "peak_gib": peak_memory(device) / 2**30,
+        "host_gib_growth": grown,
         **(gkd_step.figures(row, sizes["samples"], trainer.state.log_history) if method == "gkd" else {}),
         **(image_step.figures(trainer.state.log_history) if method in image_step.ROWS else {}),
         "last_logs": trainer.state.log_history[-2:],
     }
+
+
+def host_gib() -> float:
+    """The most that this process has had so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def sizes_of(method: str, setting: str, is_tiny: bool, out: Path) -> list[dict[str, Any]]:
