@@ -11,16 +11,18 @@ TRL's checkpoints and micro-batches. `--tiny` is the model of the tests, with sm
 different lengths with this family (transformers 5.19; `image-uneven-prompts` in the differences), so all images of GRPO have 600
 x 600 pixels. `ours padded` and `ours unshared` are ours without ragged batches and without shared prompts.
 
-`first_loss` is that of the same rows and weights. transformers gives Qwen2.5-VL no count of a step's tokens, so that TRL's loss
-of SFT in several micro-batches is a mean of their means, and differs; `matched` sizes of one micro-batch agree to 1e-5 by
-`--tiny`.
+`update_seconds` of GRPO are those of a step without the writing and paying of completions. `first_loss` is that of the same rows
+and weights. transformers gives Qwen2.5-VL no count of a step's tokens, so that TRL's loss of SFT in several micro-batches is a
+mean of their means, and differs; `matched` sizes of one micro-batch agree to 1e-5 by `--tiny`.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import io
+import time
 from typing import Any
 
 import numpy as np
@@ -29,8 +31,10 @@ from PIL import Image
 
 from posttrain.data.vision.families import FAMILIES
 from posttrain.models.vision.tower import install_tower_attention
+from posttrain.rollout.source import RolloutSource
 from tests import tiny_vision
 
+WRITES = "_generate_and_score_completions"
 FAMILY, ANSWER_TOKENS, WRITTEN, GROUP = "qwen2_5_vl", (16, 256), 128, 8
 NAMES = {"sft_images": "SFT", "dpo_images": "DPO", "grpo_images": "GRPO"}
 ROWS = {"sft_images": 64, "dpo_images": 32, "grpo_images": 64}
@@ -169,6 +173,28 @@ def trainer_of(
         callbacks=callbacks,
         **more,
     )
+
+
+def watch_writing(trainer: Any, setting: str) -> list[tuple[float, float]]:
+    """Seconds, by the clock and of the processor, of every call that writes completions and pays for them."""
+    owner, name = (RolloutSource, "next_window") if setting.startswith("ours") else (type(trainer), WRITES)
+    plain, seen = getattr(owner, name), []
+
+    @functools.wraps(plain)
+    def watched(*given: Any, **named: Any) -> Any:
+        before = clocks()
+        made = plain(*given, **named)
+        seen.append(tuple(after - start for after, start in zip(clocks(), before)))
+        return made
+
+    setattr(owner, name, watched)
+    return seen
+
+
+def clocks() -> tuple[float, float]:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter(), time.process_time()
 
 
 def figures(logs: list[dict[str, float]]) -> dict[str, Any]:

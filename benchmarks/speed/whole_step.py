@@ -183,6 +183,7 @@ def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_ti
         else:
             trainer = trainer_of(row, method, setting, sizes, timed + warm_up, output, device)
         marks = next(one for one in trainer.callback_handler.callbacks if isinstance(one, GenerationMarks))
+        written = image_step.watch_writing(trainer, setting) if method == "grpo_images" else []
         before = host_gib()
         trainer.train()
         grown = host_gib() - before
@@ -195,12 +196,21 @@ def measured(method: str, setting: str, sizes: dict[str, int], timed: int, is_ti
         "step_seconds": seconds,
         "processor_seconds": on_processor,
         f"seconds_for_{whole}": sum(seconds) / len(seconds) * whole / sizes["samples"],
+        **({"update_seconds": updates(seconds, on_processor, written)} if written else {}),
         "peak_gib": peak_memory(device) / 2**30,
         "host_gib_growth": grown,
         **(gkd_step.figures(row, sizes["samples"], trainer.state.log_history) if method == "gkd" else {}),
         **(image_step.figures(trainer.state.log_history) if method in image_step.ROWS else {}),
         "last_logs": trainer.state.log_history[-2:],
     }
+
+
+def updates(
+    clock: list[float], processor: list[float], written: list[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """What is left of each timed step without the writing of its completions."""
+    steps = zip(clock, processor, written[-len(clock) :])
+    return [(whole - writing[0], used - writing[1]) for whole, used, writing in steps]
 
 
 def host_gib() -> float:
