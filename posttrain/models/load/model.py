@@ -63,6 +63,7 @@ from posttrain.models.scoring.probe import (
     why_images_fail,
     why_not_in_parts,
     why_not_its_own_labels,
+    why_not_its_own_logits,
     why_not_ragged,
     why_not_shared,
 )
@@ -167,6 +168,10 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
             raise ValueError(f"{name} cannot be trained on images: {reason}. Check its files, or take another model.")
     elif sees_images(innermost.config.to_dict()):
         notes.append(f"{type(innermost).__name__} could see images; it is loaded for texts only.")
+    if options.task == CAUSAL_LM and options.image_probe is None:  # with images it was asked already
+        reason = _of_the_first_process(why_not_its_own_logits(innermost), options)
+        if reason is not None:
+            raise ValueError(f"{name} cannot be trained here: {reason}. Take another architecture.")
     if options.task == TOKEN_LABELS and innermost.get_output_embeddings() is None:  # else it has `WithHead`
         reason = _of_the_first_process(why_not_its_own_labels(innermost), options)
         if reason is not None:
@@ -400,12 +405,15 @@ def innermost_model(model: nn.Module) -> nn.Module:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set p = 0 in every dropout of a model, attention dropout of its config included."""
+    """Set p = 0 in every dropout of a model, those that are no modules included."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+        for name, value in vars(
+            module
+        ).items():  # of families that call the function: `dropout`, `attn_dropout`, `layerdrop`
+            if "drop" in name and isinstance(value, float):
+                vars(module)[name] = 0.0
 
 
 def _choose_layout(model: nn.Module, innermost: nn.Module, options: LoadOptions, notes: list[str]) -> str:

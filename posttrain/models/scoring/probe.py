@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -157,6 +157,26 @@ def why_not_its_own_labels(innermost: nn.Module) -> str | None:
     return None if difference is None else f"{name} has more than one linear layer over its hidden states"
 
 
+def why_not_its_own_logits(innermost: nn.Module) -> str | None:
+    """None when the log-probs of a padded batch are those of transformers' own forward of each row; else the reason.
+
+    A family may do more to its hidden states, or to its logits, than `LanguageHead` knows: it would be trained on other logits
+    than it has, and nothing else would show it.
+    """
+    name = type(innermost).__name__
+    try:
+        with _asked_calmly(innermost):
+            asked = _asked(innermost, CAUSAL_LM)
+            ours = _answers(innermost, asked, CAUSAL_LM, PADDED)
+    except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
+        return f"asked about two short rows, it ends with {type(error).__name__}: {error}"
+    difference = _difference(torch.cat(asked.own).to(ours), ours, innermost)
+    if difference is None:
+        return None
+    more = f"{name} does more to its hidden states or logits than is known here"
+    return f"its log-probs would be wrong by {difference:.2g}, since {more}"
+
+
 def _why_apart(
     model: nn.Module, innermost: nn.Module, task: str, layouts: tuple[str, str], what: str, where: str
 ) -> str | None:
@@ -261,6 +281,9 @@ class _Asked:
 
     tokens: list[torch.Tensor]
     targets: list[torch.Tensor]
+    own: list[torch.Tensor] = field(
+        default_factory=list
+    )  # their log-probs by transformers' own forward of each segment alone
 
 
 def _asked(innermost: nn.Module, task: str) -> _Asked:
@@ -270,8 +293,10 @@ def _asked(innermost: nn.Module, task: str) -> _Asked:
     if task != CAUSAL_LM:
         return _Asked(tokens, [part[COMMON:] for part in tokens])
     device = next(innermost.parameters()).device
-    said = [innermost(input_ids=part[None].to(device), use_cache=False).logits[0].argmax(-1).cpu() for part in tokens]
-    return _Asked(tokens, [part[COMMON - 1 : -1] for part in said])
+    logits = [innermost(input_ids=part[None].to(device), use_cache=False).logits[0] for part in tokens]
+    kept = [part[COMMON - 1 : -1].to(torch.promote_types(part.dtype, torch.float32)) for part in logits]
+    said = [part.log_softmax(-1).max(-1) for part in kept]
+    return _Asked(tokens, [best.indices.cpu() for best in said], [best.values for best in said])
 
 
 def _answers(model: nn.Module, asked: _Asked, task: str, layout: str) -> torch.Tensor:

@@ -372,6 +372,8 @@ LOGIT_SCALES: dict[str, Callable[[float], float]] = {
     "output_multiplier": lambda value: value,
 }
 """Config fields by which a family multiplies its logits after the head."""
+SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Config fields of the bound of a family's logits: Gemma, RecurrentGemma, xLSTM."""
 
 
 @dataclass
@@ -399,7 +401,7 @@ class LanguageHead:
         for name, factor in LOGIT_SCALES.items():
             if getattr(config, name, None):
                 scale *= factor(getattr(config, name))
-        softcap = getattr(config, "final_logit_softcapping", None)
+        softcap = next((cap for name in SOFTCAPS if (cap := getattr(config, name, None))), None)
         head = causal_lm.get_output_embeddings()
         call = head if call is None else call
         sizes = config.vocab_size if words is None else words, words
