@@ -9,7 +9,6 @@ from posttrain.core.options import refused
 from posttrain.trainer.distilling_trainer import RowsDistillingTrainer
 from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig, TeacherBesideConfig
-from posttrain.trainer.report.model_card import Paper
 
 
 @dataclass
@@ -49,14 +48,6 @@ class GKDTrainer(RowsDistillingTrainer):
     """GKD (arXiv:2306.13649): the divergence from a teacher on the student's own completions and on those of a dataset."""
 
     method, title = "gkd", "generalised knowledge distillation"
-    paper = Paper(
-        "agarwal2024onpolicy",
-        "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
-        "Agarwal, Rishabh and Vieillard, Nino and Zhou, Yongchao and Stanczyk, Piotr and Ramos, Sabela and others",
-        2024,
-        "2306.13649",
-        "International Conference on Learning Representations",
-    )
     config_class = GKDConfig
 
     @classmethod
