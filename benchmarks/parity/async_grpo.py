@@ -1,17 +1,20 @@
 """AsyncGRPO of TRL 1.16 and ours on the same scripted rollouts, on the CPU: one worker and one transfer, unmodified, for both.
 
-    PYTHONPATH=. .venv-trl/bin/python -m benchmarks.parity.async_grpo tests/methods/trl_async_recorded.json
+    python -m benchmarks.parity.async_grpo trl FILE                 what TRL logs, by the Python of its environment
+    python -m benchmarks.parity.async_grpo posttrain FILE           the same of ours, against FILE; exit code 1 on a difference
 
-writes what TRL logs. TRL's attention is a kernel for GPUs; in its place stands one of a few lines here, which looks back along the
-same paths.
+benchmarks/parity/run.sh runs both. TRL's attention is a kernel for GPUs; in its place stands one of a few lines here, which looks
+back along the same paths.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 import tempfile
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,15 +74,42 @@ def on_a_cpu() -> Any:
     return SimpleNamespace(flash_attn_varlen_func=attend)
 
 
-def main() -> None:
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Of a variant: losses to 1e-6, norms to 1e-5, and how worker and transfer were called."""
+    steps = {f"loss of step {i}": pair for i, pair in enumerate(zip(ours["losses"], theirs["losses"], strict=True), 1)}
+    norms = {name: (ours["norms"].get(name, math.nan), norm) for name, norm in theirs["norms"].items()}
+    found = [
+        f"{name}: {one} here, {other} in TRL"
+        for bound, pairs in ((1e-6, steps), (1e-5, norms))
+        for name, (one, other) in pairs.items()
+        if not abs(one - other) <= bound
+    ]
+    return found + (
+        [] if ours["calls"] == theirs["calls"] else [f"calls: {ours['calls']} here, {theirs['calls']} in TRL"]
+    )
+
+
+def record(file: Path) -> None:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
 
     packing._flash_attn = on_a_cpu
     async_grpo_trainer.get_peak_flops_per_device = lambda *given: None  # of a GPU
     found = {name: played(AsyncGRPOTrainer, AsyncGRPOConfig, name, token_budget=0) for name in VARIANTS}
-    with open(sys.argv[1], "w", encoding="utf-8") as file:
-        file.write("{" + ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items()) + "}\n")
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(one)}" for name, one in found.items())
+    file.write_text("{" + lines + "}\n", encoding="utf-8")
+
+
+def compare(file: Path) -> int:
+    from posttrain import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    theirs, status = json.loads(file.read_text(encoding="utf-8")), 0
+    for name in VARIANTS:
+        apart = differences(played(AsyncGRPOTrainer, AsyncGRPOConfig, name), theirs[name])
+        print(f"async-grpo, {name}: {'; '.join(apart) or 'equal'}")
+        status |= bool(apart)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    side, file = sys.argv[1], Path(sys.argv[2])
+    sys.exit(record(file) if side == "trl" else compare(file))

@@ -49,6 +49,7 @@ interface Props {
   smoothing: number;
   log: boolean;
   height: number;
+  isNamed?: boolean; // lines are told apart by their names, not by the colours of the runs
   onOpen?: () => void;
 }
 
@@ -150,16 +151,20 @@ export function Chart(props: Props) {
     return { ...line, value: hover === null ? last : (at ?? null) };
   });
   return (
-    <figure class="chart">
+    <figure class={props.isNamed ? "chart named" : "chart"}>
       <figcaption>
-        <button class="plain chart-title" title="Enlarge" onClick={props.onOpen}>
-          {title}
-        </button>
+        {props.onOpen ? (
+          <button class="plain chart-title" title="Enlarge" onClick={props.onOpen}>
+            {title}
+          </button>
+        ) : (
+          <span class="chart-title">{title}</span>
+        )}
         <span class="readout">
           {hover !== null && steps ? <span class="faint">step {number(steps[hover])}</span> : null}
           {readings.map((reading) => (
             <span key={reading.name} class={`value run-ink-${reading.place % 8}`}>
-              {number(reading.value)}
+              {props.isNamed ? `${reading.name} ${number(reading.value, 3)}` : number(reading.value)}
             </span>
           ))}
         </span>

@@ -5,7 +5,7 @@ const KEYS: [string, [string, string][]][] = [
   [
     "Everywhere",
     [
-      ["1 2 3", "Curves, rollouts, run"],
+      ["1 2 3 4", "Curves, rollouts, run, waiting"],
       ["/", "Search"],
       ["Esc", "Back, or out of a field"],
       ["t", "Light or dark"],

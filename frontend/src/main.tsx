@@ -11,6 +11,7 @@ import { RunView } from "./run";
 import { Selection } from "./selection";
 import { type Address, go, live, look, poll, useAddress, useStore } from "./store";
 import { toggleTheme, useTheme } from "./theme";
+import { isAsync, WaitingView } from "./waiting";
 import "./app.css";
 
 type View = (props: { address: Address }) => preact.ComponentChild;
@@ -20,11 +21,13 @@ const VIEWS: Record<string, View> = {
   group: ({ address }) => <GroupView address={address} />,
   prompt: ({ address }) => <PromptView address={address} />,
   run: () => <RunView />,
+  waiting: () => <WaitingView />,
 };
 const TABS: [string, string][] = [
   ["curves", "Curves"],
   ["rollouts", "Rollouts"],
   ["run", "Run"],
+  ["waiting", "Waiting"],
 ];
 const OF_ROLLOUTS = new Set(["rollouts", "group", "prompt"]);
 
@@ -66,7 +69,7 @@ function RunChoice() {
 }
 
 function Head({ view, onHelp }: { view: string; onHelp: () => void }) {
-  const { runs, hidden } = useStore(live);
+  const { runs, hidden, curves } = useStore(live);
   const { run: chosen } = useStore(look);
   const theme = useTheme();
   const tab = OF_ROLLOUTS.has(view) ? "rollouts" : view;
@@ -87,7 +90,7 @@ function Head({ view, onHelp }: { view: string; onHelp: () => void }) {
       </a>
       <span class="name">posttrain</span>
       <nav aria-label="Views">
-        {TABS.map(([name, label], i) => (
+        {TABS.filter(([name]) => name !== "waiting" || Object.values(curves).some(isAsync)).map(([name, label], i) => (
           <a key={name} href={`#/${name}`} aria-current={tab === name ? "page" : undefined} title={`${i + 1}`}>
             {label}
             {name === "run" && alerts ? (
@@ -126,6 +129,7 @@ function App() {
     "1": () => go("curves"),
     "2": () => go("rollouts"),
     "3": () => go("run"),
+    "4": () => Object.values(live.get().curves).some(isAsync) && go("waiting"),
     t: toggleTheme,
     "?": () => setHelp(true),
   });

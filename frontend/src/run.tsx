@@ -11,14 +11,14 @@ import type { DataRow, Info, Message } from "./types";
 
 const RECORD = "run.json";
 
-function Alerts({ info }: { info: Info }) {
-  if (!info.alerts.length && !info.skipped_steps) return <p class="faint">No alert so far.</p>;
+export function Alerts({ alerts, skipped = 0 }: { alerts: Info["alerts"]; skipped?: number }) {
+  if (!alerts.length && !skipped) return <p class="faint">No alert so far.</p>;
   return (
     <ul class="alerts">
-      {info.skipped_steps ? (
-        <li>{count(info.skipped_steps, "step")} skipped because a number was not finite (skipped_steps.jsonl).</li>
+      {skipped ? (
+        <li>{count(skipped, "step")} skipped because a number was not finite (skipped_steps.jsonl).</li>
       ) : null}
-      {info.alerts.toReversed().map((alert, i) => (
+      {alerts.toReversed().map((alert, i) => (
         <li key={i}>
           <span class="faint">step {alert.step}</span> <b>{alert.seen}</b>
           {alert.meaning ? <div>Usually: {alert.meaning}.</div> : null}
@@ -188,7 +188,7 @@ export function RunView() {
       <p class="faint path">{info.path}</p>
       <section class="section">
         <h2>Alerts</h2>
-        <Alerts info={info} />
+        <Alerts alerts={info.alerts} skipped={info.skipped_steps} />
       </section>
       <Starts record={info.settings[RECORD]} />
       {settings.map(([name, settings]) => (

@@ -33,6 +33,7 @@ from posttrain.trainer.checkpoints.snapshot import write_json
 from posttrain.trainer.online.authors import other_authors
 from posttrain.trainer.online_trainer import FAILURES, OnlineTrainer
 from posttrain.trainer.options.base import check_range, option
+from posttrain.trainer.options.distilling import PromptLengthConfig
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.step.gathering import any_process
@@ -49,7 +50,7 @@ REPLACES = "A completion whose advantage is 0 teaches, too: it holds the policy 
 
 
 @dataclass
-class A2POConfig(OnlineConfig):
+class A2POConfig(PromptLengthConfig, OnlineConfig):
     """Options of A*-PO."""
 
     learning_rate: float = option(5e-5, "Initial learning rate of AdamW.")
@@ -64,10 +65,6 @@ class A2POConfig(OnlineConfig):
         True, "Rows whose completions by the reference all have a reward of 0 are left out of training."
     )
     num_generations: int = option(1, "Completions of each prompt in a generation.")
-    max_prompt_length: int | None = option(
-        512, "Longest prompt in tokens; longer ones are cut at their beginning. `max_length`, if set, takes its place."
-    )
-    max_completion_length: int = option(256, "Most tokens of a completion.")
     top_k: int | None = option(None, "Sample from this many most likely tokens. None or 0: all.")
     beta: float = refused(0.0, "A*-PO has two: `beta1`, of V*, and `beta2`, of the regression.")
     sync_ref_model: bool = refused(False, MOVES)
@@ -81,8 +78,6 @@ class A2POConfig(OnlineConfig):
     has_reference = True
 
     def __post_init__(self) -> None:
-        if self.max_length is not None and self.max_prompt_length == 512:
-            self.max_prompt_length = None
         self.top_k = self.top_k or 0
         super().__post_init__()
         check_range("num_value_samples", self.num_value_samples, 1)

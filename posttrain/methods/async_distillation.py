@@ -11,15 +11,14 @@ from torch import Tensor
 
 from posttrain.core.batch import TokenBatch
 from posttrain.core.options import refused
-from posttrain.losses.formulas import Formula, Totals, divergence_formula
+from posttrain.losses.formulas import Formula, Totals
 from posttrain.rollout.rollout import TEACHER_LOGPS, Rollout
 from posttrain.trainer.online.served_teacher import TEACHER_TOP_IDS, TEACHER_TOP_LOGPS
 from posttrain.trainer.options.base import option
 from posttrain.trainer.options.distilling import DistillingConfig, NoRewardsConfig
 from posttrain.trainer.options.served_teacher import ON_A_SERVER, SAMPLED, TeacherServerConfig
 from posttrain.trainer.options.trl_async import TrlAsyncConfig
-from posttrain.trainer.report.model_card import Paper
-from posttrain.trainer.served_distilling_trainer import ServedDistillingTrainer
+from posttrain.trainer.served_distilling_trainer import ServedDistillingTrainer, on_support_formula
 from posttrain.trainer.trl_async_trainer import TrlAsyncTrainer
 
 DEFAULT_TEACHER = {"default": "http://localhost:8001"}
@@ -85,14 +84,6 @@ class AsyncDistillationTrainer(TrlAsyncTrainer, ServedDistillingTrainer):
     """On-policy distillation from servers, on completions that are written while earlier ones are trained on."""
 
     method, title = "async_distillation", "asynchronous on-policy distillation"
-    paper = Paper(
-        "agarwal2024onpolicy",
-        "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
-        "Agarwal, Rishabh and Vieillard, Nino and Zhou, Yongchao and Stanczyk, Piotr and Ramos, Sabela and others",
-        2024,
-        "2306.13649",
-        "International Conference on Learning Representations",
-    )
     config_class = AsyncDistillationConfig
     needs_teacher: ClassVar[bool] = False  # in memory
 
@@ -118,9 +109,6 @@ class AsyncDistillationTrainer(TrlAsyncTrainer, ServedDistillingTrainer):
             model, args=args, train_dataset=train_dataset, processing_class=processing_class, callbacks=callbacks,
             optimizers=optimizers, peft_config=peft_config, rollout_worker=rollout_worker, weight_transfer=weight_transfer, **named,
         )  # fmt: skip
-
-    def make_teacher(self, policy: Any) -> Any:
-        return super().make_teacher(policy) if self.given_teacher is None else self.given_teacher
 
     def support(self, batch: TokenBatch) -> tuple[Tensor, Tensor, Tensor]:
         """With `beta` 0 the token that was written is compared besides, where it is none of the teacher's likeliest."""
@@ -152,12 +140,4 @@ class AsyncDistillationTrainer(TrlAsyncTrainer, ServedDistillingTrainer):
 
     @classmethod
     def formula(cls, args: Any, totals: Totals) -> Formula:
-        one_more = "the rest as one more" if args.add_tail_bucket else "renormalised"
-        likeliest = (
-            f"the teacher's {args.loss_top_k} likeliest tokens"
-            if args.loss_top_k > 1
-            else "the teacher's likeliest token"
-        )
-        tokens = "the token that was written" if args.beta == 1 else f"{likeliest} and the one that was written"
-        names = (("p, q", f"student and teacher at temperature 1; v: {tokens}, {one_more}"),)
-        return divergence_formula(args.beta, totals, names)
+        return on_support_formula(args, totals, with_written=True)

@@ -14,7 +14,6 @@ from posttrain.trainer.options.base import option
 from posttrain.trainer.options.policy_group import PolicyGroupConfig
 from posttrain.trainer.options.trl_async import TrlAsyncConfig
 from posttrain.trainer.policy_group_trainer import PolicyGroupTrainer
-from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.trl_async_trainer import TrlAsyncTrainer
 
 logger = logging.getLogger(__name__)
@@ -57,13 +56,6 @@ class AsyncGRPOTrainer(TrlAsyncTrainer, PolicyGroupTrainer):
     """GRPO (arXiv:2402.03300) on completions that are written while earlier ones are trained on."""
 
     method, title = "async_grpo", "asynchronous group relative policy optimisation"
-    paper = Paper(
-        "shao2024deepseekmath",
-        "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
-        "Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and others",
-        2024,
-        "2402.03300",
-    )
     config_class = AsyncGRPOConfig
 
     def __init__(

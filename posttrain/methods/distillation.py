@@ -10,7 +10,6 @@ from posttrain.trainer.online.agents import make_agents
 from posttrain.trainer.options.base import option
 from posttrain.trainer.options.distilling import DistillingConfig, NoRewardsConfig, TeacherBesideConfig
 from posttrain.trainer.options.online import AgentConfig
-from posttrain.trainer.report.model_card import Paper
 
 
 @dataclass
@@ -29,14 +28,6 @@ class DistillationTrainer(DistillingTrainer):
     """On-policy distillation (arXiv:2306.13649): the student writes, and each token is compared with the teacher."""
 
     method, title = "distillation", "on-policy distillation"
-    paper = Paper(
-        "agarwal2024onpolicy",
-        "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
-        "Agarwal, Rishabh and Vieillard, Nino and Zhou, Yongchao and Stanczyk, Piotr and Ramos, Sabela and others",
-        2024,
-        "2306.13649",
-        "International Conference on Learning Representations",
-    )
     config_class = DistillationConfig
 
     def __init__(

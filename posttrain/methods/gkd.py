@@ -8,33 +8,20 @@ from typing import Any
 from posttrain.core.options import refused
 from posttrain.trainer.distilling_trainer import RowsDistillingTrainer
 from posttrain.trainer.options.base import check_range, option
-from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig, TeacherBesideConfig
-from posttrain.trainer.report.model_card import Paper
+from posttrain.trainer.options.distilling import MixedAuthorsConfig
 
 
 @dataclass
-class GKDConfig(TeacherBesideConfig, NoPackingConfig, NoRewardsConfig, DistillingConfig):
+class GKDConfig(MixedAuthorsConfig):
     """Options of generalised knowledge distillation."""
 
     learning_rate: float = option(2e-5, "Initial learning rate of AdamW.")
-    disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
-    max_length: int | None = option(
-        1024,
-        "Longest row in tokens, prompt and completion together; what the student writes comes on top. None: no limit.",
-    )
     truncation_mode: str = option(
         "keep_end", "What happens to a longer one: keep_start, keep_end, error or drop. Always counted and reported."
     )
-    max_completion_length: int = option(128, "Most tokens of a completion that is written.")
     max_new_tokens: int | None = option(None, "TRL's name of `max_completion_length`.")
     temperature: float = option(0.9, "Divides the logits in sampling. The loss has a temperature of its own.")
     loss_temperature: float = option(1.0, "Divides the logits of student and teacher where they are compared.")
-    lmbda: float = option(
-        0.5,
-        "Share of the prompts whose completion the student writes; the others keep that of the dataset, or of the teacher "
-        "(`seq_kd`). Decided by a coin for each prompt, the same whatever the processes.",
-    )
-    seq_kd: bool = option(False, "Completions that the student does not write are the teacher's, not the dataset's.")
     num_generations: int = refused(1, "Each prompt has one completion: the student's, the teacher's or the dataset's.")
     num_generations_eval: int | None = refused(None, "Each prompt has one completion.")
 
@@ -49,14 +36,6 @@ class GKDTrainer(RowsDistillingTrainer):
     """GKD (arXiv:2306.13649): the divergence from a teacher on the student's own completions and on those of a dataset."""
 
     method, title = "gkd", "generalised knowledge distillation"
-    paper = Paper(
-        "agarwal2024onpolicy",
-        "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
-        "Agarwal, Rishabh and Vieillard, Nino and Zhou, Yongchao and Stanczyk, Piotr and Ramos, Sabela and others",
-        2024,
-        "2306.13649",
-        "International Conference on Learning Representations",
-    )
     config_class = GKDConfig
 
     @classmethod

@@ -23,7 +23,7 @@ from posttrain.models.scoring.two_heads import DivergencesAlone
 from posttrain.rollout.rollout import Rollout
 from posttrain.trainer.distilling_trainer import RowsDistillingTrainer, TaughtTrainer, prompt_sample
 from posttrain.trainer.options.base import check_range, option
-from posttrain.trainer.options.distilling import DistillingConfig, NoPackingConfig, NoRewardsConfig, TeacherBesideConfig
+from posttrain.trainer.options.distilling import MixedAuthorsConfig
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.vision import image_probe
 
@@ -33,24 +33,12 @@ OBSERVED = "observed"
 
 
 @dataclass
-class GOLDConfig(TeacherBesideConfig, NoPackingConfig, NoRewardsConfig, DistillingConfig):
+class GOLDConfig(MixedAuthorsConfig):
     """Options of GOLD."""
 
     learning_rate: float = option(1e-7, "Initial learning rate of AdamW.")
-    disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
-    max_length: int | None = option(
-        1024,
-        "Longest row in tokens, prompt and completion together; what the student writes comes on top. None: no limit.",
-    )
-    max_completion_length: int = option(128, "Most tokens of a completion that is written.")
     temperature: float = option(0.9, "Divides the logits in sampling, and without `use_uld_loss` in the loss, too.")
     top_p: float = option(0.95, "Sample from the smallest set of tokens with this much probability.")
-    lmbda: float = option(
-        0.5,
-        "Share of the prompts whose completion the student writes; the others keep that of the dataset, or of the teacher "
-        "(`seq_kd`). Decided by a coin for each prompt, the same whatever the processes.",
-    )
-    seq_kd: bool = option(False, "Completions that the student does not write are the teacher's, not the dataset's.")
     teacher_tokenizer_name_or_path: str | None = option(
         None, "The teacher's tokenizer, with `use_uld_loss`. None: the one beside the teacher."
     )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from posttrain.trainer.options.policy_group import PolicyGroupConfig
 from posttrain.trainer.policy_group_trainer import PolicyGroupTrainer
-from posttrain.trainer.report.model_card import Paper
 
 
 @dataclass
@@ -19,11 +18,4 @@ class GRPOTrainer(PolicyGroupTrainer):
 
     method, title = "grpo", "group relative policy optimisation"
     shares_rows = True
-    paper = Paper(
-        "shao2024deepseekmath",
-        "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
-        "Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and others",
-        2024,
-        "2402.03300",
-    )
     config_class = GRPOConfig

@@ -20,7 +20,7 @@ from posttrain.rollout.collector import Collected
 from posttrain.rollout.rollout import OLD_LOGPS, POLICY, TEACHER_LOGPS, Rollout
 from posttrain.trainer.distilling_trainer import ON_POLICY, RowsDistillingTrainer
 from posttrain.trainer.options.base import check_choice, check_range, option
-from posttrain.trainer.options.distilling import DistillingConfig, NoRewardsConfig
+from posttrain.trainer.options.distilling import DistillingConfig, NoRewardsConfig, RowLengthConfig
 from posttrain.trainer.options.served_teacher import SAMPLED, TeacherServerConfig
 from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.served_distilling_trainer import ServedDistillingTrainer
@@ -36,14 +36,9 @@ OF_TEACHER = ("teacher_model_name_or_path", "teacher_model_revision", "teacher_m
 
 
 @dataclass
-class IWOPDConfig(TeacherServerConfig, NoRewardsConfig, DistillingConfig):
+class IWOPDConfig(TeacherServerConfig, RowLengthConfig, NoRewardsConfig, DistillingConfig):
     """Options of importance-weighted on-policy distillation."""
 
-    disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
-    max_length: int | None = option(
-        1024,
-        "Longest row in tokens, prompt and completion together; what the student writes comes on top. None: no limit.",
-    )
     max_completion_length: int = option(512, "Most tokens of a completion that the student writes.")
     temperature: float = option(1.0, "Divides the logits in sampling, and those of both models in the loss.")
     top_p: float = option(0.95, "Sample from the smallest set of tokens with this much probability.")

@@ -19,7 +19,14 @@ from posttrain.trainer.options.base import check_range, option
 from posttrain.trainer.options.distilling import NO_REFERENCE, NoRewardsConfig, SelfDistillingConfig
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.report.model_card import Paper
-from posttrain.trainer.self_distilling_trainer import PRIVILEGED, SelfDistillingTrainer, fill, shown, text_of
+from posttrain.trainer.self_distilling_trainer import (
+    PRIVILEGED,
+    SelfDistillingTrainer,
+    SelfTaughtTrainer,
+    fill,
+    shown,
+    text_of,
+)
 
 
 @dataclass
@@ -69,7 +76,7 @@ class TaughtTurn(SingleTurn):
         return replace(super().prompt(), ids=one.input_ids, images=one.images, positions=one.positions)
 
 
-class SDFTTrainer(SelfDistillingTrainer):
+class SDFTTrainer(SelfTaughtTrainer, SelfDistillingTrainer):
     """SDFT (arXiv:2601.19897): on its own completions the model is compared with itself that has seen a demonstration."""
 
     method, title = "sdft", "self-distillation fine-tuning"
@@ -81,26 +88,6 @@ class SDFTTrainer(SelfDistillingTrainer):
         "2601.19897",
     )
     config_class = SDFTConfig
-
-    def __init__(
-        self,
-        model: Any,
-        args: SDFTConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any = None,
-        *,
-        quantization_config: Any = None,
-        engine: Any = None,
-    ) -> None:
-        """Arguments in TRL's order."""
-        super().__init__(
-            model, None, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks, optimizers=optimizers,
-            quantization_config=quantization_config, peft_config=peft_config, engine=engine,
-        )  # fmt: skip
 
     # ---- what the teacher is shown -----------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from posttrain.rollout.collector import Collected, GroupTable
 from posttrain.rollout.rollout import ADVANTAGES, OLD_LOGPS, Rollout
 from posttrain.trainer.distilling_trainer import DistillingTrainer
 from posttrain.trainer.online.rollout_metrics import as_tensors, deviation
+from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import check_choice, check_range, option
 from posttrain.trainer.options.distilling import SAMPLED_TOKEN, SelfDistillingConfig
 from posttrain.trainer.options.online import GroupConfig
@@ -173,6 +174,7 @@ class SDPOTrainer(SelfDistillingTrainer):
     )
     config_class = SDPOConfig
     needs_rewards = True
+    needs_reference = OnlineTrainer.needs_reference
     _flat = _inactive = 0  # generations in a row
 
     def __init__(
@@ -201,10 +203,6 @@ class SDPOTrainer(SelfDistillingTrainer):
     @property
     def weight(self) -> float:
         return self.args.distillation_weight
-
-    @property
-    def needs_reference(self) -> bool:
-        return self.args.has_reference
 
     @property
     def needs_old_logps(self) -> bool:

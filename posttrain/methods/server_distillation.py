@@ -5,14 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from posttrain.losses.formulas import Formula, Totals, divergence_formula
+from posttrain.losses.formulas import Formula, Totals
 from posttrain.trainer.online.agents import make_agents
 from posttrain.trainer.options.base import option
 from posttrain.trainer.options.distilling import DistillingConfig, NoRewardsConfig
 from posttrain.trainer.options.online import AgentConfig
 from posttrain.trainer.options.served_teacher import ServedTeacherConfig
-from posttrain.trainer.report.model_card import Paper
-from posttrain.trainer.served_distilling_trainer import ServedDistillingTrainer
+from posttrain.trainer.served_distilling_trainer import ServedDistillingTrainer, on_support_formula
 
 
 @dataclass
@@ -33,14 +32,6 @@ class ServerDistillationTrainer(ServedDistillingTrainer):
     """On-policy distillation: the student writes, and a server says what the teacher finds likely at each token."""
 
     method, title = "server_distillation", "on-policy distillation from a server"
-    paper = Paper(
-        "agarwal2024onpolicy",
-        "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
-        "Agarwal, Rishabh and Vieillard, Nino and Zhou, Yongchao and Stanczyk, Piotr and Ramos, Sabela and others",
-        2024,
-        "2306.13649",
-        "International Conference on Learning Representations",
-    )
     config_class = ServerDistillationConfig
     needs_teacher: ClassVar[bool] = False  # in memory
 
@@ -72,15 +63,6 @@ class ServerDistillationTrainer(ServedDistillingTrainer):
             teacher_processing_class=teacher_processing_class, engine=engine,
         )  # fmt: skip
 
-    def make_teacher(self, policy: Any) -> Any:
-        return super().make_teacher(policy) if self.given_teacher is None else self.given_teacher
-
     @classmethod
     def formula(cls, args: Any, totals: Totals) -> Formula:
-        one_more = "the rest as one more" if args.loss_add_tail else "renormalised"
-        k = args.loss_top_k
-        tokens = f"the teacher's {k} likeliest tokens" if k > 1 else "the teacher's likeliest token"
-        if args.beta:
-            tokens = "the token that was written" if args.beta == 1 else f"{tokens} and the one that was written"
-        names = (("p, q", f"student and teacher at temperature 1; v: {tokens}, {one_more}"),)
-        return divergence_formula(args.beta, totals, names)
+        return on_support_formula(args, totals, with_written=args.beta > 0)

@@ -17,12 +17,11 @@ from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rollout.collector import Collected, GroupTable
 from posttrain.rollout.rollout import Rollout
 from posttrain.trainer.online.rollout_metrics import as_tensors
-from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.base import option
 from posttrain.trainer.options.distilling import NO_REFERENCE, NoRewardsConfig, SelfTaughtConfig
 from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.report.model_card import Paper
-from posttrain.trainer.self_distilling_trainer import text_of
+from posttrain.trainer.self_distilling_trainer import SelfTaughtTrainer, text_of
 
 SHORTEST_LINE = 10
 """Characters; a single line of fewer is a stub."""
@@ -47,7 +46,7 @@ def is_stub(text: str) -> bool:
     return not text or ("\n" not in text and len(text) < SHORTEST_LINE)
 
 
-class SSDTrainer(OnlineTrainer):
+class SSDTrainer(SelfTaughtTrainer):
     """SSD (arXiv:2604.01193): cross-entropy, at temperature 1, on own completions that were drawn otherwise."""
 
     method, title = "ssd", "simple self-distillation"
@@ -63,26 +62,6 @@ class SSDTrainer(OnlineTrainer):
     needs_reference = False
     needs_old_logps = False
     scoring_temperature = 1.0
-
-    def __init__(
-        self,
-        model: Any,
-        args: SSDConfig | None = None,
-        train_dataset: Any = None,
-        eval_dataset: Any = None,
-        processing_class: Any = None,
-        callbacks: list[Any] | None = None,
-        optimizers: tuple[Any, Any] = (None, None),
-        peft_config: Any = None,
-        *,
-        quantization_config: Any = None,
-        engine: Any = None,
-    ) -> None:
-        """Arguments in TRL's order."""
-        super().__init__(
-            model, None, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks, optimizers=optimizers,
-            quantization_config=quantization_config, peft_config=peft_config, engine=engine,
-        )  # fmt: skip
 
     def credit(self, table: GroupTable, totals: Tensor) -> Tensor:
         return torch.zeros_like(totals)

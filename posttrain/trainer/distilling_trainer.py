@@ -33,6 +33,7 @@ from posttrain.rollout.rollout import DATASET, POLICY, TEACHER, Request, Rollout
 from posttrain.trainer.construction import refuse_arguments
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.distilling import DistillingConfig
+from posttrain.trainer.report.model_card import Paper
 
 COIN = 0xC0111  # in the place of a completion's number: no completion has so high a one
 ON_POLICY = "on_policy"
@@ -138,6 +139,14 @@ class TaughtTrainer(OnlineTrainer):
 class DistillingTrainer(TaughtTrainer):
     """See the module's docstring."""
 
+    paper = Paper(
+        "agarwal2024onpolicy",
+        "On-Policy Distillation of Language Models: Learning from Self-Generated Mistakes",
+        "Agarwal, Rishabh and Vieillard, Nino and Zhou, Yongchao and Stanczyk, Piotr and Ramos, Sabela and others",
+        2024,
+        "2306.13649",
+        "International Conference on Learning Representations",
+    )
     config_class: ClassVar[type[DistillingConfig]] = DistillingConfig
     formats = (PROMPT_COMPLETION, LAST_TURN, PROMPT_ONLY)  # the last where no completion is read
     needs_rewards: ClassVar[bool] = False

@@ -24,6 +24,7 @@ from posttrain.trainer.online.agents import make_agents
 from posttrain.trainer.online.rollout_metrics import deviation
 from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.policy_group import PolicyGroupConfig
+from posttrain.trainer.report.model_card import Paper
 from posttrain.trainer.step.gathering import gathered_values
 
 LIKELIEST = "sampler_likeliest"
@@ -33,6 +34,13 @@ LIKELIEST = "sampler_likeliest"
 class PolicyGroupTrainer(OnlineTrainer):
     """Group relative policy optimisation: the completions of a prompt are compared, and the policy moves within bounds."""
 
+    paper = Paper(
+        "shao2024deepseekmath",
+        "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+        "Shao, Zhihong and Wang, Peiyi and Zhu, Qihao and others",
+        2024,
+        "2402.03300",
+    )
     config_class = PolicyGroupConfig
 
     entropy: EntropyController | None = None

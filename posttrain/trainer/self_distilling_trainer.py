@@ -37,6 +37,7 @@ from posttrain.models.scoring.float32_head import compute_head_in_float32
 from posttrain.models.scoring.token_scores import score_tokens
 from posttrain.rollout.rollout import OLD_LOGPS, Rollout
 from posttrain.trainer.distilling_trainer import DistillingTrainer, prompt_sample
+from posttrain.trainer.online_trainer import OnlineTrainer
 from posttrain.trainer.options.distilling import SAMPLED_TOKEN, TOPK_LOGITS, SelfDistillingConfig
 from posttrain.trainer.references.setup import MoveTeacherCallback
 
@@ -97,6 +98,30 @@ def _content_text(content: Any) -> str:
 
 class TeacherPromptTooLong(ValueError):
     """The teacher's prompt has images, and no room for all of them."""
+
+
+class SelfTaughtTrainer(OnlineTrainer):
+    """A method that is given neither rewards nor a teacher. Mixed in before the trainer that it is otherwise."""
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[Any, Any] = (None, None),
+        peft_config: Any = None,
+        *,
+        quantization_config: Any = None,
+        engine: Any = None,
+    ) -> None:
+        """Arguments in TRL's order."""
+        super().__init__(
+            model, None, args, train_dataset, eval_dataset, processing_class, callbacks=callbacks, optimizers=optimizers,
+            quantization_config=quantization_config, peft_config=peft_config, engine=engine,
+        )  # fmt: skip
 
 
 class SelfDistillingTrainer(DistillingTrainer):

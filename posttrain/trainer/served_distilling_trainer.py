@@ -16,6 +16,7 @@ from posttrain.core.batch import TokenBatch
 from posttrain.core.processes import of_every_process
 from posttrain.core.results import LossOutput, TokenScores
 from posttrain.losses.distributions import BOTH, TEACHER, Divergence, on_support
+from posttrain.losses.formulas import Formula, Totals, divergence_formula
 from posttrain.models.load.model import innermost_model
 from posttrain.models.load.teacher import Teacher
 from posttrain.models.scoring.token_scores import Measure, logps_of_tokens, score_tokens
@@ -38,10 +39,21 @@ logger = logging.getLogger(__name__)
 CANDIDATES = "candidates"
 
 
+def on_support_formula(args: Any, totals: Totals, with_written: bool) -> Formula:
+    """On the tokens of `support`; `with_written`: also the written one, where it is none of the teacher's likeliest."""
+    one_more, k = "the rest as one more" if args.loss_add_tail else "renormalised", args.loss_top_k
+    tokens = f"the teacher's {k} likeliest tokens" if k > 1 else "the teacher's likeliest token"
+    if with_written:
+        tokens = "the token that was written" if args.beta == 1 else f"{tokens} and the one that was written"
+    names = (("p, q", f"student and teacher at temperature 1; v: {tokens}, {one_more}"),)
+    return divergence_formula(args.beta, totals, names)
+
+
 class ServedDistillingTrainer(DistillingTrainer):
     """See the module's docstring."""
 
     teacher: ServedTeacher | ServedTeachers | Teacher
+    given_teacher: Any = None  # one that is made already
 
     # ---- the teacher -------------------------------------------------------------------------------------------------
 
@@ -66,6 +78,8 @@ class ServedDistillingTrainer(DistillingTrainer):
 
     def make_teacher(self, policy: Any) -> ServedTeacher | ServedTeachers | Teacher:
         args = self.args
+        if self.given_teacher is not None:
+            return self.given_teacher
         if not args.is_served:
             return super().make_teacher(policy)
         made = {

@@ -257,10 +257,9 @@ RECORDED = json.loads(Path(__file__).with_name("trl_async_recorded.json").read_t
 @pytest.mark.parametrize("variant", async_grpo.VARIANTS)
 def test_trl_itself_says_the_same_of_the_same_worker(variant):
     """Recorded by benchmarks/parity/async_grpo.py from TRL 1.16.0: losses, weights, and how worker and transfer were called."""
-    found, theirs = async_grpo.played(AsyncGRPOTrainer, AsyncGRPOConfig, variant), RECORDED[variant]
-    assert found["losses"] == pytest.approx(theirs["losses"], abs=1e-6)
-    assert found["norms"] == pytest.approx(theirs["norms"], abs=1e-5)
-    assert found["calls"] == theirs["calls"]
+    found = async_grpo.played(AsyncGRPOTrainer, AsyncGRPOConfig, variant)
+    assert async_grpo.differences(found, RECORDED[variant]) == []
+    assert async_grpo.differences(found, RECORDED[variant] | {"losses": [0.5] * 4, "calls": []})[-1].startswith("calls")
 
 
 @pytest.mark.parametrize("steps", [1, 2])

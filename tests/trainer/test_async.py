@@ -177,7 +177,11 @@ def test_no_trained_token_is_older_than_the_bound_and_no_prompt_is_trained_twice
     assert len(groups) == len(set(groups)) == 24
     if on_stale != "mask":
         assert max(row["step"] - 1 - row["policy_version"] for row in rows) <= 2
-    assert max(line.get("async/token_age/max", 0) for line in logged(tmp_path)) <= 2
+    for line in [line for line in logged(tmp_path) if "async/lead" in line]:
+        shares = [line[f"async/token_age/share/{age}"] for age in range(3)]
+        assert (sum(shares), shares[1] + 2 * shares[2]) == pytest.approx((1.0, line["async/token_age/mean"]))
+        assert 0 <= line["async/worker_idle/inline-0"] <= 1
+        assert line["async/token_age/max"] <= 2
     assert made.state.global_step == 12
 
 

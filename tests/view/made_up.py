@@ -200,5 +200,32 @@ def make_run(folder: Path, steps: int = 20, prompts: int = 10, samples: int = 8,
     return folder
 
 
+def make_async_run(folder: Path, steps: int = 60, workers: int = 3) -> Path:
+    """The numbers of a run whose trainer waits at first, until the lead has grown."""
+    noise = np.random.default_rng(0)
+    for step in range(1, steps + 1):
+        lead = min(2.5, step / 20)
+        idle = max(0.0, 0.62 - 0.3 * lead) + 0.05 * noise.random()
+        shares = noise.dirichlet([6, 10 * lead + 0.1, 6 * lead + 0.1, 1.5, 0.01])
+        entry = {
+            "loss": 0.02 * noise.normal(), "async/lead": lead, "async/trainer_idle": idle, "async/in_flight": 8 + 8 * lead,
+            "async/waiting": 10 * noise.random() * lead, "async/token_age/mean": float(shares @ np.arange(5)),
+            "async/token_age/p95": 3.0, "async/token_age/max": 3.0, "async/bound_used": 0.75,
+            "async/group_seconds/p50": 2 + noise.random(), "async/group_seconds/max": 9 + 4 * noise.random(),
+            "async/finished": 8.0 * step + 20, "async/taken": 8.0 * step, "async/reissued": step // 20,
+            **{f"async/token_age/share/{age}": share for age, share in enumerate(shares.tolist())},
+            **{f"async/worker_idle/worker-{i}": max(0.0, 0.08 * lead - 0.05 * i) for i in range(workers)},
+        }  # fmt: skip
+        StepFile(folder / "metrics.jsonl").append(step, entry)
+    alerts = {
+        "rollouts_wait": ["the trainer waited for 0.55 of the time", "rollouts are the slow side", "more workers"],
+        "entropy": ["entropy fell from 1.2 to 0.31", "the policy explores less", "a higher temperature"],
+    }
+    for kind, said in alerts.items():
+        alert = dict(zip(("seen", "meaning", "remedy"), said), kind=kind)
+        StepFile(folder / "alerts.jsonl").append(10, alert)
+    return folder
+
+
 if __name__ == "__main__":
     make_run(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 20)

@@ -19,10 +19,11 @@ import torch
 
 from posttrain.trainer.checkpoints.step_file import StepFile
 from tests.trainer.resumable_run import checksum
+from tests.trainer.test_online import trainer as online_trainer
 from tests.trainer.vision_runs import PICTURES as PICTURES_SHOWN
 from tests.trainer.vision_runs import chats, trainer_of
 from tests.view.chromium import Chromium, find_chromium
-from tests.view.made_up import make_run, make_tokenizer, write_log, write_step
+from tests.view.made_up import make_async_run, make_run, make_tokenizer, write_log, write_step
 
 pytestmark = [
     pytest.mark.slow,
@@ -465,9 +466,46 @@ def test_the_pictures_that_a_run_was_shown(tmp_path):
         assert [url for url in page.requests if not url.startswith((viewer.base, "about:", "data:"))] == []
 
 
+WAITERS = "[...document.querySelectorAll('.waiters th')].map((e) => e.textContent)"
+TABS = "[...document.querySelectorAll('nav a')].map((e) => e.textContent.replace(/\\d/g, ''))"
+
+
+def test_who_waits_for_whom(tmp_path, run_folder, picture):
+    """A made-up run, whose trainer waits, and a real one; a synchronous run has no such page."""
+    made_up = make_async_run(tmp_path / "grpo-async")
+    beside = {"async_rollouts": True, "async_lead": 1, "rollout_engine": "native", "max_steps": 4}
+    online_trainer(tmp_path / "real", checksum, **beside).train()
+    with Viewer(made_up, tmp_path / "real") as viewer, Chromium(find_chromium(), tmp_path / "profile") as page:
+        page.dark(False)
+        page.open(viewer.url)
+        page.until(f"{TABS}.includes('Waiting')")
+        page.press("4")
+        page.until("document.querySelectorAll('.waiting-view .chart canvas').length === 6")
+        said = page.run("document.querySelector('#verdict').textContent")
+        assert said.startswith(
+            "The workers wait for the trainer. The trainer waits 2 % of its time, the workers 14 %"
+        ), said
+        assert page.run(WAITERS) == ["trainer", "worker-0", "worker-1", "worker-2"]
+        ages = page.run("document.querySelector('.ages').getAttribute('aria-label')")
+        assert [part.split(":")[0] for part in ages.partition(": ")[2].split(", ")] == list("01234")
+        text = page.run("document.querySelector('main').textContent")
+        assert "the trainer waited for 0.55" in text
+        assert "entropy fell" not in text
+        assert "finished 500 · taken 480 · reissued 3" in text
+        picture(page, "waiting")
+        page.run("(e => { e.value = '1'; e.dispatchEvent(new Event('change')) })(document.querySelector('select'))")
+        page.until(f"{WAITERS}.join() === 'trainer,inline-0'")
+        page.until("document.querySelectorAll('.ages rect').length === 5")
+        assert page.problems == []
+    with Viewer(run_folder) as viewer, Chromium(find_chromium(), tmp_path / "other") as page:
+        page.open(viewer.url)
+        page.until("document.querySelectorAll('.chart').length > 0")
+        assert page.run(TABS) == ["Curves", "Rollouts", "Run"]
+
+
 def test_the_docs_have_the_pictures():
     shown = (ROOT / "docs/view.md").read_text()
-    for name in ("curves", "rollouts", "group", "prompt", "curves-dark", "group-dark"):
+    for name in ("curves", "rollouts", "group", "prompt", "curves-dark", "group-dark", "waiting"):
         assert (PICTURES / f"view-{name}.png").read_bytes().startswith(b"\x89PNG")
         assert f"images/view-{name}.png" in shown
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from posttrain.rollout.feed.group import Group, Work
+from posttrain.rollout.feed.idle import IdleTimes
 from posttrain.rollout.feed.journal import Journal
 from posttrain.rollout.feed.ledger import FINISHED, ISSUED, PLANNED, Ledger
 from posttrain.rollout.feed.pacing import DROP, IN_ORDER, Lead, Pace, may_begin, next_window
@@ -40,7 +41,7 @@ class Feed:
         self.pace, self.lead, self.journal, self.clock = pace, lead, journal, clock
         self.prompt_of, self.row_of = prompt_of, row_of
         self.lease_seconds, self.patience = lease_seconds, patience
-        self.ledger = Ledger()
+        self.ledger, self.idle = Ledger(), IdleTimes()
         self.groups: dict[int, Group] = {}  # finished, not taken
         self.windows = 0  # taken
         self.step = 0  # optimizer steps that are done
@@ -159,7 +160,7 @@ class Feed:
             if self.pace.most_in_flight is not None:
                 most = min(most, max(self.pace.most_in_flight - len(self.ledger.numbers(ISSUED)), 0))
             now = self.clock()
-            return [
+            issued = [
                 Work(
                     number,
                     self.ledger.issue(number, worker, label, now, self.lease_seconds),
@@ -168,6 +169,8 @@ class Feed:
                 )
                 for number in waiting[:most]
             ]
+            self.idle.note(worker, not self.ledger.holds(worker), now)
+            return issued
 
     def _plan(self) -> None:
         """Begin what may begin. Of a run that is replayed nothing begins before its last recorded window is taken."""
@@ -185,7 +188,9 @@ class Feed:
         with self._changed:
             is_current = self.ledger.finish(group.number, group.attempt, "")
             if is_current:
-                self.ledger.live[group.number].label = group.label
+                entry = self.ledger.live[group.number]
+                entry.label = group.label
+                self.idle.note(entry.worker, not self.ledger.holds(entry.worker), self.clock())
                 if self.journal is not None:
                     self.journal.append(group.number, group.attempt, content)
                 self.groups[group.number] = group
@@ -197,12 +202,18 @@ class Feed:
         with self._changed:
             for number in self.ledger.held_by(worker):
                 self.ledger.give_back(number, self.ledger.live[number].attempt)
+            self.idle.forget(worker)
             self._changed.notify_all()
 
     def holds(self, worker: str) -> bool:
         """Whether it has something that is not finished."""
         with self._changed:
-            return bool(self.ledger.held_by(worker))
+            return self.ledger.holds(worker)
+
+    def idle_seconds(self) -> dict[str, float]:
+        """For how long workers held nothing since the last question."""
+        with self._changed:
+            return self.idle.since_asked(self.clock())
 
     def wanted_label(self, number: int) -> int:
         """In order, block b is written by the weights that `lead` windows before it begin with, whoever writes it and whenever."""

@@ -110,6 +110,9 @@ class Ledger:
     def held_by(self, worker: str) -> list[int]:
         return [n for n, entry in self.live.items() if entry.fate == ISSUED and entry.worker == worker]
 
+    def holds(self, worker: str) -> bool:
+        return any(entry.fate == ISSUED and entry.worker == worker for entry in self.live.values())
+
     def overdue(self, now: float) -> list[int]:
         return [n for n, entry in self.live.items() if entry.fate == ISSUED and entry.until <= now]
 

@@ -70,6 +70,9 @@ class ReplayFeed:
 
     def wait_until_written(self, label: int) -> None: ...
 
+    def idle_seconds(self) -> dict[str, float]:
+        return {}
+
     def stop(self, error: BaseException | None = None) -> None: ...
 
     def state(self) -> dict[str, Any]:

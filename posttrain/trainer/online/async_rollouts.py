@@ -48,6 +48,8 @@ from posttrain.trainer.options.online import OnlineConfig
 from posttrain.trainer.options.vllm import COLOCATE
 
 STOP_SECONDS = 60.0
+OLDEST_SHOWN = 8
+"""Ages of tokens are counted one by one up to this, or to the bound; what is older counts there."""
 
 
 class WrittenAhead(Protocol):
@@ -124,13 +126,16 @@ class AsyncRollouts(TrainerCallback):
         for group in groups:
             self._rows.pop(group.written.rollouts[0].request.row, None)
         now = time.monotonic()
-        since, self._last_window = now - self._last_window, now
-        idle = self.feed.waited / max(since, 1e-9)
+        since, self._last_window = max(now - self._last_window, 1e-9), now
+        idle = self.feed.waited / since
         if self.feed.windows > 1:  # nobody can write ahead of the first
             self.feed.lead.after_window(idle)
         written = joined_groups(groups, self.feed.waited)
         masked = self._mask_old(written.rollouts) if self.run.args.on_stale == MASK else {}
-        written.numbers = self._numbers(groups) | {"async/trainer_idle": min(idle, 1.0)} | masked | self._sent
+        shares = {"trainer_idle": idle}
+        shares |= {f"worker_idle/{name}": seconds / since for name, seconds in self.feed.idle_seconds().items()}
+        waiting = {f"async/{name}": min(share, 1.0) for name, share in shares.items()}
+        written.numbers = self._numbers(groups) | waiting | masked | self._sent
         return written
 
     def state(self) -> dict[str, Any]:
@@ -278,10 +283,17 @@ class AsyncRollouts(TrainerCallback):
             "async/group_age/max": float(max((step - group.label for group in groups), default=0)),
             "async/group_seconds/p50": float(np.median(seconds)),
             "async/group_seconds/max": max(seconds),
+            **self._age_shares(ages),
             "async/in_flight": len(self.feed.ledger.live) - len(self.feed.groups),
             "async/waiting": len(self.feed.groups),
             **{f"async/{name}": float(count) for name, count in totals.items()},
         }
+
+    def _age_shares(self, ages: np.ndarray) -> dict[str, float]:
+        """A histogram: age -> share of the trained tokens."""
+        oldest = min(self.feed.pace.max_staleness, OLDEST_SHOWN)
+        counts = np.bincount(np.clip(ages, 0, oldest).astype(int), minlength=oldest + 1)
+        return {f"async/token_age/share/{age}": count / max(len(ages), 1) for age, count in enumerate(counts.tolist())}
 
 
 def on_own_stream(device: torch.device, run: Callable[[], None]) -> None:

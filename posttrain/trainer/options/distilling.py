@@ -46,11 +46,9 @@ class NoRewardsConfig:
 
 
 @dataclass
-class SelfTaughtConfig:
-    """Sizes of methods whose model learns from what it writes itself; mixed in."""
+class PromptLengthConfig:
+    """Sizes of methods whose prompts are cut and not left out; mixed in."""
 
-    learning_rate: float = option(5e-5, "Initial learning rate of AdamW.")
-    disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
     max_prompt_length: int | None = option(
         512, "Longest prompt in tokens; longer ones are cut at their beginning. `max_length`, if set, takes its place."
     )
@@ -60,6 +58,14 @@ class SelfTaughtConfig:
         if self.max_length is not None and self.max_prompt_length == 512:
             self.max_prompt_length = None
         super().__post_init__()
+
+
+@dataclass
+class SelfTaughtConfig(PromptLengthConfig):
+    """Sizes of methods whose model learns from what it writes itself; mixed in."""
+
+    learning_rate: float = option(5e-5, "Initial learning rate of AdamW.")
+    disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
 
 
 SAMPLED_TOKEN, FULL_LOGITS, TOPK_LOGITS = "sampled_token", "full_logits", "topk_logits"
@@ -142,18 +148,14 @@ class SelfDistillingConfig(SelfTaughtConfig):
 
 
 @dataclass
-class NoPackingConfig:
-    """Options of TRL's SFTConfig that its distilling configs inherit and that mean nothing here; mixed in."""
+class RowLengthConfig:
+    """Sizes of methods that distil on the rows of a dataset; mixed in."""
 
-    packing: bool = refused(False, UNPACKED)
-    packing_strategy: str = refused("bfd", UNPACKED)
-    eval_packing: bool | None = refused(None, UNPACKED)
-    dataset_text_field: str = refused(
-        "text", "A text has no prompt: give rows of prompt and completion, or of messages."
+    disable_dropout: bool = option(True, "Set every dropout probability of the model to 0.")
+    max_length: int | None = option(
+        1024,
+        "Longest row in tokens, prompt and completion together; what the student writes comes on top. None: no limit.",
     )
-    completion_only_loss: bool | None = refused(None, ONLY_COMPLETIONS)
-    assistant_only_loss: bool = refused(False, ONLY_COMPLETIONS)
-    loss_type: str = refused("nll", "The loss is the divergence that `beta` names.")
 
 
 @dataclass
@@ -238,3 +240,26 @@ class DistillingConfig(TeacherConfig, OnlineConfig):
     def needs_answers(self) -> bool:
         """Whether rows must bring completions."""
         return self.lmbda < 1 and not self.seq_kd
+
+
+@dataclass
+class MixedAuthorsConfig(TeacherBesideConfig, RowLengthConfig, NoRewardsConfig, DistillingConfig):
+    """Options of methods whose completions are the student's, the dataset's or the teacher's. TRL's configs of these inherit from
+    SFTConfig, and what of it means nothing here is refused."""
+
+    max_completion_length: int = option(128, "Most tokens of a completion that is written.")
+    lmbda: float = option(
+        0.5,
+        "Share of the prompts whose completion the student writes; the others keep that of the dataset, or of the teacher "
+        "(`seq_kd`). Decided by a coin for each prompt, the same whatever the processes.",
+    )
+    seq_kd: bool = option(False, "Completions that the student does not write are the teacher's, not the dataset's.")
+    packing: bool = refused(False, UNPACKED)
+    packing_strategy: str = refused("bfd", UNPACKED)
+    eval_packing: bool | None = refused(None, UNPACKED)
+    dataset_text_field: str = refused(
+        "text", "A text has no prompt: give rows of prompt and completion, or of messages."
+    )
+    completion_only_loss: bool | None = refused(None, ONLY_COMPLETIONS)
+    assistant_only_loss: bool = refused(False, ONLY_COMPLETIONS)
+    loss_type: str = refused("nll", "The loss is the divergence that `beta` names.")

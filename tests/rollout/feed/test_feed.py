@@ -147,6 +147,28 @@ def test_what_is_too_old_is_dropped_and_something_else_begins():
     assert [work.number for work in made.pull("a", 2)] == list(range(4, 10))
 
 
+def test_a_worker_waits_while_it_holds_nothing():
+    now = [0.0]
+    made = feed(Pace(2), lead=0.0, clock=lambda: now[0])
+
+    def after(seconds, act):
+        now[0] += seconds
+        return act()
+
+    after(5, lambda: made.pull("one", 0, 2))  # it was not there before
+    after(1, lambda: made.pull("two", 0))  # nothing is left for it
+    after(2, lambda: made.finish(group(0)))
+    assert after(1, made.idle_seconds) == {"one": 0.0, "two": 3.0}
+    after(1, lambda: made.finish(group(1)))  # "one" holds nothing any more
+    made.pull("one", 0)
+    made.next_window()
+    after(4, lambda: made.trained(1))
+    after(0, lambda: made.pull("two", 1, 1))
+    assert after(2, made.idle_seconds) == {"one": 6.0, "two": 5.0}
+    made.give_back("two")  # it ended
+    assert after(1, made.idle_seconds) == {"one": 1.0}
+
+
 def test_who_is_waited_for_in_vain_is_named():
     seconds = iter(np.arange(0, 10_000, 40.0))
     made = feed(patience=100.0, clock=lambda: float(next(seconds)))
