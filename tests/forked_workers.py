@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing import forkserver, reduction
 from typing import Any
 
@@ -90,6 +90,8 @@ def use() -> None:
     WorkerProcesses._launch = launch
 
 
-@pytest.fixture
-def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WorkerProcesses, "_launch", launch)
+@pytest.fixture(scope="module")
+def forked_workers() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(WorkerProcesses, "_launch", launch)
+        yield
