@@ -333,7 +333,9 @@ class RemoteWorkers(ABC):
             rollouts = rollouts_of(tree, done.prompt, done.row, row)
             self._refuse_wrong(done, rollouts)
         except Exception as error:
-            raise WrongAnswer(f"what it made of prompt {number} cannot be used. {error}") from error
+            raise WrongAnswer(
+                f"what it made of prompt {number} cannot be used. {type(error).__name__}: {error}"
+            ) from error
         del child.issued[number]
         child.deaths = 0
         self.judge.add(done, rollouts, seconds)
