@@ -65,7 +65,7 @@ def test_a_replay_needs_neither_engine_nor_rewards(tmp_path):
 @pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize(
     ("steps", "workers", "kills"),
-    [(9, 2, (5,)), pytest.param(30, 4, (4, 9, 15, 22, 29), marks=pytest.mark.slow)],
+    [(9, 2, (5,)), pytest.param(30, 4, (4, 9, 15, 22, 29), marks=pytest.mark.trust)],
 )
 def test_a_run_that_was_killed_is_replayed_whole(tmp_path, steps, workers, kills):
     options = {**AHEAD, **FREE, "max_steps": steps, "rollout_workers": workers}
