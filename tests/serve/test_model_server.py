@@ -6,7 +6,6 @@ import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -255,49 +254,6 @@ def test_running_requests_go_on_with_new_weights_and_every_token_has_its_version
             assert mine["logps"][begin:end] == pytest.approx(chosen.tolist(), abs=1e-3)
             worst = (rows.max(-1).values - chosen).max()  # two tokens may be as likely as each other, to rounding
             assert worst < 1e-3, (begin, end, int((rows.max(-1).values - chosen).argmax()), float(worst))
-
-
-@pytest.mark.slow
-def test_whatever_the_instant_of_an_update_each_span_is_scored_as_its_version_writes(server):
-    """Drawn tokens: those of a span have the log-probs of its version, the first after a change as a fresh prefill has it, and
-    (where the versions differ there) not those of the version before."""
-    rng, first = random.Random(11), server.get("/info")[1]["version"]
-    models, prompts = {first: tiny_model(first)}, [[3, 4, 5 + number] for number in range(6)]
-    body = {
-        "prompts": [{"ids": ids} for ids in prompts],
-        "sampling": {"max_tokens": 700, "temperature": 1.0, "seed": 3},
-    }
-    with ThreadPoolExecutor(1) as pool:
-        running, last = pool.submit(server.post, "/generate", body), first
-        while last < first + 4 and not running.done():
-            last += 1
-            models[last] = tiny_model(last)
-            manifest, payloads = update_of(last, dict(models[last].state_dict()), 1 << 20)
-            server.post("/weights/begin", {"manifest": encode_manifest(manifest)})
-            for payload in payloads:
-                server.post("/weights/part", payload)
-            time.sleep(rng.random() * 0.3)
-            server.post("/weights/commit", {"version": last, "in_flight": "continue"})
-        groups = running.result(300)["completions"]
-    changes = 0
-    for prompt, (mine,) in zip(prompts, groups):
-        ids = torch.tensor([prompt + mine["ids"]])
-        with torch.no_grad():
-            scored = {
-                version: model(ids)
-                .logits[0, len(prompt) - 1 : -1]
-                .log_softmax(-1)
-                .gather(1, ids[0, len(prompt) :, None])
-                for version, model in models.items()
-            }
-        assert [begin for begin, _, _ in mine["spans"]] == [0, *(end for _, end, _ in mine["spans"][:-1])]
-        for begin, end, version in mine["spans"]:
-            wanted = scored[version][begin:end, 0]
-            np.testing.assert_allclose(mine["logps"][begin:end], wanted, atol=2e-5 if begin else 1e-4)
-            changes += begin > 0
-            if version - 1 in scored:
-                assert (wanted - scored[version - 1][begin:end, 0]).abs().max() > 1e-2
-    assert changes >= 6
 
 
 def test_50_damaged_payloads_against_the_live_server(server):
