@@ -29,6 +29,7 @@ POINTS = {
     "log.after": "metrics have been written to their file",
     "generate": "rollouts are about to be written",
     "score": "rollouts have been written, their rewards may still be worked on",
+    "journal": "beside training: finished groups are on disk, that a step takes them is not",
     "save.capture": "half of a checkpoint's state has been put aside",
     "save.file": "between two files of a checkpoint",
     "save.write": "inside a file of tensors, its header written",

@@ -93,3 +93,9 @@ class Rollout:
     @property
     def is_truncated(self) -> bool:
         return self.finish_reason == "length"
+
+
+def versions_of(rollout: Rollout) -> np.ndarray:
+    """(tokens,) version of the weights that wrote each; of tokens that no weights wrote it means nothing."""
+    sample = rollout.sample
+    return sample.per_token.get(POLICY_VERSIONS, np.full(len(sample), sample.policy_version, np.float32))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -77,9 +79,13 @@ def test_two_servers(method, transport, urls, tmp_path):
         made.close()
 
 
-@pytest.mark.parametrize("update", ["continue", pytest.param("finish", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "update", ["continue", *(pytest.param(update, marks=pytest.mark.slow) for update in ("finish", "restart"))]
+)
 def test_servers_write_beside_the_training(update, urls, tmp_path, monkeypatch):
     vllm_runs.check_tokens_beside_training(update, urls, tmp_path, monkeypatch, atol=1e-5)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert (max(line.get("async/reissued", 0) for line in lines) > 0) == (update == "restart")
 
 
 @pytest.mark.parametrize(

@@ -140,6 +140,30 @@ def test_continue_attributes_every_token_to_the_weights_that_wrote_it(rig):
     assert "does not accept" in refused.error
 
 
+def test_100_000_tokens_under_updates_at_random_instants_all_have_the_right_label(rig):
+    """Tokens of the echo engine are the number of the weights that wrote them."""
+    one, rng, outcomes = rig(), random.Random(5), []
+    asked = [one.submit(f"c{number}", tokens=2_000) for number in range(50)]
+    ended = threading.Event()
+    waiter = threading.Thread(target=lambda: (outcomes.extend(wait() for wait in asked), ended.set()))
+    waiter.start()
+    version = 0
+    while not ended.wait(rng.random() * 0.02):
+        version += 1
+        one.push(version, in_flight="continue")
+    waiter.join()
+    tokens = changes = 0
+    for outcome in outcomes:
+        ends = [end for _, end, _ in outcome.spans]
+        assert [begin for begin, _, _ in outcome.spans] == [0, *ends[:-1]]
+        assert ends[-1] == len(outcome.ids) == 2_000
+        for begin, end, label in outcome.spans:
+            assert outcome.ids[begin:end] == [label] * (end - begin)
+        tokens, changes = tokens + len(outcome.ids), changes + len(outcome.spans) - 1
+    assert tokens == 100_000
+    assert changes >= 100, changes
+
+
 def test_a_drain_that_takes_too_long_changes_nothing_and_can_be_committed_again(rig):
     one = rig(step_seconds=0.01)
     slow = one.submit("slow", tokens=60)

@@ -17,12 +17,16 @@ from peft import LoraConfig
 
 from posttrain import GRPOTrainer, RLOOConfig, RLOOTrainer
 from posttrain.losses.importance import age_correction
+from posttrain.rollout.feed.group import Group
+from posttrain.rollout.feed.journal import Journal
 from posttrain.rollout.feed.judging import Judge
 from posttrain.rollout.feed.worker import RolloutWorker
-from posttrain.rollout.rollout import POLICY_LOGPS
+from posttrain.rollout.prompt_rows import PromptRow
+from posttrain.rollout.rollout import POLICY_LOGPS, versions_of
 from posttrain.rollout.store import read_rollouts
 from posttrain.trainer.online.async_rollouts import AsyncRollouts, refuse_async
 from tests.forked import Child, start_group, wait_for_group
+from tests.forked_workers import forked_workers  # noqa: F401
 from tests.trainer import fsdp_on_cpu
 from tests.trainer.resumable_run import KillAfter
 from tests.trainer.test_online import logged, trainer, weights
@@ -135,9 +139,10 @@ def test_in_order_each_window_is_written_by_the_weights_of_its_label(tmp_path, m
     assert versions == {(step, max(step - 1 - lead, 0)) for step in range(1, 9)}
 
 
-SEEDS = [pytest.param(seed, marks=pytest.mark.trust if seed else pytest.mark.slow) for seed in range(20)]
+SEEDS = [pytest.param(seed, marks=pytest.mark.trust if seed >= 5 else pytest.mark.slow) for seed in range(20)]
 
 
+@pytest.mark.usefixtures("forked_workers")
 @pytest.mark.parametrize("workers", [1, 2, 4])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_in_order_any_number_of_workers_under_any_delays_writes_the_plain_loop(
@@ -156,6 +161,27 @@ def test_in_order_any_number_of_workers_under_any_delays_writes_the_plain_loop(
     assert written(tmp_path / "found") == written(tmp_path / "wanted")
 
 
+def assert_ages_are_those_of_the_journal(folder, bound, masks):
+    """What was logged of each step is what its groups say, token by token; and of its oldest what the store says."""
+    journal, stored = Journal(folder), written(folder)
+    lines = {line["step"]: line for line in logged(folder) if "async/token_age/max" in line}
+    assert len(lines) == len(journal.windows())
+    for window, entry in journal.windows().items():
+        groups = [Group.from_bytes(journal.read(number), lambda row: NO_ROW) for number in entry["numbers"]]
+        rollouts = [rollout for group in groups for rollout in group.written.rollouts]
+        ages = np.concatenate([window - versions_of(rollout)[rollout.sample.trained] for rollout in rollouts])
+        ages = ages[ages <= bound] if masks else ages
+        line = lines[window + 1]
+        assert line["async/token_age/mean"] == pytest.approx(ages.mean())
+        assert line["async/token_age/p95"] == pytest.approx(np.percentile(ages, 95))
+        assert (line["async/token_age/max"], ages.max() <= bound) == (ages.max(), True)
+        oldest = max(window - row["policy_version"] for row in stored if row["step"] == window + 1)
+        assert line["async/group_age/max"] == oldest == max(window - group.label for group in groups)
+
+
+NO_ROW = PromptRow(np.arange(2), "", {}, 0)
+
+
 @pytest.mark.parametrize("order", ["window", "first_finished"])
 @pytest.mark.parametrize("update", ["continue", "finish", "restart"])
 @pytest.mark.parametrize("on_stale", ["wait", "mask", "drop"])
@@ -171,7 +197,9 @@ def test_no_trained_token_is_older_than_the_bound_and_no_prompt_is_trained_twice
         on_stale=on_stale,
         max_staleness=2,
         max_steps=12,
+        keep_journal=True,
     )
+    assert_ages_are_those_of_the_journal(tmp_path, 2, on_stale == "mask")
     rows = written(tmp_path)
     groups = [row["group"] for row in rows if row["sample"] == 0]
     assert len(groups) == len(set(groups)) == 24

@@ -10,6 +10,7 @@ import torch
 
 from posttrain.rollout.feed import journal
 from posttrain.rollout.feed.judging import Judge
+from tests.forked_workers import forked_workers  # noqa: F401
 from tests.trainer.test_async import AHEAD, killed_at, logged, odd_sums, resumed, run, same_numbers, weights, written
 from tests.trainer.test_online import trainer
 
@@ -61,9 +62,13 @@ def test_a_replay_needs_neither_engine_nor_rewards(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(weights(free).values(), weights(made).values()))
 
 
-@pytest.mark.parametrize("kills", [(5,), pytest.param((4, 5, 7, 8), marks=pytest.mark.trust)])
-def test_a_run_that_was_killed_is_replayed_whole(tmp_path, kills):
-    options = {**AHEAD, **FREE, "rollout_workers": 2}
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize(
+    ("steps", "workers", "kills"),
+    [(9, 2, (5,)), pytest.param(30, 4, (4, 9, 15, 22, 29), marks=pytest.mark.trust)],
+)
+def test_a_run_that_was_killed_is_replayed_whole(tmp_path, steps, workers, kills):
+    options = {**AHEAD, **FREE, "max_steps": steps, "rollout_workers": workers}
     for number, step in enumerate(kills):
         given = {"resume_from_checkpoint": True} if number else {}
         killed_at(tmp_path / "free", step, tmp_path / f"log-{number}", **options, **given)

@@ -79,7 +79,7 @@ def restart(method: str, folder: Path, log: Path, fault: str, max_steps: int, sl
 
 
 def at_a_point(rng: random.Random) -> tuple[str, str, str]:
-    point = rng.choice([name for name in faults.POINTS if name not in ("save.rotate", "generate", "score")])
+    point = rng.choice([name for name in faults.POINTS if name not in ("save.rotate", "generate", "score", "journal")])
     often = 40 if point.startswith("save.file") else 4 if point.startswith("save.") else 100
     return f"kill at {point.split('.')[0]}", f"kill:{point}:{rng.randint(1, often)}", "kill"
 

@@ -118,6 +118,8 @@ def test_a_checkpoint_that_lacked_only_its_name_is_kept(tmp_path):
 
 def test_every_fault_point_is_passed_by_a_real_run(tmp_path):
     passed, _ = runs.quiet_run("grpo", tmp_path / "run", save_total_limit=1)
+    beside, _ = runs.quiet_run("grpo", tmp_path / "beside", async_rollouts=True, max_staleness=8)
+    passed |= {"journal": beside.get("journal", 0)}
     assert {point for point in faults.POINTS if not passed.get(point)} == set()
     assert set(passed) == set(faults.POINTS)
 

@@ -21,6 +21,7 @@ from posttrain.rollout.feed.worker import ReadInPlace
 
 Buffer = list[Tensor]
 NEWEST = -1  # no label: whatever is newest
+PUBLISH_SECONDS = 300.0
 
 
 class Board:
@@ -37,10 +38,11 @@ class Board:
         self.source, self.sharded_dtype = source, sharded_dtype
         self.allocate = allocate or (lambda: [self._empty(weight) for weight in source])
         self.buffers: dict[int, Buffer] = {}  # by label
+        self.newest = 0  # of them
         self._readers: Counter[int] = Counter()
         self._spare: list[Buffer] = []
         self._marks: dict[int, torch.cuda.Event] = {}  # by id of a buffer
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
 
     @torch.no_grad()
     def publish(self, label: int, oldest: int) -> None:
@@ -54,7 +56,8 @@ class Board:
             kept.copy_(weight if self.sharded_dtype is None else whole(weight))
         self._mark(buffer)
         with self._lock:
-            self.buffers[label] = buffer
+            self.buffers[label], self.newest = buffer, label
+            self._lock.notify_all()
 
     def _empty(self, weight: Tensor) -> Tensor:
         if self.sharded_dtype is None:
@@ -65,6 +68,8 @@ class Board:
     def reading(self, label: int) -> Iterator[tuple[int, Buffer]]:
         """The weights of this label or, where others have replaced it since it was asked about, of the newest; and which."""
         with self._lock:
+            # the one buffer that there is may just be written
+            self._lock.wait_for(lambda: self.buffers, PUBLISH_SECONDS)
             label = label if label in self.buffers else max(self.buffers)
             self._readers[label] += 1
             buffer = self.buffers[label]

@@ -187,14 +187,18 @@ def run(feed: RemoteFeed, plan: Blueprint, fixed_memory: Any, memory_of: Callabl
 
 def main() -> None:
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to handle
     _die_with(parent)
-    feed = FeedOverSocket(descriptor)
-    signal.signal(signal.SIGTERM, lambda *_: setattr(feed, "leaves", True))
     sys.path[:] = pickle.loads(read_frame(descriptor))
+    work(FeedOverSocket(descriptor), lambda: pickle.loads(read_frame(descriptor)))
+
+
+def work(feed: FeedOverSocket, given: Callable[[], tuple[Blueprint, int, list[int]]]) -> None:
+    """`given`: what it is made of, and descriptors of the memory in which weights lie."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the trainer's to handle
+    signal.signal(signal.SIGTERM, lambda *_: setattr(feed, "leaves", True))
     threading.Thread(target=feed.beat, daemon=True).start()
     try:
-        plan, fixed, places = pickle.loads(read_frame(descriptor))
+        plan, fixed, places = given()
         arenas = [Arena(plan.trained, place) for place in places]
         run(feed, plan, Arena(plan.fixed, fixed).memory, lambda place: arenas[place].memory)
     except BaseException as error:

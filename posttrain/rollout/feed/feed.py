@@ -7,10 +7,11 @@ what was finished and taken is in the `journal` before anybody acts on it.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from posttrain.rollout.feed.group import Group, Work
 from posttrain.rollout.feed.idle import IdleTimes
@@ -18,8 +19,12 @@ from posttrain.rollout.feed.journal import Journal
 from posttrain.rollout.feed.ledger import FINISHED, ISSUED, PLANNED, Ledger
 from posttrain.rollout.feed.pacing import DROP, IN_ORDER, Lead, Pace, may_begin, next_window
 
+logger = logging.getLogger(__name__)
+
 LOOK_SECONDS = 1.0  # how long anybody waits before he looks whether there is still hope
+SAY_SECONDS = 10.0  # without a group, after which the log says who is waited for; then after twice as long
 STALE = "stale"
+Found = TypeVar("Found")
 
 
 class Feed:
@@ -77,15 +82,7 @@ class Feed:
         """The groups of the next window, by their numbers; waits until there are enough."""
         began = self.clock()
         with self._changed:
-            finished, began_waiting = self.ledger.totals[FINISHED], began
-            while (choice := self._choice()) is None:
-                self._raise_error()
-                self._changed.wait(LOOK_SECONDS)
-                if self.ledger.totals[FINISHED] != finished:
-                    finished, began_waiting = self.ledger.totals[FINISHED], self.clock()
-                elif self.clock() - began_waiting > self.patience:
-                    raise TimeoutError(self._nothing_came(self.clock() - began_waiting))
-            numbers, dropped = choice
+            numbers, dropped = self._until(self._choice, f"window {self.windows} waits")
             if self.journal is not None and self.windows not in self._taken_before:
                 self.journal.take(self.windows, numbers, dropped)
             self.ledger.take(numbers)
@@ -99,18 +96,40 @@ class Feed:
         with self._changed:
             return self._choice() is not None
 
-    def _nothing_came(self, seconds: float) -> str:
-        """Who is waited for, and for how long."""
-        now = self.clock()
-        oldest = sorted((entry.since, n) for n, entry in self.ledger.live.items() if entry.fate == ISSUED)[:3]
-        held = [f"prompt {n} by {self.ledger.live[n].worker} for {now - since:.0f} s" for since, n in oldest]
+    def _until(self, ready: Callable[[], Found | None], who: str) -> Found:
+        """Wait until `ready` finds something. The log says for whom; without a group for `patience` seconds it ends."""
+        finished, since, say_at = -1, self.clock(), SAY_SECONDS
+        while (found := ready()) is None:
+            self._raise_error()
+            self._changed.wait(LOOK_SECONDS)
+            now = self.clock()
+            if self.ledger.totals[FINISHED] != finished:
+                finished, since, say_at = self.ledger.totals[FINISHED], now, SAY_SECONDS
+            elif now - since > self.patience:
+                raise TimeoutError(
+                    f"{self._nothing_came(now - since, who)} Raise `heartbeat_stale_after_s` where episodes may take as long, or "
+                    "bound them with `episode_timeout`."
+                )
+            elif now - since > say_at:
+                logger.warning("%s", self._nothing_came(now - since, who))
+                say_at *= 2
+        return found
+
+    def _nothing_came(self, seconds: float, who: str) -> str:
         waiting = len(self.ledger.numbers(PLANNED))
         return (
-            f"No group was finished for {seconds:.0f} s (`heartbeat_stale_after_s`), and window {self.windows} waits. "
-            + (f"Being written: {', '.join(held)}. " if held else "Nothing is being written. ")
-            + (f"{waiting} groups wait for a worker. " if waiting else "")
-            + "Raise `heartbeat_stale_after_s` where episodes may take as long, or bound them with `episode_timeout`."
+            f"No group was finished for {seconds:.0f} s (`heartbeat_stale_after_s` is {self.patience:g}), and {who}. "
+            + f"Being written: {self.being_written() or 'nothing'}."
+            + (f" {waiting} groups wait for a worker." if waiting else "")
         )
+
+    def being_written(self, worker: str | None = None) -> str:
+        """Groups, by whom and for how long: the three oldest of a worker, or of all."""
+        with self._changed:
+            numbers = self.ledger.numbers(ISSUED) if worker is None else self.ledger.held_by(worker)
+            held = sorted((self.ledger.live[number].since, number) for number in numbers)[:3]
+            now = self.clock()
+            return ", ".join(f"prompt {n} by {self.ledger.live[n].worker} for {now - since:.0f} s" for since, n in held)
 
     def _choice(self) -> tuple[list[int], dict[int, str]] | None:
         dropped = self._drop_stale()
@@ -136,14 +155,16 @@ class Feed:
     def wait_until_written(self, label: int) -> None:
         """Until every group that older weights than `label` must write is finished: those weights may go then."""
         with self._changed:
-            while any(
-                self.wanted_label(number) < label and entry.fate != FINISHED
-                for number, entry in self.ledger.live.items()
-            ):
-                self._raise_error()
-                self._changed.wait(LOOK_SECONDS)
+            open_numbers = lambda: [n for n, entry in self.ledger.live.items() if entry.fate != FINISHED]  # noqa: E731
+            is_written = lambda: all(self.wanted_label(number) >= label for number in open_numbers()) or None  # noqa: E731
+            self._until(is_written, f"the checkpoint of step {label} waits for what older weights must write")
             if self.journal is not None:
                 self.journal.sync()
+
+    def wait_until_given_back(self) -> None:
+        """Until nobody writes: workers have noticed that there are newer weights, and begin anew with them."""
+        with self._changed:
+            self._until(lambda: not self.ledger.numbers(ISSUED) or None, "new weights wait for what is being written")
 
     # ---- the workers' side -------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from posttrain.rollout.feed.feed import Feed
 from posttrain.rollout.feed.group import Work, rollouts_of
 from posttrain.rollout.feed.judging import Judge
 from posttrain.rollout.feed.platform import THREAD, Seat
-from posttrain.rollout.feed.worker import Writing
-from posttrain.rollout.rollout import Request
+from posttrain.rollout.feed.worker import CONTINUE, Writing
+from posttrain.rollout.rollout import Request, Rollout, versions_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +52,25 @@ OTHERS = (
 """Variables that would make a worker one of the training processes."""
 
 
+MESSAGES: dict[str, dict[str, type | tuple[type, ...]]] = {
+    "beat": {"leaves": bool},
+    "hello": {"process": int, "host": str},
+    "pull": {"label": int},
+    "label_for": {"label": int},
+    "give_back": {},
+    "wait": {},
+    "failed": {"text": str},
+    "reading": {"label": int},
+    "read": {},
+    "deliver": {"work": list, "seconds": (int, float), "rollouts": list, "samples": dict},
+}
+"""All that a worker may say, and what belongs to it."""
+
+
+class WrongAnswer(ValueError):
+    """What a worker sent cannot be used; what it holds is issued again, to one that takes its place."""
+
+
 @dataclass
 class Child:
     """A worker as the trainer sees it. `handle` is the platform's."""
@@ -66,6 +85,7 @@ class Child:
     ended_with: Any = None
     is_gone: bool = False  # and nobody takes its place
     reading: list[Any] = field(default_factory=list)  # labels that it copies just now
+    issued: dict[int, Work] = field(default_factory=dict)  # what it was last asked for, by number
 
     @property
     def name(self) -> str:
@@ -103,6 +123,7 @@ class RemoteWorkers(ABC):
     ) -> None:
         """One worker for each of `devices`; `labels` versions of the weights may be wanted at once."""
         self.feed, self.judge, self.writing = feed, judge, writing
+        self.vocabulary = model.get_input_embeddings().weight.shape[0]
         trained, fixed = tensors_of(model)
         self.fixed = Arena(Layout.of(fixed))
         with torch.no_grad():
@@ -207,9 +228,8 @@ class RemoteWorkers(ABC):
     def _serve(self, child: Child) -> None:
         """Answer its questions until it ends."""
         try:
-            while (payload := self._receive(child)) is not None:
+            while (message := self._next_message(child)) is not None:
                 child.last_seen = time.monotonic()
-                message = tree_from_bytes(payload)
                 call = message.pop("call")
                 if call == "beat":
                     child.seat.leaves |= message["leaves"]
@@ -218,14 +238,35 @@ class RemoteWorkers(ABC):
                 self._reply(child, pickle.dumps((child.seat.stopped, found)))
         except OSError:
             logger.info("Rollout %s ended in the middle of a message.", child.name)
-        except Exception as error:  # it sent something else, or what it sent cannot be used: nothing is guessed
+        except WrongAnswer as error:
+            logger.warning("Rollout %s is ended: %s", child.name, error)
+        except Exception as error:
             self.feed.stop(error)
         self._on_end(child)
+
+    def _next_message(self, child: Child) -> dict[str, Any] | None:
+        try:
+            payload = self._receive(child)
+            message = None if payload is None else tree_from_bytes(payload)
+        except OSError:
+            raise
+        except Exception as error:  # longer than any message, or no message at all
+            raise WrongAnswer(f"it sent what cannot be read. {type(error).__name__}: {error}") from error
+        if message is None:
+            return None
+        wanted = MESSAGES.get(message.get("call") if isinstance(message, dict) else None)
+        if wanted is None or message.keys() != {"call", *wanted}:
+            raise WrongAnswer(f"it sent what no worker says: {str(message)[:200]}")
+        if wrong := [name for name, kind in wanted.items() if not isinstance(message[name], kind)]:
+            raise WrongAnswer(f"`{wrong[0]}` of {message['call']!r} is a {type(message[wrong[0]]).__name__}.")
+        return message
 
     def _on_end(self, child: Child) -> None:
         self._on_read(child)
         self._kill(child)
         self._forget(child)
+        held = self.feed.being_written(child.name) or "nothing"
+        child.issued.clear()
         self.feed.give_back(child.name)
         if self.feed.stopped or child.seat.leaves:
             child.is_gone = True
@@ -233,8 +274,8 @@ class RemoteWorkers(ABC):
         child.deaths += 1
         if child.deaths >= DEATHS_IN_A_ROW:
             child.is_gone = True
-            how = f"Rollout {child.name} ended {child.deaths} times in a row, the last time with {child.ended_with}."
-            return self.feed.stop(RuntimeError(how))
+            how = f"Rollout {child.name} ended {child.deaths} times in a row, the last time with {child.ended_with}"
+            return self.feed.stop(RuntimeError(f"{how}. It held: {held}."))
         logger.warning("Rollout %s ended with %s. Another takes its place.", child.name, child.ended_with)
         try:
             self._start(child)
@@ -260,7 +301,9 @@ class RemoteWorkers(ABC):
         logger.info("Rollout %s is process %d of %s.", child.name, process, host)
 
     def _on_pull(self, child: Child, label: int) -> list[tuple[Work, Any, list[str]]]:
-        return [(work, self.writing.row_of(work), self._authors(work)) for work in child.seat.pull(child.name, label)]
+        given = child.seat.pull(child.name, label)
+        child.issued |= {work.number: work for work in given}
+        return [(work, self.writing.row_of(work), self._authors(work)) for work in given]
 
     def _authors(self, work: Work) -> list[str]:
         samples = range(self.writing.generations)
@@ -281,7 +324,40 @@ class RemoteWorkers(ABC):
             child.reading.pop().close()
 
     def _on_deliver(self, child: Child, work: list[int], seconds: float, **tree: Any) -> None:
+        number = work[0] if work else None
+        done = child.issued.get(number) if isinstance(number, int) else None
+        if done is None or [*astuple(done)] != work:
+            raise WrongAnswer(f"it handed in {work}, which it was not asked for.")
+        row = self.writing.row_of(done)
+        try:
+            rollouts = rollouts_of(tree, done.prompt, done.row, row)
+            self._refuse_wrong(done, rollouts)
+        except Exception as error:
+            raise WrongAnswer(
+                f"what it made of prompt {number} cannot be used. {type(error).__name__}: {error}"
+            ) from error
+        del child.issued[number]
         child.deaths = 0
-        done = Work(*work)
-        rollouts = rollouts_of(tree, done.prompt, done.row, self.writing.row_of(done))
         self.judge.add(done, rollouts, seconds)
+
+    def _refuse_wrong(self, done: Work, rollouts: list[Rollout]) -> None:
+        """Raise for a group that nobody can have been asked for."""
+        newest = self.board.newest if self.plan.in_flight == CONTINUE else done.label
+        if len(rollouts) != self.writing.generations:
+            raise ValueError(f"It has {len(rollouts)} completions, and {self.writing.generations} were asked for.")
+        for rollout in rollouts:
+            sample, versions = rollout.sample, versions_of(rollout)
+            written = versions[sample.trained]
+            if len(versions) != len(sample) or len(sample.trained) != len(sample):
+                raise ValueError("A completion has other tokens than versions of weights that wrote them.")
+            if len(sample) and not 0 <= sample.input_ids.min() <= sample.input_ids.max() < self.vocabulary:
+                raise ValueError(f"A token is none of the {self.vocabulary} that the model knows.")
+            if rollout.is_given:
+                continue
+            if len(written) > self.writing.params.max_tokens:
+                raise ValueError(
+                    f"A completion has {len(written)} tokens, and may have {self.writing.params.max_tokens}."
+                )
+            labels = [*written, sample.policy_version]
+            if not all(done.label <= label <= newest for label in labels):
+                raise ValueError(f"Its tokens name weights that it did not have; those were {done.label} to {newest}.")

@@ -38,9 +38,9 @@ from posttrain.rollout.feed.pacing import IN_ORDER, MASK
 from posttrain.rollout.feed.platform import Platform, Seat, Threads
 from posttrain.rollout.feed.processes import WorkerProcesses
 from posttrain.rollout.feed.replay import ReplayFeed
-from posttrain.rollout.feed.worker import CONTINUE, KEEP, RolloutWorker, SentByTrainer, TrainersOwn, Writing
+from posttrain.rollout.feed.worker import CONTINUE, KEEP, RESTART, RolloutWorker, SentByTrainer, TrainersOwn, Writing
 from posttrain.rollout.prompt_rows import PromptRow, StreamedPrompts
-from posttrain.rollout.rollout import DATASET, POLICY, POLICY_VERSIONS, Request, Rollout
+from posttrain.rollout.rollout import DATASET, POLICY, Request, Rollout, versions_of
 from posttrain.rollout.schedule import Schedule
 from posttrain.trainer.online.agents import Agents
 from posttrain.trainer.options.async_rollouts import RAY
@@ -246,8 +246,15 @@ class AsyncRollouts(TrainerCallback):
             if self.platform.board is not None:
                 self._publish(self.platform.board, state.global_step)
             if args.use_vllm:
+                self._restart_what_is_written(state.global_step)
                 self._sent = self.run.weight_sync.ready(state.global_step)
         self.feed.trained(state.global_step)
+
+    def _restart_what_is_written(self, step: int) -> None:
+        """Of `update_in_flight="restart"`: servers are sent weights when nobody waits for completions of the old ones."""
+        if self.run.args.update_in_flight == RESTART:
+            self.feed.trained(step)
+            self.feed.wait_until_given_back()
 
     def _publish(self, board: Board, step: int) -> None:
         """The weights, and not what a forward has gathered of them."""
@@ -320,12 +327,6 @@ def worker_devices(args: OnlineConfig) -> list[str]:
 def own_groups(schedule: Schedule, rank: int) -> list[int]:
     """Which groups of a window a process trains on."""
     return sorted({place // schedule.num_generations for place in schedule.places(rank)})
-
-
-def versions_of(rollout: Rollout) -> np.ndarray:
-    """(tokens,) version of the weights that wrote each; of tokens that no weights wrote it means nothing."""
-    sample = rollout.sample
-    return sample.per_token.get(POLICY_VERSIONS, np.full(len(sample), sample.policy_version, np.float32))
 
 
 def refuse_async(run: WrittenAhead) -> None:

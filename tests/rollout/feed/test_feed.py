@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core.sample import Sample
 from posttrain.rewards.runtime.results import RewardFailure, RewardResults
 from posttrain.rollout.collector import Written
+from posttrain.rollout.feed.board import Board
 from posttrain.rollout.feed.feed import Feed
 from posttrain.rollout.feed.group import Group, joined_groups
 from posttrain.rollout.feed.journal import WINDOWS, Journal
@@ -256,3 +259,29 @@ def test_a_line_that_was_cut_off_is_passed_over(tmp_path):
     assert sorted(journal.windows()) == [0, 1]
     assert "cut off or damaged" in journal.damaged[0]
     assert json.loads(file.read_text().splitlines()[0])["numbers"] == taken[0]
+
+
+def test_whoever_asks_while_weights_are_published_gets_the_new_ones():
+    """There is one buffer, and it is being written: labels of before are gone, and the new one is not there yet."""
+    source = [torch.zeros(4)]
+    board, asked, found = Board(source), threading.Event(), []
+
+    class Slow(list):
+        def __iter__(self):
+            asked.set()
+            time.sleep(0.1)
+            return super().__iter__()
+
+    def read():
+        asked.wait()
+        with board.reading(0) as (label, buffer):
+            found.append((label, buffer[0].tolist()))
+
+    board.publish(0, oldest=0)
+    board.source = Slow([torch.ones(4)])
+    reader = threading.Thread(target=read)
+    reader.start()
+    board.publish(1, oldest=1)
+    reader.join()
+    assert found == [(1, [1.0] * 4)]
+    assert len(board.buffers) == 1

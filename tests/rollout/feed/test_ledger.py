@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
+from posttrain.rollout.feed.feed import Feed
+from posttrain.rollout.feed.group import Group, Work
 from posttrain.rollout.feed.ledger import FINISHED, ISSUED, LATE, PLANNED, TAKEN, Ledger
+from posttrain.rollout.feed.pacing import DROP, FIRST_FINISHED, IN_ORDER, WAIT, WINDOW, Lead, Pace
 
 
 class Fates(RuleBasedStateMachine):
@@ -88,8 +101,116 @@ class Fates(RuleBasedStateMachine):
         assert len(set(places)) == len(places)
 
 
-TestFates = Fates.TestCase
-TestFates.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+class Orders(RuleBasedStateMachine):
+    """The feed, with ledger and pacing: results come in any order, twice, too late, or for numbers that nobody was given."""
+
+    @initialize(
+        order=st.sampled_from([IN_ORDER, WINDOW, FIRST_FINISHED]),
+        on_stale=st.sampled_from([WAIT, DROP]),
+        steps=st.integers(1, 2),
+        lead=st.integers(0, 2),
+        spare=st.integers(0, 2),
+    )
+    def begin(self, order, on_stale, steps, lead, spare):
+        bound = lead * steps + steps - 1 + spare
+        pace = Pace(2, steps, bound, order, WAIT if order == IN_ORDER else on_stale)
+        self.feed = Feed(pace, Lead(float(lead), pace.most_lead, adapts=False), lambda n: (n, 0), None)
+        self.given: list[Work] = []
+        self.taken: list[int] = []
+        self.accepted: set[int] = set()
+
+    @rule(worker=st.sampled_from("abc"), behind=st.integers(0, 2), most=st.integers(1, 4))
+    def pull(self, worker, behind, most):
+        found = self.feed.pull(worker, max(self.feed.published - behind * self.feed.pace.steps, 0), most)
+        assert not {work.number for work in found} & {*self.taken}
+        self.given += found
+
+    @precondition(lambda self: self.given)
+    @rule(data=st.data())
+    def result(self, data):
+        work = data.draw(st.sampled_from(self.given))
+        is_new = self.feed.finish(Group(work.number, work.attempt, work.label, None))
+        assert not (is_new and work.number in self.accepted)
+        self.accepted |= {work.number} if is_new else set()
+
+    @rule(number=st.integers(0, 99), attempt=st.integers(1, 5))
+    def stray(self, number, attempt):
+        if (number, attempt) not in {(work.number, work.attempt) for work in self.given}:
+            late = self.feed.ledger.totals[LATE]
+            assert not self.feed.finish(Group(number, attempt, 0, None))
+            assert self.feed.ledger.totals[LATE] == late + 1
+
+    @rule(worker=st.sampled_from("abc"))
+    def death(self, worker):
+        self.feed.give_back(worker)
+
+    @precondition(lambda self: self.feed.pace.order != IN_ORDER)
+    @rule(share=st.floats(0, 1))
+    def another_lead(self, share):
+        self.feed.lead.value = share * self.feed.lead.most
+
+    @precondition(lambda self: self.feed.windows == self.feed.step // self.feed.pace.steps)
+    @rule()
+    def window(self):
+        if not self.feed.has_window():
+            return
+        pace, first = self.feed.pace, self.feed.windows * self.feed.pace.steps
+        found = self.feed.next_window()
+        assert len(found) == pace.groups
+        for group in found:
+            assert group.number not in self.taken
+            assert group.number in self.accepted
+            assert first + pace.steps - 1 - group.label <= pace.max_staleness
+        self.taken += [group.number for group in found]
+
+    @precondition(lambda self: self.feed.windows > self.feed.step // self.feed.pace.steps)
+    @rule()
+    def step(self):
+        self.feed.trained(self.feed.step + 1)
+
+    @invariant()
+    def every_number_is_somewhere_once(self):
+        if not hasattr(self, "feed"):
+            return
+        ledger = self.feed.ledger
+        assert ledger.totals[TAKEN] == len(self.taken)
+        assert ledger.begun == len(ledger.live) + len(self.taken) + ledger.dropped
+        assert sorted(self.feed.groups) == sorted(ledger.numbers(FINISHED))
+
+
+@pytest.mark.parametrize("machine", [Fates, Orders])
+@pytest.mark.parametrize("runs", [pytest.param(60, id="short"), pytest.param(2000, id="long", marks=pytest.mark.trust)])
+def test_every_number_has_one_fate(machine, runs):
+    run_state_machine_as_test(machine, settings=settings(max_examples=runs, stateful_step_count=40, deadline=None))
+
+
+@pytest.mark.parametrize(
+    "orders", [pytest.param(300, id="short"), pytest.param(10_000, id="long", marks=pytest.mark.trust)]
+)
+def test_results_in_any_order_count_once(orders):
+    """Twice, of an attempt before the last, and for numbers that were never begun: 0 are used that should not be."""
+    for seed in range(orders):
+        rng, ledger, seen, used = random.Random(seed), Ledger(), [], Counter()
+        for _ in range(rng.randint(5, 40)):
+            kind = rng.choice(["begin", "issue", "issue", "back", "result", "result", "result", "never"])
+            planned, issued = ledger.numbers(PLANNED), ledger.numbers(ISSUED)
+            if kind == "begin":
+                ledger.begin(0)
+            elif kind == "issue" and planned:
+                number = rng.choice(planned)
+                seen.append((number, ledger.issue(number, "a", 0)))
+            elif kind == "back" and issued:
+                number = rng.choice(issued)
+                ledger.give_back(number, ledger.live[number].attempt)
+            elif kind == "result" and seen:
+                number, attempt = rng.choice(seen)
+                is_last = attempt == max(other for one, other in seen if one == number)
+                accepted = ledger.finish(number, attempt, "")
+                assert not accepted or (is_last and not used[number])
+                used[number] += accepted
+            elif kind == "never":
+                assert not ledger.finish(ledger.begun + rng.randrange(3), rng.randint(0, 3), "")
+        assert sum(used.values()) == len(ledger.numbers(FINISHED))
 
 
 def test_what_has_its_fate_keeps_it():

@@ -26,7 +26,15 @@ from posttrain.rollout.feed.pacing import (
 ORDERS, STALE = (IN_ORDER, WINDOW, FIRST_FINISHED), (WAIT, MASK, DROP)
 
 
-def simulate(pace: Pace, lead: float, windows: int, rng: random.Random, slots: int = 10**6, deaths: float = 0.0):
+def simulate(
+    pace: Pace,
+    lead: float,
+    windows: int,
+    rng: random.Random,
+    slots: int = 10**6,
+    deaths: float = 0.0,
+    lead_changes: bool = False,
+):
     """A run by events: a group takes a log-normal time, a window a fixed one. Yields (window, numbers, their labels).
 
     Time passes in ticks; in each, some finish, some die with their worker, and the trainer takes a window when it may.
@@ -42,6 +50,8 @@ def simulate(pace: Pace, lead: float, windows: int, rng: random.Random, slots: i
             label = step - step % pace.sync_steps
             if trained == windows:
                 return
+            if lead_changes:
+                lead.value = rng.uniform(0, lead.most)
         for _ in range(may_begin(pace, ledger.begun, ledger.dropped, trained, lead.value)):
             ledger.begin(label)
         for number in sorted(ledger.numbers(PLANNED))[: max(slots - len(ledger.numbers(ISSUED)), 0)]:
@@ -69,8 +79,7 @@ def simulate(pace: Pace, lead: float, windows: int, rng: random.Random, slots: i
     raise AssertionError(f"window {trained} was never taken: {ledger.live}")
 
 
-@settings(max_examples=120, deadline=None)
-@given(
+SCHEDULES = given(
     st.integers(0, 10**9),
     st.integers(1, 6),
     st.integers(1, 3),
@@ -80,16 +89,25 @@ def simulate(pace: Pace, lead: float, windows: int, rng: random.Random, slots: i
     st.floats(0, 3),
     st.sampled_from([0.0, 0.02]),
     st.sampled_from([3, 10**6]),
+    st.booleans(),
 )
-def test_no_window_is_older_than_the_bound_and_every_number_is_taken_once(
-    seed, groups, steps, order, on_stale, sync_steps, lead, deaths, slots
-):
+
+
+@pytest.mark.parametrize(
+    "schedules", [pytest.param(100, id="short"), pytest.param(1000, id="long", marks=pytest.mark.trust)]
+)
+def test_no_window_is_older_than_the_bound_and_every_number_is_taken_once(schedules):
+    settings(max_examples=schedules, deadline=None)(SCHEDULES(assert_bounded))()
+
+
+def assert_bounded(seed, groups, steps, order, on_stale, sync_steps, lead, deaths, slots, lead_changes):
     staleness = math.ceil(lead) * steps + steps - 1 + sync_steps - 1 + seed % 3
     pace = Pace(groups, steps, staleness, order, on_stale, sync_steps)
     lead = min(lead, pace.most_lead)
     pace.check(lead)
     seen: list[int] = []
-    for window, numbers, labels in simulate(pace, lead, 12, random.Random(seed), slots, deaths):
+    changes = lead_changes and order != IN_ORDER
+    for window, numbers, labels in simulate(pace, lead, 12, random.Random(seed), slots, deaths, changes):
         assert len(numbers) == groups
         seen += numbers
         ages = [window * steps + steps - 1 - label for label in labels]
