@@ -11,9 +11,12 @@ from datasets import Dataset
 
 from posttrain import GRPOConfig, GRPOTrainer, SDPOConfig, SDPOTrainer
 from posttrain.core.batch import ACTIVE
+from posttrain.core.results import TokenScores
 from posttrain.methods.sdpo import demonstration, without_thinking
+from posttrain.rollout.rollout import ADVANTAGES, POLICY_LOGPS
 from tests import tiny
 from tests.forked import start_group, wait_for_group
+from tests.losses.policy_oracle import token_batch
 from tests.trainer.test_distilling import collected
 
 ROWS = [{"prompt": f"What is {i}?", "privileged_context": f"Not {i}." if i % 2 else ""} for i in range(8)]
@@ -110,14 +113,31 @@ def test_a_success_on_another_process_is_shown_too(tmp_path):
     assert {sample for _, sample, *_ in parts[0]}.isdisjoint(sample for _, sample, *_ in parts[1])
 
 
-def test_without_distillation_it_is_grpo_to_the_bit(tmp_path):
-    own = sdpo(tmp_path / "sdpo", distillation_weight=0.0, beta=0.1)
-    args = GRPOConfig(**options_of(tmp_path / "grpo", beta=0.1, disable_dropout=True))
+AHEAD = {"async_rollouts": True, "async_lead": 2, "async_order": "in_order", "max_steps": 5, "learning_rate": 0.05}
+
+
+@pytest.mark.parametrize("ahead", [{}, AHEAD], ids=["in turns", "beside training"])
+def test_without_distillation_it_is_grpo_to_the_bit(tmp_path, ahead):
+    """Beside training, tokens are two steps old, and weighed for it."""
+    own = sdpo(tmp_path / "sdpo", distillation_weight=0.0, beta=0.1, **ahead)
+    args = GRPOConfig(**options_of(tmp_path / "grpo", beta=0.1, disable_dropout=True, **ahead))
     other = GRPOTrainer(tiny.causal_lm(), odd, args, Dataset.from_list(ROWS), processing_class=tiny.tokenizer())
     for trainer in (own, other):
         trainer.train()
     for (name, one), two in zip(own.model.named_parameters(), other.model.parameters()):
         assert torch.equal(one, two), name
+
+
+@pytest.mark.parametrize("weight", [0.25, 0.5])
+def test_the_policy_term_beside_a_distillation_weighs_tokens_of_older_weights(tmp_path, weight):
+    trainer = sdpo(tmp_path, distillation_weight=weight, async_rollouts=True, loss_type="dapo")
+    batch, logps = token_batch([3, 2]), torch.full((5,), -1.0, requires_grad=True)
+    ages = torch.tensor([0.5, 0.0, 2.0, -1.0, 0.0])
+    batch.per_token |= {POLICY_LOGPS: logps.detach() - ages, ADVANTAGES: torch.ones(5)}
+    found = trainer.loss(batch, TokenScores(logps, divergences=torch.zeros(5)), None)
+    assert [term.weight for term in found.terms] == [1 - weight, weight]
+    found.terms[0].values.sum().backward()
+    torch.testing.assert_close(logps.grad, -ages.exp().clamp(max=2))
 
 
 def test_without_a_success_nothing_moves_and_it_is_said(tmp_path, caplog):
