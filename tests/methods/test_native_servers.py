@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
 
 from posttrain.rollout.engines.vllm.launcher import TOKEN_VARIABLE
 from posttrain.trainer.online.vllm_setup import SERVERS_FILE
@@ -30,9 +32,14 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def urls(folder, tmp_path_factory):
+def home(tmp_path_factory):
+    """Where the servers' logs are."""
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="module")
+def urls(folder, home):
     """Two servers, with one token."""
-    home = tmp_path_factory.mktemp("servers")
     made = [
         ForkedNativeProcess(["--model", str(folder), "--dtype", "float32"], home / f"{number}.log", token=TOKEN)
         for number in range(2)
@@ -143,3 +150,19 @@ def test_what_servers_cannot_do_beside_training_is_refused(options, said, urls, 
             async_lead=1,
             **options,
         )
+
+
+def test_the_secret_is_in_nothing_that_a_run_leaves_behind(urls, home, tmp_path, caplog):
+    """Logs of both sides, options, checkpoints, journal, rollouts."""
+    named = {"vllm_mode": "server", "vllm_server_base_url": urls, "async_rollouts": True, "keep_journal": True}
+    with caplog.at_level(logging.DEBUG):
+        made = vllm_runs.trainer("grpo", tmp_path, **named)
+        made.args.save_strategy, made.args.save_steps = SaveStrategy.STEPS, 1
+        try:
+            made.train()
+        finally:
+            made.close()
+    files = [path for folder in (tmp_path, home) for path in folder.rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} >= {".seg", ".parquet", ".safetensors", ".log", ".json", ".jsonl"}
+    assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
+    assert TOKEN not in caplog.text
