@@ -48,7 +48,9 @@ def server(run_folder, data, tmp_path_factory) -> Iterator[ViewServer]:
     (folder / f"{KEY}.webp").write_bytes(thumbnail(PICTURE))
     outside = tmp_path_factory.mktemp("outside") / "secret.webp"
     outside.write_bytes(thumbnail(OTHER))
-    (folder / f"{LINK}.webp").symlink_to(outside)
+    link = folder / f"{LINK}.webp"  # of a worker that was here before, where tests are dealt out
+    link.unlink(missing_ok=True)
+    link.symlink_to(outside)
     (folder / f"{TEXT}.webp").write_text("<script>alert(1)</script>")
     with ViewServer(Viewed(open_runs([str(run_folder)]), [str(data)])) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)

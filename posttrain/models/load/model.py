@@ -168,7 +168,7 @@ def load_model(model: str | Path | nn.Module, options: LoadOptions) -> LoadedMod
             raise ValueError(f"{name} cannot be trained on images: {reason}. Check its files, or take another model.")
     elif sees_images(innermost.config.to_dict()):
         notes.append(f"{type(innermost).__name__} could see images; it is loaded for texts only.")
-    if options.task == CAUSAL_LM and options.image_probe is None:  # with images it was asked already
+    if options.task == CAUSAL_LM and not sees_images(innermost.config.to_dict()):  # others are asked about images
         reason = _of_the_first_process(why_not_its_own_logits(innermost), options)
         if reason is not None:
             raise ValueError(f"{name} cannot be trained here: {reason}. Take another architecture.")

@@ -6,6 +6,7 @@ positions. Equality cannot tell that a model is blind, so two controls do: anoth
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -171,7 +172,7 @@ def why_not_its_own_logits(innermost: nn.Module) -> str | None:
     except Exception as error:  # an architecture may fail in any way of its own; the sentence carries it
         return f"asked about two short rows, it ends with {type(error).__name__}: {error}"
     difference = _difference(torch.cat(asked.own).to(ours), ours, innermost)
-    if difference is None:
+    if difference is None or math.isnan(difference):  # of weights that are not finite nothing can be said
         return None
     more = f"{name} does more to its hidden states or logits than is known here"
     return f"its log-probs would be wrong by {difference:.2g}, since {more}"

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pyarrow.parquet
 from torch import nn
-from transformers import GenerationConfig, TrainerCallback
+from transformers import GenerationConfig, TrainerCallback, TrainerState
 
 from posttrain.core.processes import of_every_process
 from posttrain.data.render.byte_decoding import text_decoder
@@ -37,7 +37,7 @@ from posttrain.trainer.online.log_completions import (
     write_columns,
 )
 from posttrain.trainer.online.run_engine import RunEngine, WritingRun
-from posttrain.trainer.options.base import check_range
+from posttrain.trainer.options.base import BaseConfig, check_range
 from posttrain.trainer.report.progress import cut, show_table
 from posttrain.trainer.report.trackers import table_to_trackers
 
@@ -54,6 +54,11 @@ class JudgedRun(WritingRun, AnsweringRun, Protocol):
     """What is asked of the trainer, besides what its engine and its prompts ask. An online one has also `stop_ids`, and its
     reference is called `live`."""
 
+    args: BaseConfig
+    state: TrainerState
+    model: nn.Module
+    processing_class: Any
+    is_fully_sharded: bool
     reference: Any
     log: Callable[[dict[str, float]], None]
 
