@@ -127,7 +127,14 @@ class Chromium:
         """Wait for an expression to be true, and return its value."""
         deadline = time.monotonic() + seconds
         while True:
-            value = self.run(f"(() => {{ try {{ return {script}; }} catch {{ return false; }} }})()")  # a null, so far
+            try:
+                value = self.run(
+                    f"(() => {{ try {{ return {script}; }} catch {{ return false; }} }})()"
+                )  # a null, so far
+            except PageError as error:  # a page that is just being loaded again has not done it yet
+                if "navigated" not in str(error):
+                    raise
+                value = None
             if value not in (None, False, 0, ""):  # an element is {} here
                 return value
             if time.monotonic() > deadline:
