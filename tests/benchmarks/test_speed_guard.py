@@ -21,7 +21,7 @@ from benchmarks.speed.runner import Order, run_training
 TREE = Path(__file__).resolve().parents[2]
 SHARE_OF_GOAL = 0.6
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.trust
 
 
 def trl_python() -> str:

@@ -19,6 +19,7 @@ def test_in_the_trainers_process():
     run_pytest(Path(__file__).with_name("colocated_vllm_images.py"), 900, **ENVIRONMENT)
 
 
+@pytest.mark.trust
 def test_in_two_processes_that_hold_one_vllm_together(tmp_path):
     run_on_two_ranks("tests.methods.colocated_vllm_image_ranks", str(tmp_path))
 
@@ -64,6 +65,7 @@ def test_behind_a_server(served, tmp_path):
     run.engine.close()
 
 
+@pytest.mark.trust
 def test_a_server_that_was_started_without_images_is_refused(served, tmp_path):
     tiny, start = served
     with pytest.raises(ValueError, match=r"was started without --images\. Start it with .* --images 2"):

@@ -102,6 +102,7 @@ def test_one_server_that_is_sent_adapters(folder, tmp_path):
             made.engine.close()
 
 
+@pytest.mark.trust
 def test_a_server_of_the_trainers_own_is_killed_after_every_step(folder, tmp_path):
     """It is restarted, fed the weights of that step, and the run ends as if nothing had been. Nobody asks it after the last one."""
 
@@ -123,6 +124,6 @@ def test_colocated():
     run_pytest(Path(__file__).with_name("colocated_training.py"), 600)
 
 
-@pytest.mark.parametrize("tensor_parallel", ["1", "2"])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param("1", marks=pytest.mark.trust), "2"])
 def test_two_processes_with_a_vllm_each_or_one_together(tensor_parallel, tmp_path):
     run_on_two_ranks("tests.methods.colocated_two_ranks", str(tmp_path), tensor_parallel)

@@ -103,6 +103,7 @@ def test_compiled_layers_have_the_gradient_of_plain_ones_and_other_lengths_compi
     assert (gradients[True] - gradients[False]).norm() <= 1e-6 * gradients[False].norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("selective", "kernels"), [(True, PLAIN), (False, COMPILED)])
 def test_selective_checkpointing_wants_uncompiled_layers(tmp_path, monkeypatch, selective, kernels):
     monkeypatch.setattr(SFTConfig, "layer_kernels", lambda self, steps: (COMPILED,))

@@ -167,6 +167,7 @@ def test_faults_of_a_sync_are_found_at_that_very_step(folder, tmp_path):
         assert_greedy(engine, model, 2)
 
 
+@pytest.mark.trust
 def test_adapters_are_exchanged_by_version(folder, tmp_path):
     peft = lora_of(tiny_model(0), 1)
     (tmp_path / "adapters").mkdir()
@@ -211,7 +212,7 @@ def plain(folder, tmp_path):
 
 
 def test_a_plain_vllm_serve_writes_scores_and_takes_adapters(plain, tmp_path):
-    url, start, running = plain
+    url, _, _ = plain
     peft = lora_of(tiny_model(0), 1)
     client = UpstreamClient(url, None, DEADLINES, tmp_path / "adapters", "processed_logprobs")
     with ServedVLLM([client], adapter_export=lambda: exported_adapter(peft), options=OPTIONS) as engine:
@@ -224,13 +225,22 @@ def test_a_plain_vllm_serve_writes_scores_and_takes_adapters(plain, tmp_path):
             engine.load_weights(exported_weights(tiny_model(5)), 5)
         with pytest.raises(ServerRefused, match=r"takes no weights .* Start the server with `posttrain vllm-serve`"):
             UpstreamClient(url).stage(engine.target.kept, 1)
-        os.killpg(running[0].pid, signal.SIGKILL)  # and somebody starts it again, without the adapter
-        running[0].wait(30)
-        with pytest.raises(ServerGone):
-            client.health()
-        start()
-        assert_greedy(engine, peft, 3)
         even = tuple(range(0, len(tiny.tokenizer()), 2))
         (stopped,) = generate(engine, [Prompt([1, 5], max_tokens=30)], SamplingParams(30, stop_ids=even))
         assert stopped.finish_reason == "stop"
         assert [token % 2 for token in stopped.ids] == [1] * (len(stopped.ids) - 1) + [0]
+
+
+@pytest.mark.trust
+def test_a_plain_vllm_serve_that_was_killed_and_started_again_is_given_its_adapter(plain, tmp_path):
+    url, start, running = plain
+    peft = lora_of(tiny_model(0), 1)
+    client = UpstreamClient(url, None, DEADLINES, tmp_path / "adapters", "processed_logprobs")
+    with ServedVLLM([client], adapter_export=lambda: exported_adapter(peft), options=OPTIONS) as engine:
+        engine.load_weights(None, 1)
+        os.killpg(running[0].pid, signal.SIGKILL)
+        running[0].wait(30)
+        with pytest.raises(ServerGone):
+            client.health()
+        start()
+        assert_greedy(engine, peft, 1)

@@ -28,7 +28,7 @@ ITSELF, UNKNOWN, ZERO = "itself", "unknown", "zero"
     ("file", "seconds", "lengths"),
     [
         pytest.param("colocated_vllm.py", 600, {}, marks=needs_vllm, id="tiny"),
-        pytest.param("colocated_vllm_real.py", 900, {}, marks=needs_vllm, id="real"),
+        pytest.param("colocated_vllm_real.py", 900, {}, marks=LONG, id="real"),
         pytest.param("colocated_vllm.py", 3600, {"COLOCATED_SYNCS": "1000"}, marks=LONG, id="tiny-long"),
         pytest.param(
             "colocated_vllm_real.py", 3600, {"REAL_PROMPTS": "100", "REAL_SYNCS": "50"}, marks=LONG, id="real-long"
@@ -39,7 +39,7 @@ def test_in_a_process_with_vllm(file, seconds, lengths):
     run_pytest(HERE.with_name(file), seconds, **lengths)
 
 
-@pytest.mark.parametrize("tensor_parallel", [pytest.param("1", marks=needs_vllm), pytest.param("2", marks=needs_vllm)])
+@pytest.mark.parametrize("tensor_parallel", [pytest.param("1", marks=LONG), pytest.param("2", marks=LONG)])
 def test_two_ranks(tensor_parallel):
     """Each with a vLLM of its own, or one model over both."""
     run_on_two_ranks("tests.rollout.colocated_vllm_ranks", tensor_parallel)

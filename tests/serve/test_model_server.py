@@ -308,6 +308,7 @@ def test_two_worker_processes_take_new_weights_and_say_what_does_not_fit(start, 
     assert [name for name in os.listdir(default_folder()) if name.startswith("block-")] == []
 
 
+@pytest.mark.trust
 @vllm_only
 def test_adapters_are_pushed_by_version_and_the_base_stays(start, tmp_path):
     peft = pytest.importorskip("peft")

@@ -14,9 +14,12 @@ import torch
 from transformers import TrainerCallback
 
 from posttrain.rollout.feed import remote
+from tests.forked_workers import forked_workers  # noqa: F401
 from tests.trainer.test_async import LORA, odd_sums, run, trainer, weights, written
 
 EXACT = {"async_rollouts": True, "async_order": "in_order", "async_lead": 2, "max_steps": 8}
+forked = pytest.mark.usefixtures("forked_workers")
+"""The first test starts them as a run does."""
 
 
 class Attack(TrainerCallback):
@@ -85,6 +88,7 @@ def test_two_processes_write_what_a_thread_does(tmp_path, inline):
     same(run(tmp_path, rollout_workers=2, **EXACT), tmp_path, inline)
 
 
+@forked
 @pytest.mark.slow
 def test_adapters_and_frozen_weights_reach_a_process(tmp_path):
     options = {**EXACT, **LORA, "max_steps": 4}
@@ -93,6 +97,7 @@ def test_adapters_and_frozen_weights_reach_a_process(tmp_path):
     assert all(torch.equal(left, right) for left, right in zip(wanted.values(), found.values()))
 
 
+@forked
 @pytest.mark.slow
 def test_workers_that_are_killed_at_any_time_are_replaced(tmp_path, inline):
     rng, killed = random.Random(0), []
@@ -109,6 +114,7 @@ def test_workers_that_are_killed_at_any_time_are_replaced(tmp_path, inline):
     same(made, tmp_path, inline)
 
 
+@forked
 @pytest.mark.slow
 def test_a_worker_that_is_stopped_is_noticed_and_its_late_results_are_refused(tmp_path, inline, monkeypatch):
     monkeypatch.setattr(remote, "SILENT_SECONDS", 2.0)
@@ -124,18 +130,20 @@ def test_a_worker_that_is_stopped_is_noticed_and_its_late_results_are_refused(tm
     same(made, tmp_path, inline)
 
 
+@forked
 @pytest.mark.slow
 def test_a_worker_that_cannot_live_ends_the_run_with_a_sentence(tmp_path):
     def kill(children):
         for child in children:
-            if child.handle.popen.poll() is None:
-                os.kill(child.handle.popen.pid, signal.SIGKILL)
+            if (handle := child.handle) is not None and handle.popen.poll() is None:
+                os.kill(handle.popen.pid, signal.SIGKILL)
 
     with pytest.raises(RuntimeError, match=r"Rollout worker-0 ended 3 times in a row, the last time with -9"):
         attacked(tmp_path, kill, every=0.05, rollout_workers=1, **EXACT)
     assert no_children()
 
 
+@forked
 @pytest.mark.slow
 def test_a_mistake_in_a_worker_is_shown_where_the_trainer_waits(tmp_path, monkeypatch):
     def broken(rows, requests, params):

@@ -63,12 +63,14 @@ def tried_by(layout):
     return [name for name, cell in cells.items() if layout == "ddp" or not cell.whole]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_ends_where_one_process_does_and_resumes_exactly(name, quick):
     assert_ends_alike(name, *quick)
     assert_resumed_exactly(name, quick[1], FOUR)
 
 
+@pytest.mark.slow
 def test_each_copy_has_all_shards(quick):
     """The first process of each copy holds the same half of the weights; the two processes of a copy hold all of them."""
     parts = [

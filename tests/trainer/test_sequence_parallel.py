@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,20 +27,18 @@ from tests.forked import wait_for_group
 from tests.trainer.sequence_parallel_cells import CELLS, SAVED, STEPS, start
 
 QUICK = ("sft", "dpo", "grpo")
+SHARING = {"2": (2, 2), "2x2": (4, 2), "4": (4, 4)}
+"""Processes, of which so many share a row."""
+IN_TURN = [
+    pytest.param(sharing, name, id=f"{sharing}-{name}", marks=[] if row % len(SHARING) == column else pytest.mark.trust)
+    for column, sharing in enumerate(SHARING)
+    for row, name in enumerate(CELLS)
+]
+"""CI tries each cell in one way of sharing, `make trust` in all."""
 COMPARED = (
     "loss", "eval_loss", "grad_norm", "num_tokens", "entropy", "eval_entropy", "reward", "eval_reward", "kl", "rewards/margins",
     "mean_token_accuracy", "completions/mean_length",
 )  # fmt: skip
-
-
-def of_one_process(folder: Path, names: list[str]) -> Path:
-    wait_for_group(start(1, 1, folder, names), 900)
-    return folder
-
-
-def of_several(folder: Path, processes: int, size: int, names: list[str]) -> Path:
-    wait_for_group(start(processes, size, folder, names), 1200)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -53,14 +52,26 @@ def quick(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def one(tmp_path_factory):
-    return of_one_process(tmp_path_factory.mktemp("shared-rows") / "one", list(CELLS))
+def homes(request, tmp_path_factory):
+    """Where the cells that this session tries have left their runs: one launch for each way of sharing, when it is asked for."""
+    cells = [item.callspec.params for item in request.session.items if "homes" in getattr(item, "fixturenames", ())]
+
+    @functools.cache
+    def of(sharing: str | None) -> Path:
+        home = tmp_path_factory.mktemp("shared-rows") / (sharing or "one")
+        names = [
+            name for name in CELLS if any(cell["name"] == name and sharing in (None, cell["sharing"]) for cell in cells)
+        ]
+        wait_for_group(start(*SHARING.get(sharing, (1, 1)), home, names), 1200)
+        return home
+
+    return of
 
 
-@pytest.fixture(scope="module", params=[(2, 2), (4, 2), (4, 4)], ids=["2", "2x2", "4"])
-def several(request, tmp_path_factory):
-    """Runs of (processes, of which so many share a row)."""
-    return of_several(tmp_path_factory.mktemp("shared-rows") / "several", *request.param, list(CELLS))
+@pytest.fixture
+def both(homes, sharing):
+    """(of one process, of several)"""
+    return homes(None), homes(sharing)
 
 
 def tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -96,12 +107,14 @@ def assert_same_log(alone: Path, together: Path) -> None:
     assert {"loss", "grad_norm", "num_tokens"} <= seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_two_processes_have_the_gradient_of_one(name, quick):
     assert_same_gradients(*(home / name for home in quick))
     assert_same_log(*(home / name for home in quick))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", QUICK)
 def test_each_of_two_processes_keeps_half_of_the_activations(name, quick):
     one, two = (json.loads((home / name / "kept_bytes.json").read_text()) for home in quick)
@@ -109,6 +122,7 @@ def test_each_of_two_processes_keeps_half_of_the_activations(name, quick):
         assert shared < 0.6 * alone  # both count and weigh all trained tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in QUICK if CELLS[name].resumes])
 def test_two_processes_resume_exactly(name, quick):
     assert_resumed(quick[1], name)
@@ -126,8 +140,9 @@ def assert_resumed(home: Path, name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", CELLS)
-def test_gradients_are_those_of_one_process(name, one, several):
+@pytest.mark.parametrize(("sharing", "name"), IN_TURN)
+def test_gradients_are_those_of_one_process(sharing, name, both):
+    one, several = both
     assert_same_gradients(one / name, several / name)
     assert_same_log(one / name, several / name)
     if CELLS[name].resumes:

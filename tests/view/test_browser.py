@@ -126,6 +126,7 @@ def open_and_time(run, profile) -> float:
         return took
 
 
+@pytest.mark.trust
 def test_twenty_thousand_rollouts_open_within_three_seconds(big_run, tmp_path):
     times = []
     while not times or (min(times) >= OPEN_SECONDS and len(times) < 3):  # other work on the machine only ever adds time

@@ -19,9 +19,11 @@ from transformers import TrainerCallback
 
 from posttrain.rollout.feed import remote
 from tests.cli.runs import flags, folder_with_inputs, options_of
+from tests.forked_workers import forked_workers  # noqa: F401
 from tests.trainer.test_async import odd_sums, trainer, weights, written
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.usefixtures("forked_workers")
 HAS_RAY = importlib.util.find_spec("ray") is not None
 NEEDS_RAY = pytest.mark.skipif(not HAS_RAY, reason="Ray is not installed: nothing about its actors was tried")
 WITH_RAY = [pytest.mark.slow, NEEDS_RAY]
