@@ -24,13 +24,15 @@ LIST = Path(__file__).with_suffix(".txt")
 SLOW, TRUST = "slow", "trust"
 LIMIT_S = 0.7
 """Of a cell in `make test`."""
-LONGEST_S = 5.0
+LONGEST_S = 4.0
 """Of anything there."""
 BUDGET_S = 12.0
 """Of the cells of one test in `make test-slow`, if it has more than one in CI."""
 ALL_OF = (
     "tests/docs/",
     "tests/cli/test_train.py::test_a_file_and_flags_train_the_same",
+    "tests/methods/test_vllm_training.py::test_two_servers",
+    "tests/trainer/test_gradient_matrix.py::test_two_processes",
     "tests/trainer/test_two_processes.py::test_two_processes_equal_one_and_resume_exactly",
     "tests/trust/test_kill.py::test_killed_at_random_instants_and_resumed_is_bit_identical",
 )

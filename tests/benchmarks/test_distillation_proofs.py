@@ -65,6 +65,7 @@ def test_a_student_learns_from_a_server(model, tmp_path, monkeypatch):
     assert found["control"]["largest_loss"] < 1e-6
 
 
+@pytest.mark.trust
 @pytest.mark.slow
 def test_a_model_that_cannot_add_is_not_paid(model, tmp_path):
     found = run("sdpo", model, tmp_path)

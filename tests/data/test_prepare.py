@@ -496,6 +496,7 @@ def test_chat_rows_are_checked_fast(renderer, cache):
     )  # of this processor: other work on the machine does not count
 
 
+@pytest.mark.trust
 @pytest.mark.slow
 def test_hundred_thousand_chat_rows_in_two_minutes(renderer, cache):
     assert timed_check(100_000, renderer, cache)[0] < 120

@@ -289,6 +289,7 @@ def test_a_model_without_weights_serves_nothing_until_a_version_is_whole(start, 
     assert_serves(server, tiny_model(3), 3, "random")
 
 
+@pytest.mark.trust
 @vllm_only
 def test_two_worker_processes_take_new_weights_and_say_what_does_not_fit(start, monkeypatch):
     """Tensor parallel: each worker takes its share out of a block of shared memory."""

@@ -22,7 +22,7 @@ from posttrain.cli.commands import demo
 from tests.docs.fenced_blocks import ROOT, blocks_of
 from tests.docs.local_hub import REVISION
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.trust
 PAGE = ROOT / "docs" / "first-run.md"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SECONDS = 300

@@ -83,6 +83,7 @@ def test_a_merge_without_one_of_210_adapters_is_refused(model, lora, tmp_path, m
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.trust
 def test_scores_do_not_depend_on_the_engine(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     rows = [{"prompt": f"What is {i} plus {i}?", "answer": str(2 * i)} for i in range(2, 14)]

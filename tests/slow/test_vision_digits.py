@@ -141,6 +141,7 @@ def rewarded(start: str, shown: list[tuple[Image.Image, str]], folder: Path, ste
     return trainer, str(folder / "saved")
 
 
+@pytest.mark.trust
 def test_rewards_teach_it_to_read_and_shuffled_images_teach_nothing(tmp_path):
     shown = digits(0)
     held_out, trained = shown[:HELD_OUT], shown[HELD_OUT:]

@@ -151,6 +151,7 @@ def test_a_policy_trained_on_a_judge_wins_against_its_beginning(tmp_path):
     assert rate_after(tmp_path, More(), 1) > 0.7
 
 
+@pytest.mark.trust
 @pytest.mark.slow
 def test_a_policy_trained_on_coins_does_not(tmp_path):
     """A random walk goes somewhere, so it is the mean of several."""

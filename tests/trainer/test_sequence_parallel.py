@@ -54,7 +54,8 @@ def quick(tmp_path_factory):
 @pytest.fixture(scope="module")
 def homes(request, tmp_path_factory):
     """Where the cells that this session tries have left their runs: one launch for each way of sharing, when it is asked for."""
-    cells = [item.callspec.params for item in request.session.items if "homes" in getattr(item, "fixturenames", ())]
+    asked = [item for item in request.session.items if item.path == request.path and "both" in item.fixturenames]
+    cells = [item.callspec.params for item in asked]
 
     @functools.cache
     def of(sharing: str | None) -> Path:

@@ -66,7 +66,7 @@ def test_killed_and_resumed_is_bit_identical(name, tmp_path):
     assert not differences(whole / "run", killed / "run")
 
 
-WINDOWS = {"steps_per_generation": 2, "num_iterations": 2, "num_generations": 4, "weight_decay": 0.1}
+WINDOWS = {"steps_per_generation": 2, "num_iterations": 2, "per_device_train_batch_size": 2, "weight_decay": 0.1}
 WINDOWS["max_rollout_slots"] = (
     1  # who is decoded together depends on when tools answer, and log-probs in their last bits on that
 )
@@ -91,7 +91,7 @@ def train_with_tools(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", [{"kill_after": 3}, {"kill_at": 21}], ids=["inside of a window", "inside of a tool"])
+@pytest.mark.parametrize("kill", [{"kill_after": 3}, {"kill_at": 11}], ids=["inside of a window", "inside of a tool"])
 def test_killed_while_tools_show_images(kill, tmp_path):
     """The window that is resumed shows images that no dataset has: they are found in the folder of the run."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
