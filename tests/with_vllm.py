@@ -25,9 +25,9 @@ ONE_AT_A_TIME = Path(tempfile.gettempdir()) / "posttrain-vllm-on-two-ranks.lock"
 """vLLM on the CPU names the memory that ranks share by their numbers alone where a launcher started them: two runs would meet."""
 
 
-def run_pytest(file: Path, seconds: float, **environment: str) -> None:
+def run_pytest(file: Path, seconds: float, marks: str = "not trust", **environment: str) -> None:
     """A file of tests in a process that has vLLM: it leaves its mark on a process, so that of the caller is kept out of it."""
-    command = [PYTHON, "-m", "pytest", str(file), "-q", "--show-capture=no"]
+    command = [PYTHON, "-m", "pytest", str(file), "-q", "--show-capture=no", "-m", marks]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=seconds, env=os.environ | environment
     )

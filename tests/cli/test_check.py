@@ -261,7 +261,7 @@ def test_samples_are_shown_token_by_token(tmp_path, model, capsys):
     assert "Tokens a sample:" in shown
 
 
-@pytest.mark.slow
+@pytest.mark.trust
 def test_a_hundred_thousand_rows_in_two_minutes(tmp_path, model):
     rows = [{"prompt": f"Tell me of {words(i)}?", "completion": f" {words(i + 9, 12)} {i}."} for i in range(100_000)]
     start = time.perf_counter()

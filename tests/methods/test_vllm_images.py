@@ -15,8 +15,9 @@ pytestmark = needs_vllm
 TOKEN = "a-token-of-this-test"
 
 
-def test_in_the_trainers_process():
-    run_pytest(Path(__file__).with_name("colocated_vllm_images.py"), 900, **ENVIRONMENT)
+@pytest.mark.parametrize("marks", ["not trust", pytest.param("trust", marks=pytest.mark.trust)])
+def test_in_the_trainers_process(marks):
+    run_pytest(Path(__file__).with_name("colocated_vllm_images.py"), 900, marks, **ENVIRONMENT)
 
 
 @pytest.mark.trust

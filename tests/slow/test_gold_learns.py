@@ -35,7 +35,7 @@ def valid_share(model, tokenizer):
     return sum(bool(VALID.fullmatch(tokenizer.decode(one, skip_special_tokens=True))) for one in written) / ASKED
 
 
-@pytest.mark.slow
+@pytest.mark.trust
 @pytest.mark.parametrize("knows", [True, False], ids=["trained", "untrained"])
 def test_a_student_learns_what_its_teacher_knows(tmp_path, knows):
     data, texts = Dataset.from_list(rows()), [PROMPT, *(row["completion"] for row in rows())]
