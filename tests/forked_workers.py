@@ -36,6 +36,10 @@ class Descriptors:
         self.numbers = [one.detach() for one in passed]
 
 
+LAUNCHED: list[ForkedWorker] = []
+"""By the tests of this process."""
+
+
 class ForkedWorker(ForkedProgram):
     def __init__(self, descriptors: Sequence[int], plan: bytes, environment: Mapping[str, str]) -> None:
         self._process = context.Process(
@@ -47,6 +51,7 @@ class ForkedWorker(ForkedProgram):
         else:
             self._process.start()
         self.pid = self._process.pid
+        LAUNCHED.append(self)
 
     def poll(self) -> int | None:
         with self._asking:  # two threads may ask, and the news can be read once

@@ -12,6 +12,7 @@ adds cells that run with the others, until the list is written again.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
@@ -36,7 +37,8 @@ ALL_OF = (
     "tests/trainer/test_two_processes.py::test_two_processes_equal_one_and_resume_exactly",
     "tests/trust/test_kill.py::test_killed_at_random_instants_and_resumed_is_bit_identical",
 )
-"""What users copy, and what docs/support.md says of each method, is run by CI however long it takes."""
+"""What users copy, what docs/support.md says of each method, and the processes of the gradient matrix: run by CI however long it
+takes."""
 
 
 def long_cells() -> dict[str, str]:
@@ -55,10 +57,13 @@ def mark_long(items: list[pytest.Item]) -> None:
 def durations(report: Path) -> dict[str, float]:
     """Test id -> seconds, of a JUnit report; of tests that ran. Fixtures are not counted: they would be paid by another cell."""
     ran = [case for case in ElementTree.parse(report).iter("testcase") if case.find("skipped") is None]
-    return {
-        f"{case.get('classname', '').replace('.', '/')}.py::{case.get('name')}": float(case.get("time", 0))
-        for case in ran
-    }
+    return {_id(case.get("classname", ""), case.get("name", "")): float(case.get("time", 0)) for case in ran}
+
+
+def _id(module: str, name: str) -> str:
+    """JUnit's "tests.data.test_a.TestClass" and "test_b" -> "tests/data/test_a.py::TestClass::test_b"."""
+    folder, file, *classes = re.split(r"\.(test_\w+)\.?", module, maxsplit=1)
+    return "::".join([f"{folder.replace('.', '/')}/{file}.py", *filter(None, classes), name])
 
 
 def chosen(fast: Mapping[str, float], slow: Mapping[str, float], listed: Mapping[str, str]) -> dict[str, str]:

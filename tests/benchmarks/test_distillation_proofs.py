@@ -66,7 +66,6 @@ def test_a_student_learns_from_a_server(model, tmp_path, monkeypatch):
 
 
 @pytest.mark.trust
-@pytest.mark.slow
 def test_a_model_that_cannot_add_is_not_paid(model, tmp_path):
     found = run("sdpo", model, tmp_path)
     assert not found["holds"]

@@ -150,14 +150,12 @@ def test_every_trial_is_checked_before_the_first_is_begun(folder, monkeypatch, c
 
 
 @pytest.mark.trust
-@pytest.mark.slow
 def test_the_check_in_a_process_of_its_own(folder, capsys):
     assert posttrain("sweep", "--dry-run", written(folder, over={"lora_r": [4, 8]})) == 2
     assert "lora_r=4" in capsys.readouterr().err
 
 
 @pytest.mark.trust
-@pytest.mark.slow
 def test_a_real_sweep(folder, capsys):
     folder_with_inputs(folder)
     path = written(folder, over={"learning_rate": [1e-4, 1e-2]})

@@ -497,7 +497,6 @@ def test_chat_rows_are_checked_fast(renderer, cache):
 
 
 @pytest.mark.trust
-@pytest.mark.slow
 def test_hundred_thousand_chat_rows_in_two_minutes(renderer, cache):
     assert timed_check(100_000, renderer, cache)[0] < 120
 

@@ -14,7 +14,7 @@ import torch
 from transformers import TrainerCallback
 
 from posttrain.rollout.feed import remote
-from tests.forked_workers import forked_workers  # noqa: F401
+from tests.forked_workers import LAUNCHED, forked_workers  # noqa: F401
 from tests.trainer.test_async import LORA, odd_sums, run, trainer, weights, written
 
 EXACT = {"async_rollouts": True, "async_order": "in_order", "async_lead": 2, "max_steps": 8}
@@ -65,11 +65,9 @@ def attacked(folder, attack, *, every=0.2, **options):
 
 
 def no_children():
-    return not [
-        child
-        for child in psutil.Process().children(recursive=True)
-        if "rollout.feed.child" in " ".join(child.cmdline())
-    ]
+    started = psutil.Process().children(recursive=True)
+    has_ended = not [child for child in started if "rollout.feed.child" in " ".join(child.cmdline())]
+    return has_ended and all(worker.poll() is not None for worker in LAUNCHED)
 
 
 @pytest.fixture(scope="module")

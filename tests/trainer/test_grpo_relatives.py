@@ -105,7 +105,6 @@ def letters(completions, **columns):
 
 
 @pytest.mark.trust
-@pytest.mark.slow
 def test_gfpo_is_shorter_than_grpo_at_equal_reward(tmp_path):
     """What is paid for is likelier in longer answers, so that GRPO's become as long as can be. GFPO compares the shortest half."""
     writer, ends = writer_of_letters(tmp_path / "sft"), {}

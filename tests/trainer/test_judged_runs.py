@@ -152,7 +152,6 @@ def test_a_policy_trained_on_a_judge_wins_against_its_beginning(tmp_path):
 
 
 @pytest.mark.trust
-@pytest.mark.slow
 def test_a_policy_trained_on_coins_does_not(tmp_path):
     """A random walk goes somewhere, so it is the mean of several."""
     assert 0.35 < np.mean([rate_after(tmp_path / str(seed), Coin(), seed) for seed in range(1, 4)]) < 0.65
